@@ -1,0 +1,177 @@
+"""MNIST, or scikit-learn's handwritten digits, as tensors in memory.
+
+`fetch` puts the files on disk (once per node), `load` reads them, `whole_batch` goes with the DataLoader:
+
+    DataLoader(train_set, batch_size=128, sampler=sampler, collate_fn=whole_batch)
+"""
+
+import contextlib
+import os
+import socket
+import sys
+from pathlib import Path
+
+import torch
+from filelock import FileLock, Timeout
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+
+DATASETS = {"mnist": 60_000, "digits": 1_500}  # training images
+DATA_DIR = str(Path(__file__).resolve().parents[1] / "data")
+
+# bytes of each file: a header of 16 or 8 bytes, then one byte a pixel or label
+MNIST_FILES = {
+    "train-images-idx3-ubyte": 16 + 60_000 * 28 * 28,
+    "train-labels-idx1-ubyte": 8 + 60_000,
+    "t10k-images-idx3-ubyte": 16 + 10_000 * 28 * 28,
+    "t10k-labels-idx1-ubyte": 8 + 10_000,
+}
+
+
+class Images(Dataset):
+    """Images and labels that are in memory already, read one by one or a whole batch at once.
+
+    Args:
+        images: float32 (N, 1, 28, 28), normalised.
+        labels: int64 (N,), the digits 0 to 9.
+    """
+
+    def __init__(self, images: Tensor, labels: Tensor):
+        self.images = images
+        self.labels = labels
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        """Return one image, float32 (1, 28, 28), and its label, int64 ()."""
+        return self.images[index], self.labels[index]
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        """Return a batch, float32 (B, 1, 28, 28) and int64 (B,). DataLoader prefers this to B single reads."""
+        index = torch.tensor(indices)
+        return self.images.index_select(0, index), self.labels.index_select(0, index)
+
+
+def whole_batch(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """The collate_fn for `Images`: its batches arrive whole, so there is nothing to stack."""
+    return batch
+
+
+def fetch(dataset: str | None, data_dir: str | Path, batch_size: int = 1) -> str:
+    """Make sure that the data is on disk and fills a batch. Safe to call from several processes at once.
+
+    Args:
+        dataset: "mnist", "digits" or None, which means MNIST if it can be had and digits otherwise.
+        data_dir: folder for the MNIST files, in torchvision's layout (data_dir/MNIST/raw/...).
+        batch_size: images in a step.
+
+    Returns:
+        The data set to train on, "mnist" or "digits".
+
+    Raises:
+        SystemExit: with one line, when a file is truncated, when MNIST was asked for and can't be had, or when the
+            training set is smaller than a batch.
+    """
+    if dataset != "digits":
+        try:
+            _fetch_mnist(Path(data_dir))
+            dataset = "mnist"
+        except (OSError, RuntimeError) as error:
+            reason = f"MNIST is not in {data_dir} and can't be fetched ({str(error).splitlines()[0].rstrip('.:')})"
+            if dataset == "mnist":
+                sys.exit(f"error: {reason}: copy its files to {data_dir}/MNIST/raw, or use --dataset digits")
+            dataset = "digits"
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                print(f"WARNING: {reason}: training on scikit-learn's 1,797 digits instead", file=sys.stderr)
+    if batch_size > DATASETS[dataset]:
+        sys.exit(f"error: --batch_size must be at most {DATASETS[dataset]}, the training images of {dataset}")
+    return dataset
+
+
+def load(dataset: str, data_dir: str | Path) -> tuple[Images, Images]:
+    """Read the data into memory, normalised once. Call `fetch` before it.
+
+    Args:
+        dataset: "mnist" (60,000 and 10,000 images) or "digits" (1,500 and 297, resized from 8x8).
+        data_dir: the folder given to `fetch`.
+
+    Returns:
+        The training set and the test set.
+    """
+    if dataset == "mnist":
+        from torchvision.datasets import MNIST  # here, because digits do without it
+
+        parts = [MNIST(data_dir, train=train) for train in (True, False)]
+        # mean and standard deviation over all pixels of the training images; below, of the resized ones
+        return tuple(_normalised(part.data, part.targets, 255, 0.1307, 0.3081) for part in parts)
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    images, labels = torch.tensor(digits.images), torch.tensor(digits.target)
+    # the writers follow each other in the file, so shuffle before cutting off a test set
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    return tuple(_normalised(images[part], labels[part], 16, 0.3051, 0.3245) for part in (order[:1500], order[1500:]))
+
+
+def _normalised(pixels: Tensor, labels: Tensor, white: int, mean: float, std: float) -> Images:
+    """Scale pixels (N, H, W) from 0..white to mean 0 and standard deviation 1, resize to 28x28."""
+    images = pixels.unsqueeze(1).float().div_(white)
+    if images.shape[2:] != (28, 28):
+        images = F.interpolate(images, size=(28, 28), mode="bilinear")
+    return Images(images.sub_(mean).div_(std), labels.long())
+
+
+def _fetch_mnist(data_dir: Path) -> None:
+    """Let torchvision download and unpack what is missing, in one process at a time.
+
+    Raises:
+        OSError, RuntimeError: if a file is missing and can't be had.
+        SystemExit: if a file is damaged.
+    """
+    raw = data_dir / "MNIST" / "raw"
+    if all(_size(raw / name) == size for name, size in MNIST_FILES.items()):
+        return
+    data_dir.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(data_dir / ".lock")
+    try:
+        lock.acquire(timeout=0)
+        waited = False
+    except Timeout:  # another process is at it: wait for what it brings
+        lock.acquire()
+        waited = True
+    try:
+        if not all((raw / name).is_file() for name in MNIST_FILES):
+            if waited:
+                raise OSError("another process has just tried")
+            _download_mnist(data_dir, raw)
+    finally:
+        lock.release()
+    for name, size in MNIST_FILES.items():
+        if _size(raw / name) != size:
+            sys.exit(f"error: {raw / name} has {_size(raw / name):,} bytes, not {size:,}: delete it and start again")
+
+
+def _download_mnist(data_dir: Path, raw: Path) -> None:
+    """Download and unpack with torchvision, which checks the archives; tell of one that is damaged."""
+    from torchvision.datasets import MNIST
+    from torchvision.datasets.utils import check_integrity
+
+    patience = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(10)  # seconds; urllib would wait for ever
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            MNIST(data_dir, download=True)
+    except RuntimeError:
+        for name, md5 in MNIST.resources:
+            if (raw / name).is_file() and not check_integrity(raw / name, md5):
+                sys.exit(f"error: {raw / name} is damaged: delete it and start again")
+        raise
+    finally:
+        socket.setdefaulttimeout(patience)
+
+
+def _size(path: Path) -> int:
+    """Return a file's size in bytes, 0 if there is none."""
+    return path.stat().st_size if path.is_file() else 0

@@ -1,0 +1,222 @@
+"""DistributedDataParallel: one process per GPU, on one machine or on many.
+
+manual_data_parallel.py averages the gradients itself, after backward(). DistributedDataParallel (DDP) does it inside
+backward(): a bucket of gradients is all-reduced as soon as it is complete, while the layers before it still compute.
+DDP also sends rank 0's weights to all ranks at the start. What is left to us: a sampler that gives each rank its share
+of every batch, and sums over the ranks before a number is printed.
+
+    python playground/distributed_data_parallel.py -g 2    # two processes: two GPUs, or two shares of a CPU
+    python playground/distributed_data_parallel.py -n 2 -g 2 -nr 0 -ip <ip of node 0>    # node 0 of two
+    python playground/distributed_data_parallel.py -n 2 -g 2 -nr 1 -ip <ip of node 0>    # node 1 of two
+
+Any number of processes gives single_gpu.py's numbers (pid, host and times will differ):
+
+    node  rank  local_rank  device  pid     host
+    0     0     0           cpu     4242    laptop
+    0     1     1           cpu     4243    laptop
+    epoch 1/3  loss 0.3923  train 88.46%  test 93.94%  1.54 s  38,906 images/s
+
+Break it, in a copy:
+  1. Comment out `sampler.set_epoch(epoch)`: each epoch repeats the first one's order; compare the losses.
+  2. Write `if rank == 0:` before `dist.all_reduce(totals)`: rank 0 waits for a sum in vain, for --timeout seconds.
+  3. Add `self.unused = nn.Linear(1, 1)` to the MLP: DDP waits for a gradient that never comes. It would look for such
+     layers in every step, at a price, with find_unused_parameters=True.
+"""
+
+import argparse
+import json
+import os
+import re
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # C++ back traces would bury the line that helps
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+from tqdm import tqdm
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
+from common.data import DATA_DIR, DATASETS, fetch, load, whole_batch
+from common.models import MODELS
+
+ADVICE = {  # what a failure says, and what to do about it
+    "missing": "start every node, with the same -n, -g, -ip and --port",
+    "differs": "start every node with the same flags",
+    "SIGALRM": "no answer from node 0: start it, check -ip, --port and the firewall",
+    "EADDRINUSE": "choose another --port, the same on every node",
+    "Errno": "choose another --savefile",
+    "signal SIG": "if it was not you, memory may have run out: use fewer processes",
+    "gloo|NCCL|onnection|imed out": "another rank died or is in another collective: look for its first error",
+}
+
+
+def parse_args():
+    """Read the flags and refuse what can't work, before anything starts."""
+    raw, env = argparse.RawDescriptionHelpFormatter, os.environ
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, usage=argparse.SUPPRESS)
+    flag = parser.add_argument
+    flag("--epochs", type=int, default=3)
+    flag("--batch_size", "--batch-size", type=int, default=128, help="images in a step, over all ranks")
+    flag("--lr", type=float, default=1e-3, help="Adam's learning rate")
+    flag("--model", choices=MODELS, default="mlp")
+    flag("--dataset", choices=DATASETS, help="default: mnist, or digits where it can't be had")
+    flag("--data_dir", default=DATA_DIR, help="default: data/ beside playground/")
+    flag("--seed", type=int, default=0)
+    flag("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    flag("-s", "--savefile", help="write a checkpoint here after each epoch")
+    # torchrun, srun and mpirun start every process themselves and set RANK: each counts as a node with one rank
+    flag("-n", "--nodes", type=int, default=env.get("WORLD_SIZE", 1), help="machines")
+    flag("-g", "--gpus", type=int, default=env.get("RANK") and 1, help="processes per node; default: its GPUs, or 2")
+    flag("-nr", "--nr", type=int, default=env.get("RANK", 0), help="index of this node, 0 to n-1")
+    flag("-ip", "--ip", default=env.get("MASTER_ADDR", "127.0.0.1"), help="address of node 0")
+    flag("--port", type=int, default=env.get("MASTER_PORT"), help="default: 8888, or any free one on a single node")
+    flag("--backend", choices=[name for name in ("nccl", "gloo", "mpi") if dist.is_backend_available(name)])
+    flag("--timeout", type=int, default=60, help="seconds to wait for another rank")
+    args = parser.parse_args()
+
+    gpus_here = torch.cuda.device_count()
+    args.device = ("cuda" if gpus_here else "cpu") if args.device == "auto" else args.device
+    args.backend = args.backend or ("nccl" if args.device == "cuda" else "gloo")
+    args.gpus = (gpus_here or 2) if args.gpus is None else args.gpus
+    args.port = args.port or (8888 if args.nodes > 1 else 0)  # 0: any free port
+    args.world_size = args.nodes * args.gpus  # the number of processes, not of machines
+    for wrong, message in (
+        (min(args.epochs, args.batch_size, args.nodes, args.gpus, args.timeout) < 1, "numbers must be 1 or more"),
+        (args.device == "cuda" and args.gpus > gpus_here, f"{gpus_here} GPUs here: use fewer, or --device cpu"),
+        (args.backend == "nccl" and args.device == "cpu", "nccl needs GPUs: use --backend gloo"),
+        (args.batch_size % (args.world_size or 1), f"--batch_size must be a multiple of {args.world_size} processes"),
+        (not 0 <= args.nr < args.nodes, f"-nr must be 0 to {args.nodes - 1}"),
+        (args.nodes > 1 and args.ip == "127.0.0.1" and "RANK" not in env, "-n 2 needs -ip, the address of node 0"),
+        (args.savefile and os.path.isdir(args.savefile), f"--savefile {args.savefile} is a folder: name a file in it"),
+    ):
+        if wrong:
+            parser.error(message)
+    return args
+
+
+def join(local_rank, args):
+    """Meet the other ranks, form the process group, print who is who. Returns this process's rank and its device."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank at once, even one that waits for others
+    rank = args.nr * args.gpus + local_rank
+    local_rank = int(os.environ.get("LOCAL_RANK", local_rank))
+    device = torch.device("cuda", local_rank) if args.device == "cuda" else torch.device("cpu")
+    if args.device == "cuda":
+        torch.cuda.set_device(device)
+    wait = timedelta(seconds=args.timeout)
+    signal.alarm(args.timeout)  # ends a rank that waits longer: the next line may not heed its timeout
+    store = dist.TCPStore(args.ip, args.port, timeout=wait, wait_for_workers=False)
+    signal.alarm(2 * args.timeout)
+    me = [args.nr, rank, local_rank, str(device), os.getpid(), os.uname().nodename]
+    store.set(f"rank {rank}", json.dumps([vars(args), me]))
+    try:
+        everyone = [json.loads(store.get(f"rank {other}")) for other in range(args.world_size)]
+    except dist.DistStoreError:
+        missing = [other for other in range(args.world_size) if not store.check([f"rank {other}"])]
+        raise ConnectionError(f"ranks {missing} are missing after {args.timeout} s") from None
+    for name in ("nodes", "gpus", "epochs", "batch_size", "lr", "model", "dataset", "seed", "backend"):
+        if len(values := {flags[name] for flags, _ in everyone}) > 1:
+            raise ConnectionError(f"--{name} differs between the nodes: {values}")
+    for row in [["node", "rank", "local_rank", "device", "pid", "host"], *[who for _, who in everyone]]:
+        if rank == 0:
+            print("{:<6}{:<6}{:<12}{:<8}{:<8}{}".format(*row), flush=True)
+    dist.init_process_group(args.backend, store=store, rank=rank, world_size=args.world_size, timeout=wait)
+    signal.alarm(0)
+    ranks_here = [who[-1] for _, who in everyone].count(me[-1])
+    torch.set_num_threads(max(1, torch.get_num_threads() // ranks_here))  # they share the cores
+    return rank, device
+
+
+def run_epoch(model, loader, device, optimizer=None):
+    """Train, or test without an optimizer, on each batch. Returns the sums of loss, hits, images, float64 (3,)."""
+    model.train(optimizer is not None)
+    totals = torch.zeros(3, dtype=torch.float64, device=device)  # read once an epoch: reading stops a GPU
+    loss_sum, hits, seen = totals  # views: what is added to them is added to totals
+    for images, labels in loader:
+        images, labels = images.to(device), labels.to(device)
+        with torch.set_grad_enabled(optimizer is not None):
+            logits = model(images)
+            loss = F.cross_entropy(logits, labels)
+        if optimizer:
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        loss_sum += loss.detach() * len(labels)
+        hits += (logits.argmax(dim=1) == labels).sum()
+        seen += len(labels)
+    dist.all_reduce(totals)  # NEW: over all ranks, once an epoch
+    return totals
+
+
+def train(local_rank, args):
+    """Train, test and report, one line an epoch."""
+    rank, device = join(local_rank, args)
+    torch.manual_seed(args.seed)
+    train_set, test_set = load(args.dataset, args.data_dir)
+    sampler = DistributedSampler(train_set, args.world_size, rank, seed=args.seed, drop_last=True)
+    share = args.batch_size // args.world_size
+    train_loader = DataLoader(train_set, share, sampler=sampler, drop_last=True, collate_fn=whole_batch)
+    mine = range(rank, len(test_set), args.world_size)  # no padding: each test image counts exactly once
+    test_loader = DataLoader(test_set, 1000, sampler=mine, collate_fn=whole_batch)
+    model = DistributedDataParallel(MODELS[args.model]().to(device))
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
+
+    for epoch in range(args.epochs):
+        sampler.set_epoch(epoch)  # another order in each epoch, the same in each run
+        start = time.perf_counter()
+        bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)  # None: only on a terminal
+        loss, hits, seen = run_epoch(model, bar, device, optimizer).tolist()
+        seconds = time.perf_counter() - start
+        _, test_hits, test_seen = run_epoch(model.module, test_loader, device).tolist()
+        if rank == 0:
+            line = f"epoch {epoch + 1}/{args.epochs}  loss {loss / seen:.4f}  train {hits / seen:.2%}"
+            line += f"  test {test_hits / test_seen:.2%}  {seconds:.2f} s  {seen / seconds:,.0f} images/s"
+            print(line, flush=True)
+        if rank == 0 and args.savefile:  # under another name first: a crash on the way leaves the last one whole
+            state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save(state | {"epoch": epoch + 1, "args": vars(args)}, f"{args.savefile}.tmp")
+            os.replace(f"{args.savefile}.tmp", args.savefile)
+    dist.destroy_process_group()
+
+
+def main():
+    """Start the ranks of this node and wait for them. One that fails ends them all, with one line."""
+    args, ranks = parse_args(), None
+    args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)  # once per node, before its ranks start
+    try:
+        if args.savefile and args.nr == 0:  # what can't be written is said now, not after an hour of training
+            Path(args.savefile).parent.mkdir(parents=True, exist_ok=True)
+            open(f"{args.savefile}.tmp", "wb").close()
+        if args.nr == 0:
+            store = dist.TCPStore(args.ip, args.port, is_master=True, wait_for_workers=False)
+            args.port = store.port
+        if "RANK" in os.environ:
+            return train(0, args)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited, so that Ctrl-C during the start is ours alone
+        ranks = mp.spawn(train, (args,), args.gpus, join=False)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        while not ranks.join():
+            pass
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except Exception as error:
+        rank, what = args.nr * args.gpus + getattr(error, "error_index", 0), str(error).strip().splitlines()[-1]
+        advice = [text for sign, text in ADVICE.items() if re.search(sign, what)]
+        if not advice:
+            raise  # a bug: show where it is
+        print(f"error: rank {rank}: {what}: {advice[0]}", file=sys.stderr)
+        return 1
+    finally:
+        for process in ranks.processes if ranks else ():
+            process.kill()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
