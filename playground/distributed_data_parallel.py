@@ -23,7 +23,6 @@ Break it, in a copy:
      layers in every step, at a price, with find_unused_parameters=True.
 """
 
-import argparse
 import json
 import os
 import re
@@ -43,7 +42,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 from tqdm import tqdm
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
-from common.data import DATA_DIR, DATASETS, fetch, load, whole_batch
+from common.data import fetch, load, whole_batch
+from common.flags import flags, parse
 from common.models import MODELS
 
 ADVICE = {  # what a failure says, and what to do about it
@@ -55,50 +55,6 @@ ADVICE = {  # what a failure says, and what to do about it
     "signal SIG": "if it was not you, memory may have run out: use fewer processes",
     "gloo|NCCL|onnection|imed out": "another rank died or is in another collective: look for its first error",
 }
-
-
-def parse_args():
-    """Read the flags and refuse what can't work, before anything starts."""
-    raw, env = argparse.RawDescriptionHelpFormatter, os.environ
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, usage=argparse.SUPPRESS)
-    flag = parser.add_argument
-    flag("--epochs", type=int, default=3)
-    flag("--batch_size", "--batch-size", type=int, default=128, help="images in a step, over all ranks")
-    flag("--lr", type=float, default=1e-3, help="Adam's learning rate")
-    flag("--model", choices=MODELS, default="mlp")
-    flag("--dataset", choices=DATASETS, help="default: mnist, or digits where it can't be had")
-    flag("--data_dir", default=DATA_DIR, help="default: data/ beside playground/")
-    flag("--seed", type=int, default=0)
-    flag("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    flag("-s", "--savefile", help="write a checkpoint here after each epoch")
-    # torchrun, srun and mpirun start every process themselves and set RANK: each counts as a node with one rank
-    flag("-n", "--nodes", type=int, default=env.get("WORLD_SIZE", 1), help="machines")
-    flag("-g", "--gpus", type=int, default=env.get("RANK") and 1, help="processes per node; default: its GPUs, or 2")
-    flag("-nr", "--nr", type=int, default=env.get("RANK", 0), help="index of this node, 0 to n-1")
-    flag("-ip", "--ip", default=env.get("MASTER_ADDR", "127.0.0.1"), help="address of node 0")
-    flag("--port", type=int, default=env.get("MASTER_PORT"), help="default: 8888, or any free one on a single node")
-    flag("--backend", choices=[name for name in ("nccl", "gloo", "mpi") if dist.is_backend_available(name)])
-    flag("--timeout", type=int, default=60, help="seconds to wait for another rank")
-    args = parser.parse_args()
-
-    gpus_here = torch.cuda.device_count()
-    args.device = ("cuda" if gpus_here else "cpu") if args.device == "auto" else args.device
-    args.backend = args.backend or ("nccl" if args.device == "cuda" else "gloo")
-    args.gpus = (gpus_here or 2) if args.gpus is None else args.gpus
-    args.port = args.port or (8888 if args.nodes > 1 else 0)  # 0: any free port
-    args.world_size = args.nodes * args.gpus  # the number of processes, not of machines
-    for wrong, message in (
-        (min(args.epochs, args.batch_size, args.nodes, args.gpus, args.timeout) < 1, "numbers must be 1 or more"),
-        (args.device == "cuda" and args.gpus > gpus_here, f"{gpus_here} GPUs here: use fewer, or --device cpu"),
-        (args.backend == "nccl" and args.device == "cpu", "nccl needs GPUs: use --backend gloo"),
-        (args.batch_size % (args.world_size or 1), f"--batch_size must be a multiple of {args.world_size} processes"),
-        (not 0 <= args.nr < args.nodes, f"-nr must be 0 to {args.nodes - 1}"),
-        (args.nodes > 1 and args.ip == "127.0.0.1" and "RANK" not in env, "-n 2 needs -ip, the address of node 0"),
-        (args.savefile and os.path.isdir(args.savefile), f"--savefile {args.savefile} is a folder: name a file in it"),
-    ):
-        if wrong:
-            parser.error(message)
-    return args
 
 
 def join(local_rank, args):
@@ -157,42 +113,42 @@ def run_epoch(model, loader, device, optimizer=None):
 def train(local_rank, args):
     """Train, test and report, one line an epoch."""
     rank, device = join(local_rank, args)
-    torch.manual_seed(args.seed)
-    train_set, test_set = load(args.dataset, args.data_dir)
-    sampler = DistributedSampler(train_set, args.world_size, rank, seed=args.seed, drop_last=True)
-    share = args.batch_size // args.world_size
-    train_loader = DataLoader(train_set, share, sampler=sampler, drop_last=True, collate_fn=whole_batch)
-    mine = range(rank, len(test_set), args.world_size)  # no padding: each test image counts exactly once
-    test_loader = DataLoader(test_set, 1000, sampler=mine, collate_fn=whole_batch)
-    model = DistributedDataParallel(MODELS[args.model]().to(device))
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
+    try:
+        torch.manual_seed(args.seed)
+        train_set, test_set = load(args.dataset, args.data_dir)
+        sampler = DistributedSampler(train_set, args.world_size, rank, seed=args.seed, drop_last=True)
+        share = args.batch_size // args.world_size
+        train_loader = DataLoader(train_set, share, sampler=sampler, drop_last=True, collate_fn=whole_batch)
+        mine = range(rank, len(test_set), args.world_size)  # no padding: each test image counts exactly once
+        test_loader = DataLoader(test_set, 1000, sampler=mine, collate_fn=whole_batch)
+        model = DistributedDataParallel(MODELS[args.model]().to(device))
+        optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
 
-    for epoch in range(args.epochs):
-        sampler.set_epoch(epoch)  # another order in each epoch, the same in each run
-        start = time.perf_counter()
-        bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)  # None: only on a terminal
-        loss, hits, seen = run_epoch(model, bar, device, optimizer).tolist()
-        seconds = time.perf_counter() - start
-        _, test_hits, test_seen = run_epoch(model.module, test_loader, device).tolist()
-        if rank == 0:
-            line = f"epoch {epoch + 1}/{args.epochs}  loss {loss / seen:.4f}  train {hits / seen:.2%}"
-            line += f"  test {test_hits / test_seen:.2%}  {seconds:.2f} s  {seen / seconds:,.0f} images/s"
-            print(line, flush=True)
-        if rank == 0 and args.savefile:  # under another name first: a crash on the way leaves the last one whole
-            state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
-            torch.save(state | {"epoch": epoch + 1, "args": vars(args)}, f"{args.savefile}.tmp")
-            os.replace(f"{args.savefile}.tmp", args.savefile)
-    dist.destroy_process_group()
+        for epoch in range(args.epochs):
+            sampler.set_epoch(epoch)  # another order in each epoch, the same in each run
+            start = time.perf_counter()
+            bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)  # None: only on a terminal
+            loss, hits, seen = run_epoch(model, bar, device, optimizer).tolist()
+            seconds = time.perf_counter() - start
+            _, test_hits, test_seen = run_epoch(model.module, test_loader, device).tolist()
+            if rank == 0:
+                line = f"epoch {epoch + 1}/{args.epochs}  loss {loss / seen:.4f}  train {hits / seen:.2%}"
+                line += f"  test {test_hits / test_seen:.2%}  {seconds:.2f} s  {seen / seconds:,.0f} images/s"
+                print(line, flush=True)
+            if rank == 0 and args.savefile:  # under another name first: a crash on the way leaves the last one whole
+                state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
+                torch.save(state | {"epoch": epoch + 1, "args": vars(args)}, f"{args.savefile}.tmp")
+                os.replace(f"{args.savefile}.tmp", args.savefile)
+    finally:
+        dist.destroy_process_group()
 
 
 def main():
     """Start the ranks of this node and wait for them. One that fails ends them all, with one line."""
-    args, ranks = parse_args(), None
+    parser = flags(__doc__)
+    args, ranks = parse(parser), None
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)  # once per node, before its ranks start
     try:
-        if args.savefile and args.nr == 0:  # what can't be written is said now, not after an hour of training
-            Path(args.savefile).parent.mkdir(parents=True, exist_ok=True)
-            open(f"{args.savefile}.tmp", "wb").close()
         if args.nr == 0:
             store = dist.TCPStore(args.ip, args.port, is_master=True, wait_for_workers=False)
             args.port = store.port

@@ -19,7 +19,6 @@ Break it, in a copy:
   2. Comment out `optimizer.zero_grad()`: each step adds its gradient to those of all steps before.
 """
 
-import argparse
 import os
 import sys
 import time
@@ -31,36 +30,9 @@ from torch.utils.data import DataLoader, RandomSampler
 from tqdm import tqdm
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
-from common.data import DATA_DIR, DATASETS, fetch, load, whole_batch
+from common.data import fetch, load, whole_batch
+from common.flags import flags, parse
 from common.models import MODELS
-
-
-def parse_args():
-    """Read the flags and refuse what can't work, before anything starts."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, usage=argparse.SUPPRESS)
-    flag = parser.add_argument
-    flag("--epochs", type=int, default=3)
-    flag("--batch_size", "--batch-size", type=int, default=128, help="images in a step")
-    flag("--lr", type=float, default=1e-3, help="Adam's learning rate")
-    flag("--model", choices=MODELS, default="mlp")
-    flag("--dataset", choices=DATASETS, help="default: mnist, or digits where it can't be had")
-    flag("--data_dir", default=DATA_DIR, help="default: data/ beside playground/")
-    flag("--seed", type=int, default=0)
-    flag("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    flag("-s", "--savefile", help="write a checkpoint here after each epoch")
-    args = parser.parse_args()
-
-    gpus_here = torch.cuda.device_count()
-    args.device = ("cuda" if gpus_here else "cpu") if args.device == "auto" else args.device
-    for wrong, message in (
-        (min(args.epochs, args.batch_size) < 1, "numbers must be 1 or more"),
-        (args.device == "cuda" and not gpus_here, "no GPU found: use --device cpu"),
-        (args.savefile and os.path.isdir(args.savefile), f"--savefile {args.savefile} is a folder: name a file in it"),
-    ):
-        if wrong:
-            parser.error(message)
-    return args
 
 
 def run_epoch(model, loader, device, optimizer=None):
@@ -113,12 +85,10 @@ def train(args):
 
 def main():
     """Fetch the data and train. What goes wrong is told in one line."""
-    args = parse_args()
+    parser = flags(__doc__, distributed=False)
+    args = parse(parser)
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     try:
-        if args.savefile:  # what can't be written is said now, not after an hour of training
-            Path(args.savefile).parent.mkdir(parents=True, exist_ok=True)
-            open(f"{args.savefile}.tmp", "wb").close()
         train(args)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

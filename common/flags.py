@@ -1,0 +1,127 @@
+"""The flags of all lessons, defined once: the same name, meaning and default wherever a lesson has them.
+
+parser = flags(__doc__)
+parser.add_argument(...)  # the lesson's own
+args = parse(parser)
+"""
+
+import argparse
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from common.data import DATA_DIR, DATASETS
+from common.models import MODELS
+
+
+def flags(
+    doc: str, training: bool = True, distributed: bool = True, node_index: tuple[str, str] = ("-nr", "--nr")
+) -> argparse.ArgumentParser:
+    """Make the parser of a lesson.
+
+    Args:
+        doc: the lesson's docstring, which --help prints.
+        training: add the flags of the training loop.
+        distributed: add the flags that say which processes there are and how they meet. Where torchrun, srun or mpirun
+            has started the process, the environment holds RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. They are the
+            defaults then: each process counts as a node of its own, with one rank.
+        node_index: the two names of the flag for this node's index.
+    """
+    raw, env = argparse.RawDescriptionHelpFormatter, os.environ
+    parser = argparse.ArgumentParser(description=doc, formatter_class=raw, usage=argparse.SUPPRESS)
+    add = parser.add_argument
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: the GPUs if there are any")
+    if training:
+        add("--epochs", type=int, default=3)
+        add("--batch_size", "--batch-size", type=int, default=128, help="images in a step, over all ranks")
+        add("--lr", type=float, default=1e-3, help="Adam's learning rate")
+        add("--model", choices=MODELS, default="mlp")
+        add("--dataset", choices=DATASETS, help="default: mnist, or digits where it can't be had")
+        add("--data_dir", default=DATA_DIR, help="default: data/ beside playground/")
+        add("--seed", type=int, default=0)
+        add("-s", "--savefile", help="write a checkpoint here after each epoch")
+    if distributed:
+        add("-n", "--nodes", type=int, default=env.get("WORLD_SIZE", 1), help="machines")
+        add(
+            "-g",
+            "--gpus",
+            type=int,
+            default=1 if "RANK" in env else None,
+            help="processes per node; default: its GPUs, or 2",
+        )
+        add(*node_index, dest="nr", type=int, default=env.get("RANK", 0), help="index of this node, 0 to n-1")
+        add("-ip", "--ip", default=env.get("MASTER_ADDR", "127.0.0.1"), help="address of node 0")
+        add("--port", type=int, default=env.get("MASTER_PORT"), help="default: 8888, or any free one with -n 1")
+        add("--backend", help="default: nccl on GPUs, gloo on CPUs")
+        add("--timeout", type=int, default=60, help="seconds to wait for another rank")
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser, least: int = 1) -> argparse.Namespace:
+    """Parse the command line, fill in what was left open and refuse what can't work.
+
+    Args:
+        parser: from `flags`, with the lesson's own flags added.
+        least: how many processes the lesson needs. Without -g, a machine with fewer GPUs runs 2 processes on its CPU.
+
+    Returns:
+        The flags, all of them plain values; distributed lessons get `world_size`, the number of processes, as well.
+
+    Raises:
+        SystemExit: with status 2 and one line that says what to type.
+    """
+    args, gpus_here = parser.parse_args(), torch.cuda.device_count()
+    for name in ("epochs", "batch_size", "nodes", "gpus", "timeout", "micro_batches"):
+        if (value := getattr(args, name, None)) is not None and value < 1:
+            parser.error(f"--{name} {value}: must be 1 or more")
+
+    wanted = getattr(args, "gpus", 1)
+    if args.device == "auto":
+        args.device = "cuda" if gpus_here >= (least if wanted is None else 1) else "cpu"
+    if wanted is None:
+        wanted = args.gpus = gpus_here if args.device == "cuda" and gpus_here >= least else 2
+    if args.device == "cuda" and wanted > gpus_here:
+        instead = f"-g {gpus_here} or --device cpu" if gpus_here and hasattr(args, "gpus") else "--device cpu"
+        parser.error(f"{wanted} GPUs are needed, this machine has {gpus_here}: use {instead}")
+    if hasattr(args, "nodes"):
+        _check_processes(parser, args, least)
+    if getattr(args, "savefile", None) and getattr(args, "nr", 0) == 0:
+        try:  # now rather than after an hour of training
+            if os.path.isdir(args.savefile):
+                raise IsADirectoryError(0, "is a folder")
+            Path(args.savefile).parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=Path(args.savefile).parent):
+                pass
+        except OSError as error:
+            parser.error(f"can't write --savefile {args.savefile} ({error.strerror}): choose another")
+    return args
+
+
+def _check_processes(parser: argparse.ArgumentParser, args: argparse.Namespace, least: int) -> None:
+    """Fill in and check the flags of a distributed lesson."""
+    launched = "RANK" in os.environ
+    args.world_size = args.nodes * args.gpus
+    args.port = args.port or (8888 if args.nodes > 1 else 0)  # 0: any free port
+    args.backend = args.backend or ("nccl" if args.device == "cuda" else "gloo")
+    if launched and "WORLD_SIZE" not in os.environ:
+        parser.error("RANK is set, so set WORLD_SIZE, MASTER_ADDR and MASTER_PORT too, or unset RANK")
+    if args.backend not in ("nccl", "gloo", "mpi"):
+        parser.error(f"--backend {args.backend} is unknown: use nccl, gloo or mpi")
+    if not dist.is_backend_available(args.backend):
+        parser.error(f"this torch is built without {args.backend}: use --backend gloo")
+    if args.backend == "nccl" and args.device == "cpu":
+        parser.error("nccl needs GPUs: use --backend gloo")
+    if not 0 <= args.nr < args.nodes:
+        parser.error(f"node {args.nr}: with -n {args.nodes} its index must be 0 to {args.nodes - 1}")
+    if args.nodes > 1 and args.ip == "127.0.0.1" and not launched:
+        parser.error(f"-n {args.nodes} needs -ip, the address of node 0")
+    if args.world_size < least:
+        parser.error(f"this lesson needs {least} processes: use -g {least}")
+    if getattr(args, "batch_size", 0) % args.world_size:
+        nearest = max(1, round(args.batch_size / args.world_size)) * args.world_size
+        parser.error(
+            f"--batch_size {args.batch_size} can't be shared by {args.world_size} processes: use --batch_size {nearest}"
+        )

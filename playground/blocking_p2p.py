@@ -1,0 +1,187 @@
+"""Blocking point-to-point: processes with a rank, send and recv, and who waits for whom.
+
+A distributed program is one script that runs in several processes at once. Each process has a rank, from 0 to
+world_size - 1, and together they form a process group. They meet at a rendezvous, a key-value store on node 0 that all
+can reach (`join`). Then one sends a tensor, and another, with a buffer of that shape and dtype, receives into it.
+
+    python playground/blocking_p2p.py              # two processes, started by this script
+    python playground/blocking_p2p.py -g 3         # three: the numbers go from 0 to 1 to 2
+    python playground/blocking_p2p.py --deadlock
+    python playground/blocking_p2p.py -n 2 -g 1 -nr 0 -ip <ip of node 0>    # rank 0 here, and on node 1 with -nr 1
+    RANK=0 WORLD_SIZE=2 MASTER_ADDR=<ip> MASTER_PORT=8888 python playground/blocking_p2p.py    # the same, by hand
+
+It prints who is who, and then (pid and host will differ):
+
+    rank 0 comes a second late:
+    rank 0: [0.0, 1.0, 2.0, 3.0] -> [0.0, 1.0, 2.0, 3.0], 0.0 s in recv, 0.0 s in send
+    rank 1: [0.0, 0.0, 0.0, 0.0] -> [0.0, 1.0, 2.0, 3.0], 1.0 s in recv, 0.0 s in send
+    rank 1 comes a second late:
+    rank 0: [0.0, 1.0, 2.0, 3.0] -> [0.0, 1.0, 2.0, 3.0], 0.0 s in recv, 1.0 s in send
+    rank 1: [0.0, 0.0, 0.0, 0.0] -> [0.0, 1.0, 2.0, 3.0], 0.0 s in recv, 0.0 s in send
+
+Break it, in a copy: give rank 1 a buffer of three numbers; let rank 1 receive from src=1; run with -g 1.
+"""
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # C++ back traces would bury the line that helps
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
+from common.flags import flags, parse
+
+ADVICE = {  # what a failure says, and what to do about it
+    "missing": "start every node, with the same -n, -g, -ip and --port",
+    "differs": "start every node with the same flags",
+    "SIGALRM": "no answer from node 0: start it, check -ip, --port and the firewall",
+    "EADDRINUSE": "choose another --port, the same on every node",
+    "signal SIG": "if it was not you, memory may have run out: use fewer processes",
+    "gloo|NCCL|onnection|imed out": "another rank died or is in another collective: look for its first error",
+}
+
+
+def join(local_rank, args):
+    """Meet the other ranks, form the process group, print who is who. Returns this process's rank and its device."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank at once, even one that waits for others
+    rank = args.nr * args.gpus + local_rank
+    local_rank = int(os.environ.get("LOCAL_RANK", local_rank))
+    device = torch.device("cuda", local_rank) if args.device == "cuda" else torch.device("cpu")
+    if args.device == "cuda":
+        torch.cuda.set_device(device)
+    wait = timedelta(seconds=args.timeout)
+    signal.alarm(args.timeout)  # ends a rank that waits longer: the next line may not heed its timeout
+    store = dist.TCPStore(args.ip, args.port, timeout=wait, wait_for_workers=False)
+    signal.alarm(2 * args.timeout)
+    me = [args.nr, rank, local_rank, str(device), os.getpid(), os.uname().nodename]
+    store.set(f"rank {rank}", json.dumps([vars(args), me]))
+    try:
+        everyone = [json.loads(store.get(f"rank {other}")) for other in range(args.world_size)]
+    except dist.DistStoreError:
+        missing = [other for other in range(args.world_size) if not store.check([f"rank {other}"])]
+        raise ConnectionError(f"ranks {missing} are missing after {args.timeout} s") from None
+    for name in ("nodes", "gpus", "backend", "deadlock"):
+        if len(values := {flags[name] for flags, _ in everyone}) > 1:
+            raise ConnectionError(f"--{name} differs between the nodes: {values}")
+    for row in [["node", "rank", "local_rank", "device", "pid", "host"], *[who for _, who in everyone]]:
+        if rank == 0:
+            print("{:<6}{:<6}{:<12}{:<8}{:<8}{}".format(*row), flush=True)
+    dist.init_process_group(args.backend, store=store, rank=rank, world_size=args.world_size, timeout=wait)
+    signal.alarm(0)
+    ranks_here = [who[-1] for _, who in everyone].count(me[-1])
+    torch.set_num_threads(max(1, torch.get_num_threads() // ranks_here))  # they share the cores
+    return rank, device
+
+
+def now(device):
+    """Return the time in seconds. A GPU runs behind the Python code: wait until it has done what it was told."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def report(line):
+    """Print every rank's line, in the order of the ranks."""
+    lines = [None] * dist.get_world_size()
+    dist.all_gather_object(lines, line)
+    if dist.get_rank() == 0:
+        print(*lines, sep="\n", flush=True)
+
+
+def relay(rank, device, late):
+    """Pass four numbers from rank 0 to rank 1, on to rank 2 and so on. Rank `late` comes a second late."""
+    numbers = torch.arange(4.0, device=device) if rank == 0 else torch.zeros(4, device=device)
+    before = numbers.tolist()
+    time.sleep(1 if rank == late else 0)
+    start = now(device)
+    if rank > 0:
+        dist.recv(numbers, src=rank - 1)  # comes back when the numbers are here
+    received = now(device)
+    if rank < dist.get_world_size() - 1:
+        dist.send(numbers, dst=rank + 1)  # comes back when they are on their way, so that they may be changed
+    times = f"{received - start:.1f} s in recv, {now(device) - received:.1f} s in send"
+    report(f"rank {rank}: {before} -> {numbers.tolist()}, {times}")
+
+
+def exchange(order, rank, device, group=None):
+    """Send my rank to the right neighbour and receive the left one's, in one of four orders. Returns what came."""
+    right, left = (rank + 1) % dist.get_world_size(), (rank - 1) % dist.get_world_size()
+    mine, theirs = torch.tensor([rank], device=device), torch.tensor([-1], device=device)
+    if order == "all send first" or (order == "by parity" and rank % 2 == 0):
+        dist.send(mine, right, group)
+        dist.recv(theirs, left, group)
+    elif order == "by parity":  # an odd rank receives first, so each rank that sends has a neighbour that receives
+        dist.recv(theirs, left, group)
+        dist.send(mine, right, group)
+    elif order == "isend and irecv":  # both are only asked for; waiting comes after that
+        for request in [dist.isend(mine, right, group), dist.irecv(theirs, left, group)]:
+            request.wait()
+    else:  # the same, told to the backend at once
+        operations = [dist.P2POp(dist.isend, mine, right, group), dist.P2POp(dist.irecv, theirs, left, group)]
+        for request in dist.batch_isend_irecv(operations):
+            request.wait()
+    return theirs.item()
+
+
+def talk(local_rank, args):
+    """Show who waits for whom; with --deadlock, how all can wait for each other and how not."""
+    rank, device = join(local_rank, args)
+    try:
+        for late in () if args.deadlock else (0, 1):
+            if rank == 0:
+                print(f"rank {late} comes a second late:", flush=True)
+            relay(rank, device, late)
+        if args.deadlock:
+            impatient = dist.new_group(backend="gloo", timeout=timedelta(seconds=3))  # else we would wait --timeout
+            try:
+                report(f"rank {rank}: {exchange('all send first', rank, torch.device('cpu'), impatient)}")
+            except RuntimeError:
+                who = (rank + 1) % args.world_size
+                report(f"rank {rank}: DEADLOCK: rank {who} receives only after its own send, which waits like mine")
+            for order in ("by parity", "isend and irecv", "batch_isend_irecv"):
+                report(f"rank {rank}: {order}: received {exchange(order, rank, device)}")
+    finally:
+        dist.destroy_process_group()
+
+
+def main():
+    """Start the ranks of this node and wait for them. One that fails ends them all, with one line."""
+    parser = flags(__doc__, training=False)
+    parser.add_argument("--deadlock", action="store_true", help="let all send before they receive; then three cures")
+    args, ranks = parse(parser, least=2), None
+    try:
+        if args.nr == 0:
+            store = dist.TCPStore(args.ip, args.port, is_master=True, wait_for_workers=False)
+            args.port = store.port
+        if "RANK" in os.environ:
+            return talk(0, args)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited, so that Ctrl-C during the start is ours alone
+        ranks = mp.spawn(talk, (args,), args.gpus, join=False)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        while not ranks.join():
+            pass
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except Exception as error:
+        rank, what = args.nr * args.gpus + getattr(error, "error_index", 0), str(error).strip().splitlines()[-1]
+        advice = [text for sign, text in ADVICE.items() if re.search(sign, what)]
+        if not advice:
+            raise  # a bug: show where it is
+        print(f"error: rank {rank}: {what}: {advice[0]}", file=sys.stderr)
+        return 1
+    finally:
+        for process in ranks.processes if ranks else ():
+            process.kill()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,202 @@
+"""Non-blocking point-to-point: isend and irecv, working while a message flies, and a ring over all ranks.
+
+isend and irecv come back at once with a request. The message travels on its own, while this process works. Until
+request.wait() has come back the buffer belongs to the message: don't change what you send, don't read what you receive.
+The ring passes chunks of a tensor around until each rank has the sum of all: this is the all-reduce that
+manual_data_parallel.py averages gradients with, made from nothing but messages between neighbours.
+
+    python playground/nonblocking_p2p.py          # two processes, started by this script
+    python playground/nonblocking_p2p.py -g 4     # a ring of four
+    python playground/nonblocking_p2p.py -n 2 -g 1 -nr 0 -ip <ip of node 0>    # rank 0 here, and on node 1 with -nr 1
+    RANK=0 WORLD_SIZE=2 MASTER_ADDR=<ip> MASTER_PORT=8888 python playground/nonblocking_p2p.py    # the same, by hand
+
+It prints who is who, and then (pid, host, times and the number of products will differ):
+
+    blocking, rank 0: [-1.0, -1.0] -> [1.0, 1.0] in 1.0 s, 0.5 s of it waiting, 1612 matrix products
+    blocking, rank 1: [-1.0, -1.0] -> [0.0, 0.0] in 1.0 s, 0.5 s of it waiting, 1598 matrix products
+    nonblocking, rank 0: [-1.0, -1.0] -> [1.0, 1.0] in 0.5 s, 0.0 s of it waiting, 1604 matrix products
+    nonblocking, rank 1: [-1.0, -1.0] -> [0.0, 0.0] in 0.5 s, 0.0 s of it waiting, 1611 matrix products
+    ring, rank 0: [0.0, 1.0, 2.0, 3.0, 4.0] -> [0.0, 3.0, 6.0, 9.0, 12.0], as dist.all_reduce: True
+    ring, rank 1: [0.0, 2.0, 4.0, 6.0, 8.0] -> [0.0, 3.0, 6.0, 9.0, 12.0], as dist.all_reduce: True
+
+Break it, in a copy: fill `mine` with 9s right after isend; leave out receiving.wait(); leave out isend.
+"""
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # C++ back traces would bury the line that helps
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
+from common.flags import flags, parse
+
+ADVICE = {  # what a failure says, and what to do about it
+    "missing": "start every node, with the same -n, -g, -ip and --port",
+    "differs": "start every node with the same flags",
+    "SIGALRM": "no answer from node 0: start it, check -ip, --port and the firewall",
+    "EADDRINUSE": "choose another --port, the same on every node",
+    "signal SIG": "if it was not you, memory may have run out: use fewer processes",
+    "gloo|NCCL|onnection|imed out": "another rank died or is in another collective: look for its first error",
+}
+
+
+def join(local_rank, args):
+    """Meet the other ranks, form the process group, print who is who. Returns this process's rank and its device."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank at once, even one that waits for others
+    rank = args.nr * args.gpus + local_rank
+    local_rank = int(os.environ.get("LOCAL_RANK", local_rank))
+    device = torch.device("cuda", local_rank) if args.device == "cuda" else torch.device("cpu")
+    if args.device == "cuda":
+        torch.cuda.set_device(device)
+    wait = timedelta(seconds=args.timeout)
+    signal.alarm(args.timeout)  # ends a rank that waits longer: the next line may not heed its timeout
+    store = dist.TCPStore(args.ip, args.port, timeout=wait, wait_for_workers=False)
+    signal.alarm(2 * args.timeout)
+    me = [args.nr, rank, local_rank, str(device), os.getpid(), os.uname().nodename]
+    store.set(f"rank {rank}", json.dumps([vars(args), me]))
+    try:
+        everyone = [json.loads(store.get(f"rank {other}")) for other in range(args.world_size)]
+    except dist.DistStoreError:
+        missing = [other for other in range(args.world_size) if not store.check([f"rank {other}"])]
+        raise ConnectionError(f"ranks {missing} are missing after {args.timeout} s") from None
+    for name in ("nodes", "gpus", "backend"):
+        if len(values := {flags[name] for flags, _ in everyone}) > 1:
+            raise ConnectionError(f"--{name} differs between the nodes: {values}")
+    for row in [["node", "rank", "local_rank", "device", "pid", "host"], *[who for _, who in everyone]]:
+        if rank == 0:
+            print("{:<6}{:<6}{:<12}{:<8}{:<8}{}".format(*row), flush=True)
+    dist.init_process_group(args.backend, store=store, rank=rank, world_size=args.world_size, timeout=wait)
+    signal.alarm(0)
+    ranks_here = [who[-1] for _, who in everyone].count(me[-1])
+    torch.set_num_threads(max(1, torch.get_num_threads() // ranks_here))  # they share the cores
+    return rank, device
+
+
+def now(device):
+    """Return the time in seconds. A GPU runs behind the Python code: wait until it has done what it was told."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def report(line):
+    """Print every rank's line, in the order of the ranks."""
+    lines = [None] * dist.get_world_size()
+    dist.all_gather_object(lines, line)
+    if dist.get_rank() == 0:
+        print(*lines, sep="\n", flush=True)
+
+
+def work(device):
+    """Multiply matrices for half a second, as if to find out what to send. Returns how often."""
+    matrix, products, end = torch.ones(128, 128, device=device), 0, now(device) + 0.5
+    while now(device) < end:
+        matrix @ matrix
+        products += 1
+    return products
+
+
+def blocking(rank, mine, theirs, right, left):
+    """Work and exchange with send and recv. Returns the number of matrix products."""
+    if rank % 2 == 0:
+        products = work(mine.device)
+        dist.send(mine, right)
+        dist.recv(theirs, left)
+        return products
+    dist.recv(theirs, left)  # an odd rank receives first, or all would send; it can't work meanwhile
+    products = work(mine.device)
+    dist.send(mine, right)
+    return products
+
+
+def nonblocking(rank, mine, theirs, right, left):
+    """Work and exchange with isend and irecv. Returns the number of matrix products."""
+    receiving = dist.irecv(theirs, left)  # NEW: asked for, not waited for
+    products = work(mine.device)  # while the neighbour's message is on its way
+    sending = dist.isend(mine, right)
+    sending.wait()  # from here on `mine` may be changed
+    receiving.wait()  # from here on `theirs` holds the message
+    return products
+
+
+def ring_all_reduce(tensor):
+    """Replace a 1-D tensor by its sum over all ranks, with messages between neighbours only.
+
+    The tensor is cut into world_size chunks. In world_size - 1 steps every rank adds what it receives to one more chunk
+    and passes that on; then each has one finished chunk, and world_size - 1 more steps take those around.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    right, left = (rank + 1) % world_size, (rank - 1) % world_size
+    chunks = tensor.tensor_split(world_size)  # views, of equal length or one longer
+    for step in range(2 * (world_size - 1)):
+        mine, target = chunks[(rank - step) % world_size], chunks[(rank - step - 1) % world_size]
+        theirs = torch.empty_like(target)
+        operations = [dist.P2POp(dist.isend, mine, right), dist.P2POp(dist.irecv, theirs, left)]
+        for request in dist.batch_isend_irecv(operations):
+            request.wait()
+        target.copy_(theirs if step >= world_size - 1 else target + theirs)
+
+
+def talk(local_rank, args):
+    """Exchange with and without blocking, then sum up over the ring."""
+    rank, device = join(local_rank, args)
+    right, left = (rank + 1) % args.world_size, (rank - 1) % args.world_size
+    try:
+        for exchange in (blocking, nonblocking):
+            mine, theirs = torch.full((2,), float(rank), device=device), torch.full((2,), -1.0, device=device)
+            before, start = theirs.tolist(), now(device)
+            products = exchange(rank, mine, theirs, right, left)
+            seconds = now(device) - start
+            times = f"{seconds:.1f} s, {seconds - 0.5:.1f} s of it waiting, {products} matrix products"
+            report(f"{exchange.__name__}, rank {rank}: {before} -> {theirs.tolist()} in {times}")
+        numbers = torch.arange(5.0, device=device) * (rank + 1)
+        before, expected = numbers.tolist(), numbers.clone()
+        dist.all_reduce(expected)
+        ring_all_reduce(numbers)
+        equal = torch.equal(numbers, expected)
+        report(f"ring, rank {rank}: {before} -> {numbers.tolist()}, as dist.all_reduce: {equal}")
+    finally:
+        dist.destroy_process_group()
+
+
+def main():
+    """Start the ranks of this node and wait for them. One that fails ends them all, with one line."""
+    parser = flags(__doc__, training=False)
+    args, ranks = parse(parser, least=2), None
+    try:
+        if args.nr == 0:
+            store = dist.TCPStore(args.ip, args.port, is_master=True, wait_for_workers=False)
+            args.port = store.port
+        if "RANK" in os.environ:
+            return talk(0, args)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited, so that Ctrl-C during the start is ours alone
+        ranks = mp.spawn(talk, (args,), args.gpus, join=False)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        while not ranks.join():
+            pass
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except Exception as error:
+        rank, what = args.nr * args.gpus + getattr(error, "error_index", 0), str(error).strip().splitlines()[-1]
+        advice = [text for sign, text in ADVICE.items() if re.search(sign, what)]
+        if not advice:
+            raise  # a bug: show where it is
+        print(f"error: rank {rank}: {what}: {advice[0]}", file=sys.stderr)
+        return 1
+    finally:
+        for process in ranks.processes if ranks else ():
+            process.kill()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
