@@ -45,7 +45,7 @@ ADVICE = {  # what a failure says, and what to do about it
     "SIGALRM": "no answer from node 0: start it, check -ip, --port and the firewall",
     "EADDRINUSE": "choose another --port, the same on every node",
     "signal SIG": "if it was not you, memory may have run out: use fewer processes",
-    "gloo|NCCL|onnection|imed out": "another rank died or is in another collective: look for its first error",
+    "gloo|NCCL|onnection|imed out|timeout": "another rank died or is in another collective: look for its first error",
 }
 
 
@@ -63,20 +63,23 @@ def join(local_rank, args):
     signal.alarm(2 * args.timeout)
     me = [args.nr, rank, local_rank, str(device), os.getpid(), os.uname().nodename]
     store.set(f"rank {rank}", json.dumps([vars(args), me]))
+    everyone = []
     try:
-        everyone = [json.loads(store.get(f"rank {other}")) for other in range(args.world_size)]
+        for other in range(args.world_size):
+            flags_there, who = json.loads(store.get(f"rank {other}"))
+            for name in sorted(vars(args).keys() - {"nr", "ip", "port", "timeout", "data_dir", "savefile"}):
+                if (there := flags_there[name]) != (here := vars(args)[name]):
+                    raise ConnectionError(f"--{name} differs: {here} on rank {rank}, {there} on rank {other}")
+            everyone.append(who)
     except dist.DistStoreError:
         missing = [other for other in range(args.world_size) if not store.check([f"rank {other}"])]
         raise ConnectionError(f"ranks {missing} are missing after {args.timeout} s") from None
-    for name in ("nodes", "gpus", "backend", "deadlock"):
-        if len(values := {flags[name] for flags, _ in everyone}) > 1:
-            raise ConnectionError(f"--{name} differs between the nodes: {values}")
-    for row in [["node", "rank", "local_rank", "device", "pid", "host"], *[who for _, who in everyone]]:
+    for row in [["node", "rank", "local_rank", "device", "pid", "host"], *everyone]:
         if rank == 0:
             print("{:<6}{:<6}{:<12}{:<8}{:<8}{}".format(*row), flush=True)
     dist.init_process_group(args.backend, store=store, rank=rank, world_size=args.world_size, timeout=wait)
     signal.alarm(0)
-    ranks_here = [who[-1] for _, who in everyone].count(me[-1])
+    ranks_here = [who[-1] for who in everyone].count(me[-1])
     torch.set_num_threads(max(1, torch.get_num_threads() // ranks_here))  # they share the cores
     return rank, device
 

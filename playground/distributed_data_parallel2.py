@@ -59,7 +59,7 @@ ADVICE = {  # what a failure says, and what to do about it
     "EADDRINUSE": "choose another --port, the same on every node",
     "Errno": "choose another --savefile",
     "signal SIG": "if it was not you, memory may have run out: use fewer processes",
-    "gloo|NCCL|onnection|imed out": "another rank died or is in another collective: look for its first error",
+    "gloo|NCCL|onnection|imed out|timeout": "another rank died or is in another collective: look for its first error",
 }
 
 
@@ -71,9 +71,9 @@ def introduce(args):
     torch.set_num_threads(max(1, torch.get_num_threads() // comm.get_local_size()))  # they share the cores
     me = [args.nr, comm.get_rank(), local_rank, str(device), os.getpid(), os.uname().nodename]
     everyone = comm.all_gather((vars(args), me))  # NEW: any Python object, from all to all
-    for name in ("epochs", "batch_size", "lr", "model", "dataset", "seed"):
-        if len(values := {flags[name] for flags, _ in everyone}) > 1:
-            raise ConnectionError(f"--{name} differs between the nodes: {values}")
+    for name in sorted(vars(args).keys() - {"nr", "ip", "port", "timeout", "data_dir", "savefile"}):
+        if len(set(values := [flags[name] for flags, _ in everyone])) > 1:
+            raise ConnectionError(f"--{name} differs between the ranks: {values}")
     for row in [["node", "rank", "local_rank", "device", "pid", "host"], *[who for _, who in everyone]]:
         if comm.is_main_process():
             print("{:<6}{:<6}{:<12}{:<8}{:<8}{}".format(*row), flush=True)
@@ -102,8 +102,8 @@ def run_epoch(model, loader, device, optimizer=None):
 
 def train(args):
     """Train, test and report, one line an epoch."""
-    device = introduce(args)
     try:
+        device = introduce(args)
         seed = comm.shared_random_seed() if args.random_seed else args.seed  # NEW: drawn by rank 0, told to all
         torch.manual_seed(seed)
         train_set, test_set = load(args.dataset, args.data_dir)

@@ -1,0 +1,120 @@
+"""What the tests share: running a lesson as a user would, and the data it runs on."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LESSONS = sorted(path.stem for path in (ROOT / "playground").glob("*.py"))
+MNIST = ROOT.parent / "shared" / "mnist"  # torchvision's layout; tests that need it skip where it is missing
+STANDIN = Path(__file__).parent / "detectron2_standin"
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def real_detectron2() -> bool:
+    """Whether the real detectron2 can be imported by the Python that runs the tests."""
+    found = subprocess.run([sys.executable, "-c", "import detectron2.engine"], capture_output=True)
+    return found.returncode == 0
+
+
+DETECTRON2 = "the real detectron2" if real_detectron2() else "a stand-in for detectron2"
+
+
+def pytest_report_header():
+    """Say first what the results depend on."""
+    mnist = "found" if MNIST.is_dir() else "not found: tests that need it are skipped"
+    return [f"distributed_data_parallel2.py runs with {DETECTRON2}", f"MNIST files: {mnist}"]
+
+
+class Lesson:
+    """A lesson that runs in a process group of its own, marked so that each of its processes can be found."""
+
+    def __init__(self, name, *flags, env=None, cwd=None):
+        path = Path(name) if Path(name).is_absolute() else ROOT / "playground" / f"{name}.py"
+        self.mark = uuid.uuid4().hex
+        environment = {key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES}
+        python_path = [str(ROOT)] if path.parent != ROOT / "playground" else []  # a changed copy finds common/
+        if "detectron2" in path.read_text() and DETECTRON2 != "the real detectron2":
+            python_path.append(str(STANDIN))
+        environment |= {"PLAYGROUND_TEST": self.mark, "PYTHONPATH": os.pathsep.join(python_path)} | (env or {})
+        self.process = subprocess.Popen(
+            [sys.executable, str(path), *map(str, flags)],
+            env=environment, cwd=cwd, start_new_session=True, text=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+
+    def pids(self):
+        """Return the pids of its processes that are alive, the first one's first."""
+        alive = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                state = (folder / "stat").read_text().rsplit(")", 1)[1].split()[0]
+                if state != "Z" and self.mark.encode() in (folder / "environ").read_bytes():
+                    alive.append(int(folder.name))
+            except (OSError, IndexError):
+                continue  # it has just ended
+        return sorted(alive)
+
+    def ranks(self, count):
+        """Wait until the who-am-I table is printed, and return the pids in it in the order of the ranks."""
+        lines = []
+        for line in self.process.stdout:
+            lines.append(line)
+            rows = [row.split() for row in lines if re.match(r"\d+ +\d+ +\d+ ", row)]
+            if len(rows) == count:
+                return [int(row[4]) for row in rows]
+        raise AssertionError(f"no table of {count} ranks in {lines}: {self.process.stderr.read()}")
+
+    def wait(self, timeout=90):
+        """Wait for the end and return status, stdout and stderr. Fails if it hangs or leaves a process behind."""
+        try:
+            out, err = self.process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise
+        end = time.monotonic() + 10
+        while (left := self.pids()) and time.monotonic() < end:
+            time.sleep(0.1)
+        self.kill()
+        assert not left, f"left behind: {left}"
+        return subprocess.CompletedProcess(self.process.args, self.process.returncode, out, err)
+
+    def kill(self):
+        """End whatever is left of it."""
+        for pid in self.pids():
+            os.kill(pid, signal.SIGKILL)
+
+
+def run(name, *flags, status=0, timeout=90, **options):
+    """Run a lesson to its end and check its exit status. Returns it with stdout and stderr."""
+    done = Lesson(name, *flags, **options).wait(timeout)
+    assert done.returncode == status, f"status {done.returncode}, not {status}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def epochs(text):
+    """Return the epoch lines in a lesson's output as dicts of floats: loss, train and test (accuracies, %)."""
+    pattern = r"^epoch \d+/\d+  loss (?P<loss>[\d.]+)  train (?P<train>[\d.]+)%  test (?P<test>[\d.]+)%  [\d.]+ s"
+    return [
+        {key: float(value) for key, value in found.groupdict().items()} for found in re.finditer(pattern, text, re.M)
+    ]
+
+
+@pytest.fixture(scope="session")
+def mnist(tmp_path_factory):
+    """A data folder with the real MNIST archives."""
+    if not MNIST.is_dir():
+        pytest.skip("no MNIST files beside the checkout")
+    folder = tmp_path_factory.mktemp("mnist")
+    shutil.copytree(MNIST, folder, dirs_exist_ok=True, copy_function=shutil.copyfile)
+    for path in [folder, *folder.rglob("*")]:
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    return folder

@@ -1,0 +1,450 @@
+"""The data and the models: what fetch does when files are missing or damaged, or when several processes want them."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import torch
+from conftest import ROOT, epochs, run
+from sklearn.datasets import load_digits
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, RandomSampler
+from torchvision.datasets import MNIST
+from torchvision.transforms import Compose, Normalize, ToTensor
+
+from common.data import Images, fetch, load, whole_batch
+from common.models import CNN, MLP
+
+SIZES = {  # bytes of the unpacked files, not taken from common.data so that a wrong number there is found
+    "train-images-idx3-ubyte": 47_040_016,
+    "train-labels-idx1-ubyte": 60_008,
+    "t10k-images-idx3-ubyte": 7_840_016,
+    "t10k-labels-idx1-ubyte": 10_008,
+}
+ARCHIVES = [f"{name}.gz" for name in SIZES]
+
+# fetch with a mirror and a folder: first what can be had, then MNIST by name
+FETCH_BOTH = """
+import sys
+from torchvision.datasets import MNIST
+from common.data import fetch
+
+MNIST.mirrors = [sys.argv[1]]
+for dataset in (None, "mnist"):
+    print(fetch(dataset, sys.argv[2]))
+"""
+
+# fetch in four processes at once, ranks 0 to 3 of a node: they fork when the slow imports are done
+FETCH_IN_FOUR = """
+import os, sys
+from torchvision.datasets import MNIST
+from common.data import fetch
+
+MNIST.mirrors = [sys.argv[1]]
+for rank in range(4):
+    if os.fork() == 0:
+        os.environ["LOCAL_RANK"] = str(rank)
+        sys.stdout.write(fetch(None, sys.argv[2]) + "\\n")  # print may be torn by the others'
+        sys.exit()
+sys.exit(any(os.wait()[1] for _ in range(4)))
+"""
+
+# a lesson that downloads from another mirror: python FILE mirror flags...
+LESSON = f"""
+import runpy, sys
+from torchvision.datasets import MNIST
+
+MNIST.mirrors = [sys.argv.pop(1)]
+runpy.run_path({str(ROOT / "playground" / "single_gpu.py")!r}, run_name="__main__")
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_mirror(monkeypatch):
+    """Let torchvision download from a port where nobody listens, so that no test needs or uses the Internet."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # threads that wait for each other are slow on a busy machine
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with socket.socket() as taken:  # bound but not listening: nobody else can take the port
+        taken.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}/"
+        monkeypatch.setattr(MNIST, "mirrors", [url])
+        yield url
+
+
+@pytest.fixture
+def mirror(mnist, monkeypatch):
+    """Serve the MNIST archives and count the downloads of each file. Torchvision downloads from it in this process."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            """Answer without the file."""
+            self.send_response(200)
+            self.end_headers()
+
+        def do_GET(self):
+            """Send the file, slowly enough for other processes to come in between."""
+            if self.headers.get("Method") == "HEAD":  # torchvision looks for redirects with a GET that says so
+                return self.do_HEAD()
+            server.downloads[self.path.strip("/")] += 1
+            time.sleep(0.2)
+            content = (mnist / "MNIST" / "raw" / self.path.strip("/")).read_bytes()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *args):
+            """Keep quiet."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.url, server.downloads = f"http://127.0.0.1:{server.server_port}/", Counter()
+        monkeypatch.setattr(MNIST, "mirrors", [server.url])
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+@pytest.fixture
+def archives(mnist, tmp_path):
+    """A data folder with a copy of the four archives, for tests that damage one of them."""
+    raw = tmp_path / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for name in ARCHIVES:
+        shutil.copyfile(mnist / "MNIST" / "raw" / name, raw / name)
+    return tmp_path
+
+
+def unpacked_files(folder):
+    """Make files of the right names and sizes, all zeros, which take no space on disk. Returns their folder."""
+    raw = folder / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for name, size in SIZES.items():
+        (raw / name).touch()
+        os.truncate(raw / name, size)
+    return raw
+
+
+def sizes(folder):
+    """Return the names and sizes of the unpacked files in a data folder."""
+    return {path.name: path.stat().st_size for path in (folder / "MNIST" / "raw").iterdir() if path.suffix != ".gz"}
+
+
+def cut(path):
+    """Cut the second half of a file off."""
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def error_line(*args):
+    """Call fetch, which must end the program with one line. Returns the line."""
+    with pytest.raises(SystemExit) as stop:
+        fetch(*args)
+    assert str(stop.value).startswith("error: ")
+    assert len(str(stop.value).splitlines()) == 1
+    return str(stop.value)
+
+
+def fetch_in_four(mirror, folder):
+    """Fetch in four processes at once. Returns what they wrote on stderr, and on stdout as a list of lines."""
+    command = [sys.executable, "-c", FETCH_IN_FOUR, mirror, str(folder)]
+    four = subprocess.Popen(
+        command, cwd=ROOT, start_new_session=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    try:
+        out, err = four.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        os.killpg(four.pid, signal.SIGKILL)
+        raise
+    assert four.returncode == 0, err
+    return err, out.splitlines()
+
+
+def run_read_only(folder, *command):
+    """Run a command that finds a folder read-only, root or not. Returns it with stdout and stderr."""
+    mount = 'mount --bind "$0" "$0" && mount -o remount,ro,bind "$0" && exec "$@"'
+    prefix = ["unshare", "-m" if os.geteuid() == 0 else "-rm", "sh", "-c", mount, str(folder)]
+    options = {"cwd": ROOT, "stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "timeout": 60}
+    if not shutil.which("unshare"):
+        pytest.skip("no unshare on this machine, so no read-only folder")
+    probe = subprocess.run([*prefix, "sh", "-c", '! touch "$0" 2>/dev/null', str(folder / "probe")], **options)
+    if probe.returncode:
+        pytest.skip(f"no read-only folder on this machine: {probe.stderr.strip() or 'it can be written to'}")
+    return subprocess.run([*prefix, *command], **options)
+
+
+def test_images_are_read_one_by_one_or_together():
+    """A batch read whole equals its images read singly, in the order asked for and with repetitions."""
+    images = Images(torch.randn(10, 1, 28, 28), torch.arange(10))
+    assert len(images) == 10
+    image, label = images[7]
+    assert image.shape == (1, 28, 28) and label.shape == () and label == 7
+    assert image.equal(images.images[7])
+    indices = [3, 9, 0, 3]
+    batch, labels = images.__getitems__(indices)
+    assert batch.equal(torch.stack([images[index][0] for index in indices]))
+    assert labels.tolist() == indices
+
+
+def test_loader_gives_the_batches_of_the_default_collation():
+    """With whole_batch, a DataLoader gives what it would give for single images in the same order, the rest too."""
+    images = Images(torch.randn(10, 1, 28, 28), torch.arange(10))
+    singles = [images[index] for index in range(10)]  # a list can't be read a batch at a time
+
+    def batches(data, **options):
+        sampler = RandomSampler(data, generator=torch.Generator().manual_seed(1))
+        return list(DataLoader(data, 4, sampler=sampler, **options))
+
+    whole, stacked = batches(images, collate_fn=whole_batch), batches(singles)
+    assert [len(labels) for _, labels in whole] == [4, 4, 2]
+    for (batch, labels), (expected, expected_labels) in zip(whole, stacked, strict=True):
+        assert batch.shape == (len(labels), 1, 28, 28) and batch.dtype == torch.float32
+        assert labels.shape == (len(labels),) and labels.dtype == torch.int64
+        assert batch.equal(expected) and labels.equal(expected_labels)
+    assert sorted(label for _, labels in whole for label in labels.tolist()) == list(range(10))
+
+
+def test_digits_are_all_of_scikit_learns(tmp_path):
+    """Training and test set together hold each of the 1,797 digits once, with its label."""
+    train_set, test_set = load("digits", tmp_path)
+    assert (len(train_set), len(test_set)) == (1500, 297)
+    assert train_set.images.shape == (1500, 1, 28, 28) and test_set.images.shape == (297, 1, 28, 28)
+    labels, original = torch.cat([train_set.labels, test_set.labels]), load_digits()
+    assert labels.dtype == torch.int64
+    assert labels.bincount().equal(torch.tensor(original.target).bincount())
+    # no two of the originals are equal: find the one that each image was resized from
+    resized = F.interpolate(torch.tensor(original.images / 16).unsqueeze(1).float(), (28, 28), mode="bilinear")
+    pixels = torch.cat([train_set.images, test_set.images]).mul(0.3245).add(0.3051)
+    distance, source = torch.cdist(pixels.flatten(1), resized.flatten(1)).min(dim=1)
+    assert distance.max() < 0.1  # cdist is inexact; the two digits most alike are 0.85 apart
+    assert sorted(source.tolist()) == list(range(1797))
+    assert labels.equal(torch.tensor(original.target)[source])
+
+
+def test_digits_are_normalised_and_the_same_each_time(tmp_path):
+    """The training set has mean 0 and standard deviation 1, no class is left out of the test set, loads are equal."""
+    train_set, test_set = load("digits", tmp_path)
+    assert train_set.images.mean().item() == pytest.approx(0, abs=0.01)
+    assert train_set.images.std().item() == pytest.approx(1, abs=0.01)
+    assert test_set.labels.bincount(minlength=10).min() > 10
+    torch.manual_seed(1)  # the user's seed has no say in the split
+    for part, again in zip((train_set, test_set), load("digits", tmp_path), strict=True):
+        assert part.images.equal(again.images) and part.labels.equal(again.labels)
+
+
+def test_mnist_equals_torchvisions(mnist):
+    """The archives alone are enough, and the images are those of torchvision's ToTensor and Normalize."""
+    assert fetch(None, mnist) == "mnist"
+    assert sizes(mnist) == SIZES
+    train_set, test_set = load("mnist", mnist)
+    assert (len(train_set), len(test_set)) == (60_000, 10_000)
+    assert train_set.images.mean().item() == pytest.approx(0, abs=0.01)
+    assert train_set.images.std().item() == pytest.approx(1, abs=0.01)
+    transform = Compose([ToTensor(), Normalize((0.1307,), (0.3081,))])
+    for part, train in ((train_set, True), (test_set, False)):
+        theirs = MNIST(mnist, train=train, transform=transform)
+        for index in (0, 1, 4321, 9999, len(part) - 1):
+            image, label = part[index]
+            torch.testing.assert_close(image, theirs[index][0], atol=1e-6, rtol=0)
+            assert label.dtype == torch.int64 and label == theirs[index][1]
+
+
+def test_files_on_disk_need_no_network(tmp_path, capsys):
+    """With all files there, fetch says mnist, looks for no mirror and writes nothing."""
+    raw = unpacked_files(tmp_path)
+    assert fetch(None, tmp_path) == fetch("mnist", tmp_path) == "mnist"
+    assert sorted(tmp_path.rglob("*")) == sorted([raw.parent, raw, *(raw / name for name in SIZES)])
+    assert capsys.readouterr() == ("", "")
+
+
+def test_digits_need_no_files(tmp_path, capsys):
+    """Asked for digits, fetch leaves the folder alone, even one with damaged MNIST files."""
+    assert fetch("digits", tmp_path / "new") == "digits"
+    assert not (tmp_path / "new").exists()
+    cut(unpacked_files(tmp_path) / "train-images-idx3-ubyte")
+    assert fetch("digits", tmp_path) == "digits"
+    assert capsys.readouterr() == ("", "")
+
+
+def test_four_processes_download_once(mirror, tmp_path):
+    """Four processes that start on an empty folder all get MNIST, and each file is downloaded once."""
+    folder = tmp_path / "not" / "there yet"
+    err, answers = fetch_in_four(mirror.url, folder)
+    assert answers == ["mnist"] * 4
+    assert "WARNING" not in err
+    assert mirror.downloads == Counter(ARCHIVES)
+    assert sizes(folder) == SIZES
+
+
+def test_lesson_downloads_and_trains_on_mnist(mirror, tmp_path):
+    """A lesson started without files downloads MNIST, learns it, and prints nothing but its epoch on stdout."""
+    script = tmp_path / "lesson.py"
+    script.write_text(LESSON)
+    done = run(script, mirror.url, "--epochs", 1, "--data_dir", tmp_path / "data")
+    assert len(done.stdout.splitlines()) == 1
+    assert epochs(done.stdout)[0]["test"] > 90  # an epoch of digits, 11 steps, does not get there
+    assert "WARNING" not in done.stderr
+    assert mirror.downloads == Counter(ARCHIVES)
+    assert sizes(tmp_path / "data") == SIZES
+
+
+def test_without_mirror_digits_stand_in(tmp_path, capsys, monkeypatch):
+    """Where MNIST can't be had, fetch says digits and warns in one line, on the first rank of a node only."""
+    assert fetch(None, tmp_path) == "digits"
+    out, err = capsys.readouterr()
+    assert out == ""
+    [line] = [line for line in err.splitlines() if line.startswith("WARNING: ")]
+    assert str(tmp_path) in line and "digits" in line
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert fetch(None, tmp_path) == "digits"
+    out, err = capsys.readouterr()
+    assert out == "" and "WARNING" not in err
+
+
+def test_without_mirror_mnist_is_refused(tmp_path, capsys):
+    """MNIST, asked for by name, is never replaced: one line says what else to type."""
+    line = error_line("mnist", tmp_path)
+    assert str(tmp_path) in line and "--dataset digits" in line
+    out, err = capsys.readouterr()
+    assert out == "" and "WARNING" not in err
+
+
+def test_four_processes_without_mirror(no_mirror, tmp_path):
+    """Four processes on an empty folder agree on digits, and the node warns once."""
+    err, answers = fetch_in_four(no_mirror, tmp_path)
+    assert answers == ["digits"] * 4
+    [line] = [line for line in err.splitlines() if line.startswith("WARNING: ")]
+    assert str(tmp_path) in line
+
+
+def test_silent_mirror_is_given_up(tmp_path, capsys, monkeypatch):
+    """A mirror that takes the connection and never answers does not hold fetch up; sockets wait as before after it."""
+    set_patience, before = socket.setdefaulttimeout, socket.getdefaulttimeout()
+    # whatever fetch finds bearable is 0.2 seconds here
+    monkeypatch.setattr(socket, "setdefaulttimeout", lambda seconds: set_patience(seconds and 0.2))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        guard = threading.Timer(20, silent.close)  # ends a fetch that would wait for ever, with another reason
+        guard.start()
+        monkeypatch.setattr(MNIST, "mirrors", [f"http://127.0.0.1:{silent.getsockname()[1]}/"])
+        assert fetch(None, tmp_path) == "digits"
+        guard.cancel()
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("WARNING: ")]
+    assert "timed out" in line
+    assert socket.getdefaulttimeout() == before
+
+
+@pytest.mark.parametrize("name", ["train-images-idx3-ubyte", "t10k-labels-idx1-ubyte"])
+def test_truncated_file_ends_the_lesson(tmp_path, name):
+    """A file of the wrong size ends a lesson with one line that has its path and both sizes."""
+    damaged = unpacked_files(tmp_path) / name
+    cut(damaged)
+    done = run("single_gpu", "--data_dir", tmp_path, status=1)
+    assert done.stdout == ""
+    [line] = done.stderr.splitlines()
+    assert line.startswith("error: ") and "delete it" in line
+    assert str(damaged) in line and f"{SIZES[name]:,}" in line and f"{SIZES[name] // 2:,}" in line
+
+
+@pytest.mark.parametrize("dataset", [None, "mnist"])
+def test_truncated_archive_without_mirror_is_named(archives, dataset):
+    """An archive that is damaged and can't be fetched again is named, and not passed over for digits."""
+    damaged = archives / "MNIST" / "raw" / "train-labels-idx1-ubyte.gz"
+    cut(damaged)
+    line = error_line(dataset, archives)
+    assert f"{damaged} " in line and "delete it" in line
+    damaged.unlink()
+    assert "--dataset digits" in error_line("mnist", archives)  # deleted, it is one that is missing
+
+
+def test_truncated_archive_is_fetched_again(archives, mirror):
+    """With a mirror a damaged archive is replaced, and only that one."""
+    cut(archives / "MNIST" / "raw" / "train-labels-idx1-ubyte.gz")
+    assert fetch("mnist", archives) == "mnist"
+    assert mirror.downloads == {"train-labels-idx1-ubyte.gz": 1}
+    assert sizes(archives) == SIZES
+
+
+def test_read_only_folder_with_all_files(mnist):
+    """Files in a folder that can't be written to are read as they are."""
+    fetch("mnist", mnist)
+    code = "import sys; from common.data import fetch, load; folder = sys.argv[1]"
+    code += "; print(fetch(None, folder), *map(len, load('mnist', folder)))"
+    done = run_read_only(mnist, sys.executable, "-c", code, str(mnist))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "mnist 60000 10000\n", "")
+
+
+@pytest.mark.parametrize("place", [".", "new"])
+def test_read_only_folder_without_files(no_mirror, tmp_path, place):
+    """An empty folder that can't be written to, or can't even be made, means digits; asked for by name, an error."""
+    folder = tmp_path / place
+    done = run_read_only(tmp_path, sys.executable, "-c", FETCH_BOTH, no_mirror, str(folder))
+    assert (done.returncode, done.stdout) == (1, "digits\n"), done.stderr
+    warning, error = done.stderr.splitlines()
+    assert warning.startswith("WARNING: ") and str(folder) in warning and "Read-only" in warning
+    assert error.startswith("error: ") and str(folder) in error and "--dataset digits" in error
+
+
+@pytest.mark.parametrize("dataset, images", [("digits", 1500), ("mnist", 60_000), (None, 60_000)])
+def test_batch_larger_than_the_training_set(tmp_path, dataset, images):
+    """A batch may be the whole training set; one image more is refused with the largest that works."""
+    unpacked_files(tmp_path)
+    assert fetch(dataset, tmp_path, images) == (dataset or "mnist")
+    line = error_line(dataset, tmp_path, images + 1)
+    assert "--batch_size" in line and str(images) in line
+
+
+def test_batch_too_large_for_the_stand_in(tmp_path, capsys):
+    """The batch is held against the data set that is used, not the one that was wanted."""
+    assert "1500" in error_line(None, tmp_path, 1501)
+    assert "WARNING: " in capsys.readouterr().err
+
+
+MLP_SHAPES = {
+    "stage1.1.weight": (64, 784), "stage1.1.bias": (64,), "stage1.3.weight": (64, 64), "stage1.3.bias": (64,),
+    "stage2.0.weight": (64, 64), "stage2.0.bias": (64,), "stage2.2.weight": (10, 64), "stage2.2.bias": (10,),
+}  # fmt: skip
+CNN_SHAPES = {
+    "stage1.0.weight": (6, 1, 5, 5), "stage1.0.bias": (6,), "stage1.3.weight": (16, 6, 5, 5), "stage1.3.bias": (16,),
+    "stage2.1.weight": (120, 400), "stage2.1.bias": (120,), "stage2.4.weight": (10, 120), "stage2.4.bias": (10,),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model, shapes", [(MLP, MLP_SHAPES), (CNN, CNN_SHAPES)])
+def test_models_are_two_stages(model, shapes):
+    """A model is its first stage and then its second; weights have the names, shapes and number they should have."""
+    network, images = model(), torch.randn(5, 1, 28, 28)
+    scores = network(images)
+    assert scores.shape == (5, 10) and scores.dtype == torch.float32
+    assert network.stage2(network.stage1(images)).equal(scores)
+    assert {name: tuple(weight.shape) for name, weight in network.named_parameters()} == shapes
+    count = sum(weight.numel() for weight in network.parameters())
+    if model is MLP:
+        assert count == (784 * 64 + 64) + 2 * (64 * 64 + 64) + (64 * 10 + 10)
+    else:
+        assert 40_000 < count < 70_000  # LeNet-5 has about 60,000
+    scores.sum().backward()
+    assert all(weight.grad is not None and weight.grad.any() for weight in network.parameters())
+
+
+def test_width_of_the_mlp():
+    """The width is that of all hidden layers."""
+    rows = [len(weight) for name, weight in MLP(width=8).named_parameters() if name.endswith("weight")]
+    assert rows == [8, 8, 8, 10]
+
+
+def test_dropout_is_off_by_default():
+    """Two passes in training mode are equal; with dropout they differ, but not when testing."""
+    images = torch.randn(5, 1, 28, 28)
+    network = CNN().train()
+    assert network(images).equal(network(images))
+    network = CNN(dropout=0.5).train()
+    assert not network(images).equal(network(images))
+    network.eval()
+    assert network(images).equal(network(images))

@@ -1,0 +1,111 @@
+"""README's commands do what it says: each is run, and each line of output it shows is compared."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import DETECTRON2, LESSONS, ROOT, STANDIN, epochs
+
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```console\n(.*?)^```$", README, re.M | re.S)
+
+
+def commands(block):
+    """Split a console block into (prompt, command, lines of output)."""
+    found = []
+    for line in block.splitlines():
+        if prompt := re.match(r"(node\d)?\$ (.*)", line):
+            found.append((prompt[1], prompt[2], []))
+        else:
+            found[-1][2].append(line)
+    return found
+
+
+def start(command, mnist):
+    """Start a command of README in the checkout, with the data where the tests have it."""
+    words = shlex.split(command.replace("10.0.0.1", "127.0.0.2"))
+    if "playground/" in command and "--dataset" not in command and "p2p" not in command or "quickstart" in command:
+        words += ["--data_dir", str(mnist)]
+    path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
+    env = {"PATH": path} | ({"PYTHONPATH": str(STANDIN)} if DETECTRON2 != "the real detectron2" else {})
+    return subprocess.Popen(words, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def masked(line):
+    """Replace what differs from run to run and from machine to machine: times, pids, hosts, losses, accuracies."""
+    line = re.sub(r"^(\d+ +\d+ +\d+ +\S+) +\d+ +\S+$", r"\1 PID HOST", line)
+    line = re.sub(r"loss [\d.]+  train [\d.]+%  test [\d.]+%", "NUMBERS", line)
+    return re.sub(r"[\d.,]+ (s|images/s)\b", r"# \1", line)
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=[commands(block)[0][1][:60] for block in BLOCKS])
+def test_console_block(block, request):
+    """Run the commands (those of several nodes at the same time) and compare what they print, line by line."""
+    needs_mnist = any("--dataset" not in command and "p2p" not in command for _, command, _ in commands(block))
+    mnist = request.getfixturevalue("mnist") if needs_mnist else None
+    together = commands(block)[0][0] is not None
+    jobs = [(start(command, mnist), shown) for _, command, shown in commands(block)] if together else []
+    for _, command, shown in commands(block):
+        process, shown = jobs.pop(0) if together else (start(command, mnist), shown)
+        out, err = process.communicate(timeout=120)
+        lines = [line for line in (out + err).splitlines() if line.strip()]
+        if shown[:1] == ["..."]:
+            shown = shown[1:]
+            lines = lines[-len(shown) :] if "torchrun" not in command else [x for x in lines if x.startswith("epoch")]
+        elif shown:
+            lines = [line for line in lines if not line.startswith("+ ")]
+        if shown:
+            assert [masked(line) for line in lines] == [masked(line) for line in shown]
+        for got, expected in zip(epochs(out), epochs("\n".join(shown)), strict=True) if shown else ():
+            assert got["loss"] == pytest.approx(expected["loss"], abs=2e-3)
+            assert got["test"] == pytest.approx(expected["test"], abs=0.5)
+
+
+def test_parity_table():
+    """The table shows one loss, whatever the lesson and the number of processes; test_parity.py runs all of it."""
+    rows = re.findall(r"^\| `(\w+)\.py(.*?)` \| ([\d.]+) \| ([\d.]+)% \| ([\d.]+)% \| (\S+) \|$", README, re.M)
+    assert {lesson for lesson, *_ in rows} == {lesson for lesson in LESSONS if "p2p" not in lesson}
+    assert len({row[2:5] for row in rows}) == 1
+    assert all(float(row[5]) <= 1e-5 for row in rows)
+
+
+def test_the_parity_numbers_are_those_of_a_run():
+    """The table's numbers come from the last epoch of single_gpu.py with the flags that README gives."""
+    flags = re.search(r"The numbers are of `(.*?)`", README)[1]
+    command = f"python playground/single_gpu.py {flags}"
+    out, _ = start(command, None).communicate(timeout=60)
+    loss, train, test = re.search(r"^\| `single_gpu\.py` \| ([\d.]+) \| ([\d.]+)% \| ([\d.]+)%", README, re.M).groups()
+    last = epochs(out)[-1]
+    assert last["loss"] == pytest.approx(float(loss), abs=1e-3)
+    assert last["train"] == pytest.approx(float(train), abs=0.1)
+    assert last["test"] == pytest.approx(float(test), abs=0.4)
+
+
+def test_every_lesson_has_a_command_that_runs():
+    """The commands of the lessons' table, on the digits."""
+    tried = re.findall(r"^\| \[`(\w+)\.py`\].*?\| `(python .*?)` \|", README, re.M)
+    assert sorted(lesson for lesson, _ in tried) == LESSONS
+    for lesson, command in tried:
+        short = "" if "p2p" in lesson else " --dataset digits --epochs 1"
+        process = start(command + short, None)
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 0, err
+        assert out
+
+
+def test_links_and_names_lead_somewhere():
+    """Each file and each section that README links to or names is there, and each exercise it points at."""
+    for target in re.findall(r"\]\(([^)#]+)\)", README):
+        assert (ROOT / target).exists(), target
+    anchors = {
+        re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in re.findall(r"^## (.*)$", README, re.M)
+    }
+    for anchor in re.findall(r"\]\(#([^)]+)\)", README):
+        assert anchor in anchors, anchor
+    for number, lesson in re.findall(r"break-it (\d) of `(\w+)\.py`", README):
+        assert f"\n  {number}. " in (ROOT / "playground" / f"{lesson}.py").read_text()
+    troubles = README[README.index("## Troubleshooting") : README.index("## Speed")]
+    assert len(re.findall(r"^\| ", troubles, re.M)) - 1 >= 25

@@ -1,0 +1,127 @@
+"""The lessons are one course: the same skeleton, small differences, tidy code."""
+
+import ast
+import difflib
+import re
+import subprocess
+import sys
+
+import pytest
+from conftest import LESSONS, ROOT
+
+ORDER = [
+    "now", "report", "open_store", "introduce", "join", "work", "blocking", "nonblocking", "ring_all_reduce", "relay",
+    "exchange", "send_weights", "average_gradients", "forward", "run_epoch", "talk", "train", "main",
+]  # fmt: skip
+BUILDS_ON = {
+    "nonblocking_p2p": ["blocking_p2p"],
+    "data_parallel": ["single_gpu"],
+    "manual_data_parallel": ["single_gpu", "nonblocking_p2p"],
+    "distributed_data_parallel": ["manual_data_parallel"],
+    "distributed_data_parallel2": ["distributed_data_parallel"],
+    "model_parallel": ["single_gpu"],
+}
+
+
+def source(lesson):
+    """Return the text of a lesson."""
+    return (ROOT / "playground" / f"{lesson}.py").read_text()
+
+
+def functions(lesson):
+    """Return the functions of a lesson by name, in order, each as its lines of code without the docstring."""
+    found = {}
+    for node in ast.parse(source(lesson)).body:
+        if isinstance(node, ast.FunctionDef):
+            assert ast.get_docstring(node), f"{lesson}.{node.name} has no docstring"
+            node.body = node.body[1:] or [ast.Pass()]
+            found[node.name] = ast.unparse(node).splitlines()
+    return found
+
+
+def new_lines(lesson):
+    """Return the lines after the docstring that none of the lessons has which this one builds on."""
+
+    def code(name):
+        text = source(name)
+        return [line for line in text[text.index('"""', 3) + 3 :].splitlines() if line.strip()]
+
+    lines = code(lesson)
+    for base in BUILDS_ON[lesson]:
+        matcher = difflib.SequenceMatcher(None, code(base), lines, autojunk=False)
+        known = {index for block in matcher.get_matching_blocks() for index in range(block.b, block.b + block.size)}
+        lines = [line for index, line in enumerate(lines) if index not in known]
+    return lines
+
+
+@pytest.mark.parametrize("lesson", LESSONS)
+def test_functions_stand_in_the_same_order(lesson):
+    """Whoever knows one lesson finds their way in the next."""
+    positions = [ORDER.index(name) for name in functions(lesson)]
+    assert positions == sorted(positions)
+    assert list(functions(lesson))[-1] == "main"
+
+
+def test_shared_functions_are_alike(record_property, capsys):
+    """Compare every function that two lessons share: at least half of its lines are the same."""
+    pairs = []
+    for one in LESSONS:
+        for other in LESSONS[LESSONS.index(one) + 1 :]:
+            for name in functions(one).keys() & functions(other).keys():
+                ratio = difflib.SequenceMatcher(None, functions(one)[name], functions(other)[name]).ratio()
+                pairs.append((ratio, name, one, other))
+    with capsys.disabled():
+        print(f"\ncompared {len(pairs)} pairs of functions with the same name in {len(LESSONS)} lessons")
+    assert len(pairs) >= 40
+    unlike = [pair for pair in pairs if pair[0] < 0.5 and pair[1] not in ("talk", "main")]
+    assert not unlike
+
+
+@pytest.mark.parametrize("name", ["join", "now", "report"])
+def test_plumbing_is_the_same_but_for_names_of_flags(name):
+    """The rendezvous is written out in each lesson: it must not drift apart."""
+    versions = {
+        tuple(re.sub(r"for name in \(.*\)", "for name in FLAGS", line) for line in found[name]): lesson
+        for lesson in LESSONS
+        if name in (found := functions(lesson))
+    }
+    assert len(versions) == 1, f"{name} differs between {list(versions.values())}"
+
+
+@pytest.mark.parametrize("lesson", BUILDS_ON)
+def test_a_lesson_marks_what_is_new_and_adds_little(lesson):
+    """At most 90 new lines, and README says how many."""
+    added = new_lines(lesson)
+    assert 5 <= len(added) <= 90
+    assert source(lesson).count("# NEW") >= 1
+    row = re.search(rf"^\| \[`{lesson}.py`\].*\| (\d+) \(([\w, ]+)\) \|$", (ROOT / "README.md").read_text(), re.M)
+    assert row, f"no row for {lesson} in README"
+    assert (int(row[1]), row[2].split(", ")) == (len(added), BUILDS_ON[lesson])
+
+
+@pytest.mark.parametrize("lesson", LESSONS)
+def test_a_lesson_is_short_and_says_how_to_run_it(lesson):
+    """Docstring first, with its own command, output and exercises; short enough for one sitting."""
+    text = source(lesson)
+    doc = ast.get_docstring(ast.parse(text))
+    assert f"python playground/{lesson}.py" in doc
+    assert "Break it, in a copy" in doc
+    assert len(text.splitlines()) <= 220
+
+
+@pytest.mark.parametrize("lesson", LESSONS)
+def test_help_prints_the_docstring(lesson, tmp_path):
+    """--help works from any folder and has the commands."""
+    from conftest import run
+
+    out = run(lesson, "--help", cwd=tmp_path).stdout
+    assert f"python playground/{lesson}.py" in out
+    assert "--device" in out
+
+
+@pytest.mark.parametrize("command", [["check"], ["format", "--check"]])
+def test_ruff(command):
+    """Lint and format are clean."""
+    ruff = [sys.executable, "-m", "ruff", *command, "--config", ROOT / "tests" / "ruff.toml", ROOT]
+    done = subprocess.run(ruff, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
