@@ -6,6 +6,7 @@
 """
 
 import contextlib
+import http.client
 import os
 import socket
 import sys
@@ -78,8 +79,9 @@ def fetch(dataset: str | None, data_dir: str | Path, batch_size: int = 1) -> str
         try:
             _fetch_mnist(Path(data_dir))
             dataset = "mnist"
-        except (OSError, RuntimeError) as error:
-            reason = f"MNIST is not in {data_dir} and can't be fetched ({str(error).splitlines()[0].rstrip('.:')})"
+        except (OSError, RuntimeError, http.client.HTTPException) as error:
+            cause = " ".join(f"{type(error).__name__}: {error}".split()[-12:])  # torchvision's last words say why
+            reason = f"MNIST is not in {data_dir} and can't be fetched ({cause})"
             if dataset == "mnist":
                 sys.exit(f"error: {reason}: copy its files to {data_dir}/MNIST/raw, or use --dataset digits")
             dataset = "digits"
@@ -148,25 +150,30 @@ def _fetch_mnist(data_dir: Path) -> None:
             _download_mnist(data_dir, raw)
     finally:
         lock.release()
-    for name, size in MNIST_FILES.items():
-        if _size(raw / name) != size:
-            sys.exit(f"error: {raw / name} has {_size(raw / name):,} bytes, not {size:,}: delete it and start again")
+    for path, size in ((raw / name, size) for name, size in MNIST_FILES.items()):
+        if not path.is_file():
+            raise OSError(f"{path} did not come")
+        if _size(path) != size:
+            sys.exit(f"error: {path} has {_size(path):,} bytes, not {size:,}: delete it and start again")
 
 
 def _download_mnist(data_dir: Path, raw: Path) -> None:
-    """Download and unpack with torchvision, which checks the archives; tell of one that is damaged."""
+    """Download and unpack with torchvision. What came damaged is removed, what was damaged before is told."""
     from torchvision.datasets import MNIST
     from torchvision.datasets.utils import check_integrity
 
+    before = set(raw.glob("*.gz"))
     patience = socket.getdefaulttimeout()
     socket.setdefaulttimeout(10)  # seconds; urllib would wait for ever
     try:
         with contextlib.redirect_stdout(sys.stderr):
             MNIST(data_dir, download=True)
-    except RuntimeError:
-        for name, md5 in MNIST.resources:
-            if (raw / name).is_file() and not check_integrity(raw / name, md5):
-                sys.exit(f"error: {raw / name} is damaged: delete it and start again")
+    except BaseException:
+        for path, md5 in ((raw / name, md5) for name, md5 in MNIST.resources):
+            if path.is_file() and not check_integrity(path, md5):
+                if path in before:
+                    sys.exit(f"error: {path} is damaged: delete it and start again")
+                path.unlink()
         raise
     finally:
         socket.setdefaulttimeout(patience)

@@ -44,6 +44,7 @@ ADVICE = {  # what a failure says, and what to do about it
     "differs": "start every node with the same flags",
     "SIGALRM": "no answer from node 0: start it, check -ip, --port and the firewall",
     "EADDRINUSE": "choose another --port, the same on every node",
+    "SIGABRT": "the ranks were in different collectives, or one was late: all must make the same calls",
     "signal SIG": "if it was not you, memory may have run out: use fewer processes",
     "gloo|NCCL|onnection|imed out|timeout": "another rank died or is in another collective: look for its first error",
 }

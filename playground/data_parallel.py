@@ -93,8 +93,8 @@ def main():
     parser = flags(__doc__, distributed=False)
     parser.add_argument("-g", "--gpus", type=int, default=max(1, torch.cuda.device_count()), help="default: all")
     args = parse(parser)
-    args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     try:
+        args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
         train(args)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

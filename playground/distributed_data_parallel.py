@@ -18,7 +18,8 @@ Any number of processes gives single_gpu.py's numbers (pid, host and times will 
 
 Break it, in a copy:
   1. Comment out `sampler.set_epoch(epoch)`: each epoch repeats the first one's order; compare the losses.
-  2. Write `if rank == 0:` before `dist.all_reduce(totals)`: rank 0 waits for a sum in vain, for --timeout seconds.
+  2. Let only rank 0 test: write `if rank == 0:` before `_, test_hits, test_seen = ...`, run with --timeout 10. Rank 0
+     waits in an all_reduce, while rank 1 is in another collective, or gone after the last epoch.
   3. Add `self.unused = nn.Linear(1, 1)` to the MLP: DDP waits for a gradient that never comes. It would look for such
      layers in every step, at a price, with find_unused_parameters=True.
 """
@@ -52,6 +53,7 @@ ADVICE = {  # what a failure says, and what to do about it
     "SIGALRM": "no answer from node 0: start it, check -ip, --port and the firewall",
     "EADDRINUSE": "choose another --port, the same on every node",
     "Errno": "choose another --savefile",
+    "SIGABRT": "the ranks were in different collectives, or one was late: all must make the same calls",
     "signal SIG": "if it was not you, memory may have run out: use fewer processes",
     "gloo|NCCL|onnection|imed out|timeout": "another rank died or is in another collective: look for its first error",
 }
@@ -150,8 +152,8 @@ def main():
     """Start the ranks of this node and wait for them. One that fails ends them all, with one line."""
     parser = flags(__doc__)
     args, ranks = parse(parser), None
-    args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)  # once per node, before its ranks start
     try:
+        args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)  # once per node, before its ranks start
         if args.nr == 0:
             store = dist.TCPStore(args.ip, args.port, is_master=True, wait_for_workers=False)
             args.port = store.port

@@ -58,6 +58,7 @@ ADVICE = {  # what a failure says, and what to do about it
     "client socket": "no answer from node 0: start it, check -ip, --port and the firewall",
     "EADDRINUSE": "choose another --port, the same on every node",
     "Errno": "choose another --savefile",
+    "SIGABRT": "the ranks were in different collectives, or one was late: all must make the same calls",
     "signal SIG": "if it was not you, memory may have run out: use fewer processes",
     "gloo|NCCL|onnection|imed out|timeout": "another rank died or is in another collective: look for its first error",
 }
@@ -150,9 +151,9 @@ def main():
         parser.error("detectron2 takes nccl on GPUs and gloo on CPUs: leave --backend out")
     if args.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # launch uses GPUs wherever it sees one
-    args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)  # once per node, before its ranks start
     url = f"tcp://{args.ip}:{args.port}" if args.port else "auto"
     try:
+        args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)  # once per node, before its ranks start
         if "RANK" in os.environ:
             dist.init_process_group(args.backend, timeout=timedelta(seconds=args.timeout))
             comm.create_local_process_group(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))

@@ -49,6 +49,7 @@ ADVICE = {  # what a failure says, and what to do about it
     "SIGALRM": "no answer from node 0: start it, check -ip, --port and the firewall",
     "EADDRINUSE": "choose another --port, the same on every node",
     "Errno": "choose another --savefile",
+    "SIGABRT": "the ranks were in different collectives, or one was late: all must make the same calls",
     "signal SIG": "if it was not you, memory may have run out: use fewer processes",
     "gloo|NCCL|onnection|imed out|timeout": "another rank died or is in another collective: look for its first error",
 }
@@ -178,8 +179,8 @@ def main():
     parser.add_argument("--weights", choices=["broadcast", "send"], default="broadcast", help="how they are given out")
     parser.add_argument("--bucket", action="store_true", help="average all gradients in one all_reduce")
     args, ranks = parse(parser), None
-    args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)  # once per node, before its ranks start
     try:
+        args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)  # once per node, before its ranks start
         if args.nr == 0:
             store = dist.TCPStore(args.ip, args.port, is_master=True, wait_for_workers=False)
             args.port = store.port

@@ -116,8 +116,8 @@ def main():
         parser.error(
             f"--devices {' '.join(args.devices)}: choose from cpu and {torch.cuda.device_count()} GPUs, cuda:0 and on"
         )
-    args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     try:
+        args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
         train(args)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

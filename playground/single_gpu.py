@@ -87,8 +87,8 @@ def main():
     """Fetch the data and train. What goes wrong is told in one line."""
     parser = flags(__doc__, distributed=False)
     args = parse(parser)
-    args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     try:
+        args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
         train(args)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

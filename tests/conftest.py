@@ -41,9 +41,10 @@ class Lesson:
         path = Path(name) if Path(name).is_absolute() else ROOT / "playground" / f"{name}.py"
         self.mark = uuid.uuid4().hex
         environment = {key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES}
-        python_path = [str(ROOT)] if path.parent != ROOT / "playground" else []  # a changed copy finds common/
+        python_path = [] if (path.parents[1] / "common").is_dir() else [str(ROOT)]  # a changed copy finds common/
         if "detectron2" in path.read_text() and DETECTRON2 != "the real detectron2":
             python_path.append(str(STANDIN))
+        environment["OMP_NUM_THREADS"] = "1"  # several tests and processes share the cores
         environment |= {"PLAYGROUND_TEST": self.mark, "PYTHONPATH": os.pathsep.join(python_path)} | (env or {})
         self.process = subprocess.Popen(
             [sys.executable, str(path), *map(str, flags)],

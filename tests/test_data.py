@@ -52,7 +52,7 @@ MNIST.mirrors = [sys.argv[1]]
 for rank in range(4):
     if os.fork() == 0:
         os.environ["LOCAL_RANK"] = str(rank)
-        sys.stdout.write(fetch(None, sys.argv[2]) + "\\n")  # print may be torn by the others'
+        sys.stdout.write(fetch(None, sys.argv[2]) + "\\n")  # in one piece, which print is not
         sys.exit()
 sys.exit(any(os.wait()[1] for _ in range(4)))
 """
@@ -226,6 +226,7 @@ def test_digits_are_all_of_scikit_learns(tmp_path):
     assert distance.max() < 0.1  # cdist is inexact; the two digits most alike are 0.85 apart
     assert sorted(source.tolist()) == list(range(1797))
     assert labels.equal(torch.tensor(original.target)[source])
+    assert source[1500:].div(600, rounding_mode="floor").bincount(minlength=3).min() > 50  # from all over the file
 
 
 def test_digits_are_normalised_and_the_same_each_time(tmp_path):
@@ -431,6 +432,26 @@ def test_models_are_two_stages(model, shapes):
         assert 40_000 < count < 70_000  # LeNet-5 has about 60,000
     scores.sum().backward()
     assert all(weight.grad is not None and weight.grad.any() for weight in network.parameters())
+
+
+def test_layers_of_the_mlp():
+    """Its scores are those of four linear layers with ReLU between them."""
+    network, images = MLP(), torch.randn(5, 1, 28, 28)
+    weights = list(network.parameters())
+    hidden = images.flatten(1)
+    for weight, bias in zip(weights[:6:2], weights[1:6:2], strict=True):
+        hidden = F.linear(hidden, weight, bias).relu()
+    torch.testing.assert_close(network(images), F.linear(hidden, *weights[6:]))
+
+
+def test_layers_of_the_cnn():
+    """Its scores are those of two convolutions, each with ReLU and pooling, and two linear layers with ReLU between."""
+    network, images = CNN(), torch.randn(5, 1, 28, 28)
+    weights = list(network.parameters())
+    hidden = F.max_pool2d(F.conv2d(images, *weights[:2], padding=2).relu(), 2)
+    hidden = F.max_pool2d(F.conv2d(hidden, *weights[2:4]).relu(), 2)
+    hidden = F.linear(hidden.flatten(1), *weights[4:6]).relu()
+    torch.testing.assert_close(network(images), F.linear(hidden, *weights[6:]))
 
 
 def test_width_of_the_mlp():

@@ -1,0 +1,87 @@
+"""The exercises in the docstrings end as they say. Each is done on a copy of the lesson, as a learner would."""
+
+import re
+import shutil
+
+import pytest
+from conftest import ROOT, epochs, run
+
+DIGITS = ("--dataset", "digits", "--device", "cpu")
+
+
+@pytest.fixture
+def change(tmp_path):
+    """Return a function that copies a lesson and common/, and replaces a text, which must be there once, by another."""
+
+    def changed(lesson, old, new, path=None):
+        for folder in ("playground", "common"):
+            shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        file = tmp_path / (path or f"playground/{lesson}.py")
+        doc, code = re.match(r'(""".*?""")(.*)', file.read_text(), re.S).groups()
+        assert code.count(old) == 1, f"{old!r} is there {code.count(old)} times"
+        file.write_text(doc + code.replace(old, new))
+        return tmp_path / "playground" / f"{lesson}.py"
+
+    return changed
+
+
+def losses(lesson, *flags, env=None):
+    """Run a lesson for two epochs on the digits and return its losses."""
+    return [line["loss"] for line in epochs(run(lesson, *DIGITS, "--epochs", 2, *flags, env=env).stdout)]
+
+
+def test_without_set_epoch_the_first_order_repeats(change):
+    """The first epoch is as before, the second is not."""
+    reference = losses("distributed_data_parallel", "-g", 2)
+    broken = losses(change("distributed_data_parallel", "sampler.set_epoch(epoch)", "pass"), "-g", 2)
+    assert broken[0] == reference[0]
+    assert abs(broken[1] - reference[1]) > 1e-3
+
+
+def test_a_collective_on_rank_0_only(change):
+    """One rank is in an all_reduce that the other does not join: it ends in time and says so."""
+    old = "            _, test_hits, test_seen = run_epoch("
+    copy = change("distributed_data_parallel", old, f"            if rank == 0:\n    {old}")
+    for count, words in ((1, "another rank died or is in another collective"), (3, "different collectives")):
+        done = run(copy, *DIGITS, "-g", 2, "--epochs", count, "--timeout", 10, status=1, timeout=40)
+        assert words in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("found", [False, True])
+def test_a_layer_that_is_not_used(change, found):
+    """DDP waits for its gradient, says which parameters had none, and looks for them if it is told to."""
+    layers = "self.stage1 = nn.Sequential(\n            nn.Flatten()"
+    unused = "self.unused = nn.Linear(1, 1)\n        "
+    copy = change("distributed_data_parallel", layers, unused + layers, path="common/models.py")
+    if found:
+        text = copy.read_text()
+        wrapped = "DistributedDataParallel(MODELS[args.model]().to(device)"
+        assert text.count(wrapped + ")") == 1
+        copy.write_text(text.replace(wrapped, f"{wrapped}, find_unused_parameters=True"))
+    done = run(copy, *DIGITS, "-g", 2, "--epochs", 1, status=0 if found else 1)
+    assert ("Expected to have finished reduction in the prior iteration" in done.stderr) != found
+    assert len(epochs(done.stdout)) == found
+
+
+@pytest.mark.parametrize("call", ["send_weights(model, args)", "average_gradients(model, args)"])
+def test_manual_data_parallel_needs_both_parts(change, call):
+    """Without the weights of rank 0, or without averaging, the losses are others."""
+    reference = losses("manual_data_parallel", "-g", 2)
+    text = (ROOT / "playground" / "manual_data_parallel.py").read_text()
+    line = next(line for line in text.splitlines() if line.strip().startswith(call))
+    broken = losses(change("manual_data_parallel", line, line.replace(call, "pass")), "-g", 2)
+    assert abs(broken[1] - reference[1]) > 1e-3
+
+
+def test_single_gpu_without_its_order(change):
+    """Batches in an order that no other lesson knows."""
+    reference = losses("single_gpu")
+    broken = losses(change("single_gpu", "order.manual_seed(args.seed + epoch)", "pass"))
+    assert abs(broken[0] - reference[0]) > 1e-4
+
+
+def test_single_gpu_without_zero_grad(change):
+    """Each step adds its gradient to those of all steps before."""
+    reference = losses("single_gpu")
+    broken = losses(change("single_gpu", "optimizer.zero_grad()", "pass"))
+    assert abs(broken[0] - reference[0]) > 1e-3
