@@ -12,7 +12,7 @@ It runs on a GPU if there is one, else on the CPU:
 
 It prints a line an epoch, for all 60,000 training images and all 10,000 test images (times will differ):
 
-    epoch 1/3  loss 0.3923  train 88.46%  test 93.94%  0.52 s  115,200 images/s
+    epoch 1/3  loss 0.3960  train 88.26%  test 93.96%  0.52 s  115,200 images/s
 
 Break it, in a copy:
   1. Comment out `order.manual_seed(...)`: the batches come in an order that no other lesson knows; compare the losses.
@@ -65,7 +65,7 @@ def train(args):
     train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True, collate_fn=whole_batch)
     test_loader = DataLoader(test_set, 1000, collate_fn=whole_batch)
     model = MODELS[args.model]().to(device)
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6)  # by default rounding errors would grow
 
     for epoch in range(args.epochs):
         order.manual_seed(args.seed + epoch)  # another order in each epoch, the same in each run
