@@ -106,12 +106,12 @@ def run_epoch(model, loader, device, optimizer=None):
             loss = F.cross_entropy(logits, labels)
         if optimizer:
             optimizer.zero_grad()
-            loss.backward()
+            loss.backward()  # NEW: with DDP, all ranks have the same mean gradients after it
             optimizer.step()
         loss_sum += loss.detach() * len(labels)
         hits += (logits.argmax(dim=1) == labels).sum()
         seen += len(labels)
-    dist.all_reduce(totals)  # NEW: over all ranks, once an epoch
+    dist.all_reduce(totals)
     return totals
 
 
@@ -126,7 +126,7 @@ def train(local_rank, args):
         train_loader = DataLoader(train_set, share, sampler=sampler, drop_last=True, collate_fn=whole_batch)
         mine = range(rank, len(test_set), args.world_size)  # no padding: each test image counts exactly once
         test_loader = DataLoader(test_set, 1000, sampler=mine, collate_fn=whole_batch)
-        model = DistributedDataParallel(MODELS[args.model]().to(device))
+        model = DistributedDataParallel(MODELS[args.model]().to(device))  # NEW: gives all ranks rank 0's weights
         optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6)  # by default rounding errors would grow
 
         for epoch in range(args.epochs):
@@ -135,7 +135,7 @@ def train(local_rank, args):
             bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)  # None: only on a terminal
             loss, hits, seen = run_epoch(model, bar, device, optimizer).tolist()
             seconds = time.perf_counter() - start
-            _, test_hits, test_seen = run_epoch(model.module, test_loader, device).tolist()
+            _, test_hits, test_seen = run_epoch(model.module, test_loader, device).tolist()  # NEW: without its wrapper
             if rank == 0:
                 line = f"epoch {epoch + 1}/{args.epochs}  loss {loss / seen:.4f}  train {hits / seen:.2%}"
                 line += f"  test {test_hits / test_seen:.2%}  {seconds:.2f} s  {seen / seconds:,.0f} images/s"

@@ -144,14 +144,15 @@ def train(local_rank, args):
     rank, device = join(local_rank, args)
     try:
         train_set, test_set = load(args.dataset, args.data_dir)
+        # NEW: each rank takes its share of one order, and of each global batch
         sampler = DistributedSampler(train_set, args.world_size, rank, seed=args.seed, drop_last=True)
         share = args.batch_size // args.world_size
         train_loader = DataLoader(train_set, share, sampler=sampler, drop_last=True, collate_fn=whole_batch)
-        mine = range(rank, len(test_set), args.world_size)  # no padding: each test image counts exactly once
+        mine = range(rank, len(test_set), args.world_size)  # NEW: no padding, each test image counts exactly once
         test_loader = DataLoader(test_set, 1000, sampler=mine, collate_fn=whole_batch)
         torch.manual_seed(args.seed + rank)  # NEW: so that you see send_weights at work
         model = MODELS[args.model]().to(device)
-        send_weights(model, args)  # NEW
+        send_weights(model, args)  # NEW: from here on all ranks have the same model
         optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6)  # by default rounding errors would grow
 
         for epoch in range(args.epochs):

@@ -10,7 +10,7 @@ import pytest
 from conftest import LESSONS, ROOT
 
 ORDER = [
-    "now", "report", "open_store", "introduce", "join", "work", "blocking", "nonblocking", "ring_all_reduce", "relay",
+    "join", "introduce", "now", "report", "work", "blocking", "nonblocking", "ring_all_reduce", "relay",
     "exchange", "send_weights", "average_gradients", "forward", "run_epoch", "talk", "train", "main",
 ]  # fmt: skip
 BUILDS_ON = {
@@ -35,7 +35,7 @@ def functions(lesson):
         if isinstance(node, ast.FunctionDef):
             assert ast.get_docstring(node), f"{lesson}.{node.name} has no docstring"
             node.body = node.body[1:] or [ast.Pass()]
-            found[node.name] = ast.unparse(node).splitlines()
+            found[node.name] = [line.strip() for line in ast.unparse(node).splitlines()]
     return found
 
 
@@ -62,8 +62,9 @@ def test_functions_stand_in_the_same_order(lesson):
     assert list(functions(lesson))[-1] == "main"
 
 
-def test_shared_functions_are_alike(record_property, capsys):
-    """Compare every function that two lessons share: at least half of its lines are the same."""
+def test_shared_functions_are_alike(capsys):
+    """Compare each function that two lessons share: of the loop most lines are the same, of train at least a third."""
+    least = {"join": 1.0, "now": 1.0, "report": 1.0, "run_epoch": 0.7, "train": 0.3, "main": 0.2, "talk": 0.2}
     pairs = []
     for one in LESSONS:
         for other in LESSONS[LESSONS.index(one) + 1 :]:
@@ -72,20 +73,8 @@ def test_shared_functions_are_alike(record_property, capsys):
                 pairs.append((ratio, name, one, other))
     with capsys.disabled():
         print(f"\ncompared {len(pairs)} pairs of functions with the same name in {len(LESSONS)} lessons")
-    assert len(pairs) >= 40
-    unlike = [pair for pair in pairs if pair[0] < 0.5 and pair[1] not in ("talk", "main")]
-    assert not unlike
-
-
-@pytest.mark.parametrize("name", ["join", "now", "report"])
-def test_plumbing_is_the_same_but_for_names_of_flags(name):
-    """The rendezvous is written out in each lesson: it must not drift apart."""
-    versions = {
-        tuple(re.sub(r"for name in \(.*\)", "for name in FLAGS", line) for line in found[name]): lesson
-        for lesson in LESSONS
-        if name in (found := functions(lesson))
-    }
-    assert len(versions) == 1, f"{name} differs between {list(versions.values())}"
+    assert len(pairs) >= 60
+    assert not [pair for pair in pairs if pair[0] < least[pair[1]]]
 
 
 @pytest.mark.parametrize("lesson", BUILDS_ON)
