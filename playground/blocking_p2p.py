@@ -152,6 +152,7 @@ def talk(local_rank, args):
                 report(f"rank {rank}: DEADLOCK: rank {who} receives only after its own send, which waits like mine")
             for order in ("by parity", "isend and irecv", "batch_isend_irecv"):
                 report(f"rank {rank}: {order}: received {exchange(order, rank, device)}")
+        dist.barrier()  # leave together, with nothing under way
     finally:
         dist.destroy_process_group()
 
@@ -180,7 +181,8 @@ def main():
         advice = [text for sign, text in ADVICE.items() if re.search(sign, what)]
         if not advice:
             raise  # a bug: show where it is
-        print(f"error: rank {rank}: {what}: {advice[0]}", file=sys.stderr)
+        told = f"rank {rank}: {what}".split("ConnectionError: ")[-1]  # the lesson's own message, or any other
+        print(f"error: {told}: {advice[0]}", file=sys.stderr)
         return 1
     finally:
         for process in ranks.processes if ranks else ():

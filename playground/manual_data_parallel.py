@@ -170,6 +170,7 @@ def train(local_rank, args):
                 state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
                 torch.save(state | {"epoch": epoch + 1, "args": vars(args)}, f"{args.savefile}.tmp")
                 os.replace(f"{args.savefile}.tmp", args.savefile)
+        dist.barrier()  # leave together, with nothing under way
     finally:
         dist.destroy_process_group()
 
@@ -200,7 +201,8 @@ def main():
         advice = [text for sign, text in ADVICE.items() if re.search(sign, what)]
         if not advice:
             raise  # a bug: show where it is
-        print(f"error: rank {rank}: {what}: {advice[0]}", file=sys.stderr)
+        told = f"rank {rank}: {what}".split("ConnectionError: ")[-1]  # the lesson's own message, or any other
+        print(f"error: {told}: {advice[0]}", file=sys.stderr)
         return 1
     finally:
         for process in ranks.processes if ranks else ():

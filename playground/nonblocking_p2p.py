@@ -168,6 +168,7 @@ def talk(local_rank, args):
         ring_all_reduce(numbers)
         equal = torch.equal(numbers, expected)
         report(f"ring, rank {rank}: {before} -> {numbers.tolist()}, as dist.all_reduce: {equal}")
+        dist.barrier()  # leave together, with nothing under way
     finally:
         dist.destroy_process_group()
 
@@ -195,7 +196,8 @@ def main():
         advice = [text for sign, text in ADVICE.items() if re.search(sign, what)]
         if not advice:
             raise  # a bug: show where it is
-        print(f"error: rank {rank}: {what}: {advice[0]}", file=sys.stderr)
+        told = f"rank {rank}: {what}".split("ConnectionError: ")[-1]  # the lesson's own message, or any other
+        print(f"error: {told}: {advice[0]}", file=sys.stderr)
         return 1
     finally:
         for process in ranks.processes if ranks else ():
