@@ -25,9 +25,10 @@ def flags(
     Args:
         doc: the lesson's docstring, which --help prints.
         training: add the flags of the training loop.
-        distributed: add the flags that say which processes there are and how they meet. Where torchrun, srun or mpirun
-            has started the process, the environment holds RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. They are the
-            defaults then: each process counts as a node of its own, with one rank.
+        distributed: add the flags that say which processes there are and how they meet. A launcher such as torchrun
+            puts RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT into the environment (for srun and mpirun set them from
+            SLURM_PROCID or OMPI_COMM_WORLD_RANK and the like). They are the defaults then: each process counts as a
+            node of its own, with one rank.
         node_index: the two names of the flag for this node's index.
     """
     raw, env = argparse.RawDescriptionHelpFormatter, os.environ
@@ -114,6 +115,8 @@ def _check_processes(parser: argparse.ArgumentParser, args: argparse.Namespace, 
         parser.error(f"this torch is built without {args.backend}: use --backend gloo")
     if args.backend == "nccl" and args.device == "cpu":
         parser.error("nccl needs GPUs: use --backend gloo")
+    if args.backend == "gloo" and args.device == "cuda":
+        parser.error("gloo can't send GPU memory: use --backend nccl or --device cpu")
     if not 0 <= args.nr < args.nodes:
         parser.error(f"node {args.nr}: with -n {args.nodes} its index must be 0 to {args.nodes - 1}")
     if args.nodes > 1 and args.ip == "127.0.0.1" and not launched:

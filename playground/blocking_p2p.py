@@ -1,16 +1,18 @@
 """Blocking point-to-point: processes with a rank, send and recv, and who waits for whom.
 
-A distributed program is one script that runs in several processes at once. Each process has a rank, from 0 to
-world_size - 1, and together they form a process group. They meet at a rendezvous, a key-value store on node 0 that all
-can reach (`join`). Then one sends a tensor, and another, with a buffer of that shape and dtype, receives into it.
+A distributed program is one script that runs in several processes at once, on one machine (a node) or on many. Each
+process has a rank, from 0 to world_size - 1, and a local rank within its node. They meet at a rendezvous, a key-value
+store on node 0, and form a process group (`join`). A backend carries its messages: gloo between CPUs, NCCL between
+GPUs. Then one rank sends a tensor, and another, with a buffer of that shape and dtype, receives into it.
 
     python playground/blocking_p2p.py              # two processes, started by this script
     python playground/blocking_p2p.py -g 3         # three: the numbers go from 0 to 1 to 2
     python playground/blocking_p2p.py --deadlock
     python playground/blocking_p2p.py -n 2 -g 1 -nr 0 -ip <ip of node 0>    # rank 0 here, and on node 1 with -nr 1
-    RANK=0 WORLD_SIZE=2 MASTER_ADDR=<ip> MASTER_PORT=8888 python playground/blocking_p2p.py    # the same, by hand
+    RANK=0 WORLD_SIZE=2 MASTER_ADDR=<ip> MASTER_PORT=8888 python playground/blocking_p2p.py    # by hand, rank 0
+    RANK=1 WORLD_SIZE=2 MASTER_ADDR=<ip> MASTER_PORT=8888 python playground/blocking_p2p.py    # and rank 1
 
-It prints who is who, and then (pid and host will differ):
+It prints who is who, and then, on CPUs (on GPUs send only queues the message):
 
     rank 0 comes a second late:
     rank 0: [0.0, 1.0, 2.0, 3.0] -> [0.0, 1.0, 2.0, 3.0], 0.0 s in recv, 0.0 s in send
@@ -19,7 +21,7 @@ It prints who is who, and then (pid and host will differ):
     rank 0: [0.0, 1.0, 2.0, 3.0] -> [0.0, 1.0, 2.0, 3.0], 0.0 s in recv, 1.0 s in send
     rank 1: [0.0, 0.0, 0.0, 0.0] -> [0.0, 1.0, 2.0, 3.0], 0.0 s in recv, 0.0 s in send
 
-Break it, in a copy: give rank 1 a buffer of three numbers; let rank 1 receive from src=1; run with -g 1.
+Break it, in a copy: give rank 1 a buffer of three numbers (gloo aborts); let it receive from src=1; run with -g 1.
 """
 
 import json
@@ -40,11 +42,11 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from a
 from common.flags import flags, parse
 
 ADVICE = {  # what a failure says, and what to do about it
-    "missing": "start every node, with the same -n, -g, -ip and --port",
+    "are missing after": "start every node, with the same -n, -g, -ip and --port",
     "differs": "start every node with the same flags",
     "SIGALRM": "no answer from node 0: start it, check -ip, --port and the firewall",
     "EADDRINUSE": "choose another --port, the same on every node",
-    "SIGABRT": "the ranks were in different collectives, or one was late: all must make the same calls",
+    "SIGABRT": "the ranks were in different collectives, or a buffer had another size, or one was late",
     "signal SIG": "if it was not you, memory may have run out: use fewer processes",
     "gloo|NCCL|onnection|imed out|timeout": "another rank died or is in another collective: look for its first error",
 }
@@ -57,10 +59,10 @@ def join(local_rank, args):
     local_rank = int(os.environ.get("LOCAL_RANK", local_rank))
     device = torch.device("cuda", local_rank) if args.device == "cuda" else torch.device("cpu")
     if args.device == "cuda":
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device)  # else every rank would also use GPU 0
     wait = timedelta(seconds=args.timeout)
     signal.alarm(args.timeout)  # ends a rank that waits longer: the next line may not heed its timeout
-    store = dist.TCPStore(args.ip, args.port, timeout=wait, wait_for_workers=False)
+    store = dist.TCPStore(args.ip, args.port, timeout=wait, wait_for_workers=False)  # a dictionary that node 0 keeps
     signal.alarm(2 * args.timeout)
     me = [args.nr, rank, local_rank, str(device), os.getpid(), os.uname().nodename]
     store.set(f"rank {rank}", json.dumps([vars(args), me]))
@@ -88,14 +90,14 @@ def join(local_rank, args):
 def now(device):
     """Return the time in seconds. A GPU runs behind the Python code: wait until it has done what it was told."""
     if device.type == "cuda":
-        torch.cuda.synchronize()
+        torch.cuda.current_stream().synchronize()
     return time.perf_counter()
 
 
 def report(line):
     """Print every rank's line, in the order of the ranks."""
     lines = [None] * dist.get_world_size()
-    dist.all_gather_object(lines, line)
+    dist.all_gather_object(lines, line)  # a collective: all ranks call it, each gets what all have given
     if dist.get_rank() == 0:
         print(*lines, sep="\n", flush=True)
 
@@ -122,10 +124,10 @@ def exchange(order, rank, device, group=None):
     if order == "all send first" or (order == "by parity" and rank % 2 == 0):
         dist.send(mine, right, group)
         dist.recv(theirs, left, group)
-    elif order == "by parity":  # an odd rank receives first, so each rank that sends has a neighbour that receives
+    elif order == "by parity":  # an odd rank receives first: that breaks the circle
         dist.recv(theirs, left, group)
         dist.send(mine, right, group)
-    elif order == "isend and irecv":  # both are only asked for; waiting comes after that
+    elif order == "isend and irecv":  # both are only asked for (on NCCL, long messages need the next order)
         for request in [dist.isend(mine, right, group), dist.irecv(theirs, left, group)]:
             request.wait()
     else:  # the same, told to the backend at once
@@ -139,15 +141,18 @@ def talk(local_rank, args):
     """Show who waits for whom; with --deadlock, how all can wait for each other and how not."""
     rank, device = join(local_rank, args)
     try:
-        for late in () if args.deadlock else (0, 1):
-            if rank == 0:
-                print(f"rank {late} comes a second late:", flush=True)
-            relay(rank, device, late)
-        if args.deadlock:
-            impatient = dist.new_group(backend="gloo", timeout=timedelta(seconds=3))  # else we would wait --timeout
+        if not args.deadlock:
+            for late in (0, 1):
+                if rank == 0:
+                    print(f"rank {late} comes a second late:", flush=True)
+                relay(rank, device, late)
+        else:
+            impatient = dist.new_group(backend="gloo", timeout=timedelta(seconds=3))  # a second group
             try:
                 report(f"rank {rank}: {exchange('all send first', rank, torch.device('cpu'), impatient)}")
-            except RuntimeError:
+            except RuntimeError as error:
+                if not re.search("imed out|onnection", str(error)):
+                    raise
                 who = (rank + 1) % args.world_size
                 report(f"rank {rank}: DEADLOCK: rank {who} receives only after its own send, which waits like mine")
             for order in ("by parity", "isend and irecv", "batch_isend_irecv"):
@@ -163,21 +168,24 @@ def main():
     parser.add_argument("--deadlock", action="store_true", help="let all send before they receive; then three cures")
     args, ranks = parse(parser, least=2), None
     try:
-        if args.nr == 0:
-            store = dist.TCPStore(args.ip, args.port, is_master=True, wait_for_workers=False)
+        if args.nr == 0:  # the store listens on all addresses of this node, at a free port if --port is 0
+            store = dist.TCPStore("127.0.0.1", args.port, is_master=True, wait_for_workers=False)
             args.port = store.port
         if "RANK" in os.environ:
             return talk(0, args)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited, so that Ctrl-C during the start is ours alone
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the ranks inherit it: until join() only we heed Ctrl-C
         ranks = mp.spawn(talk, (args,), args.gpus, join=False)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        while not ranks.join():
+        while not ranks.join():  # True when all have ended; raises if one has failed
             pass
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
     except Exception as error:
-        rank, what = args.nr * args.gpus + getattr(error, "error_index", 0), str(error).strip().splitlines()[-1]
+        rank, what = (
+            args.nr * args.gpus + getattr(error, "error_index", 0),
+            (str(error).strip() or repr(error)).splitlines()[-1],
+        )
         advice = [text for sign, text in ADVICE.items() if re.search(sign, what)]
         if not advice:
             raise  # a bug: show where it is

@@ -13,8 +13,8 @@ Its lines are those of single_gpu.py, for any number of GPUs (times will differ)
 
     epoch 1/3  loss 0.3960  train 88.26%  test 93.96%  0.52 s  115,200 images/s
 
-Break it, in a copy:
-  1. Save `model` in place of `model.module`: each key in the checkpoint begins with "module.", and no lesson loads it.
+Break it, in a copy (1 takes a GPU, 2 takes two):
+  1. Save `model` in place of `plain`: each key of the checkpoint begins with "module.", and no plain model loads it.
   2. Leave the model on the CPU: DataParallel wants it on the first GPU, whose weights are the ones that count.
 """
 
@@ -38,7 +38,7 @@ from common.models import MODELS
 def run_epoch(model, loader, device, optimizer=None):
     """Train, or test without an optimizer, on each batch. Returns the sums of loss, hits, images, float64 (3,)."""
     model.train(optimizer is not None)
-    totals = torch.zeros(3, dtype=torch.float64, device=device)  # read once an epoch: reading stops a GPU
+    totals = torch.zeros(3, dtype=torch.float64, device=device)  # read once an epoch: Python waits for the GPU to read
     loss_sum, hits, seen = totals  # views: what is added to them is added to totals
     for images, labels in loader:
         images, labels = images.to(device), labels.to(device)
@@ -68,8 +68,8 @@ def train(args):
     if args.device == "cuda":  # NEW: from now on model(images) uses all GPUs; the training loop does not change
         model = nn.DataParallel(model, device_ids=list(range(args.gpus)))
     else:
-        print("no GPU: nn.DataParallel would do nothing, so this is single_gpu.py", file=sys.stderr)
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6)  # by default rounding errors would grow
+        print("without a GPU nn.DataParallel does nothing: this is single_gpu.py", file=sys.stderr)
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6)  # 1e-8 makes steps of rounding errors
 
     for epoch in range(args.epochs):
         order.manual_seed(args.seed + epoch)  # another order in each epoch, the same in each run
@@ -82,9 +82,10 @@ def train(args):
         line += f"  test {test_hits / test_seen:.2%}  {seconds:.2f} s  {seen / seconds:,.0f} images/s"
         print(line, flush=True)
         if args.savefile:  # under another name first: a crash on the way leaves the last one whole
-            plain = model.module if args.device == "cuda" else model  # NEW: without the wrapper, loads anywhere
+            plain = model.module if args.device == "cuda" else model  # NEW: the keys of the plain model
             state = {"model": plain.state_dict(), "optimizer": optimizer.state_dict()}
-            torch.save(state | {"epoch": epoch + 1, "args": vars(args)}, f"{args.savefile}.tmp")
+            with open(f"{args.savefile}.tmp", "wb") as file:
+                torch.save(state | {"epoch": epoch + 1, "args": vars(args)}, file)
             os.replace(f"{args.savefile}.tmp", args.savefile)
 
 

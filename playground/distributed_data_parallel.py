@@ -9,7 +9,7 @@ of every batch, and sums over the ranks before a number is printed.
     python playground/distributed_data_parallel.py -n 2 -g 2 -nr 0 -ip <ip of node 0>    # node 0 of two
     python playground/distributed_data_parallel.py -n 2 -g 2 -nr 1 -ip <ip of node 0>    # node 1 of two
 
-Any number of processes gives single_gpu.py's numbers (pid, host and times will differ):
+Any number that divides --batch_size gives single_gpu.py's numbers, up to rounding (pid, host and times will differ):
 
     node  rank  local_rank  device  pid     host
     0     0     0           cpu     4242    laptop
@@ -17,11 +17,11 @@ Any number of processes gives single_gpu.py's numbers (pid, host and times will 
     epoch 1/3  loss 0.3960  train 88.26%  test 93.96%  1.54 s  38,906 images/s
 
 Break it, in a copy:
-  1. Comment out `sampler.set_epoch(epoch)`: each epoch repeats the first one's order; compare the losses.
-  2. Let only rank 0 test: write `if rank == 0:` before `_, test_hits, test_seen = ...`, run with --timeout 10. Rank 0
-     waits in an all_reduce, while rank 1 is in another collective, or gone after the last epoch.
-  3. Add `self.unused = nn.Linear(1, 1)` to the MLP: DDP waits for a gradient that never comes. It would look for such
-     layers in every step, at a price, with find_unused_parameters=True.
+  1. Comment out `sampler.set_epoch(epoch)`: each epoch repeats the first one's order; compare the second.
+  2. Let only rank 0 test: write `if rank == 0:` before `_, test_hits, test_seen = ...`. Rank 0 is in an all_reduce
+     while rank 1 is in another one, or gone after the last epoch. gloo notices at once, NCCL after --timeout.
+  3. Add `self.unused = nn.Linear(1, 1)` to the MLP in common/models.py: in the second step DDP misses its gradient, and
+     says how to make it look for such layers, in every step and at a price: find_unused_parameters=True.
 """
 
 import json
@@ -48,12 +48,12 @@ from common.flags import flags, parse
 from common.models import MODELS
 
 ADVICE = {  # what a failure says, and what to do about it
-    "missing": "start every node, with the same -n, -g, -ip and --port",
+    "are missing after": "start every node, with the same -n, -g, -ip and --port",
     "differs": "start every node with the same flags",
     "SIGALRM": "no answer from node 0: start it, check -ip, --port and the firewall",
     "EADDRINUSE": "choose another --port, the same on every node",
-    "Errno": "choose another --savefile",
-    "SIGABRT": "the ranks were in different collectives, or one was late: all must make the same calls",
+    r"Errno (2|13|17|20|21|28|30)\b": "choose another --savefile",
+    "SIGABRT": "the ranks were in different collectives, or a buffer had another size, or one was late",
     "signal SIG": "if it was not you, memory may have run out: use fewer processes",
     "gloo|NCCL|onnection|imed out|timeout": "another rank died or is in another collective: look for its first error",
 }
@@ -66,10 +66,10 @@ def join(local_rank, args):
     local_rank = int(os.environ.get("LOCAL_RANK", local_rank))
     device = torch.device("cuda", local_rank) if args.device == "cuda" else torch.device("cpu")
     if args.device == "cuda":
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device)  # else every rank would also use GPU 0
     wait = timedelta(seconds=args.timeout)
     signal.alarm(args.timeout)  # ends a rank that waits longer: the next line may not heed its timeout
-    store = dist.TCPStore(args.ip, args.port, timeout=wait, wait_for_workers=False)
+    store = dist.TCPStore(args.ip, args.port, timeout=wait, wait_for_workers=False)  # a dictionary that node 0 keeps
     signal.alarm(2 * args.timeout)
     me = [args.nr, rank, local_rank, str(device), os.getpid(), os.uname().nodename]
     store.set(f"rank {rank}", json.dumps([vars(args), me]))
@@ -97,7 +97,7 @@ def join(local_rank, args):
 def run_epoch(model, loader, device, optimizer=None):
     """Train, or test without an optimizer, on each batch. Returns the sums of loss, hits, images, float64 (3,)."""
     model.train(optimizer is not None)
-    totals = torch.zeros(3, dtype=torch.float64, device=device)  # read once an epoch: reading stops a GPU
+    totals = torch.zeros(3, dtype=torch.float64, device=device)  # read once an epoch: Python waits for the GPU to read
     loss_sum, hits, seen = totals  # views: what is added to them is added to totals
     for images, labels in loader:
         images, labels = images.to(device), labels.to(device)
@@ -127,7 +127,7 @@ def train(local_rank, args):
         mine = range(rank, len(test_set), args.world_size)  # no padding: each test image counts exactly once
         test_loader = DataLoader(test_set, 1000, sampler=mine, collate_fn=whole_batch)
         model = DistributedDataParallel(MODELS[args.model]().to(device))  # NEW: gives all ranks rank 0's weights
-        optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6)  # by default rounding errors would grow
+        optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6)  # 1e-8 makes steps of rounding errors
 
         for epoch in range(args.epochs):
             sampler.set_epoch(epoch)  # another order in each epoch, the same in each run
@@ -135,14 +135,20 @@ def train(local_rank, args):
             bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)  # None: only on a terminal
             loss, hits, seen = run_epoch(model, bar, device, optimizer).tolist()
             seconds = time.perf_counter() - start
-            _, test_hits, test_seen = run_epoch(model.module, test_loader, device).tolist()  # NEW: without its wrapper
+            _, test_hits, test_seen = run_epoch(
+                model.module, test_loader, device
+            ).tolist()  # NEW: no need to synchronise
             if rank == 0:
                 line = f"epoch {epoch + 1}/{args.epochs}  loss {loss / seen:.4f}  train {hits / seen:.2%}"
                 line += f"  test {test_hits / test_seen:.2%}  {seconds:.2f} s  {seen / seconds:,.0f} images/s"
                 print(line, flush=True)
             if rank == 0 and args.savefile:  # under another name first: a crash on the way leaves the last one whole
-                state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
-                torch.save(state | {"epoch": epoch + 1, "args": vars(args)}, f"{args.savefile}.tmp")
+                state = {
+                    "model": model.module.state_dict(),
+                    "optimizer": optimizer.state_dict(),
+                }  # NEW: without wrapper
+                with open(f"{args.savefile}.tmp", "wb") as file:
+                    torch.save(state | {"epoch": epoch + 1, "args": vars(args)}, file)
                 os.replace(f"{args.savefile}.tmp", args.savefile)
         dist.barrier()  # leave together, with nothing under way
     finally:
@@ -155,21 +161,24 @@ def main():
     args, ranks = parse(parser), None
     try:
         args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)  # once per node, before its ranks start
-        if args.nr == 0:
-            store = dist.TCPStore(args.ip, args.port, is_master=True, wait_for_workers=False)
+        if args.nr == 0:  # the store listens on all addresses of this node, at a free port if --port is 0
+            store = dist.TCPStore("127.0.0.1", args.port, is_master=True, wait_for_workers=False)
             args.port = store.port
         if "RANK" in os.environ:
             return train(0, args)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited, so that Ctrl-C during the start is ours alone
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the ranks inherit it: until join() only we heed Ctrl-C
         ranks = mp.spawn(train, (args,), args.gpus, join=False)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        while not ranks.join():
+        while not ranks.join():  # True when all have ended; raises if one has failed
             pass
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
     except Exception as error:
-        rank, what = args.nr * args.gpus + getattr(error, "error_index", 0), str(error).strip().splitlines()[-1]
+        rank, what = (
+            args.nr * args.gpus + getattr(error, "error_index", 0),
+            (str(error).strip() or repr(error)).splitlines()[-1],
+        )
         advice = [text for sign, text in ADVICE.items() if re.search(sign, what)]
         if not advice:
             raise  # a bug: show where it is

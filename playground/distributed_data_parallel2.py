@@ -2,14 +2,14 @@
 
 Facebook AI Research's detectron2 has two small modules that many projects borrow. `launch` does what the end of
 distributed_data_parallel.py does: it starts the processes of this node, gives them their ranks and forms the process
-group. `comm` has the ranks and the collectives under short names, and all of them work with a single process, too.
+group. `comm` has the ranks and the collectives under short names, and most of them work with a single process, too.
 
     python playground/distributed_data_parallel2.py -g 2
     python playground/distributed_data_parallel2.py -n 2 -g 2 -r 0 -ip <ip of node 0>    # and on node 1 with -r 1
     python playground/distributed_data_parallel2.py --random_seed    # another seed in each run, one for all ranks
 
--r is the index of the node here, as in detectron2, whose launch calls it machine_rank. The numbers are those of
-single_gpu.py, for any number of processes (pid, host and times will differ):
+-r is the index of the node, which launch calls machine_rank. The numbers are those of single_gpu.py, for any number of
+processes that divides --batch_size, up to rounding (pid, host and times will differ):
 
     node  rank  local_rank  device  pid     host
     0     0     0           cpu     4242    laptop
@@ -17,8 +17,9 @@ single_gpu.py, for any number of processes (pid, host and times will differ):
     epoch 1/3  loss 0.3960  train 88.26%  test 93.96%  1.54 s  38,900 images/s
 
 Break it, in a copy:
-  1. Call comm.reduce_dict with average=True: you print means of sums. Why is that wrong by the number of ranks?
-  2. Write `if comm.is_main_process():` before comm.gather(...): rank 0 waits for the others in vain, --timeout 10.
+  1. Call comm.reduce_dict with average=True: loss and accuracy stay right. Why? And what is wrong now?
+  2. Call comm.gather(...) only `if comm.is_main_process()`: the ranks are in different collectives. With --timeout 10
+     they give up after 10 s, or at once when one has ended.
 """
 
 import os
@@ -57,8 +58,8 @@ ADVICE = {  # what a failure says, and what to do about it
     "differs": "start every node with the same flags",
     "client socket": "no answer from node 0: start it, check -ip, --port and the firewall",
     "EADDRINUSE": "choose another --port, the same on every node",
-    "Errno": "choose another --savefile",
-    "SIGABRT": "the ranks were in different collectives, or one was late: all must make the same calls",
+    r"Errno (2|13|17|20|21|28|30)\b": "choose another --savefile",
+    "SIGABRT": "the ranks were in different collectives, or a buffer had another size, or one was late",
     "signal SIG": "if it was not you, memory may have run out: use fewer processes",
     "gloo|NCCL|onnection|imed out|timeout": "another rank died or is in another collective: look for its first error",
 }
@@ -66,14 +67,15 @@ ADVICE = {  # what a failure says, and what to do about it
 
 def introduce(args):
     """Print who is who and compare the flags of all ranks. Returns the device of this process."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank at once, even one that waits for others
+    if comm.get_world_size() > 1:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank at once, even one that waits for others
     local_rank = comm.get_local_rank()  # NEW: launch has set it and made it the current GPU
     device = torch.device("cuda", local_rank) if args.device == "cuda" else torch.device("cpu")
     torch.set_num_threads(max(1, torch.get_num_threads() // comm.get_local_size()))  # they share the cores
     me = [args.nr, comm.get_rank(), local_rank, str(device), os.getpid(), os.uname().nodename]
     everyone = comm.all_gather((vars(args), me))  # NEW: any Python object, from all to all
     for name in sorted(vars(args).keys() - {"nr", "ip", "port", "timeout", "data_dir", "savefile"}):
-        if len(set(values := [flags[name] for flags, _ in everyone])) > 1:
+        if len(set(values := [theirs[name] for theirs, _ in everyone])) > 1:
             raise ConnectionError(f"--{name} differs between the ranks: {values}")
     for row in [["node", "rank", "local_rank", "device", "pid", "host"], *[who for _, who in everyone]]:
         if comm.is_main_process():
@@ -84,7 +86,7 @@ def introduce(args):
 def run_epoch(model, loader, device, optimizer=None):
     """Train, or test without an optimizer, on each batch. Returns the sums of loss, hits, images, float64 (3,)."""
     model.train(optimizer is not None)
-    totals = torch.zeros(3, dtype=torch.float64, device=device)  # read once an epoch: reading stops a GPU
+    totals = torch.zeros(3, dtype=torch.float64, device=device)  # read once an epoch: Python waits for the GPU to read
     loss_sum, hits, seen = totals  # views: what is added to them is added to totals
     for images, labels in loader:
         images, labels = images.to(device), labels.to(device)
@@ -116,7 +118,7 @@ def train(args):
         test_loader = DataLoader(test_set, 1000, sampler=mine, collate_fn=whole_batch)
         plain = MODELS[args.model]().to(device)
         model = DistributedDataParallel(plain) if world_size > 1 else plain  # NEW: launch makes no group for one
-        optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6)  # by default rounding errors would grow
+        optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6)  # 1e-8 makes steps of rounding errors
 
         for epoch in range(args.epochs):
             sampler.set_epoch(epoch)  # another order in each epoch, the same in each run
@@ -135,7 +137,8 @@ def train(args):
                 print(line, flush=True)
             if comm.is_main_process() and args.savefile:  # other name first: a crash leaves the last one whole
                 state = {"model": plain.state_dict(), "optimizer": optimizer.state_dict()}
-                torch.save(state | {"epoch": epoch + 1, "args": vars(args)}, f"{args.savefile}.tmp")
+                with open(f"{args.savefile}.tmp", "wb") as file:
+                    torch.save(state | {"epoch": epoch + 1, "args": vars(args)}, file)
                 os.replace(f"{args.savefile}.tmp", args.savefile)
         comm.synchronize()  # leave together, with nothing under way
     finally:
@@ -156,16 +159,22 @@ def main():
     try:
         args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)  # once per node, before its ranks start
         if "RANK" in os.environ:
+            if args.device == "cuda":
+                torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))  # else launch does it
             dist.init_process_group(args.backend, timeout=timedelta(seconds=args.timeout))
             comm.create_local_process_group(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
             train(args)
         else:
-            launch(train, args.gpus, args.nodes, args.nr, url, (args,), timedelta(seconds=args.timeout))  # NEW
+            # NEW: starts the ranks, forms the group and calls train(args) in each
+            launch(train, args.gpus, args.nodes, args.nr, url, (args,), timedelta(seconds=args.timeout))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
     except Exception as error:
-        rank, what = args.nr * args.gpus + getattr(error, "error_index", 0), str(error).strip().splitlines()[-1]
+        rank, what = (
+            args.nr * args.gpus + getattr(error, "error_index", 0),
+            (str(error).strip() or repr(error)).splitlines()[-1],
+        )
         advice = [text for sign, text in ADVICE.items() if re.search(sign, what)]
         if not advice:
             raise  # a bug: show where it is

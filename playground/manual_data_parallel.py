@@ -2,14 +2,14 @@
 
 Three things make several processes train as one does. They start from the same weights: rank 0 sends its own to the
 others. Each takes another share of the same batch: the sampler sees to that. And before each step they average their
-gradients, so that all take the same step and the copies never part. DistributedDataParallel does no more than this.
+gradients, so that all take the same step and the copies never part. DistributedDataParallel does the same, faster.
 
     python playground/manual_data_parallel.py -g 2              # two processes
     python playground/manual_data_parallel.py --weights send    # rank 0 sends to one rank after the other
     python playground/manual_data_parallel.py --bucket          # one all_reduce a step, not one for each weight
     python playground/manual_data_parallel.py -n 2 -g 2 -nr 0 -ip <ip of node 0>    # and on node 1 with -nr 1
 
-Any number of processes gives single_gpu.py's numbers (pid, host and times will differ):
+Any number that divides --batch_size gives single_gpu.py's numbers, up to rounding (pid, host and times will differ):
 
     node  rank  local_rank  device  pid     host
     0     0     0           cpu     4242    laptop
@@ -44,12 +44,12 @@ from common.flags import flags, parse
 from common.models import MODELS
 
 ADVICE = {  # what a failure says, and what to do about it
-    "missing": "start every node, with the same -n, -g, -ip and --port",
+    "are missing after": "start every node, with the same -n, -g, -ip and --port",
     "differs": "start every node with the same flags",
     "SIGALRM": "no answer from node 0: start it, check -ip, --port and the firewall",
     "EADDRINUSE": "choose another --port, the same on every node",
-    "Errno": "choose another --savefile",
-    "SIGABRT": "the ranks were in different collectives, or one was late: all must make the same calls",
+    r"Errno (2|13|17|20|21|28|30)\b": "choose another --savefile",
+    "SIGABRT": "the ranks were in different collectives, or a buffer had another size, or one was late",
     "signal SIG": "if it was not you, memory may have run out: use fewer processes",
     "gloo|NCCL|onnection|imed out|timeout": "another rank died or is in another collective: look for its first error",
 }
@@ -62,10 +62,10 @@ def join(local_rank, args):
     local_rank = int(os.environ.get("LOCAL_RANK", local_rank))
     device = torch.device("cuda", local_rank) if args.device == "cuda" else torch.device("cpu")
     if args.device == "cuda":
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device)  # else every rank would also use GPU 0
     wait = timedelta(seconds=args.timeout)
     signal.alarm(args.timeout)  # ends a rank that waits longer: the next line may not heed its timeout
-    store = dist.TCPStore(args.ip, args.port, timeout=wait, wait_for_workers=False)
+    store = dist.TCPStore(args.ip, args.port, timeout=wait, wait_for_workers=False)  # a dictionary that node 0 keeps
     signal.alarm(2 * args.timeout)
     me = [args.nr, rank, local_rank, str(device), os.getpid(), os.uname().nodename]
     store.set(f"rank {rank}", json.dumps([vars(args), me]))
@@ -94,7 +94,7 @@ def send_weights(model, args):
     """Give all ranks the weights of rank 0."""
     for weight in model.state_dict().values():
         if args.weights == "broadcast":
-            dist.broadcast(weight, src=0)  # to all at once, over as short a way as the backend knows
+            dist.broadcast(weight, src=0)  # to all at once; the backend picks the route
         elif dist.get_rank() > 0:
             dist.recv(weight, src=0)
         else:
@@ -113,14 +113,14 @@ def average_gradients(model, args):
             gradient.copy_(part.view_as(gradient) / args.world_size)
     else:
         for gradient in gradients:
-            dist.all_reduce(gradient)
+            dist.all_reduce(gradient)  # each rank gets the sum over all ranks, in place
             gradient /= args.world_size
 
 
 def run_epoch(model, loader, device, args, optimizer=None):
     """Train, or test without an optimizer, on each batch. Returns the sums of loss, hits, images, float64 (3,)."""
     model.train(optimizer is not None)
-    totals = torch.zeros(3, dtype=torch.float64, device=device)  # read once an epoch: reading stops a GPU
+    totals = torch.zeros(3, dtype=torch.float64, device=device)  # read once an epoch: Python waits for the GPU to read
     loss_sum, hits, seen = totals  # views: what is added to them is added to totals
     for images, labels in loader:
         images, labels = images.to(device), labels.to(device)
@@ -144,31 +144,32 @@ def train(local_rank, args):
     rank, device = join(local_rank, args)
     try:
         train_set, test_set = load(args.dataset, args.data_dir)
-        # NEW: each rank takes its share of one order, and of each global batch
+        # NEW: of one shuffled order rank r takes positions r, r + W, r + 2W, ..., so all its k-th batches make up one
         sampler = DistributedSampler(train_set, args.world_size, rank, seed=args.seed, drop_last=True)
-        share = args.batch_size // args.world_size
+        share = args.batch_size // args.world_size  # NEW
         train_loader = DataLoader(train_set, share, sampler=sampler, drop_last=True, collate_fn=whole_batch)
         mine = range(rank, len(test_set), args.world_size)  # NEW: no padding, each test image counts exactly once
         test_loader = DataLoader(test_set, 1000, sampler=mine, collate_fn=whole_batch)
         torch.manual_seed(args.seed + rank)  # NEW: so that you see send_weights at work
         model = MODELS[args.model]().to(device)
         send_weights(model, args)  # NEW: from here on all ranks have the same model
-        optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6)  # by default rounding errors would grow
+        optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6)  # 1e-8 makes steps of rounding errors
 
         for epoch in range(args.epochs):
-            sampler.set_epoch(epoch)  # another order in each epoch, the same in each run
+            sampler.set_epoch(epoch)  # NEW: another order in each epoch, the same on all ranks and in each run
             start = time.perf_counter()
             bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)  # None: only on a terminal
             loss, hits, seen = run_epoch(model, bar, device, args, optimizer).tolist()
             seconds = time.perf_counter() - start
             _, test_hits, test_seen = run_epoch(model, test_loader, device, args).tolist()
-            if rank == 0:
+            if rank == 0:  # NEW: one line, not one from each rank
                 line = f"epoch {epoch + 1}/{args.epochs}  loss {loss / seen:.4f}  train {hits / seen:.2%}"
                 line += f"  test {test_hits / test_seen:.2%}  {seconds:.2f} s  {seen / seconds:,.0f} images/s"
                 print(line, flush=True)
             if rank == 0 and args.savefile:  # under another name first: a crash on the way leaves the last one whole
                 state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-                torch.save(state | {"epoch": epoch + 1, "args": vars(args)}, f"{args.savefile}.tmp")
+                with open(f"{args.savefile}.tmp", "wb") as file:
+                    torch.save(state | {"epoch": epoch + 1, "args": vars(args)}, file)
                 os.replace(f"{args.savefile}.tmp", args.savefile)
         dist.barrier()  # leave together, with nothing under way
     finally:
@@ -183,21 +184,24 @@ def main():
     args, ranks = parse(parser), None
     try:
         args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)  # once per node, before its ranks start
-        if args.nr == 0:
-            store = dist.TCPStore(args.ip, args.port, is_master=True, wait_for_workers=False)
+        if args.nr == 0:  # the store listens on all addresses of this node, at a free port if --port is 0
+            store = dist.TCPStore("127.0.0.1", args.port, is_master=True, wait_for_workers=False)
             args.port = store.port
         if "RANK" in os.environ:
             return train(0, args)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited, so that Ctrl-C during the start is ours alone
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the ranks inherit it: until join() only we heed Ctrl-C
         ranks = mp.spawn(train, (args,), args.gpus, join=False)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        while not ranks.join():
+        while not ranks.join():  # True when all have ended; raises if one has failed
             pass
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
     except Exception as error:
-        rank, what = args.nr * args.gpus + getattr(error, "error_index", 0), str(error).strip().splitlines()[-1]
+        rank, what = (
+            args.nr * args.gpus + getattr(error, "error_index", 0),
+            (str(error).strip() or repr(error)).splitlines()[-1],
+        )
         advice = [text for sign, text in ADVICE.items() if re.search(sign, what)]
         if not advice:
             raise  # a bug: show where it is

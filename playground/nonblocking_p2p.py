@@ -8,18 +8,21 @@ manual_data_parallel.py averages gradients with, made from nothing but messages 
     python playground/nonblocking_p2p.py          # two processes, started by this script
     python playground/nonblocking_p2p.py -g 4     # a ring of four
     python playground/nonblocking_p2p.py -n 2 -g 1 -nr 0 -ip <ip of node 0>    # rank 0 here, and on node 1 with -nr 1
-    RANK=0 WORLD_SIZE=2 MASTER_ADDR=<ip> MASTER_PORT=8888 python playground/nonblocking_p2p.py    # the same, by hand
+    RANK=0 WORLD_SIZE=2 MASTER_ADDR=<ip> MASTER_PORT=8888 python playground/nonblocking_p2p.py    # by hand, rank 0
+    RANK=1 WORLD_SIZE=2 MASTER_ADDR=<ip> MASTER_PORT=8888 python playground/nonblocking_p2p.py    # and rank 1
 
-It prints who is who, and then (pid, host, times and the number of products will differ):
+It prints who is who, and then, as rank 0 comes half a second late and all work for half a second:
 
-    blocking, rank 0: [-1.0, -1.0] -> [1.0, 1.0] in 1.0 s, 0.5 s of it waiting, 1612 matrix products
-    blocking, rank 1: [-1.0, -1.0] -> [0.0, 0.0] in 1.0 s, 0.5 s of it waiting, 1598 matrix products
-    nonblocking, rank 0: [-1.0, -1.0] -> [1.0, 1.0] in 0.5 s, 0.0 s of it waiting, 1604 matrix products
-    nonblocking, rank 1: [-1.0, -1.0] -> [0.0, 0.0] in 0.5 s, 0.0 s of it waiting, 1611 matrix products
+    blocking, rank 0: [-1.0, -1.0] -> [1.0, 1.0] in 1.0 s, 0.5 s of it not working, 1612 matrix products
+    blocking, rank 1: [-1.0, -1.0] -> [0.0, 0.0] in 1.0 s, 0.5 s of it not working, 1598 matrix products
+    nonblocking, rank 0: [-1.0, -1.0] -> [1.0, 1.0] in 1.0 s, 0.5 s of it not working, 1604 matrix products
+    nonblocking, rank 1: [-1.0, -1.0] -> [0.0, 0.0] in 0.5 s, 0.0 s of it not working, 1611 matrix products
     ring, rank 0: [0.0, 1.0, 2.0, 3.0, 4.0] -> [0.0, 3.0, 6.0, 9.0, 12.0], as dist.all_reduce: True
     ring, rank 1: [0.0, 2.0, 4.0, 6.0, 8.0] -> [0.0, 3.0, 6.0, 9.0, 12.0], as dist.all_reduce: True
 
-Break it, in a copy: fill `mine` with 9s right after isend; leave out receiving.wait(); leave out isend.
+Break it, in a copy:
+  1. Fill `mine` with 9s before the wait: rank 1 gets 9s from rank 0, who is late.
+  2. Leave out the isend, run with --timeout 10: all wait in vain.
 """
 
 import json
@@ -40,11 +43,11 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from a
 from common.flags import flags, parse
 
 ADVICE = {  # what a failure says, and what to do about it
-    "missing": "start every node, with the same -n, -g, -ip and --port",
+    "are missing after": "start every node, with the same -n, -g, -ip and --port",
     "differs": "start every node with the same flags",
     "SIGALRM": "no answer from node 0: start it, check -ip, --port and the firewall",
     "EADDRINUSE": "choose another --port, the same on every node",
-    "SIGABRT": "the ranks were in different collectives, or one was late: all must make the same calls",
+    "SIGABRT": "the ranks were in different collectives, or a buffer had another size, or one was late",
     "signal SIG": "if it was not you, memory may have run out: use fewer processes",
     "gloo|NCCL|onnection|imed out|timeout": "another rank died or is in another collective: look for its first error",
 }
@@ -57,10 +60,10 @@ def join(local_rank, args):
     local_rank = int(os.environ.get("LOCAL_RANK", local_rank))
     device = torch.device("cuda", local_rank) if args.device == "cuda" else torch.device("cpu")
     if args.device == "cuda":
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device)  # else every rank would also use GPU 0
     wait = timedelta(seconds=args.timeout)
     signal.alarm(args.timeout)  # ends a rank that waits longer: the next line may not heed its timeout
-    store = dist.TCPStore(args.ip, args.port, timeout=wait, wait_for_workers=False)
+    store = dist.TCPStore(args.ip, args.port, timeout=wait, wait_for_workers=False)  # a dictionary that node 0 keeps
     signal.alarm(2 * args.timeout)
     me = [args.nr, rank, local_rank, str(device), os.getpid(), os.uname().nodename]
     store.set(f"rank {rank}", json.dumps([vars(args), me]))
@@ -88,7 +91,7 @@ def join(local_rank, args):
 def now(device):
     """Return the time in seconds. A GPU runs behind the Python code: wait until it has done what it was told."""
     if device.type == "cuda":
-        torch.cuda.synchronize()
+        torch.cuda.current_stream().synchronize()
     return time.perf_counter()
 
 
@@ -110,25 +113,25 @@ def work(device):
 
 
 def blocking(rank, mine, theirs, right, left):
-    """Work and exchange with send and recv. Returns the number of matrix products."""
+    """Exchange with send and recv, then work. Returns the number of matrix products."""
     if rank % 2 == 0:
-        products = work(mine.device)
         dist.send(mine, right)
         dist.recv(theirs, left)
-        return products
-    dist.recv(theirs, left)  # an odd rank receives first, or all would send; it can't work meanwhile
-    products = work(mine.device)
-    dist.send(mine, right)
-    return products
+    else:  # an odd rank receives first, or all would send
+        dist.recv(theirs, left)
+        dist.send(mine, right)
+    return work(mine.device)
 
 
 def nonblocking(rank, mine, theirs, right, left):
-    """Work and exchange with isend and irecv. Returns the number of matrix products."""
-    receiving = dist.irecv(theirs, left)  # NEW: asked for, not waited for
-    products = work(mine.device)  # while the neighbour's message is on its way
-    sending = dist.isend(mine, right)
-    sending.wait()  # from here on `mine` may be changed
-    receiving.wait()  # from here on `theirs` holds the message
+    """Ask for the exchange, work while it goes on. Returns the number of matrix products."""
+    operations = [dist.P2POp(dist.isend, mine, right), dist.P2POp(dist.irecv, theirs, left)]
+    requests = dist.batch_isend_irecv(
+        operations
+    )  # NEW: isend and irecv in one call, as NCCL wants them; not waited for
+    products = work(mine.device)  # NEW: while the messages travel, or wait for a late neighbour
+    for request in requests:
+        request.wait()  # NEW: from here on `mine` may be changed and `theirs` read
     return products
 
 
@@ -140,7 +143,7 @@ def ring_all_reduce(tensor):
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     right, left = (rank + 1) % world_size, (rank - 1) % world_size
-    chunks = tensor.tensor_split(world_size)  # views, of equal length or one longer
+    chunks = tensor.tensor_split(world_size)  # NEW: views, of equal length or one longer
     for step in range(2 * (world_size - 1)):
         mine, target = chunks[(rank - step) % world_size], chunks[(rank - step - 1) % world_size]
         theirs = torch.empty_like(target)
@@ -158,9 +161,10 @@ def talk(local_rank, args):
         for exchange in (blocking, nonblocking):
             mine, theirs = torch.full((2,), float(rank), device=device), torch.full((2,), -1.0, device=device)
             before, start = theirs.tolist(), now(device)
+            time.sleep(0.5 if rank == 0 else 0)  # rank 0 comes half a second late
             products = exchange(rank, mine, theirs, right, left)
             seconds = now(device) - start
-            times = f"{seconds:.1f} s, {seconds - 0.5:.1f} s of it waiting, {products} matrix products"
+            times = f"{seconds:.1f} s, {seconds - 0.5:.1f} s of it not working, {products} matrix products"
             report(f"{exchange.__name__}, rank {rank}: {before} -> {theirs.tolist()} in {times}")
         numbers = torch.arange(5.0, device=device) * (rank + 1)
         before, expected = numbers.tolist(), numbers.clone()
@@ -178,21 +182,24 @@ def main():
     parser = flags(__doc__, training=False)
     args, ranks = parse(parser, least=2), None
     try:
-        if args.nr == 0:
-            store = dist.TCPStore(args.ip, args.port, is_master=True, wait_for_workers=False)
+        if args.nr == 0:  # the store listens on all addresses of this node, at a free port if --port is 0
+            store = dist.TCPStore("127.0.0.1", args.port, is_master=True, wait_for_workers=False)
             args.port = store.port
         if "RANK" in os.environ:
             return talk(0, args)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited, so that Ctrl-C during the start is ours alone
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the ranks inherit it: until join() only we heed Ctrl-C
         ranks = mp.spawn(talk, (args,), args.gpus, join=False)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        while not ranks.join():
+        while not ranks.join():  # True when all have ended; raises if one has failed
             pass
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
     except Exception as error:
-        rank, what = args.nr * args.gpus + getattr(error, "error_index", 0), str(error).strip().splitlines()[-1]
+        rank, what = (
+            args.nr * args.gpus + getattr(error, "error_index", 0),
+            (str(error).strip() or repr(error)).splitlines()[-1],
+        )
         advice = [text for sign, text in ADVICE.items() if re.search(sign, what)]
         if not advice:
             raise  # a bug: show where it is

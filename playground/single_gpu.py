@@ -10,13 +10,14 @@ It runs on a GPU if there is one, else on the CPU:
     python playground/single_gpu.py
     python playground/single_gpu.py --model cnn --epochs 1 --savefile checkpoints/cnn.pt
 
-It prints a line an epoch, for all 60,000 training images and all 10,000 test images (times will differ):
+It prints a line an epoch, over 59,904 training images (the last, incomplete batch is left out) and all 10,000 test
+images (times will differ):
 
     epoch 1/3  loss 0.3960  train 88.26%  test 93.96%  0.52 s  115,200 images/s
 
-Break it, in a copy:
+Break it, in a copy beside it (cp playground/single_gpu.py playground/broken.py):
   1. Comment out `order.manual_seed(...)`: the batches come in an order that no other lesson knows; compare the losses.
-  2. Comment out `optimizer.zero_grad()`: each step adds its gradient to those of all steps before.
+  2. Comment out `optimizer.zero_grad()`: each step adds to the gradients of all before, and it hardly learns.
 """
 
 import os
@@ -38,7 +39,7 @@ from common.models import MODELS
 def run_epoch(model, loader, device, optimizer=None):
     """Train, or test without an optimizer, on each batch. Returns the sums of loss, hits, images, float64 (3,)."""
     model.train(optimizer is not None)
-    totals = torch.zeros(3, dtype=torch.float64, device=device)  # read once an epoch: reading stops a GPU
+    totals = torch.zeros(3, dtype=torch.float64, device=device)  # read once an epoch: Python waits for the GPU to read
     loss_sum, hits, seen = totals  # views: what is added to them is added to totals
     for images, labels in loader:
         images, labels = images.to(device), labels.to(device)
@@ -65,7 +66,7 @@ def train(args):
     train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True, collate_fn=whole_batch)
     test_loader = DataLoader(test_set, 1000, collate_fn=whole_batch)
     model = MODELS[args.model]().to(device)
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6)  # by default rounding errors would grow
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6)  # 1e-8 makes steps of rounding errors
 
     for epoch in range(args.epochs):
         order.manual_seed(args.seed + epoch)  # another order in each epoch, the same in each run
@@ -79,7 +80,8 @@ def train(args):
         print(line, flush=True)
         if args.savefile:  # under another name first: a crash on the way leaves the last one whole
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            torch.save(state | {"epoch": epoch + 1, "args": vars(args)}, f"{args.savefile}.tmp")
+            with open(f"{args.savefile}.tmp", "wb") as file:
+                torch.save(state | {"epoch": epoch + 1, "args": vars(args)}, file)
             os.replace(f"{args.savefile}.tmp", args.savefile)
 
 

@@ -42,7 +42,7 @@ def test_deadlock_ends_and_is_cured(processes):
 def test_nonblocking_works_while_the_message_flies(processes):
     """Odd ranks wait with send and recv; with isend and irecv none does, though each does its work."""
     out = run("nonblocking_p2p", "-g", processes).stdout
-    pattern = r"{}, rank (\d): \[-1.0, -1.0\] -> \[(\d).0, .*?s, (-?[\d.]+) s of it waiting, (\d+) matrix products"
+    pattern = r"{}, rank (\d): \[-1.0, -1.0\] -> \[(\d).0, .*?s, (-?[\d.]+) s of it not working, (\d+) matrix products"
     blocking = re.findall(pattern.format("blocking"), out)
     nonblocking = re.findall(pattern.format("nonblocking"), out)[-processes:]
     assert len(nonblocking) == processes
