@@ -97,7 +97,7 @@ def join(local_rank, args):
 def run_epoch(model, loader, device, optimizer=None):
     """Train, or test without an optimizer, on each batch. Returns the sums of loss, hits, images, float64 (3,)."""
     model.train(optimizer is not None)
-    totals = torch.zeros(3, dtype=torch.float64, device=device)  # read once an epoch: Python waits for the GPU to read
+    totals = torch.zeros(3, dtype=torch.float64, device=device)  # read once an epoch: that waits for the GPU
     loss_sum, hits, seen = totals  # views: what is added to them is added to totals
     for images, labels in loader:
         images, labels = images.to(device), labels.to(device)
@@ -143,10 +143,7 @@ def train(local_rank, args):
                 line += f"  test {test_hits / test_seen:.2%}  {seconds:.2f} s  {seen / seconds:,.0f} images/s"
                 print(line, flush=True)
             if rank == 0 and args.savefile:  # under another name first: a crash on the way leaves the last one whole
-                state = {
-                    "model": model.module.state_dict(),
-                    "optimizer": optimizer.state_dict(),
-                }  # NEW: without wrapper
+                state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}  # NEW: plain keys
                 with open(f"{args.savefile}.tmp", "wb") as file:
                     torch.save(state | {"epoch": epoch + 1, "args": vars(args)}, file)
                 os.replace(f"{args.savefile}.tmp", args.savefile)

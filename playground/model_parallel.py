@@ -49,9 +49,7 @@ def forward(model, images, devices, micro_batches):
 def run_epoch(model, loader, devices, micro_batches, optimizer=None):
     """Train, or test without an optimizer, on each batch. Returns the sums of loss, hits, images, float64 (3,)."""
     model.train(optimizer is not None)
-    totals = torch.zeros(
-        3, dtype=torch.float64, device=devices[1]
-    )  # read once an epoch: Python waits for the GPU to read
+    totals = torch.zeros(3, dtype=torch.float64, device=devices[1])  # read once an epoch: that waits for the GPU
     loss_sum, hits, seen = totals  # views: what is added to them is added to totals
     for images, labels in loader:
         labels = labels.to(devices[1])  # NEW: the loss is where stage2 is

@@ -126,9 +126,7 @@ def blocking(rank, mine, theirs, right, left):
 def nonblocking(rank, mine, theirs, right, left):
     """Ask for the exchange, work while it goes on. Returns the number of matrix products."""
     operations = [dist.P2POp(dist.isend, mine, right), dist.P2POp(dist.irecv, theirs, left)]
-    requests = dist.batch_isend_irecv(
-        operations
-    )  # NEW: isend and irecv in one call, as NCCL wants them; not waited for
+    requests = dist.batch_isend_irecv(operations)  # NEW: both are asked for at once, as NCCL wants it, not waited for
     products = work(mine.device)  # NEW: while the messages travel, or wait for a late neighbour
     for request in requests:
         request.wait()  # NEW: from here on `mine` may be changed and `theirs` read

@@ -57,6 +57,7 @@ def free_port():
         ("distributed_data_parallel", ("--backend", "smoke"), ("smoke", "nccl", "gloo")),
         ("distributed_data_parallel", ("--backend", "nccl", "--device", "cpu"), ("nccl", "--backend gloo")),
         ("distributed_data_parallel2", ("--backend", "mpi"), ("mpi",)),
+        ("distributed_data_parallel", ("-g", "two"), ("--gpus", "two")),
         *((lesson, ("-g", 1), ("-g 2",)) for lesson in POINT_TO_POINT),
     ],
 )
@@ -134,6 +135,12 @@ def test_wrong_address(lesson):
     own = () if "p2p" in lesson else DIGITS
     flags = (*own, "-n", 2, "-g", 1, index, 1, "-ip", "127.0.0.3", "--port", free_port(), "--timeout", 5)
     one_line(run(lesson, *flags, status=1, timeout=40), "rank 1", "check -ip, --port")
+
+
+def test_wrong_address_on_node_0():
+    """Node 0 itself is told an address at which nobody can find it."""
+    flags = (*DIGITS, "-n", 2, "-g", 1, "-nr", 0, "-ip", "nosuch.invalid", "--port", free_port(), "--timeout", 5)
+    one_line(run("distributed_data_parallel", *flags, status=1, timeout=30), "rank 0", "check -ip, --port")
 
 
 def test_a_foreign_server_on_the_port():
