@@ -45,6 +45,7 @@ ADVICE = {  # what a failure says, and what to do about it
     "are missing after": "start every node, with the same -n, -g, -ip and --port",
     "differs": "start every node with the same flags",
     "SIGALRM": "no answer from node 0: start it, check -ip, --port and the firewall",
+    "connectFullMesh": "if this host's name leads to 127.0.0.1, set GLOO_SOCKET_IFNAME to its network, as in eth0",
     "EADDRINUSE": "choose another --port, the same on every node",
     "SIGABRT": "the ranks were in different collectives, or a buffer had another size, or one was late",
     "signal SIG": "if it was not you, memory may have run out: use fewer processes",

@@ -57,6 +57,7 @@ ADVICE = {  # what a failure says, and what to do about it
     "clients joined": "start every node, with the same -n, -g, -ip and --port",
     "differs": "start every node with the same flags",
     "client socket": "no answer from node 0: start it, check -ip, --port and the firewall",
+    "connectFullMesh": "if this host's name leads to 127.0.0.1, set GLOO_SOCKET_IFNAME to its network, as in eth0",
     "EADDRINUSE": "choose another --port, the same on every node",
     r"Errno (2|13|17|20|21|28|30)\b": "choose another --savefile",
     "SIGABRT": "the ranks were in different collectives, or a buffer had another size, or one was late",
