@@ -141,10 +141,11 @@ def train(args):
                 with open(f"{args.savefile}.tmp", "wb") as file:
                     torch.save(state | {"epoch": epoch + 1, "args": vars(args)}, file)
                 os.replace(f"{args.savefile}.tmp", args.savefile)
-        comm.synchronize()  # leave together, with nothing under way
+        comm.synchronize()  # leave together
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+    os._exit(0)  # not through Python's shutdown, during which a thread of gloo may abort
 
 
 def main():

@@ -172,9 +172,10 @@ def train(local_rank, args):
                 with open(f"{args.savefile}.tmp", "wb") as file:
                     torch.save(state | {"epoch": epoch + 1, "args": vars(args)}, file)
                 os.replace(f"{args.savefile}.tmp", args.savefile)
-        dist.barrier()  # leave together, with nothing under way
+        dist.barrier()  # leave together
     finally:
         dist.destroy_process_group()
+    os._exit(0)  # not through Python's shutdown, during which a thread of gloo may abort
 
 
 def main():
