@@ -65,7 +65,7 @@ def join(local_rank, args):
     wait = timedelta(seconds=args.timeout)
     signal.alarm(args.timeout)  # ends a rank that waits longer: the next line may not heed its timeout
     store = dist.TCPStore(args.ip, args.port, timeout=wait, wait_for_workers=False)  # a dictionary that node 0 keeps
-    signal.alarm(2 * args.timeout)
+    signal.alarm(0)
     me = [args.nr, rank, local_rank, str(device), os.getpid(), os.uname().nodename]
     store.set(f"rank {rank}", json.dumps([vars(args), me]))
     everyone = []
@@ -82,6 +82,7 @@ def join(local_rank, args):
     for row in [["node", "rank", "local_rank", "device", "pid", "host"], *everyone]:
         if rank == 0:
             print("{:<6}{:<6}{:<12}{:<8}{:<8}{}".format(*row), flush=True)
+    signal.alarm(args.timeout)  # the same for a rank that dies before all are connected
     dist.init_process_group(args.backend, store=store, rank=rank, world_size=args.world_size, timeout=wait)
     signal.alarm(0)
     ranks_here = [who[-1] for who in everyone].count(me[-1])

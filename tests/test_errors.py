@@ -210,7 +210,9 @@ def test_a_rank_killed_on_another_node():
     both = (*LONG, "-n", 2, "-g", 1, "-ip", "127.0.0.2", "--port", free_port(), "--timeout", 20)
     zero = Lesson("distributed_data_parallel", *both, "-nr", 0)
     one = Lesson("distributed_data_parallel", *both, "-nr", 1)
-    os.kill(zero.ranks(2)[1], signal.SIGKILL)
+    victim = zero.ranks(2)[1]
+    wait_for_line(zero, "epoch 1/")
+    os.kill(victim, signal.SIGKILL)
     zero, one = zero.wait(40), one.wait(40)
     assert (zero.returncode, one.returncode) == (1, 1)
     one_line(one, "rank 1", "SIGKILL")
