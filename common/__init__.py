@@ -1,4 +1,4 @@
-"""What the lessons share: the models and the data.
+"""What the lessons share: the models, the data and the flags.
 
 Importing it also keeps libraries from burying the one line that explains a failure: torch tells which processes it
 ends, and tqdm's default lock is a semaphore, for which Python prints a warning when a process is killed.

@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -99,6 +100,12 @@ def run(name, *flags, status=0, timeout=90, **options):
     done = Lesson(name, *flags, **options).wait(timeout)
     assert done.returncode == status, f"status {done.returncode}, not {status}\n{done.stdout}\n{done.stderr}"
     return done
+
+
+def free_port():
+    """Return a port that was free a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
 
 
 def epochs(text):

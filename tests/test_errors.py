@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import DETECTRON2, ROOT, Lesson, run
+from conftest import DETECTRON2, ROOT, Lesson, free_port, run
 
 DISTRIBUTED = ["manual_data_parallel", "distributed_data_parallel", "distributed_data_parallel2"]
 POINT_TO_POINT = ["blocking_p2p", "nonblocking_p2p"]
@@ -25,12 +25,6 @@ def one_line(done, *words):
     for word in words:
         assert word in lines[0], lines[0]
     return lines[0]
-
-
-def free_port():
-    """Return a port that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 @pytest.mark.parametrize(

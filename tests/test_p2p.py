@@ -1,19 +1,12 @@
 """The point-to-point lessons: who waits, what is in the buffers, the deadlock, the ring."""
 
 import re
-import socket
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from conftest import Lesson, run
-
-
-def free_port():
-    """Return a port that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+from conftest import Lesson, free_port, run
 
 
 @pytest.mark.parametrize("processes", [2, 3])
