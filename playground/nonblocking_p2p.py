@@ -21,7 +21,7 @@ It prints who is who, and then, as rank 0 comes half a second late and all work 
     ring, rank 1: [0.0, 2.0, 4.0, 6.0, 8.0] -> [0.0, 3.0, 6.0, 9.0, 12.0], as dist.all_reduce: True
 
 Break it, in a copy:
-  1. Fill `mine` with 9s before the wait: rank 1 gets 9s from rank 0, who is late.
+  1. Fill `mine` with 9s before the wait: rank 0, who is late, gets 9s from its neighbour.
   2. Leave out the isend, run with --timeout 10: all wait in vain.
 """
 
