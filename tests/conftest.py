@@ -12,6 +12,7 @@ import uuid
 from pathlib import Path
 
 import pytest
+from nodes import Nodes
 
 ROOT = Path(__file__).resolve().parents[1]
 LESSONS = sorted(path.stem for path in (ROOT / "playground").glob("*.py"))
@@ -35,20 +36,16 @@ def pytest_report_header():
     return [f"distributed_data_parallel2.py runs with {DETECTRON2}", f"MNIST files: {mnist}"]
 
 
-class Lesson:
-    """A lesson that runs in a process group of its own, marked so that each of its processes can be found."""
+class Job:
+    """A command that runs in a process group of its own, marked so that each of its processes can be found."""
 
-    def __init__(self, name, *flags, env=None, cwd=None):
-        path = Path(name) if Path(name).is_absolute() else ROOT / "playground" / f"{name}.py"
+    def __init__(self, *command, env=None, cwd=None):
         self.mark = uuid.uuid4().hex
         environment = {key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES}
-        python_path = [] if (path.parents[1] / "common").is_dir() else [str(ROOT)]  # a changed copy finds common/
-        if "detectron2" in path.read_text() and DETECTRON2 != "the real detectron2":
-            python_path.append(str(STANDIN))
         environment["OMP_NUM_THREADS"] = "1"  # several tests and processes share the cores
-        environment |= {"PLAYGROUND_TEST": self.mark, "PYTHONPATH": os.pathsep.join(python_path)} | (env or {})
+        environment |= {"PLAYGROUND_TEST": self.mark} | (env or {})
         self.process = subprocess.Popen(
-            [sys.executable, str(path), *map(str, flags)],
+            [str(word) for word in command],
             env=environment, cwd=cwd, start_new_session=True, text=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
@@ -95,6 +92,18 @@ class Lesson:
             os.kill(pid, signal.SIGKILL)
 
 
+class Lesson(Job):
+    """A lesson, named by its file in playground/ or by a path. `prefix` is a command that runs it elsewhere."""
+
+    def __init__(self, name, *flags, env=None, cwd=None, prefix=()):
+        path = Path(name) if Path(name).is_absolute() else ROOT / "playground" / f"{name}.py"
+        python_path = [] if (path.parents[1] / "common").is_dir() else [str(ROOT)]  # a changed copy finds common/
+        if "detectron2" in path.read_text() and DETECTRON2 != "the real detectron2":
+            python_path.append(str(STANDIN))
+        env = {"PYTHONPATH": os.pathsep.join(python_path)} | (env or {})
+        super().__init__(*prefix, sys.executable, path, *flags, env=env, cwd=cwd)
+
+
 def run(name, *flags, status=0, timeout=90, **options):
     """Run a lesson to its end and check its exit status. Returns it with stdout and stderr."""
     done = Lesson(name, *flags, **options).wait(timeout)
@@ -126,3 +135,10 @@ def mnist(tmp_path_factory):
     for path in [folder, *folder.rglob("*")]:
         path.chmod(0o755 if path.is_dir() else 0o644)
     return folder
+
+
+@pytest.fixture
+def nodes():
+    """Two nodes with a network of their own. Skips where they can't be made."""
+    with Nodes() as nodes:
+        yield nodes
