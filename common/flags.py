@@ -7,6 +7,7 @@ args = parse(parser)
 
 import argparse
 import os
+import re
 import tempfile
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from common.models import MODELS
 
 
 def flags(
-    doc: str, training: bool = True, distributed: bool = True, node_index: tuple[str, str] = ("-nr", "--nr")
+    doc: str, training: bool = True, distributed: bool = True, node_index: tuple[str, ...] = ("-nr", "--nr")
 ) -> argparse.ArgumentParser:
     """Make the parser of a lesson.
 
@@ -29,7 +30,7 @@ def flags(
             puts RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT into the environment (for srun and mpirun set them from
             SLURM_PROCID or OMPI_COMM_WORLD_RANK and the like). They are the defaults then: each process counts as a
             node of its own, with one rank.
-        node_index: the two names of the flag for this node's index.
+        node_index: the names of the flag for this node's index.
     """
     raw, env = argparse.RawDescriptionHelpFormatter, os.environ
     parser = argparse.ArgumentParser(description=doc, formatter_class=raw, usage=argparse.SUPPRESS)
@@ -56,6 +57,11 @@ def flags(
         add(*node_index, dest="nr", type=int, default=env.get("RANK", 0), help="index of this node, 0 to n-1")
         add("-ip", "--ip", default=env.get("MASTER_ADDR", "127.0.0.1"), help="address of node 0")
         add("--port", type=int, default=env.get("MASTER_PORT"), help="default: 8888, or any free one with -n 1")
+        add(
+            "--init_method",
+            metavar="URL",
+            help="env://, tcp://host:port or file:///shared/path, in place of -ip, --port",
+        )
         add("--backend", help="default: nccl on GPUs, gloo on CPUs")
         add("--timeout", type=int, default=60, help="seconds to wait for another rank")
     return parser
@@ -105,6 +111,7 @@ def _check_processes(parser: argparse.ArgumentParser, args: argparse.Namespace, 
     """Fill in and check the flags of a distributed lesson."""
     launched = "RANK" in os.environ
     args.world_size = args.nodes * args.gpus
+    args.meeting_file = _place_to_meet(parser, args)
     args.port = args.port or (8888 if args.nodes > 1 else 0)  # 0: any free port
     args.backend = args.backend or ("nccl" if args.device == "cuda" else "gloo")
     if launched and "WORLD_SIZE" not in os.environ:
@@ -119,7 +126,7 @@ def _check_processes(parser: argparse.ArgumentParser, args: argparse.Namespace, 
         parser.error("gloo can't send GPU memory: use --backend nccl or --device cpu")
     if not 0 <= args.nr < args.nodes:
         parser.error(f"node {args.nr}: with -n {args.nodes} its index must be 0 to {args.nodes - 1}")
-    if args.nodes > 1 and args.ip == "127.0.0.1" and not launched:
+    if args.nodes > 1 and args.ip == "127.0.0.1" and not launched and not args.init_method:
         parser.error(f"-n {args.nodes} needs -ip, the address of node 0")
     if args.world_size < least:
         parser.error(f"this lesson needs {least} processes: use -g {least}")
@@ -128,3 +135,23 @@ def _check_processes(parser: argparse.ArgumentParser, args: argparse.Namespace, 
         parser.error(
             f"--batch_size {args.batch_size} can't be shared by {args.world_size} processes: use --batch_size {nearest}"
         )
+
+
+def _place_to_meet(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str | None:
+    """Set --ip and --port from --init_method, or return the path of its file."""
+    url = args.init_method
+    if url is None:
+        return None
+    if url == "env://":
+        if not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+            parser.error("env:// reads the environment: first export MASTER_ADDR=<ip of node 0> MASTER_PORT=8888")
+        args.ip, args.port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    elif found := re.fullmatch(r"tcp://(.+):(\d+)", url):
+        args.ip, args.port = found[1].strip("[]"), int(found[2])
+    elif not url.startswith("file:///"):
+        parser.error(f"--init_method {url}: use env://, tcp://<ip of node 0>:8888 or file:///<a path all nodes see>")
+    elif not (path := Path(url.removeprefix("file://"))).parent.is_dir() or path.is_dir():
+        parser.error(f"--init_method {url}: name a file that can be made, in a folder that is there on all nodes")
+    else:
+        return str(path)
+    return None

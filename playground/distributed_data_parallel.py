@@ -24,9 +24,7 @@ Break it, in a copy:
      says how to make it look for such layers, in every step and at a price: find_unused_parameters=True.
 """
 
-import json
 import os
-import re
 import signal
 import sys
 import time
@@ -45,19 +43,8 @@ from tqdm import tqdm
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
 from common.data import fetch, load, whole_batch
 from common.flags import flags, parse
+from common.guard_rails import deadline, explain, sign_in
 from common.models import MODELS
-
-ADVICE = {  # what a failure says, and what to do about it
-    "are missing after": "start every node, with the same -n, -g, -ip and --port",
-    "differs": "start every node with the same flags",
-    "SIGALRM": "no answer from node 0: start it, check -ip, --port and the firewall",
-    "connectFullMesh": "if this host's name leads to 127.0.0.1, set GLOO_SOCKET_IFNAME to its network, as in eth0",
-    "EADDRINUSE": "choose another --port, the same on every node",
-    r"Errno (2|13|17|20|21|28|30)\b": "choose another --savefile",
-    "SIGABRT": "the ranks were in different collectives, or a buffer had another size, or one was late",
-    "signal SIG": "if it was not you, memory may have run out: use fewer processes",
-    "gloo|NCCL|onnection|imed out|timeout": "another rank died or is in another collective: look for its first error",
-}
 
 
 def join(local_rank, args):
@@ -69,29 +56,15 @@ def join(local_rank, args):
     if args.device == "cuda":
         torch.cuda.set_device(device)  # else every rank would also use GPU 0
     wait = timedelta(seconds=args.timeout)
-    signal.alarm(args.timeout)  # ends a rank that waits longer: the next line may not heed its timeout
-    store = dist.TCPStore(args.ip, args.port, timeout=wait, wait_for_workers=False)  # a dictionary that node 0 keeps
-    signal.alarm(0)
-    me = [args.nr, rank, local_rank, str(device), os.getpid(), os.uname().nodename]
-    store.set(f"rank {rank}", json.dumps([vars(args), me]))
-    everyone = []
-    try:
-        for other in range(args.world_size):
-            flags_there, who = json.loads(store.get(f"rank {other}"))
-            for name in sorted(vars(args).keys() - {"nr", "ip", "port", "timeout", "data_dir", "savefile"}):
-                if (there := flags_there[name]) != (here := vars(args)[name]):
-                    raise ConnectionError(f"--{name} differs: {here} on rank {rank}, {there} on rank {other}")
-            everyone.append(who)
-    except dist.DistStoreError:
-        missing = [other for other in range(args.world_size) if not store.check([f"rank {other}"])]
-        raise ConnectionError(f"ranks {missing} are missing after {args.timeout} s") from None
-    for row in [["node", "rank", "local_rank", "device", "pid", "host"], *everyone]:
-        if rank == 0:
-            print("{:<6}{:<6}{:<12}{:<8}{:<8}{}".format(*row), flush=True)
-    signal.alarm(args.timeout)  # the same for a rank that dies before all are connected
-    dist.init_process_group(args.backend, store=store, rank=rank, world_size=args.world_size, timeout=wait)
-    signal.alarm(0)
-    ranks_here = [who[-1] for who in everyone].count(me[-1])
+    with deadline(args, "reach node 0"):
+        if args.meeting_file:  # the rendezvous is a dictionary in a file, or one that node 0 keeps
+            store = dist.FileStore(args.meeting_file)
+        else:
+            store = dist.TCPStore(args.ip, args.port, timeout=wait, wait_for_workers=False)
+    everyone = sign_in(store, rank, local_rank, device, args)
+    with deadline(args, "connect to all other ranks"):
+        dist.init_process_group(args.backend, store=store, rank=rank, world_size=args.world_size, timeout=wait)
+    ranks_here = [host for *_, host in everyone].count(os.uname().nodename)
     torch.set_num_threads(max(1, torch.get_num_threads() // ranks_here))  # they share the cores
     return rank, device
 
@@ -161,7 +134,7 @@ def main():
     args, ranks = parse(parser), None
     try:
         args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)  # once per node, before its ranks start
-        if args.nr == 0:  # the store listens on all addresses of this node, at a free port if --port is 0
+        if args.nr == 0 and not args.meeting_file:  # on all addresses of this node, at a free port if --port is 0
             store = dist.TCPStore("127.0.0.1", args.port, is_master=True, wait_for_workers=False)
             args.port = store.port
         if "RANK" in os.environ:
@@ -171,20 +144,10 @@ def main():
         signal.signal(signal.SIGINT, signal.default_int_handler)
         while not ranks.join():  # True when all have ended; raises if one has failed
             pass
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    except Exception as error:
-        rank, what = (
-            args.nr * args.gpus + getattr(error, "error_index", 0),
-            (str(error).strip() or repr(error)).splitlines()[-1],
-        )
-        advice = [text for sign, text in ADVICE.items() if re.search(sign, what)]
-        if not advice:
-            raise  # a bug: show where it is
-        told = f"rank {rank}: {what}".split("ConnectionError: ")[-1]  # the lesson's own message, or any other
-        print(f"error: {told}: {advice[0]}", file=sys.stderr)
-        return 1
+        if args.nr == 0 and args.meeting_file:
+            Path(args.meeting_file).unlink()  # the next run must not meet in it
+    except (Exception, KeyboardInterrupt) as error:
+        return explain(error, args)
     finally:
         for process in ranks.processes if ranks else ():
             process.kill()

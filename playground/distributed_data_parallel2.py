@@ -23,7 +23,6 @@ Break it, in a copy:
 """
 
 import os
-import re
 import signal
 import sys
 import time
@@ -43,6 +42,7 @@ from tqdm import tqdm
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
 from common.data import fetch, load, whole_batch
 from common.flags import flags, parse
+from common.guard_rails import MAY_DIFFER, deadline, explain, print_table
 from common.models import MODELS
 
 warnings.filterwarnings("ignore", category=FutureWarning)  # detectron2 uses parts of torch that will go
@@ -52,18 +52,6 @@ try:
 except ImportError:
     url = "git+https://github.com/facebookresearch/detectron2.git@02b5c4e295e990042a714712c21dc79b731e8833"
     sys.exit(f"error: detectron2 is missing: pip install --no-build-isolation '{url}'")
-
-ADVICE = {  # what a failure says, and what to do about it
-    "clients joined": "start every node, with the same -n, -g, -ip and --port",
-    "differs": "start every node with the same flags",
-    "client socket": "no answer from node 0: start it, check -ip, --port and the firewall",
-    "connectFullMesh": "if this host's name leads to 127.0.0.1, set GLOO_SOCKET_IFNAME to its network, as in eth0",
-    "EADDRINUSE": "choose another --port, the same on every node",
-    r"Errno (2|13|17|20|21|28|30)\b": "choose another --savefile",
-    "SIGABRT": "the ranks were in different collectives, or a buffer had another size, or one was late",
-    "signal SIG": "if it was not you, memory may have run out: use fewer processes",
-    "gloo|NCCL|onnection|imed out|timeout": "another rank died or is in another collective: look for its first error",
-}
 
 
 def introduce(args):
@@ -75,12 +63,11 @@ def introduce(args):
     torch.set_num_threads(max(1, torch.get_num_threads() // comm.get_local_size()))  # they share the cores
     me = [args.nr, comm.get_rank(), local_rank, str(device), os.getpid(), os.uname().nodename]
     everyone = comm.all_gather((vars(args), me))  # NEW: any Python object, from all to all
-    for name in sorted(vars(args).keys() - {"nr", "ip", "port", "timeout", "data_dir", "savefile"}):
+    for name in sorted(vars(args).keys() - MAY_DIFFER):
         if len(set(values := [theirs[name] for theirs, _ in everyone])) > 1:
             raise ConnectionError(f"--{name} differs between the ranks: {values}")
-    for row in [["node", "rank", "local_rank", "device", "pid", "host"], *[who for _, who in everyone]]:
-        if comm.is_main_process():
-            print("{:<6}{:<6}{:<12}{:<8}{:<8}{}".format(*row), flush=True)
+    if comm.is_main_process():
+        print_table([who for _, who in everyone])
     return device
 
 
@@ -150,39 +137,33 @@ def train(args):
 
 def main():
     """Start the ranks of this node and wait for them. One that fails ends them all, with one line."""
-    parser = flags(__doc__, node_index=("-r", "--rank"))
+    parser = flags(__doc__, node_index=("-r", "--rank", "-nr", "--nr"))
     parser.add_argument("--random_seed", action="store_true", help="draw a seed instead of --seed")
     args = parse(parser)
     if args.backend != ("nccl" if args.device == "cuda" else "gloo"):
         parser.error("detectron2 takes nccl on GPUs and gloo on CPUs: leave --backend out")
+    if args.meeting_file:
+        parser.error("launch does not meet reliably by file:// over several nodes: use --init_method tcp://<ip>:8888")
     if args.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # launch uses GPUs wherever it sees one
+    wait = timedelta(seconds=args.timeout)
     url = f"tcp://{args.ip}:{args.port}" if args.port else "auto"
     try:
         args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)  # once per node, before its ranks start
+        if args.nr > 0:  # launch would wait for ever if another program had the port
+            with deadline(args, "reach node 0"):
+                dist.TCPStore(args.ip, args.port, timeout=wait, wait_for_workers=False)
         if "RANK" in os.environ:
             if args.device == "cuda":
                 torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))  # else launch does it
-            dist.init_process_group(args.backend, timeout=timedelta(seconds=args.timeout))
+            dist.init_process_group(args.backend, timeout=wait)
             comm.create_local_process_group(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
             train(args)
         else:
             # NEW: starts the ranks, forms the group and calls train(args) in each
-            launch(train, args.gpus, args.nodes, args.nr, url, (args,), timedelta(seconds=args.timeout))
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    except Exception as error:
-        rank, what = (
-            args.nr * args.gpus + getattr(error, "error_index", 0),
-            (str(error).strip() or repr(error)).splitlines()[-1],
-        )
-        advice = [text for sign, text in ADVICE.items() if re.search(sign, what)]
-        if not advice:
-            raise  # a bug: show where it is
-        told = f"rank {rank}: {what}".split("ConnectionError: ")[-1]  # the lesson's own message, or any other
-        print(f"error: {told}: {advice[0]}", file=sys.stderr)
-        return 1
+            launch(train, args.gpus, args.nodes, args.nr, url, (args,), wait)
+    except (Exception, KeyboardInterrupt) as error:
+        return explain(error, args)
     finally:
         for process in mp.active_children():
             process.kill()

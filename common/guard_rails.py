@@ -1,0 +1,171 @@
+"""What turns a failure into one line that says what to do: who is missing, who has other flags, who died first.
+
+with deadline(args, "reach node 0"):
+    store = dist.TCPStore(...)
+everyone = sign_in(store, rank, local_rank, device, args)
+
+except (Exception, KeyboardInterrupt) as error:
+    return explain(error, args)
+"""
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+CUT_SHORT = {97: "reach node 0", 98: "connect to all other ranks"}  # exit status of a rank, what it could not do
+LOST = "another rank has ended, hangs or can't be reached any more: look for its own error"
+ADVICE = {  # what a failure says, and what to do about it
+    "are missing after|clients joined": "start every node, with the same -n, -g, -ip and --port",
+    "is there twice": "give each node its own -nr; if its last run has just been killed, wait or choose another --port",
+    "is left over": "delete it, or choose another one",
+    "differs": "start every node with the same flags",
+    "could not reach|client socket|Ping failed": "start node 0, check -ip, --port and the firewall",
+    "could not connect": "let the nodes' firewalls pass all TCP between them, and look for the error of another rank",
+    "connectFullMesh": "if this host's name leads to 127.0.0.1, set GLOO_SOCKET_IFNAME to its network, as in eth0",
+    "EADDRINUSE": "choose another --port, the same on every node",
+    r"Errno (2|13|17|20|21|28|30)\b": "choose another --savefile",
+    "SIGABRT": "the ranks were in different collectives, or a buffer had another size, or one was late",
+    "signal SIG": "if it was not you, memory may have run out: use fewer processes",
+    "gloo|NCCL|onnection|imed out|timeout": LOST,
+}
+MAY_DIFFER = {"nr", "ip", "port", "init_method", "meeting_file", "timeout", "data_dir", "savefile"}  # between nodes
+
+
+@contextlib.contextmanager
+def deadline(args: argparse.Namespace, what: str) -> Iterator[None]:
+    """End this process if the block takes longer than --timeout and a second.
+
+    For calls into C++ that may wait longer than the timeout they were given, or for ever, such as for an answer of a
+    foreign server on the port: no exception and no signal handler of Python gets through to them.
+
+    Args:
+        args: from `common.flags.parse`.
+        what: one of the values of CUT_SHORT.
+    """
+
+    def end():
+        if multiprocessing.parent_process() is None:  # else the parent will say it
+            say(f"rank {args.nr}: could not {what} in {args.timeout} s")
+            os._exit(1)
+        os._exit(next(status for status, text in CUT_SHORT.items() if text == what))
+
+    timer = threading.Timer(args.timeout + 1, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def sign_in(
+    store: dist.Store, rank: int, local_rank: int, device: torch.device, args: argparse.Namespace
+) -> list[tuple[int, int, int, str, int, str]]:
+    """Wait for all ranks, make sure that they have the same flags, and let rank 0 print who is who.
+
+    Args:
+        store: the rendezvous, which all ranks can read and write.
+        rank, local_rank, device: of this process.
+        args: from `common.flags.parse`.
+
+    Returns:
+        One row for each rank, in their order: node, rank, local_rank, device, pid, host.
+
+    Raises:
+        ConnectionError: ranks are missing after --timeout, are there twice, or have other flags; or the meeting file
+            is one of an earlier run.
+    """
+    me = (args.nr, rank, local_rank, str(device), os.getpid(), os.uname().nodename)
+    mine = json.dumps([vars(args), me])
+    if store.compare_set(f"rank {rank}", "", mine).decode() != mine:  # the first to write it stays
+        if args.meeting_file:
+            raise ConnectionError(f"{args.meeting_file} is left over from an earlier run, rank {rank} is in it")
+        raise ConnectionError(f"rank {rank} is there twice")
+    everyone = []
+    try:
+        store.set_timeout(timedelta(seconds=args.timeout))
+        for other in range(args.world_size):
+            flags_there, who = json.loads(store.get(f"rank {other}"))
+            for name in sorted(vars(args).keys() - MAY_DIFFER):
+                if (there := flags_there[name]) != (here := vars(args)[name]):
+                    raise ConnectionError(f"--{name} differs: {here} on rank {rank}, {there} on rank {other}")
+            everyone.append(tuple(who))
+    except RuntimeError:  # what a store says when it has waited long enough
+        missing = [other for other in range(args.world_size) if not store.check([f"rank {other}"])]
+        raise ConnectionError(f"ranks {missing} are missing after {args.timeout} s") from None
+    if rank == 0:
+        print_table(everyone)
+    return everyone
+
+
+def print_table(everyone: list[tuple[int, int, int, str, int, str]]) -> None:
+    """Print who is who: node, rank, local_rank, device, pid and host of each rank."""
+    for row in [("node", "rank", "local_rank", "device", "pid", "host"), *everyone]:
+        print("{:<6}{:<6}{:<12}{:<8}{:<8}{}".format(*row), flush=True)
+
+
+def say(told: str) -> None:
+    """Print a failure with its advice, as one line on stderr."""
+    advice = next((text for sign, text in ADVICE.items() if re.search(sign, told)), None)
+    print(f"error: {told}" + (f": {advice}" if advice else ""), file=sys.stderr, flush=True)
+
+
+def explain(error: BaseException, args: argparse.Namespace) -> int:
+    """Print what ended this node's ranks and what to do about it, as one line.
+
+    Nodes tell each other: where a rank has only lost its connections, the line is that of the node that failed first.
+
+    Args:
+        error: what was raised, by a rank or by its parent.
+        args: from `common.flags.parse`.
+
+    Returns:
+        The exit status: 1, or 130 after Ctrl-C.
+
+    Raises:
+        BaseException: the error itself, if it is not one of the known failures: a bug, whose traceback says where.
+    """
+    rank = args.nr * args.gpus + getattr(error, "error_index", 0)
+    where = f"rank {rank}" + (f" on {os.uname().nodename}" if args.nodes > 1 else "")
+    what = (str(error).strip() or repr(error)).splitlines()[-1]
+    if status := re.search("exit code (97|98)", what):
+        what = f"could not {CUT_SHORT[int(status[1])]} in {args.timeout} s"
+    told = f"{where}: {what}".split("ConnectionError: ")[-1]  # a message of our own needs no rank, or says it
+    sign = next((sign for sign in ADVICE if re.search(sign, what)), None)
+    if isinstance(error, KeyboardInterrupt):
+        told = f"{where}: interrupted by Ctrl-C"
+    if args.nodes > 1 and not re.search("could not reach|client socket|Ping failed|EADDRINUSE", what):
+        told = _first_failure(told, ADVICE.get(sign) != LOST, args)
+    if isinstance(error, KeyboardInterrupt):
+        print("interrupted", file=sys.stderr)
+        return 130
+    if sign is None:
+        raise error
+    say(told)
+    return 1
+
+
+def _first_failure(told: str, certain: bool, args: argparse.Namespace) -> str:
+    """Write a failure into the nodes' store; or, if its cause may be on another node, read what that one wrote."""
+    wait = timedelta(seconds=3)
+    with contextlib.suppress(RuntimeError):  # node 0 may be what is lost
+        if args.meeting_file:
+            store = dist.FileStore(args.meeting_file)
+        else:
+            store = dist.TCPStore(args.ip, args.port, timeout=wait, wait_for_workers=False)
+        store.set_timeout(wait)
+        told = (store.compare_set("failure", "", told) if certain else store.get("failure")).decode()
+        if certain and args.nr == 0:
+            time.sleep(3)  # the store ends with this process: let the other nodes read it
+    return told

@@ -1,0 +1,123 @@
+"""The ways to meet: -ip and --port, --init_method env://, tcp:// and file://, and a launcher's environment."""
+
+import os
+import signal
+import socket
+
+import pytest
+from conftest import Lesson, epochs, free_port, run
+from test_errors import DIGITS, LONG, one_line
+
+TRAINING = ["manual_data_parallel", "distributed_data_parallel"]
+SHORT = (*DIGITS, "--batch_size", 120, "--epochs", 1)
+
+
+def both_nodes(lesson, *flags, env=None):
+    """Run a lesson as two nodes with one rank each; return node 0's output."""
+    flags = (*(() if "p2p" in lesson else SHORT), "-n", 2, "-g", 1, *flags)
+    one = Lesson(lesson, *flags, "-nr", 1, env=env)
+    done = run(lesson, *flags, "-nr", 0, env=env)
+    assert one.wait().returncode == 0
+    return done.stdout
+
+
+@pytest.mark.parametrize("lesson", ["blocking_p2p", "nonblocking_p2p", *TRAINING])
+def test_file(lesson, tmp_path):
+    """Two nodes meet in a file, which is gone afterwards: the next run can use the same name."""
+    out = both_nodes(lesson, "--init_method", f"file://{tmp_path}/meet")
+    assert out.startswith("node  rank")
+    assert os.listdir(tmp_path) == []
+    if lesson in TRAINING:
+        assert epochs(out) == epochs(run("single_gpu", *SHORT).stdout)
+
+
+def test_file_with_a_group_made_later(tmp_path):
+    """blocking_p2p --deadlock makes a second group, which meets in the same file."""
+    run("blocking_p2p", "--deadlock", "--init_method", f"file://{tmp_path}/meet")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("lesson", ["distributed_data_parallel", "distributed_data_parallel2"])
+@pytest.mark.parametrize("how", ["tcp", "env"])
+def test_tcp_and_env(lesson, how):
+    """The address comes from a URL or from the environment; nothing else changes."""
+    port = free_port()
+    url, env = f"tcp://127.0.0.2:{port}", None
+    if how == "env":
+        url, env = "env://", {"MASTER_ADDR": "127.0.0.2", "MASTER_PORT": str(port)}
+    assert epochs(both_nodes(lesson, "--init_method", url, env=env)) == epochs(run("single_gpu", *SHORT).stdout)
+
+
+def test_started_by_hand():
+    """With RANK and the others in the environment a process is one rank and spawns nothing; env:// says so aloud."""
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    one = Lesson("blocking_p2p", "--init_method", "env://", env=env | {"RANK": "1"})
+    zero = run("blocking_p2p", "--init_method", "env://", env=env | {"RANK": "0"})
+    assert one.wait().returncode == 0
+    assert "rank 1: [0.0, 0.0, 0.0, 0.0] -> [0.0, 1.0, 2.0, 3.0]" in zero.stdout
+
+
+@pytest.mark.parametrize("lesson", ["blocking_p2p", "distributed_data_parallel2"])
+def test_started_by_hand_and_alone(lesson):
+    """Rank 1 meets nobody: one line of ours, though it has no parent that would say it."""
+    env = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    own = () if "p2p" in lesson else SHORT
+    one_line(run(lesson, *own, "--timeout", 3, env=env, status=1, timeout=30), "rank 1", "start node 0")
+
+
+def test_a_file_left_over(tmp_path):
+    """A run that was killed leaves its file; whoever comes next is told, on both nodes, and does not join it."""
+    flags = ("-g", 1, "-n", 2, "--init_method", f"file://{tmp_path}/meet", "--timeout", 20)
+    nodes = [Lesson("distributed_data_parallel", *LONG, *flags, "-nr", index) for index in (0, 1)]
+    nodes[0].ranks(2)
+    for node in nodes:
+        os.killpg(node.process.pid, signal.SIGKILL)
+    for node in nodes:
+        node.wait()
+    for index in (1, 0):
+        done = run("distributed_data_parallel", *SHORT, *flags, "-nr", index, status=1, timeout=30)
+        one_line(done, f"{tmp_path}/meet is left over from an earlier run", "delete it")
+        assert "epoch" not in done.stdout
+    os.remove(tmp_path / "meet")
+    both_nodes("distributed_data_parallel", "--init_method", f"file://{tmp_path}/meet")
+
+
+def test_the_same_index_on_two_nodes():
+    """Two nodes say -nr 1: the second is told that the rank is there already, and so is the first."""
+    flags = ("-n", 3, "-g", 1, "-ip", "127.0.0.2", "--port", free_port(), "--timeout", 15)
+    nodes = [Lesson("nonblocking_p2p", *flags, "-nr", index) for index in (0, 1, 1)]
+    done = [node.wait(40) for node in nodes]
+    assert [node.returncode for node in done] == [1, 1, 1]
+    assert any("rank 1 is there twice: give each node its own -nr" in node.stderr for node in done[1:])
+    for node in done:
+        one_line(node)
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("udp://10.0.0.1:8888", ("tcp://", "file:///")),
+        ("tcp://10.0.0.1", ("tcp://<ip of node 0>:8888",)),
+        ("file://meet", ("file:///",)),
+        ("file:///no/such/folder/meet", ("in a folder that is there",)),
+        ("file:///tmp", ("name a file",)),
+        ("env://", ("export MASTER_ADDR",)),
+    ],
+)
+def test_a_wrong_url(url, words):
+    """Status 2 and one line, at once."""
+    one_line(run("blocking_p2p", "--init_method", url, status=2, timeout=30), *words)
+
+
+def test_detectron2_does_not_meet_in_a_file():
+    """Its launch warns of it on several nodes; the lesson says what to use."""
+    done = run("distributed_data_parallel2", "--init_method", "file:///tmp/meet", status=2, timeout=30)
+    one_line(done, "tcp://")
+
+
+def test_a_foreign_server_with_detectron2():
+    """A node that reaches another program on the port ends in time."""
+    with socket.create_server(("0.0.0.0", 0)) as server:
+        flags = (*SHORT, "-n", 2, "-g", 1, "-r", 1, "-ip", "127.0.0.2", "--port", server.getsockname()[1])
+        done = run("distributed_data_parallel2", *flags, "--timeout", 5, status=1, timeout=30)
+        one_line(done, "rank 1", "start node 0, check -ip, --port")
