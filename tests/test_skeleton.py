@@ -64,16 +64,19 @@ def test_functions_stand_in_the_same_order(lesson):
 
 def test_shared_functions_are_alike(capsys):
     """Compare each function that two lessons share: of the loop most lines are the same, of train at least a third."""
-    least = {"join": 1.0, "now": 1.0, "report": 1.0, "run_epoch": 0.7, "train": 0.3, "main": 0.2, "talk": 0.2}
+    least = {"join": 1.0, "now": 1.0, "report": 1.0, "run_epoch": 0.7, "train": 0.3, "main": 0.25, "talk": 0.2}
     pairs = []
     for one in LESSONS:
         for other in LESSONS[LESSONS.index(one) + 1 :]:
-            for name in functions(one).keys() & functions(other).keys():
+            shared = functions(one).keys() & functions(other).keys()
+            if ("torch.distributed" in source(one)) != ("torch.distributed" in source(other)):
+                shared -= {"main"}  # one starts processes, the other does not
+            for name in shared:
                 ratio = difflib.SequenceMatcher(None, functions(one)[name], functions(other)[name]).ratio()
                 pairs.append((ratio, name, one, other))
     with capsys.disabled():
         print(f"\ncompared {len(pairs)} pairs of functions with the same name in {len(LESSONS)} lessons")
-    assert len(pairs) >= 60
+    assert len(pairs) >= 45
     assert not [pair for pair in pairs if pair[0] < least[pair[1]]]
 
 
@@ -95,7 +98,7 @@ def test_a_lesson_is_short_and_says_how_to_run_it(lesson):
     doc = ast.get_docstring(ast.parse(text))
     assert f"python playground/{lesson}.py" in doc
     assert "Break it, in a copy" in doc
-    assert len(text.splitlines()) <= 220
+    assert len(text.splitlines()) <= 200
 
 
 @pytest.mark.parametrize("lesson", LESSONS)
