@@ -1,4 +1,4 @@
-"""MNIST, or scikit-learn's handwritten digits, as tensors in memory.
+"""MNIST, scikit-learn's handwritten digits or CIFAR-10, as tensors in memory.
 
 `fetch` puts the files on disk (once per node), `load` reads them, `whole_batch` goes with the DataLoader:
 
@@ -10,6 +10,7 @@ import http.client
 import os
 import socket
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-DATASETS = {"mnist": 60_000, "digits": 1_500}  # training images
+DATASETS = {"mnist": 60_000, "digits": 1_500, "cifar10": 50_000}  # training images
 DATA_DIR = str(Path(__file__).resolve().parents[1] / "data")
 
 # bytes of each file: a header of 16 or 8 bytes, then one byte a pixel or label
@@ -64,24 +65,29 @@ def fetch(dataset: str | None, data_dir: str | Path, batch_size: int = 1) -> str
     """Make sure that the data is on disk and fills a batch. Safe to call from several processes at once.
 
     Args:
-        dataset: "mnist", "digits" or None, which means MNIST if it can be had and digits otherwise.
-        data_dir: folder for the MNIST files, in torchvision's layout (data_dir/MNIST/raw/...).
+        dataset: "mnist", "digits", "cifar10" or None, which means MNIST if it can be had and digits otherwise.
+        data_dir: folder for the files, in torchvision's layout (data_dir/MNIST/raw, data_dir/cifar-10-batches-py).
         batch_size: images in a step.
 
     Returns:
-        The data set to train on, "mnist" or "digits".
+        The data set to train on.
 
     Raises:
-        SystemExit: with one line, when a file is truncated, when MNIST was asked for and can't be had, or when the
-            training set is smaller than a batch.
+        SystemExit: with one line, when a file is truncated, when MNIST or CIFAR-10 was asked for and can't be had, or
+            when the training set is smaller than a batch.
     """
-    if dataset != "digits":
+    if dataset == "cifar10":
+        try:
+            _fetch_cifar10(Path(data_dir))
+        except (OSError, RuntimeError, http.client.HTTPException) as error:
+            here = f"{data_dir}/cifar-10-batches-py"
+            sys.exit(f"error: CIFAR-10 can't be fetched ({_last_words(error)}): copy its files to {here}")
+    elif dataset != "digits":
         try:
             _fetch_mnist(Path(data_dir))
             dataset = "mnist"
         except (OSError, RuntimeError, http.client.HTTPException) as error:
-            cause = " ".join(f"{type(error).__name__}: {error}".split()[-12:])  # torchvision's last words say why
-            reason = f"MNIST is not in {data_dir} and can't be fetched ({cause})"
+            reason = f"MNIST is not in {data_dir} and can't be fetched ({_last_words(error)})"
             if dataset == "mnist":
                 sys.exit(f"error: {reason}: copy its files to {data_dir}/MNIST/raw, or use --dataset digits")
             dataset = "digits"
@@ -96,7 +102,8 @@ def load(dataset: str, data_dir: str | Path) -> tuple[Images, Images]:
     """Read the data into memory, normalised once. Call `fetch` before it.
 
     Args:
-        dataset: "mnist" (60,000 and 10,000 images) or "digits" (1,500 and 297, resized from 8x8).
+        dataset: "mnist" (60,000 and 10,000 images), "digits" (1,500 and 297, resized from 8x8) or "cifar10" (50,000
+            and 10,000 colour images, float32 (N, 3, 32, 32), scaled as torchvision's ImageNet weights want them).
         data_dir: the folder given to `fetch`.
 
     Returns:
@@ -108,6 +115,11 @@ def load(dataset: str, data_dir: str | Path) -> tuple[Images, Images]:
         parts = [MNIST(data_dir, train=train) for train in (True, False)]
         # mean and standard deviation over all pixels of the training images; below, of the resized ones
         return tuple(_normalised(part.data, part.targets, 255, 0.1307, 0.3081) for part in parts)
+    if dataset == "cifar10":
+        from torchvision.datasets import CIFAR10
+
+        parts = [CIFAR10(data_dir, train=train) for train in (True, False)]
+        return tuple(_coloured(torch.from_numpy(part.data), torch.tensor(part.targets)) for part in parts)
     from sklearn.datasets import load_digits
 
     digits = load_digits()
@@ -123,6 +135,42 @@ def _normalised(pixels: Tensor, labels: Tensor, white: int, mean: float, std: fl
     if images.shape[2:] != (28, 28):
         images = F.interpolate(images, size=(28, 28), mode="bilinear")
     return Images(images.sub_(mean).div_(std), labels.long())
+
+
+def _coloured(pixels: Tensor, labels: Tensor) -> Images:
+    """Scale pixels, uint8 (N, H, W, 3), by the means and standard deviations of ImageNet that torchvision uses."""
+    images = pixels.permute(0, 3, 1, 2).float().div_(255)
+    mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+    return Images(images.sub_(mean.view(3, 1, 1)).div_(std.view(3, 1, 1)), labels)
+
+
+def _last_words(error: Exception) -> str:
+    """Return the end of a failed download's message, which says why."""
+    return " ".join(f"{type(error).__name__}: {error}".split()[-12:])
+
+
+def _fetch_cifar10(data_dir: Path) -> None:
+    """Let torchvision download what is missing or damaged, in one process at a time.
+
+    Raises:
+        OSError, RuntimeError: if it can't be had.
+    """
+    from torchvision.datasets import CIFAR10
+
+    data_dir.mkdir(parents=True, exist_ok=True)
+    with FileLock(data_dir / ".lock"), _patience(10), contextlib.redirect_stdout(sys.stderr):
+        CIFAR10(data_dir, download=True)
+
+
+@contextlib.contextmanager
+def _patience(seconds: float) -> Iterator[None]:
+    """Let urllib give up after so many seconds without an answer; it would wait for ever."""
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(seconds)
+    try:
+        yield
+    finally:
+        socket.setdefaulttimeout(before)
 
 
 def _fetch_mnist(data_dir: Path) -> None:
@@ -163,10 +211,8 @@ def _download_mnist(data_dir: Path, raw: Path) -> None:
     from torchvision.datasets.utils import check_integrity
 
     before = set(raw.glob("*.gz"))
-    patience = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(10)  # seconds; urllib would wait for ever
     try:
-        with contextlib.redirect_stdout(sys.stderr):
+        with _patience(10), contextlib.redirect_stdout(sys.stderr):
             MNIST(data_dir, download=True)
     except BaseException:
         for path, md5 in ((raw / name, md5) for name, md5 in MNIST.resources):
@@ -175,8 +221,6 @@ def _download_mnist(data_dir: Path, raw: Path) -> None:
                     sys.exit(f"error: {path} is damaged: delete it and start again")
                 path.unlink()
         raise
-    finally:
-        socket.setdefaulttimeout(patience)
 
 
 def _size(path: Path) -> int:

@@ -14,12 +14,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from common.data import DATA_DIR, DATASETS
+from common.data import DATA_DIR
 from common.models import MODELS
 
 
 def flags(
-    doc: str, training: bool = True, distributed: bool = True, node_index: tuple[str, ...] = ("-nr", "--nr")
+    doc: str,
+    training: bool = True,
+    distributed: bool = True,
+    node_index: tuple[str, ...] = ("-nr", "--nr"),
+    savefile: bool = True,
 ) -> argparse.ArgumentParser:
     """Make the parser of a lesson.
 
@@ -31,9 +35,14 @@ def flags(
             SLURM_PROCID or OMPI_COMM_WORLD_RANK and the like). They are the defaults then: each process counts as a
             node of its own, with one rank.
         node_index: the names of the flag for this node's index.
+        savefile: add --savefile.
+
+    A lesson may add a flag of these once more, to change its choices or its default.
     """
     raw, env = argparse.RawDescriptionHelpFormatter, os.environ
-    parser = argparse.ArgumentParser(description=doc, formatter_class=raw, usage=argparse.SUPPRESS)
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=raw, usage=argparse.SUPPRESS, conflict_handler="resolve"
+    )
     add = parser.add_argument
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: the GPUs if there are any")
     if training:
@@ -41,10 +50,11 @@ def flags(
         add("--batch_size", "--batch-size", type=int, default=128, help="images in a step, over all ranks")
         add("--lr", type=float, default=1e-3, help="Adam's learning rate")
         add("--model", choices=MODELS, default="mlp")
-        add("--dataset", choices=DATASETS, help="default: mnist, or digits where it can't be had")
+        add("--dataset", choices=["mnist", "digits"], help="default: mnist, or digits where it can't be had")
         add("--data_dir", default=DATA_DIR, help="default: data/ beside playground/")
         add("--seed", type=int, default=0)
-        add("-s", "--savefile", help="write a checkpoint here after each epoch")
+        if savefile:
+            add("-s", "--savefile", help="write a checkpoint here after each epoch")
     if distributed:
         add("-n", "--nodes", type=int, default=env.get("WORLD_SIZE", 1), help="machines")
         add(
@@ -81,11 +91,16 @@ def parse(parser: argparse.ArgumentParser, least: int = 1) -> argparse.Namespace
         SystemExit: with status 2 and one line that says what to type.
     """
     args, gpus_here = parser.parse_args(), torch.cuda.device_count()
-    for name in ("epochs", "batch_size", "nodes", "gpus", "timeout", "micro_batches"):
+    for name in ("epochs", "batch_size", "nodes", "gpus", "timeout", "micro_batches", "accumulate"):
         if (value := getattr(args, name, None)) is not None and value < 1:
             parser.error(f"--{name} {value}: must be 1 or more")
 
+    if getattr(args, "dataset", None) == "cifar10" and args.model != "resnet18":
+        parser.error(f"--model {args.model} takes grey images of 28x28 pixels: use --model resnet18")
+
     wanted = getattr(args, "gpus", 1)
+    if "RANK" in os.environ and wanted is not None:
+        wanted = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # the launcher's others on this node need GPUs, too
     if args.device == "auto":
         args.device = "cuda" if gpus_here >= (least if wanted is None else 1) else "cpu"
     if wanted is None:
@@ -93,6 +108,11 @@ def parse(parser: argparse.ArgumentParser, least: int = 1) -> argparse.Namespace
     if args.device == "cuda" and wanted > gpus_here:
         instead = f"-g {gpus_here} or --device cpu" if gpus_here and hasattr(args, "gpus") else "--device cpu"
         parser.error(f"{wanted} GPUs are needed, this machine has {gpus_here}: use {instead}")
+    if ids := getattr(args, "gpu_ids", None):
+        if args.device == "cpu" or not all(0 <= gpu < gpus_here for gpu in ids):
+            parser.error(f"--gpu_ids {ids}: this machine has {gpus_here} GPUs, numbered from 0")
+        if len(set(ids)) < max(wanted, len(ids)):
+            parser.error(f"--gpu_ids {ids}: name a GPU for each of the {wanted} processes, none twice")
     if hasattr(args, "nodes"):
         _check_processes(parser, args, least)
     if getattr(args, "savefile", None) and getattr(args, "nr", 0) == 0:

@@ -17,6 +17,7 @@ import re
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -32,14 +33,17 @@ ADVICE = {  # what a failure says, and what to do about it
     "differs": "start every node with the same flags",
     "could not reach|client socket|Ping failed": "start node 0, check -ip, --port and the firewall",
     "could not connect": "let the nodes' firewalls pass all TCP between them, and look for the error of another rank",
-    "connectFullMesh": "if this host's name leads to 127.0.0.1, set GLOO_SOCKET_IFNAME to its network, as in eth0",
+    "connectFullMesh": "if this host's name leads to 127.0.0.1, set GLOO_SOCKET_IFNAME to its network, as in eth0; for "
+    "torchrun's restarts on several nodes set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
     "EADDRINUSE": "choose another --port, the same on every node",
-    r"Errno (2|13|17|20|21|28|30)\b": "choose another --savefile",
+    r"Errno (2|13|17|20|21|28|30)\b": "make room, or choose another --savefile or --run_dir",
     "SIGABRT": "the ranks were in different collectives, or a buffer had another size, or one was late",
     "signal SIG": "if it was not you, memory may have run out: use fewer processes",
     "gloo|NCCL|onnection|imed out|timeout": LOST,
 }
-MAY_DIFFER = {"nr", "ip", "port", "init_method", "meeting_file", "timeout", "data_dir", "savefile"}  # between nodes
+MAY_DIFFER = {  # between nodes, or between ranks
+    "nr", "ip", "port", "init_method", "meeting_file", "timeout", "gpu_ids", "data_dir", "savefile", "run_dir",
+}  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -96,22 +100,43 @@ def sign_in(
     try:
         store.set_timeout(timedelta(seconds=args.timeout))
         for other in range(args.world_size):
-            flags_there, who = json.loads(store.get(f"rank {other}"))
-            for name in sorted(vars(args).keys() - MAY_DIFFER):
-                if (there := flags_there[name]) != (here := vars(args)[name]):
-                    raise ConnectionError(f"--{name} differs: {here} on rank {rank}, {there} on rank {other}")
-            everyone.append(tuple(who))
+            flags_there, row = json.loads(store.get(f"rank {other}"))
+            _compare(vars(args), rank, flags_there, other)
+            everyone.append(tuple(row))
     except RuntimeError:  # what a store says when it has waited long enough
         missing = [other for other in range(args.world_size) if not store.check([f"rank {other}"])]
         raise ConnectionError(f"ranks {missing} are missing after {args.timeout} s") from None
     if rank == 0:
-        print_table(everyone)
+        _print_table(everyone)
     return everyone
 
 
-def print_table(everyone: list[tuple[int, int, int, str, int, str]]) -> None:
-    """Print who is who: node, rank, local_rank, device, pid and host of each rank."""
-    for row in [("node", "rank", "local_rank", "device", "pid", "host"), *everyone]:
+def introduce(everyone: list[tuple[dict, tuple[int, int, int, str, int, str]]], rank: int) -> None:
+    """Do what `sign_in` does, in a process group that has been formed already.
+
+    Args:
+        everyone: of each rank its flags and its row, as all_gather_object brings them.
+        rank: of this process.
+
+    Raises:
+        ConnectionError: the ranks have different flags.
+    """
+    for other, (flags_there, _) in enumerate(everyone):
+        _compare(everyone[rank][0], rank, flags_there, other)
+    if rank == 0:
+        _print_table([row for _, row in everyone])
+
+
+def _compare(here: dict, rank: int, there: dict, other: int) -> None:
+    """Raise ConnectionError if the flags of two ranks differ where they must not."""
+    for name in sorted(here.keys() - MAY_DIFFER):
+        if here[name] != there[name]:
+            raise ConnectionError(f"--{name} differs: {here[name]} on rank {rank}, {there[name]} on rank {other}")
+
+
+def _print_table(rows: list[tuple[int, int, int, str, int, str]]) -> None:
+    """Print node, rank, local_rank, device, pid and host of each rank."""
+    for row in [("node", "rank", "local_rank", "device", "pid", "host"), *rows]:
         print("{:<6}{:<6}{:<12}{:<8}{:<8}{}".format(*row), flush=True)
 
 
@@ -136,16 +161,23 @@ def explain(error: BaseException, args: argparse.Namespace) -> int:
     Raises:
         BaseException: the error itself, if it is not one of the known failures: a bug, whose traceback says where.
     """
-    rank = args.nr * args.gpus + getattr(error, "error_index", 0)
-    where = f"rank {rank}" + (f" on {os.uname().nodename}" if args.nodes > 1 else "")
+    several = getattr(args, "nodes", 1) > 1
     what = (str(error).strip() or repr(error)).splitlines()[-1]
+    cause = "".join(traceback.format_exception(error))  # of a rank's error, the text that it sent
+    if full := re.search(r"^OSError: (\[Errno 28\].*)$", cause, re.M):
+        what = full[1]  # torch.save raises another error after it
     if status := re.search("exit code (97|98)", what):
         what = f"could not {CUT_SHORT[int(status[1])]} in {args.timeout} s"
-    told = f"{where}: {what}".split("ConnectionError: ")[-1]  # a message of our own needs no rank, or says it
-    sign = next((sign for sign in ADVICE if re.search(sign, what)), None)
     if isinstance(error, KeyboardInterrupt):
-        told = f"{where}: interrupted by Ctrl-C"
-    if args.nodes > 1 and not re.search("could not reach|client socket|Ping failed|EADDRINUSE", what):
+        what = "interrupted by Ctrl-C"
+    where = ""
+    if hasattr(args, "nr"):
+        where = f"rank {args.nr * args.gpus + getattr(error, 'error_index', 0)}"
+        where += f" on {os.uname().nodename}: " if several else ": "
+    told = (where + what).split("ConnectionError: ")[-1]  # a message of our own needs no rank, or says it
+    sign = next((sign for sign in ADVICE if re.search(sign, what)), None)
+    torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # it says itself who failed first
+    if several and not torchrun and not re.search("could not reach|client socket|Ping failed|EADDRINUSE", what):
         told = _first_failure(told, ADVICE.get(sign) != LOST, args)
     if isinstance(error, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)

@@ -1,8 +1,10 @@
-"""The two networks that the lessons train.
+"""The networks that the lessons train: MLP and CNN, and ResNet-18 for fine-tuning.
 
-Both are made of two stages, so that model_parallel.py can put each on a device of its own. A stage is
+The first two are made of two stages, so that model_parallel.py can put each on a device of its own. A stage is
 an ordinary `nn.Sequential`; the names of the weights are the same wherever a stage lives.
 """
+
+import sys
 
 from torch import Tensor, nn
 
@@ -55,3 +57,32 @@ class CNN(nn.Module):
 
 
 MODELS = {"mlp": MLP, "cnn": CNN}
+
+
+def resnet18(pretrained: bool = False) -> nn.Module:
+    """Make torchvision's ResNet-18 (He et al., 2015) with ten classes.
+
+    Args:
+        pretrained: take weights that were trained on ImageNet, all but those of the last layer.
+
+    Returns:
+        A module from images, float32 (N, 3, H, W) or grey (N, 1, H, W), to logits, float32 (N, 10).
+
+    Raises:
+        SystemExit: with one line, when the weights can't be had.
+    """
+    from torchvision.models import ResNet, ResNet18_Weights, resnet  # here, because the other lessons do without it
+
+    class ResNet18(ResNet):
+        def forward(self, images: Tensor) -> Tensor:
+            return super().forward(images.expand(-1, 3, -1, -1))  # grey images get three equal channels
+
+    model = ResNet18(resnet.BasicBlock, [2, 2, 2, 2])
+    if pretrained:
+        try:
+            model.load_state_dict(ResNet18_Weights.DEFAULT.get_state_dict(progress=False, check_hash=True))
+        except (OSError, RuntimeError) as error:
+            why = f"ResNet-18's weights can't be fetched ({error}): leave --pretrained out"
+            sys.exit(f"error: {why}, or copy {ResNet18_Weights.DEFAULT.url} to ~/.cache/torch/hub/checkpoints")
+    model.fc = nn.Linear(model.fc.in_features, 10)
+    return model

@@ -42,7 +42,7 @@ from tqdm import tqdm
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
 from common.data import fetch, load, whole_batch
 from common.flags import flags, parse
-from common.guard_rails import MAY_DIFFER, deadline, explain, print_table
+from common.guard_rails import deadline, explain, introduce
 from common.models import MODELS
 
 warnings.filterwarnings("ignore", category=FutureWarning)  # detectron2 uses parts of torch that will go
@@ -54,20 +54,15 @@ except ImportError:
     sys.exit(f"error: detectron2 is missing: pip install --no-build-isolation '{url}'")
 
 
-def introduce(args):
+def join(args):
     """Print who is who and compare the flags of all ranks. Returns the device of this process."""
     if comm.get_world_size() > 1:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank at once, even one that waits for others
     local_rank = comm.get_local_rank()  # NEW: launch has set it and made it the current GPU
     device = torch.device("cuda", local_rank) if args.device == "cuda" else torch.device("cpu")
     torch.set_num_threads(max(1, torch.get_num_threads() // comm.get_local_size()))  # they share the cores
-    me = [args.nr, comm.get_rank(), local_rank, str(device), os.getpid(), os.uname().nodename]
-    everyone = comm.all_gather((vars(args), me))  # NEW: any Python object, from all to all
-    for name in sorted(vars(args).keys() - MAY_DIFFER):
-        if len(set(values := [theirs[name] for theirs, _ in everyone])) > 1:
-            raise ConnectionError(f"--{name} differs between the ranks: {values}")
-    if comm.is_main_process():
-        print_table([who for _, who in everyone])
+    me = (args.nr, comm.get_rank(), local_rank, str(device), os.getpid(), os.uname().nodename)
+    introduce(comm.all_gather((vars(args), me)), comm.get_rank())  # NEW: any Python object, from all to all
     return device
 
 
@@ -94,7 +89,7 @@ def run_epoch(model, loader, device, optimizer=None):
 def train(args):
     """Train, test and report, one line an epoch."""
     try:
-        device = introduce(args)
+        device = join(args)
         seed = comm.shared_random_seed() if args.random_seed else args.seed  # NEW: drawn by rank 0, told to all
         torch.manual_seed(seed)
         train_set, test_set = load(args.dataset, args.data_dir)

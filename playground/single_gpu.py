@@ -33,6 +33,7 @@ from tqdm import tqdm
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
 from common.data import fetch, load, whole_batch
 from common.flags import flags, parse
+from common.guard_rails import explain
 from common.models import MODELS
 
 
@@ -92,12 +93,8 @@ def main():
     try:
         args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
         train(args)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    except OSError as error:
-        print(f"error: {error}: choose another --savefile", file=sys.stderr)
-        return 1
+    except (Exception, KeyboardInterrupt) as error:
+        return explain(error, args)
 
 
 if __name__ == "__main__":
