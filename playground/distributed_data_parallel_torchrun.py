@@ -8,7 +8,7 @@ and starts all again (--max-restarts). So rank 0 keeps a run folder, with a log,
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 playground/distributed_data_parallel_torchrun.py
     torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint <ip of node 0>:29500 ...    # on both
     torchrun --standalone --nproc-per-node 3 playground/distributed_data_parallel_torchrun.py --gpu_ids 1,6,3 \\
-        --batch_size 126 --model resnet18 --dataset cifar10 --pretrained --accumulate 4    # then tensorboard --logdir runs
+        --batch_size 126 --model resnet18 --dataset cifar10 --pretrained --accumulate 4    # tensorboard --logdir runs
 
 It prints who is who, and single_gpu.py's numbers. When you start it again with more --epochs, it adds the new ones:
 
