@@ -82,10 +82,12 @@ def test_shared_functions_are_alike(capsys):
                 shared -= {"join", "main"}  # these are where lessons differ that start in different ways
             for name in shared:
                 ratio = difflib.SequenceMatcher(None, functions(one)[name], functions(other)[name]).ratio()
-                pairs.append((ratio, name, one, other))
+                special = " of torchrun" if "torchrun" in one + other and name in ("run_epoch", "train") else ""
+                pairs.append((ratio, name + special, one, other))
     with capsys.disabled():
         print(f"\ncompared {len(pairs)} pairs of functions with the same name in {len(LESSONS)} lessons")
     assert len(pairs) >= 50
+    least |= {f"{name} of torchrun": least[name] - 0.2 for name in ("run_epoch", "train")}  # it has more to show
     assert not [pair for pair in pairs if pair[0] < least[pair[1]]]
 
 
