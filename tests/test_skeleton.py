@@ -73,7 +73,7 @@ def starts(lesson):
 
 def test_shared_functions_are_alike(capsys):
     """Compare each function that two lessons share: of the loop most lines are the same, of train at least a third."""
-    least = {"join": 1.0, "now": 1.0, "report": 1.0, "run_epoch": 0.7, "train": 0.3, "main": 0.7, "talk": 0.2}
+    least = {"join": 1.0, "now": 1.0, "report": 1.0, "run_epoch": 0.7, "train": 0.3, "main": 0.6, "talk": 0.2}
     pairs = []
     for one in LESSONS:
         for other in LESSONS[LESSONS.index(one) + 1 :]:
@@ -87,7 +87,7 @@ def test_shared_functions_are_alike(capsys):
     with capsys.disabled():
         print(f"\ncompared {len(pairs)} pairs of functions with the same name in {len(LESSONS)} lessons")
     assert len(pairs) >= 50
-    least |= {f"{name} of torchrun": least[name] - 0.2 for name in ("run_epoch", "train")}  # it has more to show
+    least |= {"run_epoch of torchrun": 0.4, "train of torchrun": 0.2}  # it also accumulates and resumes
     assert not [pair for pair in pairs if pair[0] < least[pair[1]]]
 
 
