@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 CUT_SHORT = {97: "reach node 0", 98: "connect to all other ranks"}  # exit status of a rank, what it could not do
-LOST = "another rank has ended, hangs or can't be reached any more: look for its own error"
+LOST = "another rank has ended, hangs, or its network is down: look for its own error"
 ADVICE = {  # what a failure says, and what to do about it
     "are missing after|clients joined": "start every node, with the same -n, -g, -ip and --port",
     "is there twice": "give each node its own -nr; if its last run has just been killed, wait or choose another --port",

@@ -60,5 +60,5 @@ def test_a_second_run_installs_nothing_and_passes_flags_on(checkout):
 
 def test_the_scripts_are_executable():
     """A fresh clone runs them by name."""
-    for path in [*(ROOT / "run").glob("*.sh"), ROOT / ".ci" / "run"]:
+    for path in [*(ROOT / "run").iterdir(), ROOT / ".ci" / "run"]:
         assert os.access(path, os.X_OK), path

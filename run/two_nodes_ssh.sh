@@ -1,0 +1,68 @@
+#!/usr/bin/env bash
+# Start a lesson on every node over ssh, from one of them or from your laptop. The nodes need the project in the same
+# folder and must let you in with a key. The first failure, Ctrl-C or the end of this script stops all of them.
+#   HOSTS="10.0.0.1 10.0.0.2" run/two_nodes_ssh.sh                    # the DDP lesson
+#   run/two_nodes_ssh.sh playground/blocking_p2p.py --device cpu      # another one; your flags win
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+# --- EDIT ---
+HOSTS=${HOSTS:-node0 node1}         # one or more; the first is node 0
+GPUS=${GPUS:-2}                     # processes on each node
+IP=${IP:-}                          # node 0's address, as the other nodes know it; empty: the first of HOSTS
+PORT=${PORT:-8888}                  # a free port of node 0
+SSH=${SSH:-ssh}                     # or "ssh -p 2222"
+CHECKOUT=${CHECKOUT:-$PWD}          # the project's folder on the nodes
+PYTHON=${PYTHON:-.venv/bin/python}  # runs the lesson there
+# ------------
+
+fail() {
+    echo "error: $*" >&2
+    exit 1
+}
+
+[ $# -gt 0 ] || set -- playground/distributed_data_parallel.py
+[ -f "$1" ] || fail "there is no $1: choose one of playground/*.py"
+read -ra hosts <<<"$HOSTS"
+read -ra ssh <<<"$SSH -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5"
+IP=${IP:-${hosts[0]#*@}}
+
+printf -v look 'cd %q || exit 3; test -f %q || exit 3; command -v %q || exit 4' "$CHECKOUT" "$1" "$PYTHON"
+for host in "${hosts[@]}"; do # before any node waits for another
+    why=$("${ssh[@]}" "$host" "$look" 2>&1 </dev/null) && continue
+    case "$? $why" in
+        "3 "*) fail "$host has no $CHECKOUT/$1: rsync -a ./ $host:$CHECKOUT" ;;
+        "4 "*) fail "$host has no $PYTHON in $CHECKOUT: $SSH $host $CHECKOUT/run/setup.sh" ;;
+        *"not resolve"*) advice="correct HOSTS, or add the host to /etc/hosts" ;;
+        *"verification failed"*) advice="accept its key once: $SSH $host" ;;
+        *"Permission denied"*) advice="give it your key: ssh-copy-id $host" ;;
+        *) advice="try it alone: $SSH $host" ;;
+    esac
+    why=$(tail -n 1 <<<"${why//$'\r'/}")
+    fail "can't log in to $host ($why): $advice"
+done
+
+# What each node runs. Its standard input ends when this script does, in whatever way, and that ends the lesson.
+on_node='cd "$1"; shift; set -m; "$@" </dev/null & lesson=$!; set +m;' # -m: it and its ranks are a process group
+on_node+=' cat <&0 >/dev/null & wait -n; status=$?;'                      # for the lesson, or the end of the input
+on_node+=' kill -- -$lesson 2>/dev/null && sleep 2 && kill -KILL -- -$lesson 2>/dev/null; exit $status'
+coproc cat # it holds an input that says nothing and ends with this script, even if that ends by kill -9
+exec 3<&"${COPROC[0]}"
+lifeline=$COPROC_PID
+stop() {
+    kill "$lifeline" 2>/dev/null || true
+    wait # until the nodes have stopped
+}
+trap stop EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM HUP
+
+for node in "${!hosts[@]}"; do
+    command=("$PYTHON" "$1" -n ${#hosts[@]} -g "$GPUS" -nr "$node" -ip "$IP" --port "$PORT" "${@:2}")
+    echo "+ ${hosts[node]}: cd $CHECKOUT; ${command[*]}" >&2
+    printf -v line '%q ' bash -c "$on_node" bash "$CHECKOUT" "${command[@]}" # ssh glues its words: quote them
+    "${ssh[@]}" "${hosts[node]}" "$line" <&3 2>&1 | sed -u "s/^/${hosts[node]}: /" &
+done
+for _ in "${hosts[@]}"; do
+    wait -n # for any of them; a failure ends the script, and so all
+done

@@ -1,0 +1,80 @@
+"""An ssh server on each of the two nodes, and a client that needs neither a password nor files of the user's own."""
+
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+from nodes import ADDRESSES, HOSTS, need, sh
+
+SERVER = """\
+HostKey {folder}/host_key
+AuthorizedKeysFile {folder}/key.pub
+PermitRootLogin prohibit-password
+PidFile none
+StrictModes no
+UseDNS no
+UsePAM no
+"""
+CLIENT = """\
+BatchMode yes
+GlobalKnownHostsFile none
+IdentitiesOnly yes
+IdentityFile {folder}/key
+LogLevel ERROR
+User root
+UserKnownHostsFile {folder}/known_hosts
+"""
+
+
+class Sshd:
+    """Servers on the nodes, and the client `command` for them. Use as a context manager, inside the one of Nodes.
+
+    A command that a server runs has the node's network, host name and hosts, but neither the folder nor the environment
+    of the client: `nodes.pids` finds it, Job does not. `pids` has the servers' own, which are there all the time.
+    """
+
+    def __init__(self, nodes, folder):
+        self.nodes = nodes
+        self.folder = Path(folder)  # for keys, settings and the servers' logs; a path without spaces
+        self.command = f"ssh -F {self.folder}/config"
+        self.servers = []
+
+    def __enter__(self):
+        need("ssh", "sshd")
+        for name in "host_key", "key":
+            sh("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self.folder / name)
+        key = (self.folder / "host_key.pub").read_text()
+        (self.folder / "known_hosts").write_text(f"{','.join(HOSTS + ADDRESSES)} {key}")
+        (self.folder / "sshd_config").write_text(SERVER.format(folder=self.folder))
+        (self.folder / "config").write_text(CLIENT.format(folder=self.folder))
+        Path("/run/sshd").mkdir(exist_ok=True)  # sshd wants it, and finds it where its service has been started
+        try:
+            for index in range(len(HOSTS)):
+                self.start(index)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def start(self, index):
+        """Start a node's server and wait until it listens."""
+        log = self.folder / f"{HOSTS[index]}.log"
+        command = [shutil.which("sshd"), "-D", "-e", "-f", self.folder / "sshd_config"]
+        with log.open("w") as file:
+            prefix = self.nodes.enter(index)
+            self.servers.append(subprocess.Popen([*prefix, *command], stdin=subprocess.DEVNULL, stderr=file))
+        end = time.monotonic() + 20
+        while "Server listening on 0.0.0.0" not in log.read_text():
+            assert self.servers[-1].poll() is None and time.monotonic() < end, log.read_text()
+            time.sleep(0.05)
+
+    def __exit__(self, *_):
+        for server in self.servers:
+            server.kill()  # what it has started is ended with the nodes
+            server.wait()
+
+    @property
+    def pids(self):
+        """The pids of the servers, node 0's first."""
+        return [server.pid for server in self.servers]

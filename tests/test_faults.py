@@ -1,0 +1,241 @@
+"""Faults between two nodes: each ends in bounded time with a line that names the cause, or is survived.
+
+The nodes are network namespaces. README counts the tests of this file.
+"""
+
+import os
+import re
+import signal
+import sys
+import time
+
+import pytest
+import torch
+from conftest import ROOT, Job, Lesson, epochs, run
+from nodes import ADDRESSES
+from test_errors import DIGITS, LONG, one_line, wait_for_line
+
+DDP = "distributed_data_parallel"
+NODE0 = ("-ip", ADDRESSES[0])
+SHORT = (*DIGITS, "--batch_size", 120)
+
+
+def on_both(nodes, lesson, *flags, ranks=1, ip=ADDRESSES[0]):
+    """Start a lesson on both nodes."""
+    flags = (*flags, "-n", 2, "-g", ranks, "-ip", ip)
+    return [Lesson(lesson, *flags, "-nr", index, prefix=nodes.enter(index)) for index in range(2)]
+
+
+def ends(nodes, *jobs, within=60):
+    """Wait for jobs that must fail; check that no process is left on a node."""
+    done = [job.wait(within) for job in jobs]
+    assert [each.returncode for each in done] == [1] * len(done), [each.stderr for each in done]
+    assert nodes.pids(0) + nodes.pids(1) == []
+    return done
+
+
+@pytest.mark.parametrize("lesson", [DDP, "distributed_data_parallel2", "blocking_p2p"])
+def test_a_wrong_address(lesson, nodes):
+    """Nobody has the address on this network."""
+    own = () if "p2p" in lesson else SHORT
+    flags = (*own, "-n", 2, "-g", 1, "-nr", 1, "-ip", "10.77.0.9", "--timeout", 5)
+    (done,) = ends(nodes, Lesson(lesson, *flags, prefix=nodes.enter(1)))
+    one_line(done, "rank 1", "start node 0, check -ip, --port and the firewall")
+
+
+@pytest.mark.parametrize("address", ["192.0.2.1", "nosuchnode"])
+def test_an_address_without_a_route_or_a_name(address, nodes):
+    """The network of the address is unknown here; or the name is."""
+    flags = (*SHORT, "-n", 2, "-g", 1, "-nr", 1, "-ip", address, "--timeout", 5)
+    (done,) = ends(nodes, Lesson(DDP, *flags, prefix=nodes.enter(1)))
+    one_line(done, "rank 1", "check -ip, --port and the firewall")
+
+
+def test_the_second_node_never_starts(nodes):
+    """Node 0 waits --timeout seconds and names the missing ranks."""
+    flags = (*SHORT, "-n", 2, "-g", 2, "-nr", 0, *NODE0, "--timeout", 5)
+    (done,) = ends(nodes, Lesson(DDP, *flags, prefix=nodes.enter(0)))
+    one_line(done, "ranks [2, 3] are missing after 5 s", "start every node")
+
+
+def test_the_second_node_has_other_flags(nodes):
+    """Both nodes name the flag, before the first step."""
+    flags = (*SHORT, "-n", 2, "-g", 1, *NODE0, "--timeout", 20)
+    zero, one = (
+        Lesson(DDP, *flags, "-nr", index, "--lr", 0.001 * (index + 1), prefix=nodes.enter(index)) for index in range(2)
+    )
+    for done in ends(nodes, zero, one):
+        assert "--lr differs" in one_line(done)
+        assert "epoch" not in done.stdout
+
+
+def test_a_foreign_server_on_the_port(nodes):
+    """Another program on node 0 has the port: node 0 says so at once, node 1 does not hang on it."""
+    server = "import socket, time; s = socket.create_server(('', 8888)); print('ready', flush=True); time.sleep(120)"
+    foreign = Job(*nodes.enter(0), sys.executable, "-c", server)
+    try:
+        wait_for_line(foreign, "ready")
+        zero, one = (job.wait(60) for job in on_both(nodes, DDP, *SHORT, "--timeout", 5))
+    finally:
+        foreign.process.kill()
+        foreign.wait()
+    one_line(zero, "8888", "choose another --port")
+    one_line(one, "rank 1", "check -ip, --port")
+    assert nodes.pids(0) + nodes.pids(1) == []
+
+
+@pytest.mark.parametrize("lesson", [DDP, "distributed_data_parallel2", "manual_data_parallel"])
+def test_the_link_is_cut_for_good(lesson, nodes):
+    """In mid-training: both nodes end after --timeout, and both say that the other can't be reached."""
+    zero, one = on_both(nodes, lesson, *LONG, "--timeout", 8)
+    wait_for_line(zero, "epoch 3/")
+    nodes.link("down")
+    for done in ends(nodes, zero, one):
+        one_line(done, "its network is down")
+
+
+def test_the_link_is_gone_for_8_seconds(nodes):
+    """In mid-training: it goes on, and ends with the numbers of a run without the fault."""
+    flags = (*SHORT, "--model", "cnn", "--epochs", 60)
+    zero, one = on_both(nodes, DDP, *flags)
+    wait_for_line(zero, "epoch 5/")
+    nodes.link("down")
+    time.sleep(8)
+    nodes.link("up")
+    done, other = zero.wait(), one.wait()
+    assert (done.returncode, other.returncode) == (0, 0), done.stderr + other.stderr
+    assert epochs(done.stdout)[-1] == epochs(run(DDP, *flags, "-g", 2).stdout)[-1]
+
+
+def test_a_slow_link(nodes):
+    """100 Mbit/s: the same numbers."""
+    nodes.bandwidth("100mbit")
+    flags = (*SHORT, "--model", "cnn", "--epochs", 2)
+    zero, one = on_both(nodes, DDP, *flags)
+    done, other = zero.wait(), one.wait()
+    assert (done.returncode, other.returncode) == (0, 0), done.stderr + other.stderr
+    assert epochs(done.stdout) == epochs(run("single_gpu", *flags).stdout)
+
+
+@pytest.mark.parametrize("victim", [0, 3])
+def test_a_rank_is_killed(victim, nodes):
+    """Both nodes name it and the signal, on whichever node it was."""
+    zero, one = on_both(nodes, DDP, *LONG, ranks=2)
+    pids = zero.ranks(4)
+    wait_for_line(zero, "epoch 1/")
+    os.kill(pids[victim], signal.SIGKILL)
+    for done in ends(nodes, zero, one):
+        one_line(done, f"rank {victim} on node{victim // 2}", "SIGKILL")
+
+
+def test_a_whole_node_is_lost(nodes):
+    """All processes of node 1 die at once, as if it had lost its power: node 0 ends."""
+    zero, one = on_both(nodes, DDP, *LONG)
+    wait_for_line(zero, "epoch 1/")
+    for pid in nodes.pids(1):
+        os.kill(pid, signal.SIGKILL)
+    one.wait()
+    (done,) = ends(nodes, zero)
+    one_line(done, "rank 0 on node0", "another rank has ended")
+
+
+def test_ctrl_c_on_one_node(nodes):
+    """The other one says where it was."""
+    zero, one = on_both(nodes, DDP, *LONG)
+    wait_for_line(zero, "epoch 1/")
+    os.killpg(one.process.pid, signal.SIGINT)
+    assert one.wait(30).returncode == 130
+    (done,) = ends(nodes, zero)
+    one_line(done, "rank 1 on node1: interrupted by Ctrl-C")
+
+
+def torchrun_node(nodes, index, *flags, **env):
+    """Start one node's half of the torchrun lesson with run/torchrun_node.sh."""
+    env = {"NODE0": ADDRESSES[0], "GPUS": "1", "PYTHON": sys.executable} | env
+    lesson = "playground/distributed_data_parallel_torchrun.py"
+    return Job(*nodes.enter(index), "run/torchrun_node.sh", lesson, *flags, env=env, cwd=ROOT)
+
+
+def weights(folder):
+    """Return the weights that the torchrun lesson has ended with."""
+    return torch.load(folder / f"epoch-{EPOCHS:04}.pt", weights_only=True)["model"]
+
+
+def wait_for_epoch(folder, number, job):
+    """Wait until the run folder has this checkpoint or a later one."""
+    end = time.monotonic() + 120
+    while time.monotonic() < end and job.process.poll() is None:
+        if any(int(path.stem[6:]) >= number for path in folder.glob("epoch-*.pt")):
+            return
+        time.sleep(0.05)
+    job.kill()
+    raise AssertionError(job.process.stderr.read())
+
+
+EPOCHS = 300  # long enough for a node to come back while the other trains alone
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The run that the next two tests disturb, as one process: its flags and its last weights."""
+    flags = (*SHORT, "--model", "cnn", "--lr", 3e-4, "--epochs", EPOCHS)
+    folder = tmp_path_factory.mktemp("undisturbed")
+    run("distributed_data_parallel_torchrun", *flags, "--run_dir", folder)
+    return flags, weights(folder)
+
+
+def assert_close(got, expected):
+    """A restart changes nothing; another number of ranks changes the rounding, which grows over so many epochs."""
+    print("largest difference:", max((got[name] - weight).abs().max().item() for name, weight in expected.items()))
+    for name, weight in expected.items():
+        torch.testing.assert_close(got[name], weight, atol=1e-3, rtol=0)
+
+
+def test_a_killed_rank_under_torchrun(nodes, tmp_path, undisturbed):
+    """torchrun restarts the ranks of both nodes; they resume and end with the same weights."""
+    flags, expected = undisturbed
+    flags = (*flags, "--run_dir", tmp_path)
+    jobs = [torchrun_node(nodes, index, *flags, RESTARTS="3") for index in range(2)]
+    wait_for_epoch(tmp_path, 5, jobs[0])
+    (victim, *_) = ranks_of(nodes, 1)
+    os.kill(victim, signal.SIGKILL)
+    done = [job.wait(150) for job in jobs]
+    assert [each.returncode for each in done] == [0, 0], done[0].stderr + done[1].stderr
+    assert re.search(f"of {EPOCHS} epochs are done", (tmp_path / "log.txt").read_text())
+    assert_close(weights(tmp_path), expected)
+    assert nodes.pids(0) + nodes.pids(1) == []
+
+
+def ranks_of(nodes, index):
+    """Return the processes of a node that torchrun has started: those with a RANK."""
+    found = []
+    for pid in nodes.pids(index):
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            if b"\0RANK=" in file.read():
+                found.append(pid)
+    return found
+
+
+def test_a_node_lost_and_back(nodes, tmp_path, undisturbed):
+    """Elastic, 1:2 nodes: node 0 goes on alone, takes node 1 in again, and ends with the same weights."""
+    flags, expected = undisturbed
+    flags = (*flags, "--run_dir", tmp_path)
+    elastic = {"NODES": "1:2", "RESTARTS": "3"}
+    jobs = [torchrun_node(nodes, index, *flags, **elastic) for index in range(2)]
+    wait_for_epoch(tmp_path, 5, jobs[0])
+    for pid in nodes.pids(1):
+        os.kill(pid, signal.SIGKILL)
+    jobs[1].wait()
+    before = newest(tmp_path)
+    wait_for_epoch(tmp_path, before + 20, jobs[0])
+    back = torchrun_node(nodes, 1, *flags, **elastic)
+    done = [job.wait(240) for job in (jobs[0], back)]
+    assert [each.returncode for each in done] == [0, 0], done[0].stderr + done[1].stderr
+    assert nodes.pids(0) + nodes.pids(1) == []
+    assert len(re.findall(f"of {EPOCHS} epochs are done", (tmp_path / "log.txt").read_text())) >= 2
+    assert_close(weights(tmp_path), expected)
+
+
+def newest(folder):
+    """Return the number of the last epoch that has a checkpoint."""
+    return max(int(path.stem[6:]) for path in folder.glob("epoch-*.pt"))

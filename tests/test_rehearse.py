@@ -1,0 +1,127 @@
+"""run/rehearse_two_nodes.sh: two nodes on one machine, that vanish with the script however it ends."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, Job, epochs, run
+from nodes import HOSTS, need
+
+SCRIPT = "../run/rehearse_two_nodes.sh"  # as seen from tests/
+LESSON = "playground/distributed_data_parallel.py"
+SHORT = ("--dataset", "digits", "--device", "cpu", "--batch_size", 120, "--epochs", 1)
+NOBODY = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+WAIT = "trap '' INT TERM; echo waiting; sleep 600"  # what a command does that only kill -9 can end
+
+
+@pytest.fixture(autouse=True)
+def programs():
+    """Skip the tests where the script can't work; reasons are in `need`."""
+    need("ip", "tc", "ping")
+
+
+def rehearse(*words, prefix=(), env=None, **settings):
+    """Start the script from another folder, with settings for its EDIT block."""
+    return Job(*prefix, SCRIPT, *words, env={"PYTHON": sys.executable} | (env or {}) | settings, cwd=ROOT / "tests")
+
+
+def readable(prefix):
+    """Return whether the user that `prefix` changes to can read the script."""
+    return subprocess.run([*prefix, "test", "-r", ROOT / "run" / "rehearse_two_nodes.sh"]).returncode == 0
+
+
+def lines(text, node):
+    """Return what a node has written, without its name."""
+    return "".join(re.findall(rf"^node{node}: (.*\n)", text, re.M))
+
+
+def test_the_lesson_gives_the_same_numbers_on_a_slow_network():
+    """Four ranks on two nodes, 100 Mbit/s between them, print what one process prints."""
+    done = rehearse(LESSON, *SHORT, BANDWIDTH="100mbit").wait()
+    assert done.returncode == 0, done.stdout + done.stderr
+    table = lines(done.stdout, 0).splitlines()[1:5]
+    assert [row.split()[-1] for row in table] == ["node0", "node0", "node1", "node1"]
+    assert epochs(lines(done.stdout, 0)) == epochs(run("single_gpu", *SHORT).stdout)
+    assert [line[:9] for line in done.stderr.splitlines()] == ["+ node0: ", "+ node1: "]
+
+
+def test_a_wrong_address_fails_as_on_a_cluster():
+    """The user's -ip wins over the script's, and the lesson says in a line what to look at."""
+    done = rehearse(LESSON, *SHORT, "-ip", "10.77.0.9", "--timeout", 5).wait(60)
+    assert done.returncode == 1
+    errors = [line for line in done.stdout.splitlines() if "error: " in line]
+    assert errors and all("check -ip" in line for line in errors), done.stdout
+
+
+def test_without_words_it_is_the_ddp_lesson():
+    """Each node gets -n, -g, its own -nr and node 0's address; flags are passed on as they are."""
+    done = rehearse(PYTHON="/bin/echo", GPUS="3").wait()
+    for node in range(2):
+        flags = f"{LESSON} -n 2 -g 3 -nr {node} -ip 10.77.0.1 --device cpu\n"
+        assert lines(done.stdout, node) == flags
+    done = rehearse(LESSON, "-s", "it's $HOME  ", PYTHON="/bin/echo").wait()
+    assert lines(done.stdout, 1).endswith("-s it's $HOME  \n")
+
+
+@pytest.mark.parametrize("prefix", [(), NOBODY], ids=["root", "nobody"])
+def test_a_command_runs_on_both_nodes(prefix):
+    """Host names, addresses, the other node and the limit are real, for root and for a user without any rights."""
+    if prefix:
+        done = subprocess.run([*prefix, "unshare", "--map-root-user", "--net", "true"], capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"users can make no networks here: {done.stderr.strip()}")
+        if not readable(prefix):
+            pytest.skip(f"users can't read {ROOT}")
+    command = "hostname; echo $NODE_RANK $NODE0; ip -o -4 addr show eth0; tc qdisc show dev eth0; "
+    command += 'ping -c 1 -W 5 "node$((1 - NODE_RANK))" >/dev/null && echo reached'
+    done = rehearse("sh", "-c", command, prefix=prefix, BANDWIDTH="100mbit").wait(30)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for node in range(2):
+        host, variables, address, limit, ping = lines(done.stdout, node).splitlines()
+        assert (host, variables, ping) == (HOSTS[node], f"{node} 10.77.0.1", "reached")
+        assert f"inet 10.77.0.{node + 1}/24" in address
+        assert "tbf" in limit and "rate 100Mbit" in limit
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_node_that_fails_stops_the_other(node):
+    """The script ends with the status of the one that failed."""
+    done = rehearse("bash", "-c", f"[ $NODE_RANK = {node} ] && exit 3; {WAIT}").wait(30)
+    assert done.returncode == 3
+
+
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("prefix", [(), NOBODY], ids=["root", "nobody"])
+def test_it_can_be_stopped(prefix, sign):
+    """Ctrl-C, kill and kill -9 leave no process on any node, even if it ignores them."""
+    if prefix and rehearse("true", prefix=prefix).wait(30).returncode:
+        pytest.skip("users can make no networks here")
+    job = rehearse("bash", "-c", WAIT, prefix=prefix)
+    assert {job.process.stdout.readline() for _ in HOSTS} == {"node0: waiting\n", "node1: waiting\n"}
+    if sign == signal.SIGINT:
+        os.killpg(job.process.pid, sign)  # a terminal sends it to all
+    else:
+        job.process.send_signal(sign)
+    assert job.wait(30).returncode == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[sign]
+
+
+def test_what_is_missing_is_one_line():
+    """A lesson, an environment, a permission or something of the kernel's: status 1, and what to type."""
+
+    def error(*words, **options):
+        done = rehearse(*words, **options).wait(30)
+        assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (1, "", 1), done.stderr
+        return done.stderr
+
+    assert error("playground/none.py") == "error: there is no playground/none.py: choose one of playground/*.py\n"
+    assert error(PYTHON="/no/python") == "error: there is no /no/python: run/setup.sh\n"
+    assert "use other values of BANDWIDTH" in error("true", BANDWIDTH="fast")
+    assert "use other values of BANDWIDTH" in error("true", DELAY="soon")
+    no = {"BASH_FUNC_unshare%%": "() { echo unshare: Operation not permitted >&2; return 1; }"}  # found before programs
+    here = "error: networks can't be made here (unshare: Operation not permitted): "
+    assert error("true", env=no) == f"{here}leave this container, or start it with --privileged\n"
+    if readable(NOBODY):
+        assert error("true", env=no, prefix=NOBODY) == f"{here}sudo run/rehearse_two_nodes.sh true\n"

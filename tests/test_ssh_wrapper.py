@@ -1,0 +1,108 @@
+"""run/two_nodes_ssh.sh with real ssh servers: starts a lesson on every node, and stops all of them."""
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+from conftest import ROOT, Job, epochs, run
+from nodes import HOSTS
+from sshd import Sshd
+
+SCRIPT = ROOT / "run" / "two_nodes_ssh.sh"
+LESSON = "playground/distributed_data_parallel.py"
+SHORT = ("--dataset", "digits", "--device", "cpu", "--batch_size", 120, "--epochs", 1)
+STUBBORN = """\
+import subprocess, sys, time
+flags = sys.argv[1:]
+if flags[flags.index("-nr") + 1] == "{failing}":
+    sys.exit(3)
+for stubborn in "", "trap '' INT TERM; ":  # two ranks: one that can be asked to end, one that can't
+    subprocess.Popen(["sh", "-c", stubborn + "echo waiting; while :; do sleep 0.1; done"])
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def sshd(nodes, tmp_path):
+    """An ssh server on each node."""
+    with Sshd(nodes, tmp_path) as sshd:
+        yield sshd
+
+
+def start(sshd, *words, **settings):
+    """Start the script on node 0, from another folder, with settings for its EDIT block."""
+    settings = {"SSH": sshd.command, "PYTHON": sys.executable} | settings
+    return Job(*sshd.nodes.enter(0), SCRIPT, *words, env=settings, cwd="/")
+
+
+def assert_nothing_left(sshd):
+    """Fail if anything but the ssh servers still runs on a node ten seconds later."""
+    end = time.monotonic() + 10
+    while left := {*sshd.nodes.pids(0), *sshd.nodes.pids(1)} - {*sshd.pids}:
+        assert time.monotonic() < end, f"left behind: {left}"
+        time.sleep(0.1)
+
+
+def test_the_lesson_gives_the_same_numbers(sshd, tmp_path):
+    """Two ranks on each node print what one process prints; odd characters in flags and folders arrive as they are."""
+    (tmp_path / "a checkout").symlink_to(ROOT)
+    checkpoint = tmp_path / "it's in $HOME  &c.pt"
+    done = start(sshd, LESSON, *SHORT, "-s", checkpoint, CHECKOUT=str(tmp_path / "a checkout")).wait()
+    assert done.returncode == 0, done.stdout + done.stderr
+    printed = done.stdout.splitlines()
+    assert [line.split()[-1] for line in printed[1:5]] == ["node0", "node0", "node1", "node1"]
+    assert all(line.startswith("node0: ") for line in printed)
+    assert epochs(done.stdout.replace("node0: ", "")) == epochs(run("single_gpu", *SHORT).stdout)
+    assert checkpoint.is_file()
+    assert [line[:9] for line in done.stderr.splitlines()] == ["+ node0: ", "+ node1: "]
+    assert_nothing_left(sshd)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_node_that_fails_stops_the_other(failing, sshd, tmp_path):
+    """The script ends with the status of the node that failed, when the others have stopped."""
+    (tmp_path / "lesson.py").write_text(STUBBORN.format(failing=failing))
+    done = start(sshd, tmp_path / "lesson.py").wait(30)
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert_nothing_left(sshd)
+
+
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_it_can_be_stopped(sign, sshd, tmp_path):
+    """Ctrl-C, kill and kill -9 leave no process on any node, even if it ignores them."""
+    (tmp_path / "lesson.py").write_text(STUBBORN.format(failing="none"))
+    job = start(sshd, tmp_path / "lesson.py")
+    printed = [job.process.stdout.readline() for _ in range(4)]
+    assert sorted(printed) == [f"{host}: waiting\n" for host in HOSTS for _ in range(2)]
+    if sign == signal.SIGINT:
+        os.killpg(job.process.pid, sign)  # a terminal sends it to all
+    else:
+        job.process.send_signal(sign)
+    assert job.wait(30).returncode == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[sign]
+    assert_nothing_left(sshd)
+
+
+def test_what_is_missing_is_one_line(sshd, tmp_path):
+    """A host, a key, a checkout or an environment: status 1, before anything has been started, and what to type."""
+
+    def error(*words, **settings):
+        done = start(sshd, *words, **settings).wait(60)
+        assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (1, "", 1), done.stderr
+        return done.stderr.strip()
+
+    assert error("playground/none.py") == "error: there is no playground/none.py: choose one of playground/*.py"
+    unknown = error(HOSTS="node0 node7")
+    assert unknown.startswith("error: can't log in to node7 (ssh: Could not resolve hostname node7: ")
+    assert unknown.endswith(": correct HOSTS, or add the host to /etc/hosts")
+    assert error(CHECKOUT="/none") == f"error: node0 has no /none/{LESSON}: rsync -a ./ node0:/none"
+    setup = f"{sshd.command} node0 {ROOT}/run/setup.sh"
+    assert error(PYTHON="/no/python") == f"error: node0 has no /no/python in {ROOT}: {setup}"
+    assert error(SSH=f"{sshd.command} -p 23").endswith(f"Connection refused): try it alone: {sshd.command} -p 23 node0")
+    (tmp_path / "known_hosts").rename(tmp_path / "hosts")
+    assert error().endswith(f"verification failed.): accept its key once: {sshd.command} node0")
+    (tmp_path / "hosts").rename(tmp_path / "known_hosts")
+    (tmp_path / "key").unlink()
+    refused = error()
+    assert "Permission denied" in refused and refused.endswith("): give it your key: ssh-copy-id node0")
