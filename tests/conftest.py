@@ -36,6 +36,13 @@ def pytest_report_header():
     return [f"distributed_data_parallel2.py runs with {DETECTRON2}", f"MNIST files: {mnist}"]
 
 
+def pytest_terminal_summary(terminalreporter):
+    """Say last what tests have recorded, such as how much a check compared."""
+    for report in terminalreporter.getreports("passed"):
+        for name, value in report.user_properties if report.when == "call" else ():
+            terminalreporter.write_line(f"{name}: {value}")
+
+
 class Job:
     """A command that runs in a process group of its own, marked so that each of its processes can be found."""
 

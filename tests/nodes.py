@@ -10,6 +10,7 @@ import pytest
 DEBIAN = {  # a program that a test needs, and the package that has it
     "ip": "iproute2",
     "tc": "iproute2",
+    "mount": "mount",
     "ping": "iputils-ping",
     "sshd": "openssh-server",
     "ssh": "openssh-client",

@@ -156,11 +156,6 @@ def torchrun_node(nodes, index, *flags, **env):
     return Job(*nodes.enter(index), "run/torchrun_node.sh", lesson, *flags, env=env, cwd=ROOT)
 
 
-def weights(folder):
-    """Return the weights that the torchrun lesson has ended with."""
-    return torch.load(folder / f"epoch-{EPOCHS:04}.pt", weights_only=True)["model"]
-
-
 def wait_for_epoch(folder, number, job):
     """Wait until the run folder has this checkpoint or a later one."""
     end = time.monotonic() + 120
@@ -172,38 +167,26 @@ def wait_for_epoch(folder, number, job):
     raise AssertionError(job.process.stderr.read())
 
 
-EPOCHS = 300  # long enough for a node to come back while the other trains alone
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """The run that the next two tests disturb, as one process: its flags and its last weights."""
-    flags = (*SHORT, "--model", "cnn", "--lr", 3e-4, "--epochs", EPOCHS)
-    folder = tmp_path_factory.mktemp("undisturbed")
-    run("distributed_data_parallel_torchrun", *flags, "--run_dir", folder)
-    return flags, weights(folder)
-
-
-def assert_close(got, expected):
-    """A restart changes nothing; another number of ranks changes the rounding, which grows over so many epochs."""
-    print("largest difference:", max((got[name] - weight).abs().max().item() for name, weight in expected.items()))
-    for name, weight in expected.items():
-        torch.testing.assert_close(got[name], weight, atol=1e-3, rtol=0)
-
-
-def test_a_killed_rank_under_torchrun(nodes, tmp_path, undisturbed):
+def test_a_killed_rank_under_torchrun(nodes, tmp_path):
     """torchrun restarts the ranks of both nodes; they resume and end with the same weights."""
-    flags, expected = undisturbed
-    flags = (*flags, "--run_dir", tmp_path)
-    jobs = [torchrun_node(nodes, index, *flags, RESTARTS="3") for index in range(2)]
-    wait_for_epoch(tmp_path, 5, jobs[0])
+    flags = (*SHORT, "--model", "cnn", "--epochs", 60)
+    run(DDP, *flags, "-g", 2, "-s", tmp_path / "undisturbed.pt")
+    folder = tmp_path / "run"
+    jobs = [torchrun_node(nodes, index, *flags, "--run_dir", folder, RESTARTS="3") for index in range(2)]
+    wait_for_epoch(folder, 5, jobs[0])
     (victim, *_) = ranks_of(nodes, 1)
     os.kill(victim, signal.SIGKILL)
     done = [job.wait(150) for job in jobs]
     assert [each.returncode for each in done] == [0, 0], done[0].stderr + done[1].stderr
-    assert re.search(f"of {EPOCHS} epochs are done", (tmp_path / "log.txt").read_text())
-    assert_close(weights(tmp_path), expected)
+    assert re.search(r"\d+ of 60 epochs are done", (folder / "log.txt").read_text())
+    assert largest_difference(folder / "epoch-0060.pt", tmp_path / "undisturbed.pt") < 1e-5
     assert nodes.pids(0) + nodes.pids(1) == []
+
+
+def largest_difference(*paths):
+    """Compare the weights of two checkpoints."""
+    one, other = (torch.load(path, weights_only=True)["model"] for path in paths)
+    return max((other[name] - weight).abs().max().item() for name, weight in one.items())
 
 
 def ranks_of(nodes, index):
@@ -216,24 +199,32 @@ def ranks_of(nodes, index):
     return found
 
 
-def test_a_node_lost_and_back(nodes, tmp_path, undisturbed):
-    """Elastic, 1:2 nodes: node 0 goes on alone, takes node 1 in again, and ends with the same weights."""
-    flags, expected = undisturbed
-    flags = (*flags, "--run_dir", tmp_path)
+def test_a_node_lost_and_back(nodes, tmp_path):
+    """Elastic, 1:2 nodes: node 0 goes on alone, takes node 1 in again, and ends with the weights of a single process.
+
+    One step an epoch, in many small pieces: slow, so that node 1 is back before node 0 is through, and few steps, so
+    that the other rounding of another number of ranks grows little. A step left out or done twice is 1e-3 long.
+    """
+    flags = (*DIGITS, "--batch_size", 1500, "--accumulate", 750, "--epochs", 60)
+    alone = run("distributed_data_parallel_torchrun", *flags, "--run_dir", tmp_path / "undisturbed")
+    folder = tmp_path / "run"
+    flags = (*flags, "--run_dir", folder)
     elastic = {"NODES": "1:2", "RESTARTS": "3"}
     jobs = [torchrun_node(nodes, index, *flags, **elastic) for index in range(2)]
-    wait_for_epoch(tmp_path, 5, jobs[0])
+    wait_for_epoch(folder, 5, jobs[0])
     for pid in nodes.pids(1):
         os.kill(pid, signal.SIGKILL)
     jobs[1].wait()
-    before = newest(tmp_path)
-    wait_for_epoch(tmp_path, before + 20, jobs[0])
+    before = newest(folder)
+    wait_for_epoch(folder, before + 2, jobs[0])
     back = torchrun_node(nodes, 1, *flags, **elastic)
     done = [job.wait(240) for job in (jobs[0], back)]
     assert [each.returncode for each in done] == [0, 0], done[0].stderr + done[1].stderr
     assert nodes.pids(0) + nodes.pids(1) == []
-    assert len(re.findall(f"of {EPOCHS} epochs are done", (tmp_path / "log.txt").read_text())) >= 2
-    assert_close(weights(tmp_path), expected)
+    log = (folder / "log.txt").read_text()
+    assert len(re.findall("of 60 epochs are done", log)) >= 2
+    assert epochs(log)[-1] == epochs(alone.stdout)[-1]
+    assert largest_difference(folder / "epoch-0060.pt", tmp_path / "undisturbed" / "epoch-0060.pt") < 5e-4
 
 
 def newest(folder):

@@ -71,7 +71,7 @@ def starts(lesson):
     return "by mp.spawn" if "mp.spawn(" in source(lesson) else "by a launcher"
 
 
-def test_shared_functions_are_alike(capsys):
+def test_shared_functions_are_alike(record_property):
     """Compare each function that two lessons share: of the loop most lines are the same, of train at least a third."""
     least = {"join": 1.0, "now": 1.0, "report": 1.0, "run_epoch": 0.7, "train": 0.3, "main": 0.6, "talk": 0.2}
     pairs = []
@@ -84,8 +84,7 @@ def test_shared_functions_are_alike(capsys):
                 ratio = difflib.SequenceMatcher(None, functions(one)[name], functions(other)[name]).ratio()
                 special = " of torchrun" if "torchrun" in one + other and name in ("run_epoch", "train") else ""
                 pairs.append((ratio, name + special, one, other))
-    with capsys.disabled():
-        print(f"\ncompared {len(pairs)} pairs of functions with the same name in {len(LESSONS)} lessons")
+    record_property("compared", f"{len(pairs)} pairs of functions with the same name in {len(LESSONS)} lessons")
     assert len(pairs) >= 50
     least |= {"run_epoch of torchrun": 0.4, "train of torchrun": 0.2}  # it also accumulates and resumes
     assert not [pair for pair in pairs if pair[0] < least[pair[1]]]
