@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from conftest import DETECTRON2, LESSONS, ROOT, STANDIN, epochs
+from nodes import need
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```console\n(.*?)^```$", README, re.M | re.S)
@@ -36,7 +37,7 @@ def start(command, mnist):
 
 def masked(line):
     """Replace what differs from run to run and from machine to machine: times, pids, hosts, losses, accuracies."""
-    line = re.sub(r"^(\d+ +\d+ +\d+ +\S+) +\d+ +\S+$", r"\1 PID HOST", line)
+    line = re.sub(r"^((?:node\d: )?\d+ +\d+ +\d+ +\S+) +\d+ +\S+$", r"\1 PID HOST", line)
     line = re.sub(r"loss [\d.]+  train [\d.]+%  test [\d.]+%", "NUMBERS", line)
     return re.sub(r"[\d.,]+ (s|images/s)\b", r"# \1", line)
 
@@ -46,6 +47,8 @@ def test_console_block(block, request):
     """Run the commands (those of several nodes at the same time) and compare what they print, line by line."""
     needs_mnist = any("--dataset" not in command and "p2p" not in command for _, command, _ in commands(block))
     mnist = request.getfixturevalue("mnist") if needs_mnist else None
+    if "rehearse" in block:
+        need("ip")
     together = commands(block)[0][0] is not None
     jobs = [(start(command, mnist), shown) for _, command, shown in commands(block)] if together else []
     for _, command, shown in commands(block):
@@ -95,6 +98,29 @@ def test_every_lesson_has_a_command_that_runs(tmp_path):
         out, err = process.communicate(timeout=60)
         assert process.returncode == 0, err
         assert out
+
+
+def test_the_faults_are_counted():
+    """Each fault has a test, each test of test_faults.py is in the table, and the sentence above it has the sums."""
+    rows = re.findall(r"^\| .* \| (\*\*survived\*\*|ends: ).* \| `(test_\w+)` \|$", README, re.M)
+    text = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
+    for _, name in rows:
+        assert f"def {name}(" in text, name
+    there = set(re.findall(r"^def (test_\w+)", (ROOT / "tests" / "test_faults.py").read_text(), re.M))
+    assert there <= {name for _, name in rows}
+    tried, survived, ended = map(
+        int, re.search(r"(\d+) faults tried: (\d+) are survived, .*; (\d+) end", README).groups()
+    )
+    assert (tried, survived) == (len(rows), [outcome for outcome, _ in rows].count("**survived**"))
+    assert ended == tried - survived
+
+
+def test_each_script_is_explained():
+    """README names every script in run/, and the commands of the launchers' table start with what is there."""
+    for path in (ROOT / "run").iterdir():
+        assert f"run/{path.name}" in README or path.name == "setup.sh", path.name
+    for lesson in re.findall(r"^\|.*\| `.*run/\w+\.\w+ (playground/\w+\.py)", README, re.M):
+        assert (ROOT / lesson).exists()
 
 
 def test_links_and_names_lead_somewhere():
