@@ -28,7 +28,7 @@ CUT_SHORT = {97: "reach node 0", 98: "connect to all other ranks"}  # exit statu
 LOST = "another rank has ended, hangs, or its network is down: look for its own error"
 ADVICE = {  # what a failure says, and what to do about it
     "are missing after|clients joined": "start every node, with the same -n, -g, -ip and --port",
-    "is there twice": "give each node its own -nr; if its last run has just been killed, wait or choose another --port",
+    "is there twice": "give each node its own -nr (restarts by torchrun need the torchrun lesson)",
     "is left over": "delete it, or choose another one",
     "differs": "start every node with the same flags",
     "could not reach|client socket|Ping failed": "start node 0, check -ip, --port and the firewall",

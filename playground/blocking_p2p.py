@@ -2,8 +2,8 @@
 
 A distributed program is one script that runs in several processes at once, on one machine (a node) or on many. Each
 process has a rank, from 0 to world_size - 1, and a local rank within its node. They meet at a rendezvous, a key-value
-store on node 0, and form a process group (`join`). A backend carries its messages: gloo between CPUs, NCCL between
-GPUs. Then one rank sends a tensor, and another, with a buffer of that shape and dtype, receives into it.
+store on node 0 or in a file, and form a process group (`join`). A backend carries its messages: gloo between CPUs,
+NCCL between GPUs. Then one rank sends a tensor, and another, with a buffer of that shape and dtype, receives it.
 
     python playground/blocking_p2p.py              # two processes, started by this script
     python playground/blocking_p2p.py -g 3         # three: the numbers go from 0 to 1 to 2
@@ -11,6 +11,7 @@ GPUs. Then one rank sends a tensor, and another, with a buffer of that shape and
     python playground/blocking_p2p.py -n 2 -g 1 -nr 0 -ip <ip of node 0>    # rank 0 here, and on node 1 with -nr 1
     RANK=0 WORLD_SIZE=2 MASTER_ADDR=<ip> MASTER_PORT=8888 python playground/blocking_p2p.py    # by hand, rank 0
     RANK=1 WORLD_SIZE=2 MASTER_ADDR=<ip> MASTER_PORT=8888 python playground/blocking_p2p.py    # and rank 1
+    python playground/blocking_p2p.py --init_method file:///tmp/meet    # the rendezvous is a file; or tcp://, env://
 
 It prints who is who, and then, on CPUs (on GPUs send only queues the message):
 
