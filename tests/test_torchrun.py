@@ -190,16 +190,25 @@ def test_a_full_disk(tmp_path):
 
 
 def test_resnet18_on_colour_images(tmp_path):
-    """Fine-tuning ResNet-18 with two ranks and gradient accumulation on files in CIFAR-10's layout."""
+    """Fine-tuning from weights on disk, two ranks, gradient accumulation, files in CIFAR-10's layout.
+
+    The learning rate is tiny, so that the weights of the checkpoint are still those of the file.
+    """
+    from common.models import resnet18
+
+    given = resnet18()
+    given.fc = torch.nn.Linear(512, 1000)
+    (tmp_path / "hub" / "checkpoints").mkdir(parents=True)
+    torch.save(given.state_dict(), tmp_path / "hub" / "checkpoints" / "resnet18-f37072fd.pth")
     flags = ("--model", "resnet18", "--dataset", "cifar10", "--device", "cpu", "--batch_size", 32, "--epochs", 1)
+    flags = (*flags, "--pretrained", "--lr", 1e-9, "--accumulate", 2, "--data_dir", tmp_path)
     script = Path(__file__).parent / "cifar10_standin.py"
-    done = torchrun(
-        *flags, "--accumulate", 2, "--data_dir", tmp_path, "--run_dir", tmp_path / "run", script=script
-    ).wait()
+    done = torchrun(*flags, "--run_dir", tmp_path / "run", script=script, env={"TORCH_HOME": str(tmp_path)}).wait()
     assert done.returncode == 0, done.stderr
     assert len(epochs(done.stdout)) == 1
     state = torch.load(tmp_path / "run" / "epoch-0001.pt", weights_only=True)["model"]
     assert state["fc.weight"].shape == (10, 512)
+    torch.testing.assert_close(state["conv1.weight"], given.conv1.weight, atol=1e-6, rtol=0)
     assert state["bn1.num_batches_tracked"] == 2 * 2  # two steps in two pieces
     assert state["bn1.running_mean"].abs().sum() > 0
 
