@@ -35,8 +35,8 @@ class Images(Dataset):
     """Images and labels that are in memory already, read one by one or a whole batch at once.
 
     Args:
-        images: float32 (N, 1, 28, 28), normalised.
-        labels: int64 (N,), the digits 0 to 9.
+        images: float32 (N, C, H, W), normalised: (N, 1, 28, 28), or (N, 3, 32, 32) of cifar10.
+        labels: int64 (N,), the classes 0 to 9.
     """
 
     def __init__(self, images: Tensor, labels: Tensor):
@@ -47,11 +47,11 @@ class Images(Dataset):
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return one image, float32 (1, 28, 28), and its label, int64 ()."""
+        """Return one image, float32 (C, H, W), and its label, int64 ()."""
         return self.images[index], self.labels[index]
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        """Return a batch, float32 (B, 1, 28, 28) and int64 (B,). DataLoader prefers this to B single reads."""
+        """Return a batch, float32 (B, C, H, W) and int64 (B,). DataLoader prefers this to B single reads."""
         index = torch.tensor(indices)
         return self.images.index_select(0, index), self.labels.index_select(0, index)
 

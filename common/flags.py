@@ -8,6 +8,7 @@ args = parse(parser)
 import argparse
 import os
 import re
+import sys
 import tempfile
 from pathlib import Path
 
@@ -23,7 +24,7 @@ def flags(
     training: bool = True,
     distributed: bool = True,
     node_index: tuple[str, ...] = ("-nr", "--nr"),
-    savefile: bool = True,
+    spawns: bool = True,
 ) -> argparse.ArgumentParser:
     """Make the parser of a lesson.
 
@@ -35,7 +36,8 @@ def flags(
             SLURM_PROCID or OMPI_COMM_WORLD_RANK and the like). They are the defaults then: each process counts as a
             node of its own, with one rank.
         node_index: the names of the flag for this node's index.
-        savefile: add --savefile.
+        spawns: the lesson starts its processes itself; else a launcher does, or there is only one, and the lesson has a
+            way of its own to save.
 
     A lesson may add a flag of these once more, to change its choices or its default.
     """
@@ -53,7 +55,7 @@ def flags(
         add("--dataset", choices=["mnist", "digits"], help="default: mnist, or digits where it can't be had")
         add("--data_dir", default=DATA_DIR, help="default: data/ beside playground/")
         add("--seed", type=int, default=0)
-        if savefile:
+        if spawns:
             add("-s", "--savefile", help="write a checkpoint here after each epoch")
     if distributed:
         add("-n", "--nodes", type=int, default=env.get("WORLD_SIZE", 1), help="machines")
@@ -61,7 +63,7 @@ def flags(
             "-g",
             "--gpus",
             type=int,
-            default=1 if "RANK" in env else None,
+            default=1 if "RANK" in env or not spawns else None,
             help="processes per node; default: its GPUs, or 2",
         )
         add(*node_index, dest="nr", type=int, default=env.get("RANK", 0), help="index of this node, 0 to n-1")
@@ -77,12 +79,13 @@ def flags(
     return parser
 
 
-def parse(parser: argparse.ArgumentParser, least: int = 1) -> argparse.Namespace:
+def parse(parser: argparse.ArgumentParser, least: int = 1, spawns: bool = True) -> argparse.Namespace:
     """Parse the command line, fill in what was left open and refuse what can't work.
 
     Args:
         parser: from `flags`, with the lesson's own flags added.
         least: how many processes the lesson needs. Without -g, a machine with fewer GPUs runs 2 processes on its CPU.
+        spawns: as for `flags`.
 
     Returns:
         The flags, all of them plain values; distributed lessons get `world_size`, the number of processes, as well.
@@ -97,24 +100,34 @@ def parse(parser: argparse.ArgumentParser, least: int = 1) -> argparse.Namespace
 
     if getattr(args, "dataset", None) == "cifar10" and args.model != "resnet18":
         parser.error(f"--model {args.model} takes grey images of 28x28 pixels: use --model resnet18")
+    if getattr(args, "pretrained", False) and args.model != "resnet18":
+        parser.error(f"there are no weights for --model {args.model}: leave --pretrained out, or use --model resnet18")
 
     wanted = getattr(args, "gpus", 1)
     if "RANK" in os.environ and wanted is not None:
-        wanted = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # the launcher's others on this node need GPUs, too
+        env = os.environ  # the launcher's others on this node need GPUs, too
+        wanted = max(int(env.get("LOCAL_WORLD_SIZE", 1)), int(env.get("LOCAL_RANK", 0)) + 1)
     if args.device == "auto":
         args.device = "cuda" if gpus_here >= (least if wanted is None else 1) else "cpu"
     if wanted is None:
         wanted = args.gpus = gpus_here if args.device == "cuda" and gpus_here >= least else 2
     if args.device == "cuda" and wanted > gpus_here:
-        instead = f"-g {gpus_here} or --device cpu" if gpus_here and hasattr(args, "gpus") else "--device cpu"
+        fewer = f"--nproc-per-node {gpus_here}" if "RANK" in os.environ else f"-g {gpus_here}"
+        instead = f"{fewer} or --device cpu" if gpus_here and hasattr(args, "gpus") else "--device cpu"
         parser.error(f"{wanted} GPUs are needed, this machine has {gpus_here}: use {instead}")
-    if ids := getattr(args, "gpu_ids", None):
-        if args.device == "cpu" or not all(0 <= gpu < gpus_here for gpu in ids):
+    if hasattr(args, "gpu_ids"):
+        ids = args.gpu_ids
+        if ids is None:
+            args.gpu_ids = list(range(wanted))
+        elif not all(0 <= gpu < gpus_here for gpu in ids):
             parser.error(f"--gpu_ids {ids}: this machine has {gpus_here} GPUs, numbered from 0")
-        if len(set(ids)) < max(wanted, len(ids)):
+        elif len(set(ids)) < max(wanted, len(ids)):
             parser.error(f"--gpu_ids {ids}: name a GPU for each of the {wanted} processes, none twice")
     if hasattr(args, "nodes"):
         _check_processes(parser, args, least)
+        if not spawns and args.world_size > 1 and "RANK" not in os.environ:
+            start = f"torchrun --standalone --nproc-per-node {args.gpus} {sys.argv[0]}"
+            parser.error(f"torchrun starts the processes: {start if args.nodes == 1 else 'see run/torchrun_node.sh'}")
     if getattr(args, "savefile", None) and getattr(args, "nr", 0) == 0:
         try:  # now rather than after an hour of training
             if os.path.isdir(args.savefile):
@@ -130,12 +143,14 @@ def parse(parser: argparse.ArgumentParser, least: int = 1) -> argparse.Namespace
 def _check_processes(parser: argparse.ArgumentParser, args: argparse.Namespace, least: int) -> None:
     """Fill in and check the flags of a distributed lesson."""
     launched = "RANK" in os.environ
+    if launched and "WORLD_SIZE" not in os.environ:
+        parser.error("RANK is set, so set WORLD_SIZE, MASTER_ADDR and MASTER_PORT too, or unset RANK")
+    if launched and (args.nodes, args.gpus, args.nr) != (int(os.environ["WORLD_SIZE"]), 1, int(os.environ["RANK"])):
+        parser.error("RANK is set, so a launcher says how many processes there are: leave -n, -g and -nr out")
     args.world_size = args.nodes * args.gpus
     args.meeting_file = _place_to_meet(parser, args)
     args.port = args.port or (8888 if args.nodes > 1 else 0)  # 0: any free port
     args.backend = args.backend or ("nccl" if args.device == "cuda" else "gloo")
-    if launched and "WORLD_SIZE" not in os.environ:
-        parser.error("RANK is set, so set WORLD_SIZE, MASTER_ADDR and MASTER_PORT too, or unset RANK")
     if args.backend not in ("nccl", "gloo", "mpi"):
         parser.error(f"--backend {args.backend} is unknown: use nccl, gloo or mpi")
     if not dist.is_backend_available(args.backend):

@@ -20,6 +20,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -37,7 +38,8 @@ ADVICE = {  # what a failure says, and what to do about it
     "torchrun's restarts on several nodes set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
     "EADDRINUSE": "choose another --port, the same on every node",
     r"Errno (2|13|17|20|21|28|30)\b": "make room, or choose another --savefile or --run_dir",
-    "SIGABRT": "the ranks were in different collectives, or a buffer had another size, or one was late",
+    "SIGABRT": "the ranks were in different collectives, or a buffer had another size, or one was late or, with NCCL, "
+    "has ended: look for its own error",
     "signal SIG": "if it was not you, memory may have run out: use fewer processes",
     "gloo|NCCL|onnection|imed out|timeout": LOST,
 }
@@ -125,6 +127,22 @@ def introduce(everyone: list[tuple[dict, tuple[int, int, int, str, int, str]]], 
         _compare(everyone[rank][0], rank, flags_there, other)
     if rank == 0:
         _print_table([row for _, row in everyone])
+
+
+def go_on_with(path: str | Path, then: dict, args: argparse.Namespace) -> None:
+    """Make sure that a checkpoint is of the same training.
+
+    Args:
+        path: of the checkpoint.
+        then: the flags that it was trained with.
+        args: the flags now, from `common.flags.parse`.
+
+    Raises:
+        SystemExit: with one line, if a flag has changed on which the numbers depend.
+    """
+    for name in ("model", "dataset", "batch_size", "lr", "seed"):
+        if then[name] != vars(args)[name]:
+            sys.exit(f"error: {path} was trained with --{name} {then[name]}: use that, or choose another --run_dir")
 
 
 def _compare(here: dict, rank: int, there: dict, other: int) -> None:

@@ -6,7 +6,7 @@ and starts all again (--max-restarts). So rank 0 keeps a run folder, with a log,
 
     python playground/distributed_data_parallel_torchrun.py    # one process, without torchrun
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 playground/distributed_data_parallel_torchrun.py
-    torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint <ip of node 0>:29500 ...    # on both
+    NODE0=<ip of node 0> RESTARTS=3 run/torchrun_node.sh playground/distributed_data_parallel_torchrun.py    # on each
     torchrun --standalone --nproc-per-node 3 playground/distributed_data_parallel_torchrun.py --gpu_ids 1,6,3 \\
         --batch_size 126 --model resnet18 --dataset cifar10 --pretrained --accumulate 4    # tensorboard --logdir runs
 
@@ -41,30 +41,28 @@ from tqdm import tqdm
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
 from common.data import DATASETS, fetch, load, whole_batch
 from common.flags import flags, parse
-from common.guard_rails import deadline, explain, introduce
+from common.guard_rails import deadline, explain, go_on_with, introduce
 from common.models import MODELS, resnet18
 
 
 def join(args):
     """Form the process group, print who is who. Returns this process's rank and its device."""
     local_rank = int(os.environ.get("LOCAL_RANK", 0))  # NEW: torchrun's environment says all there is to know
-    gpu = args.gpu_ids[local_rank] if args.gpu_ids else local_rank
-    device = torch.device("cuda", gpu) if args.device == "cuda" else torch.device("cpu")
-    if args.device == "cuda":
-        torch.cuda.set_device(device)  # else every rank would also use GPU 0
-    store, wait = dist.HashStore(), timedelta(seconds=args.timeout)  # NEW: for a group of one, without torchrun
+    gpu = torch.device("cuda", args.gpu_ids[local_rank]) if args.device == "cuda" else None
+    device = gpu or torch.device("cpu")
+    if gpu:
+        torch.cuda.set_device(gpu)  # else every rank would also use GPU 0
+    store, wait = dist.HashStore(), timedelta(seconds=args.timeout)  # NEW: to meet oneself, without torchrun
     with deadline(args, "reach node 0"):
         if "RANK" in os.environ:
-            store, *_ = next(dist.rendezvous("env://", timeout=wait))  # NEW: torchrun has started it already
-            if os.environ.get("GROUP_WORLD_SIZE") == "1":  # on one node it is still there after a restart
+            store, *_ = next(dist.rendezvous("env://", timeout=wait))  # NEW: torchrun keeps a store for us
+            if os.environ.get("GROUP_WORLD_SIZE") == "1":  # the same after a restart: don't read what is in it
                 store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
-        dist.init_process_group(args.backend, store=store, rank=args.nr, world_size=args.world_size, timeout=wait)
+        world = {"rank": args.nr, "world_size": args.world_size, "device_id": gpu}
+        dist.init_process_group(args.backend, store=store, timeout=wait, **world)
     me = (os.environ.get("GROUP_RANK", 0), args.nr, local_rank, str(device), os.getpid(), os.uname().nodename)
-    everyone = [None] * args.world_size
-    dist.all_gather_object(everyone, (vars(args), me))
+    dist.all_gather_object(everyone := [None] * args.world_size, (vars(args), me))
     introduce(everyone, args.nr)
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    torch.set_num_threads(max(1, torch.get_num_threads() // ranks_here))  # they share the cores
     return args.nr, device
 
 
@@ -80,22 +78,24 @@ def save(args, epoch, model, optimizer):
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch, "args": vars(args)}
     with open(f"{args.run_dir}/unfinished.pt", "wb") as file:
         torch.save(state, file)
+        os.fsync(file.fileno())  # before it gets its name: the machine may die, too
     os.replace(f"{args.run_dir}/unfinished.pt", f"{args.run_dir}/epoch-{epoch:04}.pt")
     for old in sorted(Path(args.run_dir).glob("epoch-*.pt"))[:-3]:
         old.unlink()
 
 
 def newest_checkpoint(args):
-    """Return the last checkpoint; if it can't be read, the one before it, and so on; None if there is none."""
-    for path in sorted(Path(args.run_dir).glob("epoch-*.pt"), reverse=True):
+    """Return the last checkpoint, or the one before it if that is damaged, and so on; None if there has been none."""
+    paths = sorted(Path(args.run_dir).glob("epoch-*.pt"))
+    while paths:
         try:
-            state = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:  # cut short, it may raise almost anything
+            state = torch.load(path := paths.pop(), map_location="cpu", weights_only=True)
+        except (RuntimeError, EOFError) as error:
+            if not paths:
+                sys.exit(f"error: {path} is damaged, and there is none before it: choose another --run_dir")
             log(args, f"WARNING: {path} is damaged ({type(error).__name__}): using the one before it")
             continue
-        for name in ("model", "dataset", "batch_size", "lr", "seed"):
-            if (then := state["args"][name]) != vars(args)[name]:
-                sys.exit(f"error: {path} was trained with --{name} {then}: use that, or choose another --run_dir")
+        go_on_with(path, state["args"], args)
         log(args, f"{args.run_dir}: {state['epoch']} of {args.epochs} epochs are done (--run_dir: start another run)")
         return state
 
@@ -141,13 +141,12 @@ def train(args):
         model = DistributedDataParallel(plain.to(device))  # gives all ranks rank 0's weights
         optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6)  # 1e-8 makes steps of rounding errors
         found = [newest_checkpoint(args) if rank == 0 else None]
-        dist.broadcast_object_list(found, device=device)  # NEW: rank 0 tells the others, who may have another disk
+        dist.broadcast_object_list(found, device=device)  # NEW: one reads, all get the same
         if found[0]:
             plain.load_state_dict(found[0]["model"])
             optimizer.load_state_dict(found[0]["optimizer"])
         done = found[0]["epoch"] if found[0] else 0  # NEW: the sampler makes each epoch's order from its number
-        if rank == 0:
-            curves = SummaryWriter(args.run_dir, purge_step=done + 1)
+        curves = SummaryWriter(args.run_dir, purge_step=done + 1) if rank == 0 else None
 
         for epoch in range(done, args.epochs):
             sampler.set_epoch(epoch)  # another order in each epoch, the same in each run
@@ -176,18 +175,19 @@ def train(args):
 
 def main():
     """Join the ranks that torchrun has started. A failure ends in one line, and torchrun ends the other ranks."""
-    parser = flags(__doc__, savefile=False)
-    parser.set_defaults(gpus=1)
+    parser = flags(__doc__, spawns=False)
     add = parser.add_argument
     add("--model", choices=[*MODELS, "resnet18"], default="mlp")
     add("--dataset", choices=DATASETS, help="default: mnist, or digits where it can't be had")
-    add("--pretrained", action="store_true", help="give resnet18 weights that were trained on ImageNet")
+    add(
+        "--pretrained",
+        action="store_true",
+        help="start with ImageNet weights (if the download is slow, raise --timeout)",
+    )
     add("--accumulate", type=int, default=1, help="compute a batch in so many pieces, which saves memory")
     add("--gpu_ids", type=lambda text: [int(gpu) for gpu in text.split(",")], help="GPUs of this node, as in 1,6,3")
     add("--run_dir", help="folder for log, curves and checkpoints; default: runs/<model>-<dataset>")
-    args = parse(parser)
-    if args.world_size > 1 and "RANK" not in os.environ:
-        parser.error(f"torchrun starts the processes: torchrun --standalone --nproc-per-node {args.gpus} {sys.argv[0]}")
+    args = parse(parser, spawns=False)
     try:
         args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
         args.run_dir = args.run_dir or f"runs/{args.model}-{args.dataset}"

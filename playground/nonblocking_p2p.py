@@ -48,8 +48,9 @@ def join(local_rank, args):
     rank = args.nr * args.gpus + local_rank
     local_rank = int(os.environ.get("LOCAL_RANK", local_rank))
     device = torch.device("cuda", local_rank) if args.device == "cuda" else torch.device("cpu")
-    if args.device == "cuda":
-        torch.cuda.set_device(device)  # else every rank would also use GPU 0
+    gpu = device if args.device == "cuda" else None
+    if gpu:
+        torch.cuda.set_device(gpu)  # else every rank would also use GPU 0
     wait = timedelta(seconds=args.timeout)
     with deadline(args, "reach node 0"):
         if args.meeting_file:  # the rendezvous is a dictionary in a file, or one that node 0 keeps
@@ -58,7 +59,8 @@ def join(local_rank, args):
             store = dist.TCPStore(args.ip, args.port, timeout=wait, wait_for_workers=False)
     everyone = sign_in(store, rank, local_rank, device, args)
     with deadline(args, "connect to all other ranks"):
-        dist.init_process_group(args.backend, store=store, rank=rank, world_size=args.world_size, timeout=wait)
+        world = {"rank": rank, "world_size": args.world_size, "device_id": gpu}  # with a GPU, NCCL connects now
+        dist.init_process_group(args.backend, store=store, timeout=wait, **world)
     ranks_here = [host for *_, host in everyone].count(os.uname().nodename)
     torch.set_num_threads(max(1, torch.get_num_threads() // ranks_here))  # they share the cores
     return rank, device

@@ -22,10 +22,7 @@ def test_messages_between_two_nodes(nodes):
     """blocking_p2p and nonblocking_p2p: what rank 0 sends arrives on the other node."""
     for lesson, line in (
         ("blocking_p2p", "rank 1: [0.0, 0.0, 0.0, 0.0] -> [0.0, 1.0, 2.0, 3.0], 1.0 s in recv"),
-        (
-            "nonblocking_p2p",
-            "[0.0, 2.0, 4.0, 6.0, 8.0] -> [0.0, 3.0, 6.0, 9.0, 12.0], as dist.all_reduce: True",
-        ),
+        ("nonblocking_p2p", "[0.0, 2.0, 4.0, 6.0, 8.0] -> [0.0, 3.0, 6.0, 9.0, 12.0], as dist.all_reduce: True"),
     ):
         flags = ("--device", "cpu", "-n", 2, "-g", 1, "-ip", ADDRESSES[0])
         one = Lesson(lesson, *flags, "-nr", 1, prefix=nodes.enter(1))

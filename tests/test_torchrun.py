@@ -166,6 +166,24 @@ def test_a_checkpoint_cut_short(tmp_path):
         torch.testing.assert_close(weight, expected[name], atol=1e-5, rtol=0)
 
 
+def test_all_checkpoints_damaged(tmp_path):
+    """It stops, rather than train anew and remove what might still be saved."""
+    folder = tmp_path / "run"
+    run(LESSON, *DIGITS, "--epochs", 2, "--run_dir", folder)
+    for path in folder.glob("epoch-*.pt"):
+        path.write_bytes(path.read_bytes()[:1000])
+    done = run(LESSON, *DIGITS, "--epochs", 2, "--run_dir", folder, status=1)
+    one_line(done, "epoch-0001.pt is damaged, and there is none before it", "--run_dir")
+    assert len(list(folder.glob("epoch-*.pt"))) == 2
+
+
+def test_processes_of_a_launcher_and_own_flags():
+    """-g under torchrun: the launcher says how many there are."""
+    done = torchrun(*SHORT, "-g", 2).wait(60)
+    assert done.returncode == 1
+    assert "a launcher says how many processes there are: leave -n, -g and -nr out" in done.stderr
+
+
 def test_a_full_disk(tmp_path):
     """No room for the next checkpoint: one line, the ones before it are whole, and with more room it goes on."""
     from nodes import need, sh
@@ -233,6 +251,8 @@ def test_resnet18_resumes_with_its_batch_norm(tmp_path):
         (("--accumulate", 0), ("--accumulate 0",)),
         (("--dataset", "cifar10"), ("--model resnet18",)),
         (("-g", 2), ("torchrun --standalone --nproc-per-node 2",)),
+        (("-n", 2, "-ip", "10.0.0.1"), ("run/torchrun_node.sh",)),
+        (("--pretrained",), ("--model resnet18",)),
         (("--batch_size", 0), ("--batch_size 0",)),
     ],
 )
