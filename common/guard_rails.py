@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 CUT_SHORT = {97: "reach node 0", 98: "connect to all other ranks"}  # exit status of a rank, what it could not do
-LOST = "another rank has ended, hangs, or its network is down: look for its own error"
+LOST = "another rank has ended, is in another collective, or its network is down: look for its own error"
 ADVICE = {  # what a failure says, and what to do about it
     "are missing after|clients joined": "start every node, with the same -n, -g, -ip and --port",
     "is there twice": "give each node its own -nr (restarts by torchrun need the torchrun lesson)",
@@ -186,7 +186,8 @@ def explain(error: BaseException, args: argparse.Namespace) -> int:
         what = full[1]  # torch.save raises another error after it
     if status := re.search("exit code (97|98)", what):
         what = f"could not {CUT_SHORT[int(status[1])]} in {args.timeout} s"
-    if isinstance(error, KeyboardInterrupt):
+    interrupted = re.search("^KeyboardInterrupt", cause, re.M)  # torch.save raises another error after it
+    if interrupted:
         what = "interrupted by Ctrl-C"
     where = ""
     if hasattr(args, "nr"):
@@ -197,7 +198,7 @@ def explain(error: BaseException, args: argparse.Namespace) -> int:
     torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # it says itself who failed first
     if several and not torchrun and not re.search("could not reach|client socket|Ping failed|EADDRINUSE", what):
         told = _first_failure(told, ADVICE.get(sign) != LOST, args)
-    if isinstance(error, KeyboardInterrupt):
+    if interrupted:
         print("interrupted", file=sys.stderr)
         return 130
     if sign is None:

@@ -18,6 +18,8 @@ ROOT = Path(__file__).resolve().parents[1]
 LESSONS = sorted(path.stem for path in (ROOT / "playground").glob("*.py"))
 MNIST = ROOT.parent / "shared" / "mnist"  # torchvision's layout; tests that need it skip where it is missing
 STANDIN = Path(__file__).parent / "detectron2_standin"
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as under nohup; what is started here would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 

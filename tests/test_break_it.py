@@ -42,8 +42,8 @@ def test_a_collective_on_rank_0_only(change):
     """One rank is in an all_reduce that the other does not join: it ends in time and says so."""
     old = "            _, test_hits, test_seen = run_epoch("
     copy = change("distributed_data_parallel", old, f"            if rank == 0:\n    {old}")
-    for count, words in ((1, "another rank died or is in another collective"), (3, "different collectives")):
-        done = run(copy, *DIGITS, "-g", 2, "--epochs", count, "--timeout", 10, status=1, timeout=40)
+    for count, words in ((1, "is in another collective"), (3, "different collectives")):
+        done = run(copy, *DIGITS, "-g", 2, "--epochs", count, "--timeout", 10, status=1)
         assert words in done.stderr.splitlines()[-1]
 
 
