@@ -52,9 +52,12 @@ def flags(
         add("--batch_size", "--batch-size", type=int, default=128, help="images in a step, over all ranks")
         add("--lr", type=float, default=1e-3, help="Adam's learning rate")
         add("--model", choices=MODELS, default="mlp")
+        add("--width", type=int, help="neurons in each hidden layer; default: 64 (mlp), 120 (cnn)")
+        add("--layers", type=int, help="hidden layers, the linear ones in cnn; default: 3 (mlp), 1 (cnn)")
         add("--dataset", choices=["mnist", "digits"], help="default: mnist, or digits where it can't be had")
         add("--data_dir", default=DATA_DIR, help="default: data/ beside playground/")
         add("--seed", type=int, default=0)
+        add("--profile", metavar="DIR", help="write a trace of some steps of each rank here, for ui.perfetto.dev")
         if spawns:
             add("-s", "--savefile", help="write a checkpoint here after each epoch")
     if distributed:
@@ -94,7 +97,7 @@ def parse(parser: argparse.ArgumentParser, least: int = 1, spawns: bool = True) 
         SystemExit: with status 2 and one line that says what to type.
     """
     args, gpus_here = parser.parse_args(), torch.cuda.device_count()
-    for name in ("epochs", "batch_size", "nodes", "gpus", "timeout", "micro_batches", "accumulate"):
+    for name in ("epochs", "batch_size", "nodes", "gpus", "timeout", "micro_batches", "accumulate", "width", "layers"):
         if (value := getattr(args, name, None)) is not None and value < 1:
             parser.error(f"--{name} {value}: must be 1 or more")
 
@@ -128,16 +131,33 @@ def parse(parser: argparse.ArgumentParser, least: int = 1, spawns: bool = True) 
         if not spawns and args.world_size > 1 and "RANK" not in os.environ:
             start = f"torchrun --standalone --nproc-per-node {args.gpus} {sys.argv[0]}"
             parser.error(f"torchrun starts the processes: {start if args.nodes == 1 else 'see run/torchrun_node.sh'}")
+    if getattr(args, "model", None) == "resnet18" and (args.width or args.layers):
+        parser.error("--model resnet18 has its own --width and --layers: leave them out, or use --model mlp")
     if getattr(args, "savefile", None) and getattr(args, "nr", 0) == 0:
-        try:  # now rather than after an hour of training
-            if os.path.isdir(args.savefile):
-                raise IsADirectoryError(0, "is a folder")
-            Path(args.savefile).parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=Path(args.savefile).parent):
-                pass
-        except OSError as error:
-            parser.error(f"can't write --savefile {args.savefile} ({error.strerror}): choose another")
+        _check_file(parser, args, "savefile")
+    if getattr(args, "plot", None) and getattr(args, "nr", 0) == 0:
+        _check_file(parser, args, "plot")
+    if getattr(args, "profile", None):
+        _check_folder(parser, "profile", args.profile, Path(args.profile))
     return args
+
+
+def _check_file(parser: argparse.ArgumentParser, args: argparse.Namespace, name: str) -> None:
+    """Refuse a file that can't be written: now rather than after an hour of training."""
+    path = getattr(args, name)
+    if os.path.isdir(path):
+        parser.error(f"can't write --{name} {path} (is a folder): choose another")
+    _check_folder(parser, name, path, Path(path).parent)
+
+
+def _check_folder(parser: argparse.ArgumentParser, name: str, path: str, folder: Path) -> None:
+    """Make the folder, and refuse one that can't be written to."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        parser.error(f"can't write --{name} {path} ({error.strerror}): choose another")
 
 
 def _check_processes(parser: argparse.ArgumentParser, args: argparse.Namespace, least: int) -> None:

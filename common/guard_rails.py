@@ -45,6 +45,7 @@ ADVICE = {  # what a failure says, and what to do about it
 }
 MAY_DIFFER = {  # between nodes, or between ranks
     "nr", "ip", "port", "init_method", "meeting_file", "timeout", "gpu_ids", "data_dir", "savefile", "run_dir",
+    "profile", "plot",
 }  # fmt: skip
 
 
@@ -140,7 +141,7 @@ def go_on_with(path: str | Path, then: dict, args: argparse.Namespace) -> None:
     Raises:
         SystemExit: with one line, if a flag has changed on which the numbers depend.
     """
-    for name in ("model", "dataset", "batch_size", "lr", "seed"):
+    for name in ("model", "width", "layers", "dataset", "batch_size", "lr", "seed"):
         if then[name] != vars(args)[name]:
             sys.exit(f"error: {path} was trained with --{name} {then[name]}: use that, or choose another --run_dir")
 

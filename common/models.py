@@ -5,23 +5,26 @@ an ordinary `nn.Sequential`; the names of the weights are the same wherever a st
 """
 
 import sys
+from itertools import chain, pairwise
 
 from torch import Tensor, nn
 
 
 class MLP(nn.Module):
-    """A multi-layer perceptron, 784-width-width-width-10, with ReLU between the layers.
+    """A multi-layer perceptron, 784-width-...-width-10, with ReLU between the layers.
 
     Args:
-        width: neurons in each hidden layer.
+        width: neurons in each hidden layer; None: 64.
+        layers: hidden layers, the larger half of them in the first stage; None: 3.
     """
 
-    def __init__(self, width: int = 64):
+    def __init__(self, width: int | None = None, layers: int | None = None):
         super().__init__()
-        self.stage1 = nn.Sequential(
-            nn.Flatten(), nn.Linear(28 * 28, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()
-        )
-        self.stage2 = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
+        sizes = [28 * 28] + [width or 64] * (layers or 3)
+        hidden = [(nn.Linear(*pair), nn.ReLU()) for pair in pairwise(sizes)]
+        half = len(hidden) // 2 + 1
+        self.stage1 = nn.Sequential(nn.Flatten(), *chain(*hidden[:half]))
+        self.stage2 = nn.Sequential(*chain(*hidden[half:]), nn.Linear(sizes[-1], 10))
 
     def forward(self, images: Tensor) -> Tensor:
         """Turn images, float32 (N, 1, 28, 28), into class scores (logits), float32 (N, 10)."""
@@ -32,13 +35,16 @@ class CNN(nn.Module):
     """A convolutional network of LeNet-5's size (LeCun et al., 1998): two convolutions, two linear layers.
 
     Args:
+        width: neurons in each hidden linear layer; None: 120.
+        layers: hidden linear layers; None: 1.
         dropout: share of the hidden layer switched off at random in training. It is 0 because every
             process would draw other random numbers than a single process does, and then the lessons
             could not arrive at the same weights.
     """
 
-    def __init__(self, dropout: float = 0.0):
+    def __init__(self, width: int | None = None, layers: int | None = None, dropout: float = 0.0):
         super().__init__()
+        sizes = [16 * 5 * 5] + [width or 120] * (layers or 1)
         self.stage1 = nn.Sequential(
             nn.Conv2d(1, 6, kernel_size=5, padding=2),
             nn.ReLU(),
@@ -47,9 +53,8 @@ class CNN(nn.Module):
             nn.ReLU(),
             nn.MaxPool2d(2),
         )
-        self.stage2 = nn.Sequential(
-            nn.Flatten(), nn.Linear(16 * 5 * 5, 120), nn.ReLU(), nn.Dropout(dropout), nn.Linear(120, 10)
-        )
+        hidden = [(nn.Linear(*pair), nn.ReLU(), nn.Dropout(dropout)) for pair in pairwise(sizes)]
+        self.stage2 = nn.Sequential(nn.Flatten(), *chain(*hidden), nn.Linear(sizes[-1], 10))
 
     def forward(self, images: Tensor) -> Tensor:
         """Turn images, float32 (N, 1, 28, 28), into class scores (logits), float32 (N, 10)."""

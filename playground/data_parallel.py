@@ -34,6 +34,7 @@ from common.data import fetch, load, whole_batch
 from common.flags import flags, parse
 from common.guard_rails import explain
 from common.models import MODELS
+from common.profiling import profiled
 
 
 def run_epoch(model, loader, device, optimizer=None):
@@ -65,7 +66,7 @@ def train(args):
     sampler = RandomSampler(train_set, generator=order)
     train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True, collate_fn=whole_batch)
     test_loader = DataLoader(test_set, 1000, collate_fn=whole_batch)
-    model = MODELS[args.model]().to(device)
+    model = MODELS[args.model](args.width, args.layers).to(device)
     if args.device == "cuda":  # NEW: from now on model(images) uses all GPUs; the training loop does not change
         model = nn.DataParallel(model, device_ids=list(range(args.gpus)))
     else:
@@ -76,7 +77,8 @@ def train(args):
         order.manual_seed(args.seed + epoch)  # another order in each epoch, the same in each run
         start = time.perf_counter()
         bar = tqdm(train_loader, leave=False, disable=None)  # None: only on a terminal
-        loss, hits, seen = run_epoch(model, bar, device, optimizer).tolist()
+        steps = profiled(bar, args.profile)
+        loss, hits, seen = run_epoch(model, steps, device, optimizer).tolist()
         seconds = time.perf_counter() - start
         _, test_hits, test_seen = run_epoch(model, test_loader, device).tolist()
         line = f"epoch {epoch + 1}/{args.epochs}  loss {loss / seen:.4f}  train {hits / seen:.2%}"

@@ -45,6 +45,7 @@ from common.data import fetch, load, whole_batch
 from common.flags import flags, parse
 from common.guard_rails import deadline, explain, sign_in
 from common.models import MODELS
+from common.profiling import profiled
 
 
 def join(local_rank, args):
@@ -103,14 +104,16 @@ def train(local_rank, args):
         train_loader = DataLoader(train_set, share, sampler=sampler, drop_last=True, collate_fn=whole_batch)
         mine = range(rank, len(test_set), args.world_size)  # no padding: each test image counts exactly once
         test_loader = DataLoader(test_set, 1000, sampler=mine, collate_fn=whole_batch)
-        model = DistributedDataParallel(MODELS[args.model]().to(device))  # NEW: gives all ranks rank 0's weights
+        model = MODELS[args.model](args.width, args.layers).to(device)
+        model = DistributedDataParallel(model)  # NEW: gives all ranks rank 0's weights
         optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6)  # 1e-8 makes steps of rounding errors
 
         for epoch in range(args.epochs):
             sampler.set_epoch(epoch)  # another order in each epoch, the same in each run
             start = time.perf_counter()
             bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)  # None: only on a terminal
-            loss, hits, seen = run_epoch(model, bar, device, optimizer).tolist()
+            steps = profiled(bar, args.profile)
+            loss, hits, seen = run_epoch(model, steps, device, optimizer).tolist()
             seconds = time.perf_counter() - start
             _, test_hits, test_seen = run_epoch(
                 model.module, test_loader, device

@@ -44,6 +44,7 @@ from common.data import fetch, load, whole_batch
 from common.flags import flags, parse
 from common.guard_rails import deadline, explain, introduce
 from common.models import MODELS
+from common.profiling import profiled
 
 warnings.filterwarnings("ignore", category=FutureWarning)  # detectron2 uses parts of torch that will go
 try:
@@ -99,7 +100,7 @@ def train(args):
         train_loader = DataLoader(train_set, share, sampler=sampler, drop_last=True, collate_fn=whole_batch)
         mine = range(rank, len(test_set), world_size)  # no padding: each test image counts exactly once
         test_loader = DataLoader(test_set, 1000, sampler=mine, collate_fn=whole_batch)
-        plain = MODELS[args.model]().to(device)
+        plain = MODELS[args.model](args.width, args.layers).to(device)
         model = DistributedDataParallel(plain) if world_size > 1 else plain  # NEW: launch makes no group for one
         optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6)  # 1e-8 makes steps of rounding errors
 
@@ -108,7 +109,8 @@ def train(args):
             comm.synchronize()  # NEW: a barrier, so that all clocks start together
             start = time.perf_counter()
             bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)  # None: only on a terminal
-            totals = dict(zip(("loss", "hits", "seen"), run_epoch(model, bar, device, optimizer), strict=True))
+            steps = profiled(bar, args.profile)
+            totals = dict(zip(("loss", "hits", "seen"), run_epoch(model, steps, device, optimizer), strict=True))
             totals = comm.reduce_dict(totals, average=False)  # NEW: sums over all ranks, on rank 0
             seconds = time.perf_counter() - start
             tests = comm.gather(run_epoch(plain, test_loader, device).tolist())  # NEW: a list on rank 0, else empty

@@ -43,6 +43,7 @@ from common.data import DATASETS, fetch, load, whole_batch
 from common.flags import flags, parse
 from common.guard_rails import deadline, explain, go_on_with, introduce
 from common.models import MODELS, resnet18
+from common.profiling import profiled
 
 
 def join(args):
@@ -137,7 +138,8 @@ def train(args):
         train_loader = DataLoader(train_set, share, sampler=sampler, drop_last=True, collate_fn=whole_batch)
         mine = range(rank, len(test_set), args.world_size)  # no padding: each test image counts exactly once
         test_loader = DataLoader(test_set, 1000, sampler=mine, collate_fn=whole_batch)
-        plain = resnet18(args.pretrained and rank == 0) if args.model == "resnet18" else MODELS[args.model]()
+        size = (args.width, args.layers)
+        plain = resnet18(args.pretrained and rank == 0) if args.model == "resnet18" else MODELS[args.model](*size)
         model = DistributedDataParallel(plain.to(device))  # gives all ranks rank 0's weights
         optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6)  # 1e-8 makes steps of rounding errors
         found = [newest_checkpoint(args) if rank == 0 else None]
@@ -152,7 +154,8 @@ def train(args):
             sampler.set_epoch(epoch)  # another order in each epoch, the same in each run
             start = time.perf_counter()
             bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)  # None: only on a terminal
-            loss, hits, seen = run_epoch(model, bar, device, optimizer, args.accumulate).tolist()
+            steps = profiled(bar, args.profile)
+            loss, hits, seen = run_epoch(model, steps, device, optimizer, args.accumulate).tolist()
             seconds = time.perf_counter() - start
             for buffer in plain.buffers():  # NEW: batch norm's averages are each rank's own: test with those we save
                 dist.broadcast(buffer, src=0)
@@ -179,11 +182,7 @@ def main():
     add = parser.add_argument
     add("--model", choices=[*MODELS, "resnet18"], default="mlp")
     add("--dataset", choices=DATASETS, help="default: mnist, or digits where it can't be had")
-    add(
-        "--pretrained",
-        action="store_true",
-        help="start with ImageNet weights (if the download is slow, raise --timeout)",
-    )
+    add("--pretrained", action="store_true", help="start with ImageNet weights (a slow download: raise --timeout)")
     add("--accumulate", type=int, default=1, help="compute a batch in so many pieces, which saves memory")
     add("--gpu_ids", type=lambda text: [int(gpu) for gpu in text.split(",")], help="GPUs of this node, as in 1,6,3")
     add("--run_dir", help="folder for log, curves and checkpoints; default: runs/<model>-<dataset>")

@@ -41,6 +41,7 @@ from common.data import fetch, load, whole_batch
 from common.flags import flags, parse
 from common.guard_rails import deadline, explain, sign_in
 from common.models import MODELS
+from common.profiling import profiled
 
 
 def join(local_rank, args):
@@ -128,7 +129,7 @@ def train(local_rank, args):
         mine = range(rank, len(test_set), args.world_size)  # NEW: no padding, each test image counts exactly once
         test_loader = DataLoader(test_set, 1000, sampler=mine, collate_fn=whole_batch)
         torch.manual_seed(args.seed + rank)  # NEW: so that you see send_weights at work
-        model = MODELS[args.model]().to(device)
+        model = MODELS[args.model](args.width, args.layers).to(device)
         send_weights(model, args)  # NEW: from here on all ranks have the same model
         optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6)  # 1e-8 makes steps of rounding errors
 
@@ -136,7 +137,8 @@ def train(local_rank, args):
             sampler.set_epoch(epoch)  # NEW: another order in each epoch, the same on all ranks and in each run
             start = time.perf_counter()
             bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)  # None: only on a terminal
-            loss, hits, seen = run_epoch(model, bar, device, args, optimizer).tolist()
+            steps = profiled(bar, args.profile)
+            loss, hits, seen = run_epoch(model, steps, device, args, optimizer).tolist()
             seconds = time.perf_counter() - start
             _, test_hits, test_seen = run_epoch(model, test_loader, device, args).tolist()
             if rank == 0:  # NEW: one line, not one from each rank

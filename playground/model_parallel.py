@@ -36,6 +36,7 @@ from common.data import fetch, load, whole_batch
 from common.flags import flags, parse
 from common.guard_rails import explain
 from common.models import MODELS
+from common.profiling import profiled
 
 
 def forward(model, images, devices, micro_batches):
@@ -76,7 +77,7 @@ def train(args):
     sampler = RandomSampler(train_set, generator=order)
     train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True, collate_fn=whole_batch)
     test_loader = DataLoader(test_set, 1000, collate_fn=whole_batch)
-    model = MODELS[args.model]()
+    model = MODELS[args.model](args.width, args.layers)
     model.stage1.to(devices[0])  # NEW: each stage moves to its own device
     model.stage2.to(devices[1])
     print(f"stage1 on {devices[0]}, stage2 on {devices[1]}", flush=True)
@@ -86,7 +87,8 @@ def train(args):
         order.manual_seed(args.seed + epoch)  # another order in each epoch, the same in each run
         start = time.perf_counter()
         bar = tqdm(train_loader, leave=False, disable=None)  # None: only on a terminal
-        loss, hits, seen = run_epoch(model, bar, devices, micro_batches, optimizer).tolist()
+        steps = profiled(bar, args.profile)
+        loss, hits, seen = run_epoch(model, steps, devices, micro_batches, optimizer).tolist()
         seconds = time.perf_counter() - start
         _, test_hits, test_seen = run_epoch(model, test_loader, devices, micro_batches).tolist()
         line = f"epoch {epoch + 1}/{args.epochs}  loss {loss / seen:.4f}  train {hits / seen:.2%}"

@@ -55,7 +55,7 @@ def test_a_layer_that_is_not_used(change, found):
     copy = change("distributed_data_parallel", layers, unused + layers, path="common/models.py")
     if found:
         text = copy.read_text()
-        wrapped = "DistributedDataParallel(MODELS[args.model]().to(device)"
+        wrapped = "DistributedDataParallel(model"
         assert text.count(wrapped + ")") == 1
         copy.write_text(text.replace(wrapped, f"{wrapped}, find_unused_parameters=True"))
     done = run(copy, *DIGITS, "-g", 2, "--epochs", 1, status=0 if found else 1)

@@ -159,7 +159,7 @@ def fetch_in_four(mirror, folder):
         command, cwd=ROOT, start_new_session=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     try:
-        out, err = four.communicate(timeout=60)
+        out, err = four.communicate(timeout=120)
     except subprocess.TimeoutExpired:
         os.killpg(four.pid, signal.SIGKILL)
         raise
@@ -171,7 +171,7 @@ def run_read_only(folder, *command):
     """Run a command that finds a folder read-only, root or not. Returns it with stdout and stderr."""
     mount = 'mount --bind "$0" "$0" && mount -o remount,ro,bind "$0" && exec "$@"'
     prefix = ["unshare", "-m" if os.geteuid() == 0 else "-rm", "sh", "-c", mount, str(folder)]
-    options = {"cwd": ROOT, "stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "timeout": 60}
+    options = {"cwd": ROOT, "stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "timeout": 120}
     if not shutil.which("unshare"):
         pytest.skip("no unshare on this machine, so no read-only folder")
     probe = subprocess.run([*prefix, "sh", "-c", '! touch "$0" 2>/dev/null', str(folder / "probe")], **options)

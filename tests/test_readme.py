@@ -79,7 +79,7 @@ def test_the_parity_numbers_are_those_of_a_run():
     """The table's numbers come from the last epoch of single_gpu.py with the flags that README gives."""
     flags = re.search(r"The numbers are of `(.*?)`", README)[1]
     command = f"python playground/single_gpu.py {flags}"
-    out, _ = start(command, None).communicate(timeout=60)
+    out, _ = start(command, None).communicate(timeout=120)
     loss, train, test = re.search(r"^\| `single_gpu\.py` \| ([\d.]+) \| ([\d.]+)% \| ([\d.]+)%", README, re.M).groups()
     last = epochs(out)[-1]
     assert last["loss"] == pytest.approx(float(loss), abs=1e-3)
@@ -98,7 +98,7 @@ def test_the_command_of_a_lesson_runs(lesson, tmp_path):
     short = "" if "p2p" in lesson else " --dataset digits --epochs 1"
     short += f" --run_dir {tmp_path}" if "torchrun" in lesson else ""
     process = start(COMMANDS[lesson] + short, None)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert out
 
