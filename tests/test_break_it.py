@@ -50,7 +50,7 @@ def test_a_collective_on_rank_0_only(change):
 @pytest.mark.parametrize("found", [False, True])
 def test_a_layer_that_is_not_used(change, found):
     """DDP waits for its gradient, says which parameters had none, and looks for them if it is told to."""
-    layers = "self.stage1 = nn.Sequential(\n            nn.Flatten()"
+    layers = "self.stage1 = nn.Sequential(nn.Flatten(), *chain(*hidden[:half]))"
     unused = "self.unused = nn.Linear(1, 1)\n        "
     copy = change("distributed_data_parallel", layers, unused + layers, path="common/models.py")
     if found:

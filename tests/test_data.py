@@ -460,6 +460,16 @@ def test_width_of_the_mlp():
     assert rows == [8, 8, 8, 10]
 
 
+@pytest.mark.parametrize("network", [MLP, CNN])
+def test_depth(network):
+    """Each layer more is a linear layer more, in one of the stages; the width is that of all of them."""
+    without = len(list(network(8, 1).parameters()))
+    for layers in (1, 2, 3, 6):
+        model = network(8, layers)
+        assert len(list(model.parameters())) == without + 2 * (layers - 1)
+        assert model(torch.randn(5, 1, 28, 28)).shape == (5, 10)
+
+
 def test_dropout_is_off_by_default():
     """Two passes in training mode are equal; with dropout they differ, but not when testing."""
     images = torch.randn(5, 1, 28, 28)
