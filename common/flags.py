@@ -185,11 +185,24 @@ def _check_processes(parser: argparse.ArgumentParser, args: argparse.Namespace, 
         parser.error(f"-n {args.nodes} needs -ip, the address of node 0")
     if args.world_size < least:
         parser.error(f"this lesson needs {least} processes: use -g {least}")
-    if getattr(args, "batch_size", 0) % args.world_size:
-        nearest = max(1, round(args.batch_size / args.world_size)) * args.world_size
-        parser.error(
-            f"--batch_size {args.batch_size} can't be shared by {args.world_size} processes: use --batch_size {nearest}"
-        )
+    if hasattr(args, "schedule"):
+        _check_pipeline(parser, args)
+    pieces = getattr(args, "micro_batches", args.world_size)
+    if getattr(args, "batch_size", 0) % pieces:
+        nearest = max(1, round(args.batch_size / pieces)) * pieces
+        who = "micro-batches" if hasattr(args, "micro_batches") else "processes"
+        parser.error(f"--batch_size {args.batch_size} can't be shared by {pieces} {who}: use --batch_size {nearest}")
+
+
+def _check_pipeline(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuse more stages than the model has layers with weights, and micro-batches that the schedule can't take."""
+    interleaved = args.schedule.startswith("Interleaved")
+    stages, (least, beside) = args.world_size * (1 + interleaved), {"mlp": (3, 1), "cnn": (1, 3)}[args.model]
+    if (layers := (args.layers or least) + beside) < stages:
+        parser.error(f"{stages} stages need as many layers, there are {layers}: use --layers {stages - beside}")
+    fitting = max(1, args.micro_batches // args.world_size) * args.world_size
+    if (args.schedule == "1F1B" and args.micro_batches < stages) or (interleaved and args.micro_batches != fitting):
+        parser.error(f"{args.schedule} can't take {args.micro_batches} micro-batches: use --micro_batches {fitting}")
 
 
 def _place_to_meet(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str | None:

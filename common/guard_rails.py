@@ -11,6 +11,7 @@ except (Exception, KeyboardInterrupt) as error:
 import argparse
 import contextlib
 import json
+import logging
 import multiprocessing
 import os
 import re
@@ -25,6 +26,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)  # it logs whole schedules at a failure
 CUT_SHORT = {97: "reach node 0", 98: "connect to all other ranks"}  # exit status of a rank, what it could not do
 LOST = "another rank has ended, is in another collective, or its network is down: look for its own error"
 ADVICE = {  # what a failure says, and what to do about it

@@ -64,6 +64,21 @@ class CNN(nn.Module):
 MODELS = {"mlp": MLP, "cnn": CNN}
 
 
+def cut(model: MLP | CNN, stages: int) -> list[nn.Sequential]:
+    """Cut a model into stages that share its weights, each with about equally many layers.
+
+    Raises:
+        ValueError: if it has fewer layers with weights than that.
+    """
+    modules = [*model.stage1, *model.stage2]
+    layers = [place for place, module in enumerate(modules) if list(module.parameters())]  # not ReLU and the like
+    if stages > len(layers):
+        raise ValueError(f"{stages} stages need as many layers with weights, this model has {len(layers)}")
+    edges = [layers[stage * len(layers) // stages] for stage in range(1, stages)]
+    edges = [edge - isinstance(modules[edge - 1], nn.Flatten) for edge in edges]  # a stage can't pass on a view
+    return [nn.Sequential(*modules[start:end]) for start, end in pairwise([0, *edges, None])]
+
+
 def resnet18(pretrained: bool = False) -> nn.Module:
     """Make torchvision's ResNet-18 (He et al., 2015) with ten classes.
 

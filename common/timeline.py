@@ -1,0 +1,180 @@
+"""Who computes when: the timeline of a pipeline's step, as text and as a figure, and the share of time lost waiting."""
+
+import sys
+import time
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+
+COLUMNS = 88  # of the text
+Schedule = PipelineScheduleSingle | PipelineScheduleMulti
+
+
+class Span(NamedTuple):
+    """A time in which one worker (a rank, or a device) computes.
+
+    worker: its number, from 0.
+    kind: "forward", "backward" (for the inputs, or for all) or "weights" (the backward pass of the weights alone).
+    micro_batch: which one, from 0.
+    start, end: in seconds since any moment that is the same for all workers.
+    """
+
+    worker: int
+    kind: str
+    micro_batch: int
+    start: float
+    end: float
+
+
+def observe(schedule: Schedule, stages: list[PipelineStage], images: Tensor, labels: Tensor) -> list[Span]:
+    """Run a step of a pipeline nine times, without changing its weights, and note when its stages compute.
+
+    Args:
+        schedule: has run no step yet. All ranks must call this together.
+        stages: this rank's.
+        images, labels: a batch, on this rank's device.
+
+    Returns:
+        The spans of all ranks in the median step (of the last seven: the first two also start threads).
+    """
+    spans, steps, inputs = [], [], [images] if stages[0].is_first else []
+
+    def noted(compute, kind, micro_batch, *args, **kwargs):
+        if stages[0].device.type == "cuda":
+            torch.cuda.synchronize()  # a GPU is given its work in advance: wait, to see when it does it
+        start = time.perf_counter()
+        result = compute(micro_batch, *args, **kwargs)
+        if stages[0].device.type == "cuda":
+            torch.cuda.synchronize()
+        spans.append(Span(dist.get_rank(), kind, micro_batch, start, time.perf_counter()))
+        return result
+
+    for stage in stages:
+        stage.forward_one_chunk = partial(noted, stage.forward_one_chunk, "forward")
+        stage.backward_one_chunk = partial(noted, stage.backward_one_chunk, "backward")
+        stage.backward_weight_one_chunk = partial(noted, stage.backward_weight_one_chunk, "weights")
+    for _ in range(9):
+        spans.clear()
+        dist.barrier()  # each rank's clock starts when it leaves this: they may be on several nodes
+        start = time.perf_counter()
+        schedule.step(*inputs, target=labels)
+        steps.append([span._replace(start=span.start - start, end=span.end - start) for span in spans])
+    dist.all_gather_object(ranks := [None] * dist.get_world_size(), steps)
+    together = [sum(step, []) for step in zip(*ranks, strict=True)]
+    return sorted(together[2:], key=duration)[3]
+
+
+def duration(spans: list[Span]) -> float:
+    """Return the seconds from the first start to the last end."""
+    return max(span.end for span in spans) - min(span.start for span in spans)
+
+
+def bubble(spans: list[Span], workers: int) -> float:
+    """Return the share of the workers' time, 0 to 1, in which they wait.
+
+    Args:
+        spans: of one step; those of one worker must not overlap.
+        workers: how many there are.
+    """
+    return 1 - sum(span.end - span.start for span in spans) / (workers * duration(spans))
+
+
+def as_text(spans: list[Span], names: list[str]) -> str:
+    """Return a line for each worker, from the start of the step on the left to its end on the right.
+
+    A digit is the forward pass of that micro-batch (its last digit), a letter the backward pass (a is micro-batch 0), a
+    capital the backward pass of the weights alone, and a dot is waiting.
+
+    Args:
+        spans: of one step.
+        names: of the workers.
+    """
+    first, column = min(span.start for span in spans), duration(spans) / COLUMNS
+    letters = "0123456789", "abcdefghijklmnopqrstuvwxyz", "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+    signs = dict(zip(("forward", "backward", "weights"), letters, strict=True))
+    lines = []
+    for worker, name in enumerate(names):
+        line, most = ["."] * COLUMNS, [column / 2] * COLUMNS  # a column shows what fills more than half of it
+        for span in spans:
+            start, end = ((moment - first) / column for moment in (span.start, span.end))
+            for place in range(int(start), min(int(end) + 1, COLUMNS)) if span.worker == worker else ():
+                share = (min(end, place + 1) - max(start, place)) * column
+                if share > most[place]:
+                    line[place], most[place] = signs[span.kind][span.micro_batch % len(signs[span.kind])], share
+        lines.append(f"{name} |{''.join(line)}|")
+    return "\n".join(lines)
+
+
+def show(steps: dict[tuple[str, int], list[Span]], names: list[str], plot: str | None) -> None:
+    """Print the timelines of two steps and how much faster the first one is, and draw them.
+
+    Args:
+        steps: the spans of each, by the name of its schedule and the number of micro-batches.
+        names: of the workers.
+        plot: path of a figure, or None.
+    """
+    titles = {}
+    for (schedule, pieces), spans in steps.items():
+        title = f"{schedule}, {pieces} micro-batch{'es' * (pieces > 1)}: {duration(spans):.4f} s, bubble "
+        title += f"{bubble(spans, len(names)):.2f}, (p-1)/(m+p-1) = {(len(names) - 1) / (pieces + len(names) - 1):.2f}"
+        titles[title] = spans
+        print(title, as_text(spans, names), sep="\n", flush=True)
+    first, second = map(duration, steps.values())
+    print(f"the first is {second / first:.2f} times as fast as the second", flush=True)
+    if plot:
+        draw(titles, names, plot)
+
+
+def draw(steps: dict[str, list[Span]], names: list[str], path: str) -> None:
+    """Draw the steps below each other on one time axis, and write the figure.
+
+    Args:
+        steps: the spans of each step, by its title.
+        names: of the workers.
+        path: of the figure; its ending says the format, as in timeline.png.
+
+    Raises:
+        SystemExit: with one line, if matplotlib knows no such format.
+    """
+    import matplotlib  # here, because it takes a second
+
+    matplotlib.use("Agg")  # no display needed
+    from matplotlib import pyplot
+    from matplotlib.patches import Patch
+
+    looks = {
+        "forward": {"facecolor": "white"},
+        "backward": {"facecolor": "lightgrey", "hatch": "////"},
+        "weights": {"facecolor": "grey"},
+    }
+    height = 0.9 + 0.45 * len(names)
+    figure, axes = pyplot.subplots(len(steps), sharex=True, figsize=(9, height * len(steps) + 0.6), squeeze=False)
+    longest = max(duration(spans) for spans in steps.values())
+    for axis, (title, spans) in zip(axes[:, 0], steps.items(), strict=True):
+        first = min(span.start for span in spans)
+        for span in spans:
+            width = span.end - span.start
+            bar = {"left": (span.start - first) * 1000, "width": width * 1000, "edgecolor": "black", "linewidth": 0.6}
+            axis.barh(span.worker, height=0.8, **bar, **looks[span.kind])
+            if width > longest / 60:  # else the number would not fit
+                middle = (span.start + width / 2 - first) * 1000
+                box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
+                axis.text(middle, span.worker, span.micro_batch, ha="center", va="center", fontsize=7, bbox=box)
+        axis.set_yticks(range(len(names)), names)
+        axis.invert_yaxis()  # the first worker on top
+        axis.set_title(title, fontsize=9, loc="left")
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[-1, 0].set_xlabel("time (ms); the numbers are micro-batches, and where nothing is drawn a worker waits")
+    kinds = {span.kind for spans in steps.values() for span in spans}
+    patches = [Patch(edgecolor="black", label=kind, **look) for kind, look in looks.items() if kind in kinds]
+    figure.legend(handles=patches, loc="upper right", ncols=3, fontsize=8, frameon=False)
+    figure.tight_layout()
+    try:
+        figure.savefig(path, dpi=150)
+    except ValueError as error:
+        sys.exit(f"error: {path} can't be drawn ({error}): use timeline.png")
