@@ -2,12 +2,13 @@
 
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
@@ -45,12 +46,10 @@ def observe(schedule: Schedule, stages: list[PipelineStage], images: Tensor, lab
     spans, steps, inputs = [], [], [images] if stages[0].is_first else []
 
     def noted(compute, kind, micro_batch, *args, **kwargs):
-        if stages[0].device.type == "cuda":
-            torch.cuda.synchronize()  # a GPU is given its work in advance: wait, to see when it does it
+        _synchronize(stages[0].device)  # a GPU is given its work in advance: wait, to see when it does it
         start = time.perf_counter()
         result = compute(micro_batch, *args, **kwargs)
-        if stages[0].device.type == "cuda":
-            torch.cuda.synchronize()
+        _synchronize(stages[0].device)
         spans.append(Span(dist.get_rank(), kind, micro_batch, start, time.perf_counter()))
         return result
 
@@ -67,6 +66,79 @@ def observe(schedule: Schedule, stages: list[PipelineStage], images: Tensor, lab
     dist.all_gather_object(ranks := [None] * dist.get_world_size(), steps)
     together = [sum(step, []) for step in zip(*ranks, strict=True)]
     return sorted(together[2:], key=duration)[3]
+
+
+def observe_modules(step: Callable[[], object], modules: list[nn.Module], device: list[torch.device]) -> list[Span]:
+    """Run a step of one process nine times and note when each module computes, forward and backward.
+
+    Args:
+        step: runs all micro-batches of a batch through the modules, then backward.
+        modules: the stages; layers in them that come before the first one with weights are not timed in backward.
+        device: of each.
+
+    Returns:
+        The spans of the median step (of the last seven: the first two also start threads). Worker i is module i.
+    """
+    marks, steps = [], []
+
+    def mark(worker, kind, micro_batch, border):
+        moment = time.perf_counter()
+        if device[worker].type == "cuda":  # Python only queues the work: let the GPU note when it comes to it
+            moment = torch.cuda.Event(enable_timing=True)
+            moment.record(torch.cuda.current_stream(device[worker]))
+        marks.append(((worker, kind, micro_batch), border, moment))
+
+    def current(worker):  # micro-batches whose forward pass has ended
+        return sum(key[:2] == (worker, "forward") and border == "end" for key, border, _ in marks)
+
+    def before(worker, module, inputs):
+        mark(worker, "forward", current(worker), "start")
+
+    def after(worker, module, inputs, output):
+        micro_batch = current(worker)
+        mark(worker, "forward", micro_batch, "end")
+        output.register_hook(lambda gradient: mark(worker, "backward", micro_batch, "start"))
+
+    def after_first_layer(worker, layer, inputs, output):
+        micro_batch = current(worker)
+        output.grad_fn.register_hook(lambda *gradients: mark(worker, "backward", micro_batch, "end"))
+
+    hooks = []
+    for worker, module in enumerate(modules):
+        first = next(layer for layer in module.modules() if list(layer.parameters(recurse=False)))
+        hooks.append(module.register_forward_pre_hook(partial(before, worker)))
+        hooks.append(module.register_forward_hook(partial(after, worker)))
+        hooks.append(first.register_forward_hook(partial(after_first_layer, worker)))
+    for _ in range(9):
+        marks.clear()
+        for worker in range(len(modules)):
+            _synchronize(device[worker])
+            mark(worker, "origin", 0, "start")
+        step()
+        for worker in range(len(modules)):
+            _synchronize(device[worker])
+        steps.append(_spans(marks))
+    for hook in hooks:
+        hook.remove()
+    return sorted(steps[2:], key=duration)[3]
+
+
+def _synchronize(device: torch.device) -> None:
+    """Wait until a GPU has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _spans(marks: list[tuple[tuple[str, str, int], str, float | torch.cuda.Event]]) -> list[Span]:
+    """Make spans of starts and ends, in seconds since each worker's origin."""
+    found = {(key, border): moment for key, border, moment in marks}
+
+    def seconds(key, border):
+        origin, moment = found[(key[0], "origin", 0), "start"], found[key, border]
+        return moment - origin if isinstance(moment, float) else origin.elapsed_time(moment) / 1000
+
+    keys = dict.fromkeys(key for key, _, _ in marks if key[1] != "origin")
+    return [Span(*key, seconds(key, "start"), seconds(key, "end")) for key in keys]
 
 
 def duration(spans: list[Span]) -> float:
@@ -111,7 +183,7 @@ def as_text(spans: list[Span], names: list[str]) -> str:
 
 
 def show(steps: dict[tuple[str, int], list[Span]], names: list[str], plot: str | None) -> None:
-    """Print the timelines of two steps and how much faster the first one is, and draw them.
+    """Print the timelines of one or two steps and how much faster the first one is, and draw them.
 
     Args:
         steps: the spans of each, by the name of its schedule and the number of micro-batches.
@@ -124,8 +196,9 @@ def show(steps: dict[tuple[str, int], list[Span]], names: list[str], plot: str |
         title += f"{bubble(spans, len(names)):.2f}, (p-1)/(m+p-1) = {(len(names) - 1) / (pieces + len(names) - 1):.2f}"
         titles[title] = spans
         print(title, as_text(spans, names), sep="\n", flush=True)
-    first, second = map(duration, steps.values())
-    print(f"the first is {second / first:.2f} times as fast as the second", flush=True)
+    first, *second = map(duration, steps.values())
+    if second:
+        print(f"the first is {second[0] / first:.2f} times as fast as the second", flush=True)
     if plot:
         draw(titles, names, plot)
 

@@ -4,10 +4,11 @@ A model that is too large for one GPU can be cut in two: the first stage lives o
 the activations travel from here to there, the gradients back. That gives room, not speed, as one GPU always waits for
 the other. --pipelined cuts the batch into micro-batches, so that the first GPU works on the next while the second
 works on the one before. For p stages and m micro-batches (p-1)/(m+p-1) of the time is still idle (GPipe, arXiv
-1811.06965). A CPU does one thing at a time for one process: there nothing overlaps and pipelining only adds work.
+1811.06965). A CPU does one thing at a time for one process: there nothing overlaps, and pipelining only adds work, as
+the timeline at the end shows. pipeline_parallel.py has a process for each stage.
 
     python playground/model_parallel.py                                 # two GPUs, else both stages on one device
-    python playground/model_parallel.py --pipelined --micro_batches 8
+    python playground/model_parallel.py --pipelined --micro_batches 8 --plot timeline.png
     python playground/model_parallel.py --devices cuda:0 cpu
 
 The numbers are those of single_gpu.py (times will differ):
@@ -24,6 +25,7 @@ Break it, in a copy:
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -37,6 +39,7 @@ from common.flags import flags, parse
 from common.guard_rails import explain
 from common.models import MODELS
 from common.profiling import profiled
+from common.timeline import observe_modules, show
 
 
 def forward(model, images, devices, micro_batches):
@@ -68,8 +71,24 @@ def run_epoch(model, loader, devices, micro_batches, optimizer=None):
     return totals
 
 
+def report(model, batch, devices, micro_batches, plot):
+    """Show when each stage computes, with micro-batches and in one piece."""
+    images, labels, steps = batch[0], batch[1].to(devices[1]), {}
+
+    def step(pieces):
+        F.cross_entropy(forward(model, images, devices, pieces), labels).backward()
+
+    for pieces in sorted({micro_batches, 1}, reverse=True):
+        stages = [model.stage1, model.stage2]
+        steps["one process", pieces] = observe_modules(partial(step, pieces), stages, list(map(torch.device, devices)))
+    show(steps, ["stage1", "stage2"], plot)
+    if len(set(devices)) == 1:
+        print(f"Both stages are on {devices[0]}, in one process: nothing can overlap. With a process for each it does:")
+        print("python playground/pipeline_parallel.py -g 2", flush=True)
+
+
 def train(args):
-    """Train, test and report, one line an epoch."""
+    """Train, test and report, one line an epoch; then show who computes when."""
     devices, micro_batches = args.devices, args.micro_batches if args.pipelined else 1
     torch.manual_seed(args.seed)
     train_set, test_set = load(args.dataset, args.data_dir)
@@ -99,6 +118,7 @@ def train(args):
             with open(f"{args.savefile}.tmp", "wb") as file:
                 torch.save(state | {"epoch": epoch + 1, "args": vars(args)}, file)
             os.replace(f"{args.savefile}.tmp", args.savefile)
+    report(model, next(iter(train_loader)), devices, micro_batches, args.plot)
 
 
 def main():
@@ -107,6 +127,7 @@ def main():
     parser.add_argument("--devices", nargs=2, help="of stage1 and stage2; default: the first two GPUs, or one twice")
     parser.add_argument("--pipelined", action="store_true", help="cut each batch into micro-batches")
     parser.add_argument("--micro_batches", type=int, default=4, help="how many, with --pipelined")
+    parser.add_argument("--plot", metavar="PNG", help="draw the timeline into this file")
     args = parse(parser)
     if args.devices is None:
         args.devices = (
