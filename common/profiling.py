@@ -36,6 +36,7 @@ def profiled(batches: tqdm, folder: str | None) -> Iterator[tuple[torch.Tensor, 
         profiler.export_chrome_trace(f"{folder}/rank{rank}.json")
 
     with torch.profiler.profile(schedule=schedule, on_trace_ready=write) as profiler:
-        for batch in batches:
+        for number, batch in enumerate(batches):
+            if number:
+                profiler.step()  # reading the next batch counts as the end of a step; after the last there is none
             yield batch
-            profiler.step()

@@ -1,5 +1,6 @@
 """Who computes when: the timeline of a pipeline's step, as text and as a figure, and the share of time lost waiting."""
 
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -32,7 +33,7 @@ class Span(NamedTuple):
     end: float
 
 
-def observe(schedule: Schedule, stages: list[PipelineStage], images: Tensor, labels: Tensor) -> list[Span]:
+def watch(schedule: Schedule, stages: list[PipelineStage], images: Tensor, labels: Tensor) -> list[Span]:
     """Run a step of a pipeline nine times, without changing its weights, and note when its stages compute.
 
     Args:
@@ -57,10 +58,11 @@ def observe(schedule: Schedule, stages: list[PipelineStage], images: Tensor, lab
         stage.forward_one_chunk = partial(noted, stage.forward_one_chunk, "forward")
         stage.backward_one_chunk = partial(noted, stage.backward_one_chunk, "backward")
         stage.backward_weight_one_chunk = partial(noted, stage.backward_weight_one_chunk, "weights")
+    dist.all_gather_object(hosts := [None] * dist.get_world_size(), os.uname().nodename)
     for _ in range(9):
         spans.clear()
-        dist.barrier()  # each rank's clock starts when it leaves this: they may be on several nodes
-        start = time.perf_counter()
+        dist.barrier()
+        start = time.perf_counter() if len(set(hosts)) > 1 else 0.0  # nodes have other clocks: count from the barrier
         schedule.step(*inputs, target=labels)
         steps.append([span._replace(start=span.start - start, end=span.end - start) for span in spans])
     dist.all_gather_object(ranks := [None] * dist.get_world_size(), steps)
@@ -68,7 +70,7 @@ def observe(schedule: Schedule, stages: list[PipelineStage], images: Tensor, lab
     return sorted(together[2:], key=duration)[3]
 
 
-def observe_modules(step: Callable[[], object], modules: list[nn.Module], device: list[torch.device]) -> list[Span]:
+def watch_modules(step: Callable[[], object], modules: list[nn.Module], device: list[torch.device]) -> list[Span]:
     """Run a step of one process nine times and note when each module computes, forward and backward.
 
     Args:

@@ -39,7 +39,7 @@ from common.flags import flags, parse
 from common.guard_rails import explain
 from common.models import MODELS
 from common.profiling import profiled
-from common.timeline import observe_modules, show
+from common.timeline import show, watch_modules
 
 
 def forward(model, images, devices, micro_batches):
@@ -71,7 +71,7 @@ def run_epoch(model, loader, devices, micro_batches, optimizer=None):
     return totals
 
 
-def report(model, batch, devices, micro_batches, plot):
+def observe(model, batch, devices, micro_batches, plot):
     """Show when each stage computes, with micro-batches and in one piece."""
     images, labels, steps = batch[0], batch[1].to(devices[1]), {}
 
@@ -80,7 +80,7 @@ def report(model, batch, devices, micro_batches, plot):
 
     for pieces in sorted({micro_batches, 1}, reverse=True):
         stages = [model.stage1, model.stage2]
-        steps["one process", pieces] = observe_modules(partial(step, pieces), stages, list(map(torch.device, devices)))
+        steps["one process", pieces] = watch_modules(partial(step, pieces), stages, list(map(torch.device, devices)))
     show(steps, ["stage1", "stage2"], plot)
     if len(set(devices)) == 1:
         print(f"Both stages are on {devices[0]}, in one process: nothing can overlap. With a process for each it does:")
@@ -118,7 +118,7 @@ def train(args):
             with open(f"{args.savefile}.tmp", "wb") as file:
                 torch.save(state | {"epoch": epoch + 1, "args": vars(args)}, file)
             os.replace(f"{args.savefile}.tmp", args.savefile)
-    report(model, next(iter(train_loader)), devices, micro_batches, args.plot)
+    observe(model, next(iter(train_loader)), devices, micro_batches, args.plot)
 
 
 def main():

@@ -46,7 +46,7 @@ from common.flags import flags, parse
 from common.guard_rails import deadline, explain, sign_in
 from common.models import MODELS, cut
 from common.profiling import profiled
-from common.timeline import observe, show
+from common.timeline import show, watch
 
 
 def join(local_rank, args):
@@ -122,12 +122,12 @@ def run_epoch(model, schedule, loader, device, args, optimizer=None):
     return totals
 
 
-def report(model, batch, device, args):
+def observe(model, batch, device, args):
     """Measure a step with micro-batches and one in one piece. Rank 0 prints both, and draws them for --plot."""
     steps = {}
     for name, pieces in ((args.schedule, args.micro_batches), ("GPipe", 1)):
         schedule, stages = pipeline(model, device, name, pieces)
-        steps[name, pieces] = observe(schedule, stages, *(tensor.to(device) for tensor in batch))
+        steps[name, pieces] = watch(schedule, stages, *(tensor.to(device) for tensor in batch))
     if dist.get_rank() == 0:
         show(steps, [f"rank {rank}" for rank in range(args.world_size)], args.plot)
 
@@ -160,7 +160,7 @@ def train(local_rank, args):
                 print(line, flush=True)
             if args.savefile:
                 save(args, epoch + 1, model, optimizer)
-        report(model, next(iter(train_loader)), device, args)
+        observe(model, next(iter(train_loader)), device, args)
         dist.barrier()  # leave together
     finally:
         dist.destroy_process_group()

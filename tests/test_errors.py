@@ -12,6 +12,7 @@ import torch.distributed as dist
 from conftest import DETECTRON2, ROOT, Lesson, free_port, run
 
 DISTRIBUTED = ["manual_data_parallel", "distributed_data_parallel", "distributed_data_parallel2"]
+SPAWNED = [*DISTRIBUTED, "pipeline_parallel"]
 POINT_TO_POINT = ["blocking_p2p", "nonblocking_p2p"]
 DIGITS = ("--dataset", "digits", "--device", "cpu")
 LONG = (*DIGITS, "--epochs", 100_000)
@@ -43,7 +44,7 @@ def one_line(done, *words):
             (lesson, ("-g", 3, "--batch_size", 100), ("--batch_size 100", "3", "--batch_size 99"))
             for lesson in DISTRIBUTED
         ),
-        *((lesson, ("-n", 2), ("-n 2", "-ip")) for lesson in DISTRIBUTED + POINT_TO_POINT),
+        *((lesson, ("-n", 2), ("-n 2", "-ip")) for lesson in SPAWNED + POINT_TO_POINT),
         ("distributed_data_parallel", ("-n", 2, "-ip", "127.0.0.2", "-nr", 2), ("node 2", "0 to 1")),
         ("distributed_data_parallel2", ("-n", 2, "-ip", "127.0.0.2", "-r", -1), ("node -1", "0 to 1")),
         ("distributed_data_parallel", ("-g", 0), ("--gpus 0",)),
@@ -189,7 +190,7 @@ def fake_mnist(folder):
     return folder
 
 
-@pytest.mark.parametrize(("lesson", "victim"), [*((lesson, 1) for lesson in DISTRIBUTED), (DISTRIBUTED[0], 0)])
+@pytest.mark.parametrize(("lesson", "victim"), [*((lesson, 1) for lesson in SPAWNED), (DISTRIBUTED[0], 0)])
 def test_a_rank_killed_in_mid_epoch(lesson, victim):
     """SIGKILL to one rank: the others end, and the line names the rank and the signal."""
     job = Lesson(lesson, *LONG, "-g", 2)
@@ -213,11 +214,11 @@ def test_a_rank_killed_on_another_node():
     one_line(zero, "rank 1", "SIGKILL")
 
 
-@pytest.mark.parametrize("lesson", ["single_gpu", "model_parallel", *DISTRIBUTED, "blocking_p2p"])
+@pytest.mark.parametrize("lesson", ["single_gpu", "model_parallel", *SPAWNED, "blocking_p2p"])
 def test_ctrl_c(lesson):
     """Ctrl-C goes to every process of the terminal's group: status 130 and one line."""
     job = Lesson(lesson, *(() if "p2p" in lesson else LONG))
-    if lesson in DISTRIBUTED + POINT_TO_POINT:
+    if lesson in SPAWNED + POINT_TO_POINT:
         job.ranks(2)
     else:
         wait_for_line(job, "epoch 1/")

@@ -7,7 +7,9 @@ from nodes import ADDRESSES
 SHORT = ("--dataset", "digits", "--device", "cpu", "--batch_size", 120, "--epochs", 2)
 
 
-@pytest.mark.parametrize("lesson", ["manual_data_parallel", "distributed_data_parallel", "distributed_data_parallel2"])
+@pytest.mark.parametrize(
+    "lesson", ["manual_data_parallel", "distributed_data_parallel", "distributed_data_parallel2", "pipeline_parallel"]
+)
 def test_training_on_two_nodes(lesson, nodes):
     """Two nodes with two ranks each print what one process prints."""
     flags = (*SHORT, "-n", 2, "-g", 2, "-ip", ADDRESSES[0])

@@ -11,6 +11,7 @@ DISTRIBUTED = {
     "manual_data_parallel": {(): (1, 2, 3, 4), ("--weights", "send", "--bucket"): (2, 3)},
     "distributed_data_parallel": {(): (1, 2, 3, 4)},
     "distributed_data_parallel2": {(): (1, 2, 3, 4)},
+    "pipeline_parallel": {(): (1, 2, 3, 4), ("--schedule", "InterleavedZeroBubble"): (2,)},
 }
 ONE_PROCESS = {
     "data_parallel": ((),),

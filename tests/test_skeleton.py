@@ -11,8 +11,8 @@ from conftest import LESSONS, ROOT
 
 ORDER = [
     "join", "log", "save", "newest_checkpoint", "now", "report", "work", "blocking", "nonblocking",
-    "ring_all_reduce", "relay", "exchange", "send_weights", "average_gradients", "forward", "run_epoch",
-    "talk", "train", "main",
+    "ring_all_reduce", "relay", "exchange", "send_weights", "average_gradients", "pipeline", "forward", "run_epoch",
+    "observe", "talk", "train", "main",
 ]  # fmt: skip
 BUILDS_ON = {
     "nonblocking_p2p": ["blocking_p2p"],
@@ -22,6 +22,7 @@ BUILDS_ON = {
     "distributed_data_parallel2": ["distributed_data_parallel"],
     "distributed_data_parallel_torchrun": ["distributed_data_parallel"],
     "model_parallel": ["single_gpu"],
+    "pipeline_parallel": ["model_parallel", "distributed_data_parallel"],
 }
 
 
@@ -73,7 +74,17 @@ def starts(lesson):
 
 def test_shared_functions_are_alike(record_property):
     """Compare each function that two lessons share: of the loop most lines are the same, of train at least a third."""
-    least = {"join": 1.0, "now": 1.0, "report": 1.0, "run_epoch": 0.7, "train": 0.3, "main": 0.6, "talk": 0.2}
+    least = {
+        "join": 1.0,
+        "now": 1.0,
+        "report": 1.0,
+        "run_epoch": 0.7,
+        "train": 0.3,
+        "main": 0.6,
+        "talk": 0.2,
+        "save": 0.2,
+        "observe": 0.2,
+    }
     pairs = []
     for one in LESSONS:
         for other in LESSONS[LESSONS.index(one) + 1 :]:
