@@ -14,18 +14,28 @@ is measured in turn (A, B, A, B, ...); the table has the medians and their ratio
     ddp_cost    an epoch of distributed_data_parallel.py with one process, and of single_gpu.py
     start_up    distributed_data_parallel.py -g 2, command to first optimizer step, and what it may take:
                 twice `python -c "import torch"`, once for the command and once for its ranks, and 2 s
-    bucket      an epoch of manual_data_parallel.py -g 2 with --bucket, and without it; an epoch of DDP to compare
+    bucket      an epoch of manual_data_parallel.py -g 2 --bucket, and of distributed_data_parallel.py -g 2; also told,
+                but not judged: an epoch of manual_data_parallel.py -g 2 without --bucket
+    two_processes
+                images/s of distributed_data_parallel.py with two processes, and of single_gpu.py, one thread in each
+                process, with work enough for a message to pay: --model cnn --batch_size 512
+    loader_memory
+                how far single_gpu.py's data and a pass over its DataLoader raise the memory of a fresh process at the
+                peak, and the bytes of the images, float32, of training and test set
 """
 
 import argparse
+import multiprocessing
 import os
 import platform
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from statistics import median
 
@@ -38,8 +48,8 @@ from torchvision.datasets import MNIST
 from tqdm import tqdm
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ and playground/ from any working directory
-from common.data import DATA_DIR, fetch, load, whole_batch
-from common.models import MLP
+from common.data import DATA_DIR, Images, fetch, load, whole_batch
+from common.models import MLP, MODELS
 from playground.single_gpu import run_epoch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -60,13 +70,21 @@ def run(*command: str | Path, **variables: str) -> tuple[float, str]:
     """
     environment = {key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES} | variables
     start = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, *map(str, command)], env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
-    )
+    with subprocess.Popen(
+        [sys.executable, *map(str, command)],
+        env=environment, text=True, process_group=0,  # Ctrl-C comes here only
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        try:
+            output, errors = process.communicate()
+        except KeyboardInterrupt:
+            process.send_signal(signal.SIGINT)  # not SIGKILL: what has started workers has to end them
+            process.communicate()
+            raise
     seconds = time.monotonic() - start
-    if done.returncode:
-        sys.exit(f"error: {' '.join(map(str, command))} failed with status {done.returncode}:\n{done.stderr}")
-    return seconds, done.stdout
+    if process.returncode:
+        sys.exit(f"error: {' '.join(map(str, command))} failed with status {process.returncode}:\n{errors}")
+    return seconds, output
 
 
 def run_lesson(name: str, data_dir: str, *flags: str, **variables: str) -> tuple[float, str]:
@@ -75,19 +93,28 @@ def run_lesson(name: str, data_dir: str, *flags: str, **variables: str) -> tuple
     return run(ROOT / "playground" / f"{name}.py", *common, *flags, **variables)
 
 
-def epoch_lines(output: str) -> list[tuple[float, float]]:
-    """Return each epoch's test accuracy in % and training time in seconds, from what a lesson or `naive` printed."""
+def epoch_lines(output: str, epochs: int = EPOCHS) -> list[tuple[float, int]]:
+    """Return each epoch's test accuracy in % and training speed in images/s, from what a lesson or `naive` printed."""
     found = re.findall(r"^epoch .*  test ([\d.]+)%  [\d.]+ s  ([\d,]+) images/s$", output, re.M)
-    assert len(found) == EPOCHS, f"{EPOCHS} epoch lines expected, these found: {found} in\n{output}"
-    # from images/s, because the seconds are printed with two decimals only
-    return [(float(test), TRAINED / int(speed.replace(",", ""))) for test, speed in found]
+    assert len(found) == epochs, f"{epochs} epoch lines expected, these found: {found} in\n{output}"
+    return [(float(test), int(speed.replace(",", ""))) for test, speed in found]
+
+
+def warm_speeds(name: str, data_dir: str, *flags: str, threads: int | None = None) -> list[int]:
+    """Run a lesson and return the images/s of each epoch but the first.
+
+    Args:
+        name, data_dir, flags: as for `run_lesson`.
+        threads: of the lesson, which its ranks share; None means as many as torch takes by default.
+    """
+    _, output = run_lesson(name, data_dir, *flags, OMP_NUM_THREADS=str(threads or torch.get_num_threads()))
+    return [speed for _, speed in epoch_lines(output)[1:]]
 
 
 def epoch_seconds(name: str, data_dir: str, *flags: str) -> float:
-    """Run a lesson and return the seconds that an epoch takes once it is warm, the median of all but the first."""
-    # as many threads in each lesson, which its ranks share
-    _, output = run_lesson(name, data_dir, *flags, OMP_NUM_THREADS=str(torch.get_num_threads()))
-    return median(seconds for _, seconds in epoch_lines(output)[1:])
+    """Run a lesson with the default batch size and return the median of the seconds that its warm epochs take."""
+    # from images/s, because the seconds are printed with two decimals only
+    return median(TRAINED / speed for speed in warm_speeds(name, data_dir, *flags))
 
 
 def medians(name: str, repeats: int, *measurements: Callable[[], float]) -> list[float]:
@@ -113,27 +140,39 @@ def torchvision_mnist(data_dir: str, train: bool) -> Dataset:
     return MNIST(data_dir, train=train, transform=transforms.Compose(steps))
 
 
-def lesson_loader(data_dir: str) -> DataLoader:
+def lesson_loader(train_set: Images) -> DataLoader:
     """Return the training DataLoader of single_gpu.py, in the order of its first epoch."""
-    train_set, _ = load("mnist", data_dir)
     sampler = RandomSampler(train_set, generator=torch.Generator().manual_seed(0))
     return DataLoader(train_set, BATCH_SIZE, sampler=sampler, drop_last=True, collate_fn=whole_batch)
 
 
-def naive(data_dir: str) -> None:
-    """Train, test and report as single_gpu.py does, on images that eight workers read one by one."""
+def naive(
+    train_set: Dataset,
+    test_set: Dataset,
+    model: str = "mlp",
+    epochs: int = EPOCHS,
+    batch_size: int = BATCH_SIZE,
+    workers: int = 8,
+) -> None:
+    """Train, test and report as single_gpu.py does, on images that are read one by one.
+
+    Args:
+        train_set, test_set: of pairs of an image, float32 (1, 28, 28), and its label.
+        model: a key of common.models.MODELS.
+        epochs, batch_size: as the lessons' flags.
+        workers: processes that read the images; 0 means this one.
+    """
     torch.manual_seed(0)
-    train_set, test_set = torchvision_mnist(data_dir, train=True), torchvision_mnist(data_dir, train=False)
-    train_loader = DataLoader(train_set, BATCH_SIZE, shuffle=True, drop_last=True, num_workers=8)
-    test_loader = DataLoader(test_set, 1000, num_workers=8)
-    model = MLP()
-    optimizer = torch.optim.Adam(model.parameters(), lr=LR)
-    for epoch in range(EPOCHS):
+    train_loader = DataLoader(train_set, batch_size, shuffle=True, drop_last=True, num_workers=workers)
+    test_loader = DataLoader(test_set, 1000, num_workers=workers)
+    network = MODELS[model]()
+    optimizer = torch.optim.Adam(network.parameters(), lr=LR)
+    for epoch in range(epochs):
         start = time.perf_counter()
-        loss, hits, seen = run_epoch(model, train_loader, CPU, optimizer).tolist()
+        loss, hits, seen = run_epoch(network, train_loader, CPU, optimizer).tolist()
         seconds = time.perf_counter() - start
-        _, test_hits, test_seen = run_epoch(model, test_loader, CPU).tolist()
-        line = f"epoch {epoch + 1}/{EPOCHS}  loss {loss / seen:.4f}  train {hits / seen:.2%}"
+        _, test_hits, test_seen = run_epoch(network, test_loader, CPU).tolist()
+        line = f"epoch {epoch + 1}/{epochs}  loss {loss / seen:.4f}  train {hits / seen:.2%}"
         line += f"  test {test_hits / test_seen:.2%}  {seconds:.2f} s  {seen / seconds:,.0f} images/s"
         print(line, flush=True)
 
@@ -161,7 +200,7 @@ def end_to_end(data_dir: str, repeats: int) -> list[str]:
 
 def epoch(data_dir: str, repeats: int) -> list[str]:
     """Compare a training epoch of single_gpu.py with a bare loop over the same batches, in seconds."""
-    loader = lesson_loader(data_dir)
+    loader = lesson_loader(load("mnist", data_dir)[0])
     batches = list(loader)
 
     def bare_loop(model: MLP, optimizer: torch.optim.Optimizer) -> None:
@@ -189,7 +228,7 @@ def epoch(data_dir: str, repeats: int) -> list[str]:
 
 def loader(data_dir: str, repeats: int) -> list[str]:
     """Compare single_gpu.py's DataLoader with torchvision's images read one by one, in images/s."""
-    fast = lesson_loader(data_dir)
+    fast = lesson_loader(load("mnist", data_dir)[0])
     slow = DataLoader(Subset(torchvision_mnist(data_dir, train=True), range(5000)), BATCH_SIZE, shuffle=True)
 
     def speed(batches: DataLoader) -> float:
@@ -243,19 +282,67 @@ def start_up(data_dir: str, repeats: int) -> list[str]:
 
 
 def bucket(data_dir: str, repeats: int) -> list[str]:
-    """Compare an epoch of manual_data_parallel.py with and without --bucket, in seconds, and tell that of DDP."""
-    one, many, ddp = medians(
+    """Compare an epoch of manual_data_parallel.py --bucket with one of DDP, in seconds; tell that without --bucket."""
+    one, ddp, many = medians(
         "bucket",
         repeats,
         lambda: epoch_seconds("manual_data_parallel", data_dir, "-g", "2", "--bucket"),
-        lambda: epoch_seconds("manual_data_parallel", data_dir, "-g", "2"),
         lambda: epoch_seconds("distributed_data_parallel", data_dir, "-g", "2"),
+        lambda: epoch_seconds("manual_data_parallel", data_dir, "-g", "2"),
     )
-    what = "epoch of manual_data_parallel.py -g 2 with --bucket, without; of distributed_data_parallel.py -g 2"
-    return cells(what, f"{one:.3f} s, {many:.3f} s; {ddp:.3f} s", one / many)
+    what = "epoch of manual_data_parallel.py -g 2 --bucket, of distributed_data_parallel.py -g 2"
+    return cells(what, f"{one:.3f} s, {ddp:.3f} s; without --bucket {many:.3f} s", one / ddp, at_most=1.15)
 
 
-ROWS = {row.__name__: row for row in (end_to_end, epoch, loader, ddp_cost, start_up, bucket)}
+def two_processes(data_dir: str, repeats: int) -> list[str]:
+    """Compare DDP in two processes with single_gpu.py, a thread in each process, in images/s."""
+    flags = ("--model", "cnn", "--batch_size", "512")
+    ddp, single = medians(
+        "two_processes",
+        repeats,
+        lambda: median(warm_speeds("distributed_data_parallel", data_dir, *flags, "-g", "2", threads=1)),
+        lambda: median(warm_speeds("single_gpu", data_dir, *flags, threads=1)),
+    )
+    what = f"distributed_data_parallel.py -g 2, single_gpu.py; {' '.join(flags)}, one thread in each process"
+    return cells(what, f"{ddp:,.0f} images/s, {single:,.0f} images/s", ddp / single, at_least=1.7)
+
+
+def loader_growth(data_dir: str) -> int:
+    """Load MNIST and pass over single_gpu.py's DataLoader. Returns the growth of this process at its peak, in bytes."""
+
+    def resident(field: str) -> int:
+        return int(re.search(rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.M)[1]) * 1024
+
+    before = resident("VmRSS")
+    train_set, test_set = load("mnist", data_dir)  # the test set stays in memory, as in the lesson
+    for _ in lesson_loader(train_set):
+        pass
+    return resident("VmHWM") - before
+
+
+def loader_memory(data_dir: str, repeats: int) -> list[str]:
+    """Compare the memory that the loader takes with the images in it, in bytes."""
+
+    def growth() -> int:  # a process that spawn starts has imported this file and done nothing else
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
+            return fresh.submit(loader_growth, data_dir).result()
+
+    images = sum(part.images.nbytes for part in load("mnist", data_dir))
+    [peak] = medians("loader_memory", repeats, growth)
+    measured = f"{peak / 1e6:.0f} MB, {images / 1e6:.0f} MB"
+    return cells("memory of load() and a pass over the DataLoader, its images", measured, peak / images, at_most=1.5)
+
+
+ROWS = {
+    row.__name__: row for row in (end_to_end, epoch, loader, ddp_cost, start_up, bucket, two_processes, loader_memory)
+}
+
+
+def machine() -> str:
+    """Return, in a line, what figures depend on: the machine, the versions, and whether other programs were running."""
+    hardware = f"{os.cpu_count()} CPUs, {torch.get_num_threads()} threads, {platform.system()} {platform.machine()}"
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}"
+    return f"{hardware}, {versions}; load {os.getloadavg()[0]:.1f} at the start"
 
 
 def main() -> None:
@@ -270,12 +357,9 @@ def main() -> None:
         parser.error(f"--repeats {args.repeats}: must be 1 or more")
     fetch("mnist", args.data_dir)  # before any measurement
     if args.naive:
-        return naive(args.data_dir)
+        return naive(*(torchvision_mnist(args.data_dir, train) for train in (True, False)))
 
-    machine = f"{os.cpu_count()} CPUs, {torch.get_num_threads()} threads, {platform.system()} {platform.machine()}"
-    versions = f"Python {platform.python_version()}, torch {torch.__version__}"
-    load_average = os.getloadavg()[0]  # tells whether other programs were running
-    print(f"{machine}, {versions}; load {load_average:.1f} at the start; {args.repeats} repeats\n")
+    print(f"{machine()}; {args.repeats} repeats\n")
     print("| row | what | measured (medians) | ratio | target | met |\n|---|---|---|---|---|---|", flush=True)
     for name in args.only:
         print("|", " | ".join([name, *ROWS[name](args.data_dir, args.repeats)]), "|", flush=True)
