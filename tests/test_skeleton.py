@@ -14,6 +14,7 @@ ORDER = [
     "ring_all_reduce", "relay", "exchange", "send_weights", "average_gradients", "pipeline", "forward", "run_epoch",
     "observe", "talk", "train", "main",
 ]  # fmt: skip
+LOOPS = ("run_epoch", "train")
 BUILDS_ON = {
     "nonblocking_p2p": ["blocking_p2p"],
     "data_parallel": ["single_gpu"],
@@ -80,24 +81,25 @@ def test_shared_functions_are_alike(record_property):
         "report": 1.0,
         "run_epoch": 0.7,
         "train": 0.3,
-        "main": 0.6,
+        "main": 0.55,
         "talk": 0.2,
         "save": 0.2,
-        "observe": 0.2,
     }
     pairs = []
     for one in LESSONS:
         for other in LESSONS[LESSONS.index(one) + 1 :]:
-            shared = functions(one).keys() & functions(other).keys()
+            shared = (functions(one).keys() & functions(other).keys()) - {"observe"}  # of modules, and of ranks
             if starts(one) != starts(other) or starts(one) == "by a launcher":
                 shared -= {"join", "main"}  # these are where lessons differ that start in different ways
             for name in shared:
                 ratio = difflib.SequenceMatcher(None, functions(one)[name], functions(other)[name]).ratio()
-                special = " of torchrun" if "torchrun" in one + other and name in ("run_epoch", "train") else ""
+                others = ("torchrun", "pipeline")
+                special = next((f" of {part}" for part in others if part in one + other and name in LOOPS), "")
                 pairs.append((ratio, name + special, one, other))
     record_property("compared", f"{len(pairs)} pairs of functions with the same name in {len(LESSONS)} lessons")
     assert len(pairs) >= 50
-    least |= {"run_epoch of torchrun": 0.4, "train of torchrun": 0.2}  # it also accumulates and resumes
+    least |= {"run_epoch of torchrun": 0.3, "train of torchrun": 0.2}  # it also accumulates and resumes
+    least |= {"run_epoch of pipeline": 0.35, "train of pipeline": 0.3}  # a schedule does forward and backward
     assert not [pair for pair in pairs if pair[0] < least[pair[1]]]
 
 
