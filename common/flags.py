@@ -137,8 +137,9 @@ def parse(parser: argparse.ArgumentParser, least: int = 1, spawns: bool = True) 
         _check_file(parser, args, "savefile")
     if getattr(args, "plot", None) and getattr(args, "nr", 0) == 0:
         _check_file(parser, args, "plot")
-    if getattr(args, "profile", None):
-        _check_folder(parser, "profile", args.profile, Path(args.profile))
+    for name in ("profile", "out"):
+        if folder := getattr(args, name, None):
+            _check_folder(parser, name, folder, Path(folder))
     return args
 
 
