@@ -1,7 +1,7 @@
 """The figures of compare.py: readable without colour, drawn into files, so that no display is needed.
 
-Each function takes the runs, or the rows of the table, and the path of a PNG. Those that have failed are left out; without
-any other there is no figure.
+Each function takes runs, or the rows of a table, and the path of a PNG. Runs that have failed are left out; if there is
+no other, there is no figure.
 """
 
 from pathlib import Path
@@ -23,9 +23,10 @@ def _save(figure: Figure, path: Path) -> None:
     plt.close(figure)
 
 
-def _label(axes: Axes, text: str, point: tuple[float, float], shift: tuple[float, float]) -> None:
-    """Write a text beside a point of a line, `shift` away from it."""
-    axes.annotate(text, point, xytext=shift, textcoords="offset points", va="center")
+def _label(axes: Axes, ends: dict[str, tuple[float, float]]) -> None:
+    """Write the lines' names beside their right ends: the upper one's above, the lower one's below."""
+    for place, (text, end) in enumerate(sorted(ends.items(), key=lambda item: -item[1][1])):
+        axes.annotate(text, end, xytext=(9, 6 - 12 * place), textcoords="offset points", va="center")
 
 
 def draw_speed(runs: list[dict], path: Path) -> None:
@@ -40,7 +41,8 @@ def draw_speed(runs: list[dict], path: Path) -> None:
         panel.bar_label(bars, fmt="{:.1f}" if name == "start_up_s" else "{:,.0f}", padding=3)
         panel.set_xlabel(title)
         panel.margins(x=0.3)
-        panel.locator_params(axis="x", nbins=4)
+        panel.locator_params(axis="x", nbins=3)
+        panel.xaxis.set_major_formatter("{x:,.0f}")
     _save(figure, path)
 
 
@@ -52,12 +54,14 @@ def draw_scaling(runs: list[dict], path: Path) -> None:
     counts = sorted({run["processes"] for run in runs})
     figure, axes = plt.subplots(figsize=(6, 4))
     axes.plot(counts, counts, ":", color=INK)
-    _label(axes, "ideal", (counts[-1], counts[-1]), (8, 0))
+    axes.annotate("ideal", (counts[-1], counts[-1]), xytext=(9, 0), textcoords="offset points", va="center")
+    ends = {}
     kinds = (("strong", "o-", INK, "same batch for all"), ("weak", "s--", "white", "same batch for each"))
     for kind, look, fill, text in kinds:
         line = [(run["processes"], run["speed_up"]) for run in runs if run["kind"] == kind or run["processes"] == 1]
         axes.plot(*zip(*line, strict=True), look, color=INK, markerfacecolor=fill)
-        _label(axes, text, line[-1], (8, 0))
+        ends[text] = line[-1]
+    _label(axes, ends)
     axes.set(xlabel="processes", ylabel="speed-up over one process", ylim=(0, None), xticks=counts)
     _save(figure, path)
 
@@ -95,10 +99,11 @@ def draw_widths(rows: list[dict], path: Path) -> None:
     figure, (speed, share) = plt.subplots(2, 1, sharex=True, figsize=(6, 5), height_ratios=(2, 1))
     speed.plot(*zip(*lines["one"], strict=True), "o-", color=INK)
     speed.plot(*zip(*lines["several"], strict=True), "s--", color=INK, markerfacecolor="white")
-    _label(speed, "one process", lines["one"][-1], (8, 0))
-    _label(speed, "DDP", lines["several"][-1], (8, 0))
+    _label(speed, {"one process": lines["one"][-1], "DDP": lines["several"][-1]})
     share.plot(*zip(*lines["messages"], strict=True), "^-", color=INK)
     speed.set(ylabel="images/s", xscale="log", yscale="log")
+    for formatter in (speed.yaxis.set_major_formatter, speed.yaxis.set_minor_formatter):
+        formatter(lambda value, _: f"{value:,.0f}" if f"{value:e}"[0] in "125" else "")
     widths = [row["width"] for row in rows]
     share.set_xticks(widths, widths)
     share.minorticks_off()

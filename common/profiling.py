@@ -1,4 +1,4 @@
-"""A trace of what each rank does: which operation ran when, what was sent meanwhile; and how long a step spent on what."""
+"""A trace of what each rank does: which operation ran when, what was sent meanwhile; and where a step's time went."""
 
 import os
 import re
@@ -73,7 +73,7 @@ def step_times(trace: dict) -> dict[str, float]:
 
     updates = spans(r"user_annotation Optimizer\.step")
     steps = spans("user_annotation ProfilerStep")
-    steps = [(start, end) for start, end in steps if any(start <= at < end for at, _ in updates)]  # the last has none
+    steps = [(start, end) for start, end in steps if any(start <= at < end for at, _ in updates)]  # no stump
     loading = spans(r"user_annotation enumerate\(DataLoader\)")
     messages, computing = spans("kernel nccl"), spans("kernel (?!nccl)")
     if not computing:  # a CPU: a rank that waits is inside autograd or c10d, one that works is inside these

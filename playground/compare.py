@@ -15,23 +15,23 @@ each of their runs is a process of its own, through the lesson's command line:
     python playground/compare.py --only scaling --processes 1 2 4 8 --model cnn --batch_size 512
     python playground/compare.py --only widths --widths 64 256 1024 4096 --out wide
 
-It prints a table and a few sentences for each part, and writes results.json, four figures and the output, checkpoint
-and traces of each run (for ui.perfetto.dev) into --out (numbers will differ):
+It prints a table and some sentences for each part, and writes results.json, four figures and what each run has left
+(output, checkpoint, traces for ui.perfetto.dev) into --out. A lesson that fails is a row with its error (times differ):
 
-    | lesson                          |   loss |  train |   test | largest weight difference | note |
-    |---------------------------------|--------|--------|--------|---------------------------|------|
-    | single_gpu.py                   | 1.4709 | 70.67% | 83.50% |                     0e+00 |      |
-    | distributed_data_parallel.py -g 2 | 1.4709 | 70.67% | 83.50% |                     1e-07 |      |
+    | lesson                                | images/s | start-up s | peak memory MiB | note |
+    | ------------------------------------- | -------- | ---------- | --------------- | ---- |
+    | single_gpu.py                         |   98,548 |        4.6 |             884 |      |
+    | distributed_data_parallel.py -g 2     |   33,754 |        6.6 |             773 |      |
 
-What is approximate: a traced step takes longer than others, so compare its parts rather than its length. On a CPU
-"computing" is what is left after data and messages, with Python's own work between two operations; a message's time
-includes waiting for a rank that comes later, and gloo's threads take time from the cores that compute. On GPUs the
-kernels of these steps may belong to the step before. Memory is the main memory of the largest process, not a GPU's.
+What is approximate: a traced step takes longer than others, so look at its parts, not at its length. "Computing" is
+what is left after data and messages, with Python's own work; a message's time includes waiting for a rank that is late;
+gloo's threads share the cores with those that compute. A GPU's kernels may belong to the step before. Memory is that of
+the largest process, without the GPU's; less than this program's own, some 670 MiB, can't be seen.
 
 Break it, in a copy beside it (cp playground/compare.py playground/broken.py):
-  1. Let `minus` return its first argument as it is: no message seems hidden any more. Which part of the table shows it?
-  2. Set OMP_NUM_THREADS to "2" where it says "1", with two cores: one process gets faster. What becomes of the speed-up?
-  3. Leave the weak scaling's `--batch_size` out: both lines of the figure are one. Why does weak scaling look better?
+  1. Give all runs OMP_NUM_THREADS "2" where it says "1", with two cores: one process gets faster. And the speed-up?
+  2. Leave the weak scaling's "--batch_size" out: nothing but chance is left between the two kinds of scaling.
+  3. In common/profiling.py let `minus` return union(spans): no message is hidden any more, even with --width 1024.
 """
 
 import contextlib
@@ -57,6 +57,7 @@ from common.data import fetch
 from common.figures import draw_scaling, draw_speed, draw_steps, draw_widths
 from common.flags import flags, parse
 from common.profiling import step_times
+from common.report import tell_parity, tell_scaling, tell_speed, tell_steps, tell_widths
 
 PARTS = ("parity", "scaling", "steps", "widths")
 LESSONS = (  # N: --gpus
@@ -113,13 +114,10 @@ def command(run, args, folder):
 
 def end(process):
     """End a lesson that still runs, with all of its processes, and wait for it."""
-    if process.returncode is None:
-        os.killpg(process.pid, signal.SIGTERM)  # not SIGKILL: torchrun's ranks have sessions of their own, it ends them
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(10)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    for sign, seconds in ((signal.SIGTERM, 10), (signal.SIGKILL, None)):  # torchrun ends its ranks only at the first
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(process.pid, sign)
+            process.wait(seconds)
 
 
 def follow(process, printed, seconds):
@@ -179,109 +177,23 @@ def execute(run, args, folder):
         run |= {name: mean(rank[name] for rank in ranks) for name in ranks[0]}
 
 
-def weight_difference(run, reference):
-    """Return the largest difference between two runs' weights."""
-    newest = [max(Path(each["folder"]).glob("*.pt")) for each in (run, reference)]
-    ours, theirs = [torch.load(path, map_location="cpu", weights_only=True)["model"] for path in newest]
-    return max((ours[name] - theirs[name]).abs().max().item() for name in theirs)
-
-
-def table(title, rows, columns):
-    """Print runs as a Markdown table. What a run has not reported is a dash, and its note says why."""
-
-    def cell(text, row):
-        try:
-            return text.format(**row)
-        except (KeyError, TypeError):
-            return "–"
-
-    columns = columns | {"note": "{note}"}
-    cells = [[cell(text, {"note": ""} | row).replace("|", "/") for text in columns.values()] for row in rows]
-    cells.insert(0, list(columns))
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    widths[-1] = 4  # notes may be long
-    cells.insert(1, ["-" * width for width in widths])
-    print(f"\n## {title}\n")
-    for row in cells:
-        first, *numbers, note = [text.rjust(width) for text, width in zip(row, widths, strict=True)]
-        print("|", " | ".join([first.strip().ljust(widths[0]), *numbers, note.strip().ljust(4)]), "|")
-    print()
-
-
-def tell_parity(runs, args):
-    """Say whether all lessons arrive at the same numbers."""
-    one, *others = [run for run in runs if not run["failed"]] or [{"lesson": None}]
-    for run in (one, *others) if one["lesson"] == "single_gpu" else ():
-        run["weight_difference"] = weight_difference(run, one)
-    columns = {"lesson": "{name}", "loss": "{loss:.4f}", "train": "{train:.2f}%", "test": "{test:.2f}%"}
-    table("Parity: the last epoch", runs, columns | {"largest weight difference": "{weight_difference:.0e}"})
-    if not others or one["lesson"] != "single_gpu":
-        return print("There is nothing to compare single_gpu.py with.")
-    alike = [run for run in others if abs(run["loss"] - one["loss"]) < 1.01e-4]  # one more: it may round up or down
-    largest = max(run["weight_difference"] for run in others)
-    print(
-        f"{len(alike)} of {len(others)} arrive at single_gpu.py's loss; weights differ by up to {largest:.0e}:", end=" "
-    )
-    if largest < 1e-5:
-        print("the same sums,\nrounded in another order. Parallelism changes the speed, not the result.")
-    else:
-        print(f"more than\nrounding does in a step; it grows, over {args.epochs} epochs here (README, Parity).")
-
-
-def tell_speed(runs, args):
-    """Say what the same runs cost."""
-    columns = {"lesson": "{name}", "images/s": "{images_per_s:,.0f}", "start-up s": "{start_up_s:.1f}"}
-    table("Speed, start-up, memory", runs, columns | {"peak memory MiB": "{memory_mib:,.0f}"})
-    if args.epochs == 1:
-        print("With one epoch the time of its test can't be told from the start-up, and is in it.")
-    good = {run["lesson"]: run for run in runs if not run["failed"]}
-    if {"single_gpu", "distributed_data_parallel"} <= good.keys():
-        one, ddp = good["single_gpu"], good["distributed_data_parallel"]
-        faster, larger = (ddp[name] / one[name] for name in ("images_per_s", "memory_mib"))
-        print(f"With DDP {args.gpus} processes train {faster:.2f} times as fast as one, and take", end=" ")
-        print(
-            f"{ddp['start_up_s'] - one['start_up_s']:.1f} s more to start: the ranks\nimport torch after the command has.",
-            end=" ",
-        )
-        print(f"Each needs {larger:.2f} times the memory of one: it has a whole model, and all of the data.")
-
-
-def tell_scaling(runs, args):
-    """Say what more processes bring, with the same batch for all together and with the same batch for each."""
+def weight_differences(runs):
+    """Add to the runs the largest difference between their weights and those of the first, single_gpu.py's."""
     good = [run for run in runs if not run["failed"]]
-    for run in good if good[:1] == runs[:1] else ():  # the first is the one with one process
-        run["speed_up"] = run["images_per_s"] / good[0]["images_per_s"]
-        run["efficiency"] = run["speed_up"] / run["processes"]
-    columns = {"lesson": "{name}", "scaling": "{kind}", "images/s": "{images_per_s:,.0f}"}
-    table("Scaling", runs, columns | {"speed-up": "{speed_up:.2f}", "efficiency": "{efficiency:.0%}"})
-    if args.device == "cpu" and CORES == 1:
-        print("This machine has one core: nothing can get faster here, the processes take turns.")
-    for kind, batch in (("strong", "the same batch for all together"), ("weak", "the same batch for each")):
-        if known := [run for run in good if run["kind"] == kind and run["processes"] > 1 and "speed_up" in run]:
-            best = max(known, key=lambda run: run["speed_up"])
-            print(
-                f"With {batch}, {best['processes']} processes are {best['speed_up']:.2f} times as fast as one", end=""
-            )
-            print(f" ({best['efficiency']:.0%} of what would be ideal).")
-    print("All steps have messages of the same length. A smaller share of a batch leaves less to compute between them;")
-    print("a batch that grows with the processes doesn't, but it trains in fewer, larger steps.")
+    if good[:1] == runs[:1]:
+        for run in good:
+            newest = [max(Path(each["folder"]).glob("*.pt")) for each in (run, runs[0])]
+            ours, one = [torch.load(path, map_location="cpu", weights_only=True)["model"] for path in newest]
+            run["weight_difference"] = max((ours[name] - one[name]).abs().max().item() for name in one)
 
 
-def tell_steps(runs, args):
-    """Say where a step's time goes."""
-    columns = {"ms of a step of": "{name}", "step": "{step:.2f}", "data": "{data:.2f}", "computing": "{compute:.2f}"}
-    table("Where a step's time goes", runs, columns | {"messages": "{exposed:.2f}", "hidden": "{hidden:.2f}"})
-    print(
-        "step = data + computing + messages. Hidden messages fly while it computes. A traced step is slower than others."
-    )
-    for run in (run for run in runs if not run["failed"]):
-        hidden = run["hidden"] / max(run["hidden"] + run["exposed"], 1e-9)
-        print(
-            f"{run['name']}: {run['exposed'] / run['step']:.0%} of a step is waiting for messages, {hidden:.0%} of their time is hidden."
-        )
-    print(
-        "DDP sends while backward() still computes; by hand they go after it, one for each weight, or one with --bucket."
-    )
+def speed_ups(runs):
+    """Add to the runs how much faster they are than the first, of one process, and the share of the ideal that is."""
+    good = [run for run in runs if not run["failed"]]
+    if good[:1] == runs[:1]:
+        for run in good:
+            run["speed_up"] = run["images_per_s"] / good[0]["images_per_s"]
+            run["efficiency"] = run["speed_up"] / run["processes"]
 
 
 def by_width(runs, args):
@@ -296,55 +208,34 @@ def by_width(runs, args):
     return rows
 
 
-def tell_widths(rows, args):
-    """Say from which width on several processes are faster than one."""
-    columns = {"width": "{width}", "1 process, images/s": "{one:,.0f}", f"DDP, {args.gpus}, images/s": "{several:,.0f}"}
-    table("Width of the layers", rows, columns | {"waits for messages": "{messages:.0%}"})
-    known = [row for row in rows if row["one"] and row["several"]]
-    pays = next((index for index, row in enumerate(known) if row["several"] > row["one"]), None)
-    if pays is None:
-        print("DDP starts to pay: not within these widths.")
-    elif pays == 0:
-        print(f"DDP pays from the first width on, {known[0]['width']}.")
-    else:
-        print(f"DDP starts to pay between the widths {known[pays - 1]['width']} and {known[pays]['width']}.")
-    shares = [f"{row['messages']:.0%} at {row['width']}" for row in rows if row["messages"] is not None]
-    print(
-        f"Share of a step that waits for messages: {', '.join(shares)}. Computing and messages both grow with the",
-        end=" ",
-    )
-    print(
-        "square\nof the width, but what a message or a call costs however short it is does not: it weighs less and less."
-    )
-
-
-def report(runs, args, interrupted):
+def tell(runs, args, interrupted):
     """Print the tables, write results.json and draw the figures."""
     of = {part: [run for run in runs if run["part"] == part] for part in PARTS}
-    results = {"date": datetime.now().astimezone().isoformat(timespec="seconds"), "interrupted": interrupted}
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    results["machine"] = {"cpu": cpu[1] if cpu else platform.machine(), "cores": CORES, "gpus": gpus}
-    results["versions"] = {"python": platform.python_version(), "torch": torch.__version__}
-    figures = []
+    weight_differences(of["parity"])
+    speed_ups(of["scaling"])
+    widths = by_width(of["widths"], args)
     if of["parity"]:
         tell_parity(of["parity"], args)
-        tell_speed(of["parity"], args)
-        figures.append((draw_speed, "speed", of["parity"]))
+        tell_speed([run for run in of["parity"] if not run["failed"]], args)
     if of["scaling"]:
         tell_scaling(of["scaling"], args)
-        figures.append((draw_scaling, "scaling", of["scaling"]))
     if of["steps"]:
         tell_steps(of["steps"], args)
-        figures.append((draw_steps, "steps", of["steps"]))
     if of["widths"]:
-        results["widths"] = by_width(of["widths"], args)
-        tell_widths(results["widths"], args)
-        figures.append((draw_widths, "widths", results["widths"]))
-    results |= {"flags": vars(args), "runs": runs}
-    (args.out / "results.json").write_text(json.dumps(results, indent=1, default=str) + "\n")
-    for draw, name, rows in figures:
-        draw(rows, args.out / f"{name}.png")
+        tell_widths(widths, args)
+    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    results = {
+        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "machine": {"cpu": cpu[1] if cpu else platform.machine(), "cores": CORES, "gpus": gpus},
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "interrupted": interrupted, "flags": vars(args) | {"out": str(args.out)}, "runs": runs, "widths": widths,
+    }  # fmt: skip
+    (args.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    draw_speed(of["parity"], args.out / "speed.png")
+    draw_scaling(of["scaling"], args.out / "scaling.png")
+    draw_steps(of["steps"], args.out / "steps.png")
+    draw_widths(widths, args.out / "widths.png")
 
 
 def main():
@@ -379,12 +270,12 @@ def main():
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one must not cut the report short
         interrupted = True
-    report(runs, args, interrupted)
+    tell(runs, args, interrupted)
     if interrupted:
         print(f"interrupted: wrote what there is to {args.out}", file=sys.stderr)
         return 130
-    failed = [run for run in runs if run["failed"] and not run.get("missing")]
-    return 1 if failed else 0
+    failed = [run["name"] for run in runs if run["failed"] and not run.get("missing")]
+    return f"error: failed: {', '.join(failed)}" if failed else 0  # sys.exit prints it, with status 1
 
 
 if __name__ == "__main__":
