@@ -1,0 +1,212 @@
+"""compare.py: its numbers are the lessons' own, a failure is a row, Ctrl-C keeps what there is; and known answers."""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import time
+
+import matplotlib.image
+import pytest
+from conftest import ROOT, Lesson, epochs
+
+from common.figures import draw_widths
+from common.profiling import minus, step_times, union
+from common.report import tell_widths
+from playground.compare import by_width
+
+SHORT = ("--dataset", "digits", "--device", "cpu", "--batch_size", 120)
+
+
+def compare(out, *flags, path="compare", status=0, **options):
+    """Run compare.py to its end. Returns what it printed and its results."""
+    done = Lesson(path, *SHORT, "--out", out, *flags, **options).wait()
+    assert done.returncode == status, done.stdout + done.stderr
+    return done, json.loads((out / "results.json").read_text())
+
+
+def drawn(path):
+    """Whether a file is an image that is not of one colour."""
+    pixels = matplotlib.image.imread(path)
+    return min(pixels.shape[:2]) > 200 and float(pixels[..., :3].std()) > 0.01
+
+
+@pytest.fixture
+def course(tmp_path):
+    """A copy of the lessons, to break."""
+    for folder in ("playground", "common"):
+        shutil.copytree(ROOT / folder, tmp_path / "course" / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path / "course" / "playground"
+
+
+def test_the_numbers_are_the_lessons_own(tmp_path):
+    """Parity, speed and steps of real runs; RANK and the like of a launcher don't reach the lessons."""
+    flags = ("--epochs", 2, "--only", "parity", "steps", "--lessons", "distributed_data_parallel")
+    done, results = compare(tmp_path, *flags, env={"GROUP_RANK": "3", "TORCHELASTIC_RUN_ID": "none"})
+    one, ddp, *traced = results["runs"]
+    assert [run["name"] for run in (one, ddp)] == ["single_gpu.py", "distributed_data_parallel.py -g 2"]
+    for run in (one, ddp):
+        said = epochs((tmp_path / "runs" / run["folder"][-2:] / "out.txt").read_text())
+        assert [{name: epoch[name] for name in ("loss", "train", "test")} for epoch in run["epochs"]] == said
+        assert run["loss"] == said[-1]["loss"]
+        assert run["images_per_s"] == run["epochs"][1]["images_per_s"] > 0
+        assert 0.5 < run["start_up_s"] < run["epochs"][0]["at"]
+        assert run["test_s"] == pytest.approx(
+            run["epochs"][1]["at"] - run["epochs"][0]["at"] - run["epochs"][1]["seconds"]
+        )
+        assert 200 < run["memory_mib"] < 5000
+        assert run["name"] in done.stdout
+    assert one["weight_difference"] == 0 < ddp["weight_difference"] < 1e-5
+    assert "1 of 1 end with single_gpu.py's loss" in done.stdout
+    assert [run["lesson"] for run in traced] == ["distributed_data_parallel"] + 2 * ["manual_data_parallel"]
+    for run in traced:
+        assert run["step"] == pytest.approx(run["data"] + run["compute"] + run["exposed"])
+        assert min(run["data"], run["compute"], run["exposed"]) > 0
+        assert 0 <= run["hidden"] <= run["compute"]
+    assert traced[1]["hidden"] < 0.2 * traced[1]["exposed"]  # by hand nothing is computed meanwhile
+    assert traced[1]["exposed"] > traced[2]["exposed"]  # eight messages, not one
+    assert drawn(tmp_path / "speed.png") and drawn(tmp_path / "steps.png")
+    assert not results["interrupted"]
+
+
+def test_scaling_on_one_core(tmp_path):
+    """More processes than cores are marked, and a line says that it can't get faster."""
+    flags = ("--epochs", 1, "--only", "scaling")
+    done, results = compare(tmp_path, *flags, prefix=("taskset", "-c", min(os.sched_getaffinity(0))))
+    one, strong, weak = results["runs"]
+    assert [run["processes"] for run in (one, strong, weak)] == [1, 2, 2]
+    assert "--batch_size=120" in one["command"] and "--batch_size 240" in weak["command"]
+    for run in (strong, weak):
+        assert run["speed_up"] == pytest.approx(run["images_per_s"] / one["images_per_s"])
+        assert run["efficiency"] == pytest.approx(run["speed_up"] / 2)
+        assert run["note"] == "more processes than cores"
+    assert all(run["variables"] == {"OMP_NUM_THREADS": "1"} for run in results["runs"])
+    assert "nothing can get faster here" in done.stdout
+    assert drawn(tmp_path / "scaling.png")
+
+
+@pytest.mark.parametrize(
+    ("several", "where"),
+    [
+        ((5, 6, 7), "not within these widths"),
+        ((5, 9, 11), "between the widths 64 and 256"),
+        ((12, 12, 12), "at the first width, 64, or before"),
+    ],
+)
+def test_where_ddp_starts_to_pay(several, where, tmp_path, capsys):
+    """From made-up runs, one of which has failed: the row, the sentence and the figure."""
+    args = argparse.Namespace(widths=[64, 256, 1024], gpus=2)
+    runs = [{"kind": "one", "width": width, "images_per_s": 8} for width in args.widths]
+    runs += [{"kind": "several", "width": w, "images_per_s": n} for w, n in zip(args.widths, several, strict=True)]
+    runs += [{"kind": "traced", "width": 64, "exposed": 3, "step": 4}, {"kind": "traced", "width": 256, "note": "oh"}]
+    rows = by_width(runs, args)
+    assert rows[0] == {"width": 64, "one": 8, "several": several[0], "messages": 0.75, "note": ""}
+    assert (rows[1]["messages"], rows[1]["note"]) == (None, "oh")
+    tell_widths(rows, args)
+    assert f"DDP starts to pay: {where}." in capsys.readouterr().out
+    draw_widths(rows, tmp_path / "widths.png")
+    assert drawn(tmp_path / "widths.png")
+
+
+def test_what_fails_is_a_row(course, tmp_path):
+    """A broken lesson, one that hangs and a missing package: the others go on. Status 1 names the first two only."""
+    (course / "data_parallel.py").write_text("import sys\nsys.exit('error: broken | on purpose')\n")
+    (course / "pipeline_parallel.py").write_text("import time\ntime.sleep(1000)\n")
+    (course / "distributed_data_parallel2.py").write_text("raise SystemExit('error: x is missing: pip install x')\n")
+    lessons = ("data_parallel", "distributed_data_parallel2", "pipeline_parallel")
+    flags = ("--epochs", 1, "--only", "parity", "--timeout", 15, "--lessons", *lessons)
+    done, results = compare(tmp_path, *flags, path=course / "compare.py", status=1)
+    runs = {run["name"]: run for run in results["runs"]}
+    assert not runs["single_gpu.py"]["failed"]
+    assert "| error: broken / on purpose |" in done.stdout
+    assert runs["pipeline_parallel.py -g 2"]["note"].startswith("took longer than 15 s")
+    assert runs["distributed_data_parallel2.py -g 2"]["note"] == "error: x is missing: pip install x"
+    assert "There are no two lessons" in done.stdout
+    assert done.stderr.strip() == "error: failed: data_parallel.py, pipeline_parallel.py -g 2"
+    assert "With one epoch" in done.stdout
+
+
+def test_ctrl_c_keeps_what_there_is(tmp_path):
+    """The first lesson is in the results. No process is left, though torchrun puts its ranks into other sessions."""
+    flags = ("--epochs", 400, "--only", "parity", "--lessons", "distributed_data_parallel_torchrun")
+    job = Lesson("compare", *SHORT, "--out", tmp_path, *flags)
+    printed = tmp_path / "runs" / "02" / "out.txt"
+    end = time.monotonic() + 60
+    while not (printed.exists() and "epoch 1/" in printed.read_text()) and time.monotonic() < end:
+        time.sleep(0.1)
+    job.process.send_signal(signal.SIGINT)
+    done = job.wait(30)
+    assert done.returncode == 130
+    assert done.stderr.splitlines()[-1] == f"interrupted: wrote what there is to {tmp_path}"
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["interrupted"]
+    assert [run["name"] for run in results["runs"]] == ["single_gpu.py"]
+    assert "| single_gpu.py |" in re.sub(" +", " ", done.stdout)
+    assert drawn(tmp_path / "speed.png")
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--out", "/proc/nowhere"), "can't write --out /proc/nowhere"),
+        (("--widths", "0"), "must be 1 or more"),
+        (("--profile", "."), "leave --profile out"),
+    ],
+)
+def test_bad_input(flags, told, tmp_path):
+    """Status 2 and one line, before anything is run."""
+    done = Lesson("compare", *SHORT, *flags, cwd=tmp_path).wait()
+    assert done.returncode == 2
+    assert told in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_spans():
+    """Known answers."""
+    assert union([(5, 6), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 6)]
+    assert minus([(0, 10)], [(2, 3), (5, 6)]) == [(0, 2), (3, 5), (6, 10)]
+    assert minus([(0, 4), (6, 8)], [(3, 7)]) == [(0, 3), (7, 8)]
+    assert minus([(0, 1)], []) == [(0, 1)]
+    assert minus([(1, 2)], [(0, 3)]) == [] == minus([], [(0, 1)])
+
+
+def event(name, start, end, cat="cpu_op", tid=1):
+    """Make an event of a trace; times in ms."""
+    return {"ph": "X", "cat": cat, "name": name, "ts": 1000 * start, "dur": 1000 * (end - start), "tid": tid}
+
+
+def test_a_trace_of_a_cpu():
+    """Two steps of 10 ms and a stump without an update: 1 ms data, 6 ms messages of which 2.5 ms are hidden."""
+    events = [{"ph": "M", "name": "process_name"}, event("ProfilerStep#9", 20, 23, "user_annotation")]
+    for start in (0, 10):
+        at = [
+            event("ProfilerStep#1", 0, 10, "user_annotation"),
+            event("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 0, 1, "user_annotation"),
+            event("aten::index_select", 0, 1),  # the loader's
+            event("aten::linear", 1, 4),
+            event("aten::addmm", 2, 3),  # inside the one before
+            event("autograd::engine::evaluate_function: AddmmBackward0", 1, 9),  # it also waits
+            event("gloo:all_reduce", 2, 3.5, "user_annotation", tid=2),
+            event("gloo:all_reduce", 3.5, 8, "user_annotation", tid=2),
+            event("aten::mul", 7.5, 8),
+            event("Optimizer.step#Adam.step", 8, 9.5, "user_annotation"),
+        ]
+        events += [one | {"ts": one["ts"] + 1000 * start} for one in at]
+    found = step_times({"traceEvents": events})
+    assert found == pytest.approx({"step": 10, "data": 1, "compute": 5.5, "exposed": 3.5, "hidden": 2.5})
+
+
+def test_a_trace_of_a_gpu():
+    """Kernels say what is computed and sent; data counts while the GPU does neither."""
+    events = [
+        event("ProfilerStep#1", 0, 10, "user_annotation"),
+        event("ProfilerStep#1", 0, 10, "gpu_user_annotation"),
+        event("Optimizer.step#Adam.step", 1, 2, "user_annotation"),
+        event("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 0, 3, "user_annotation"),
+        event("aten::linear", 0, 10),
+        event("ampere_sgemm_128x64_tn", 2, 6, "kernel"),
+        event("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 5, 8, "kernel"),
+    ]
+    found = step_times({"traceEvents": events})
+    assert found == pytest.approx({"step": 10, "data": 2, "compute": 6, "exposed": 2, "hidden": 1})
