@@ -20,7 +20,7 @@ It prints single_gpu.py's numbers, and who computes when (a digit: forward, a le
 
 Break it, in a copy:
   1. Use --micro_batches 2, 4, 16, 64: the bubble shrinks as the formula says. Why does the step not get ever faster?
-  2. Leave `target=labels` out, in both places: which rank complains, and why only that one?
+  2. Leave `target=labels, ` out of run_epoch: which rank complains, and why only that one?
 """
 
 import os

@@ -11,6 +11,7 @@ from conftest import DETECTRON2, LESSONS, ROOT, STANDIN, epochs
 from nodes import need
 
 README = (ROOT / "README.md").read_text()
+FIGURES = ROOT / "playground" / "figures"
 COMMANDS = dict(re.findall(r"^\| \[`(\w+)\.py`\].*?\| `((?:python|torchrun) .*?)` \|", README, re.M))
 BLOCKS = re.findall(r"^```console\n(.*?)^```$", README, re.M | re.S)
 
@@ -102,6 +103,13 @@ def test_the_command_of_a_lesson_runs(lesson, tmp_path):
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert out
+
+
+def test_the_figures_are_there():
+    """Each figure that README shows, and no others; each says in words what is on it."""
+    shown = re.findall(r"^!\[(.{20,})\]\((playground/figures/\w+\.png)\)$", README, re.M)
+    assert {path for _, path in shown} == {f"playground/figures/{path.name}" for path in FIGURES.iterdir()}
+    assert all((ROOT / path).read_bytes().startswith(b"\x89PNG") for _, path in shown)
 
 
 def test_the_faults_are_counted():
