@@ -10,8 +10,8 @@ each of their runs is a process of its own, through the lesson's command line:
     steps      where a step's time goes: data, computing, messages that are waited for, messages hidden by computing
     widths     from which width of the layers on two processes are faster than one, a thread each
 
-    python playground/compare.py                                   # all of it: some ten minutes on two cores
-    python playground/compare.py --dataset digits --epochs 2       # two minutes, and less to see
+    python playground/compare.py                                   # all of it: many minutes without a GPU
+    python playground/compare.py --dataset digits --epochs 2       # some minutes
     python playground/compare.py --only scaling --processes 1 2 4 8 --model cnn --batch_size 512
     python playground/compare.py --only widths --widths 64 256 1024 4096 --out wide
 
