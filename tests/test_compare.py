@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import time
+from pathlib import Path
 
 import matplotlib.image
 import pytest
@@ -15,14 +16,14 @@ from conftest import ROOT, Lesson, epochs
 from common.figures import draw_widths
 from common.profiling import minus, step_times, union
 from common.report import tell_widths
-from playground.compare import by_width
+from playground.compare import PASSED_ON, by_width, execute
 
 SHORT = ("--dataset", "digits", "--device", "cpu", "--batch_size", 120)
 
 
 def compare(out, *flags, path="compare", status=0, **options):
     """Run compare.py to its end. Returns what it printed and its results."""
-    done = Lesson(path, *SHORT, "--out", out, *flags, **options).wait()
+    done = Lesson(path, *SHORT, "--out", out, *flags, **options).wait(300)
     assert done.returncode == status, done.stdout + done.stderr
     return done, json.loads((out / "results.json").read_text())
 
@@ -66,7 +67,6 @@ def test_the_numbers_are_the_lessons_own(tmp_path):
         assert min(run["data"], run["compute"], run["exposed"]) > 0
         assert 0 <= run["hidden"] <= run["compute"]
     assert traced[1]["hidden"] < 0.2 * traced[1]["exposed"]  # by hand nothing is computed meanwhile
-    assert traced[1]["exposed"] > traced[2]["exposed"]  # eight messages, not one
     assert drawn(tmp_path / "speed.png") and drawn(tmp_path / "steps.png")
     assert not results["interrupted"]
 
@@ -111,21 +111,35 @@ def test_where_ddp_starts_to_pay(several, where, tmp_path, capsys):
 
 
 def test_what_fails_is_a_row(course, tmp_path):
-    """A broken lesson, one that hangs and a missing package: the others go on. Status 1 names the first two only."""
+    """Two broken lessons and a missing package: the others go on. Status 1 names the first two only."""
     (course / "data_parallel.py").write_text("import sys\nsys.exit('error: broken | on purpose')\n")
-    (course / "pipeline_parallel.py").write_text("import time\ntime.sleep(1000)\n")
+    (course / "pipeline_parallel.py").write_text("print('nothing')\n")
     (course / "distributed_data_parallel2.py").write_text("raise SystemExit('error: x is missing: pip install x')\n")
     lessons = ("data_parallel", "distributed_data_parallel2", "pipeline_parallel")
-    flags = ("--epochs", 1, "--only", "parity", "--timeout", 15, "--lessons", *lessons)
+    flags = ("--epochs", 1, "--only", "parity", "--lessons", *lessons)
     done, results = compare(tmp_path, *flags, path=course / "compare.py", status=1)
     runs = {run["name"]: run for run in results["runs"]}
     assert not runs["single_gpu.py"]["failed"]
     assert "| error: broken / on purpose |" in done.stdout
-    assert runs["pipeline_parallel.py -g 2"]["note"].startswith("took longer than 15 s")
+    assert runs["pipeline_parallel.py -g 2"]["note"] == "no epoch line, exit status 0"
     assert runs["distributed_data_parallel2.py -g 2"]["note"] == "error: x is missing: pip install x"
     assert "There are no two lessons" in done.stdout
     assert done.stderr.strip() == "error: failed: data_parallel.py, pipeline_parallel.py -g 2"
     assert "With one epoch" in done.stdout
+
+
+def test_a_lesson_that_hangs(course, tmp_path, monkeypatch):
+    """It is ended after --timeout, with the process that it has started, and the note says so."""
+    monkeypatch.setattr("playground.compare.__file__", str(course / "compare.py"))
+    start = "import subprocess, sys\nsubprocess.run([sys.executable, '-c', '"
+    (course / "single_gpu.py").write_text(
+        start + "import os, time; print(os.getpid(), flush=True); time.sleep(999)'])\n"
+    )
+    args = argparse.Namespace(**dict.fromkeys(PASSED_ON), timeout=3)
+    execute(run := {"lesson": "single_gpu", "words": []}, args, tmp_path / "01")
+    assert run["failed"] and run["note"] == "took longer than 3 s: give it more with --timeout"
+    if pid := (tmp_path / "01" / "out.txt").read_text().strip():  # a busy machine may not come so far
+        assert not Path(f"/proc/{pid}").exists() or ") Z " in Path(f"/proc/{pid}/stat").read_text()
 
 
 def test_ctrl_c_keeps_what_there_is(tmp_path):
@@ -133,11 +147,11 @@ def test_ctrl_c_keeps_what_there_is(tmp_path):
     flags = ("--epochs", 400, "--only", "parity", "--lessons", "distributed_data_parallel_torchrun")
     job = Lesson("compare", *SHORT, "--out", tmp_path, *flags)
     printed = tmp_path / "runs" / "02" / "out.txt"
-    end = time.monotonic() + 60
+    end = time.monotonic() + 200
     while not (printed.exists() and "epoch 1/" in printed.read_text()) and time.monotonic() < end:
         time.sleep(0.1)
     job.process.send_signal(signal.SIGINT)
-    done = job.wait(30)
+    done = job.wait(60)
     assert done.returncode == 130
     assert done.stderr.splitlines()[-1] == f"interrupted: wrote what there is to {tmp_path}"
     results = json.loads((tmp_path / "results.json").read_text())
