@@ -26,7 +26,7 @@ It prints a table and some sentences for each part, and writes results.json, fou
 What is approximate: a traced step takes longer than others, so look at its parts, not at its length. "Computing" is
 what is left after data and messages, with Python's own work; a message's time includes waiting for a rank that is late;
 gloo's threads share the cores with those that compute. A GPU's kernels may belong to the step before. Memory is that of
-the largest process, without the GPU's; less than this program's own, some 670 MiB, can't be seen.
+the largest process, without the GPU's.
 
 Break it, in a copy beside it (cp playground/compare.py playground/broken.py):
   1. Give all runs OMP_NUM_THREADS "2" where it says "1", with two cores: one process gets faster. And the speed-up?
@@ -120,20 +120,29 @@ def end(process):
             process.wait(seconds)
 
 
+def peak_memory(pid):
+    """Return the largest peak of memory of a process and those that it has started, in MiB."""
+    with contextlib.suppress(OSError):  # it has just ended
+        peak = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return max(int(peak[1]) / 1024 if peak else 0, *map(peak_memory, children), 0)
+    return 0
+
+
 def follow(process, printed, seconds):
     """Wait for a lesson. Returns its epoch lines, each with the time at which it appeared, and its memory in MiB."""
-    epochs, deadline = [], time.monotonic() + seconds
+    epochs, memory, deadline = [], 0, time.monotonic() + seconds
     while time.monotonic() < deadline:
-        pid, status, usage = os.wait4(process.pid, os.WNOHANG)
+        memory = max(memory, peak_memory(process.pid))
+        ended = process.poll() is not None
         for line in printed:
             if found := re.match(EPOCH, line):
                 numbers = [float(text.replace(",", "")) for text in found.groups()]
                 names = ("loss", "train", "test", "seconds", "images_per_s")
                 epochs.append(dict(zip(names, numbers, strict=True)) | {"at": time.monotonic()})
-        if pid:
-            process.returncode = os.waitstatus_to_exitcode(status)
-            return epochs, usage.ru_maxrss / 1024  # of the largest process, itself or one that it has waited for
-        time.sleep(0.01)
+        if ended:
+            return epochs, memory
+        time.sleep(0.02)
     raise TimeoutError(f"took longer than {seconds} s: give it more with --timeout")
 
 

@@ -12,8 +12,8 @@ from conftest import LESSONS, ROOT
 ORDER = [
     "join", "log", "save", "newest_checkpoint", "now", "report", "work", "blocking", "nonblocking",
     "ring_all_reduce", "relay", "exchange", "send_weights", "average_gradients", "pipeline", "forward", "run_epoch",
-    "observe", "talk", "train", "plan", "command", "end", "follow", "execute", "weight_differences", "speed_ups",
-    "by_width", "tell", "main",
+    "observe", "talk", "train", "plan", "command", "end", "peak_memory", "follow", "execute",
+    "weight_differences", "speed_ups", "by_width", "tell", "main",
 ]  # fmt: skip
 LOOPS = ("run_epoch", "train")
 BUILDS_ON = {
