@@ -1,5 +1,6 @@
 """What the tests share: running a lesson as a user would, and the data it runs on."""
 
+import contextlib
 import os
 import re
 import shutil
@@ -45,6 +46,14 @@ def pytest_terminal_summary(terminalreporter):
             terminalreporter.write_line(f"{name}: {value}")
 
 
+def alive(pid):
+    """Whether a process runs: it has not ended, and is no zombie that only waits for its parent to ask."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except (OSError, IndexError):
+        return False
+
+
 class Job:
     """A command that runs in a process group of its own, marked so that each of its processes can be found."""
 
@@ -61,15 +70,12 @@ class Job:
 
     def pids(self):
         """Return the pids of its processes that are alive, the first one's first."""
-        alive = []
+        pids = []
         for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                state = (folder / "stat").read_text().rsplit(")", 1)[1].split()[0]
-                if state != "Z" and self.mark.encode() in (folder / "environ").read_bytes():
-                    alive.append(int(folder.name))
-            except (OSError, IndexError):
-                continue  # it has just ended
-        return sorted(alive)
+            with contextlib.suppress(OSError):  # it has just ended
+                if alive(folder.name) and self.mark.encode() in (folder / "environ").read_bytes():
+                    pids.append(int(folder.name))
+        return sorted(pids)
 
     def ranks(self, count):
         """Wait until the who-am-I table is printed, and return the pids in it in the order of the ranks."""
