@@ -5,7 +5,7 @@ with deadline(args, "reach node 0"):
 everyone = sign_in(store, rank, local_rank, device, args)
 
 except (Exception, KeyboardInterrupt) as error:
-    return explain(error, args)
+    return explain(error, args, ranks)
 """
 
 import argparse
@@ -25,6 +25,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 
 logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)  # it logs whole schedules at a failure
 CUT_SHORT = {97: "reach node 0", 98: "connect to all other ranks"}  # exit status of a rank, what it could not do
@@ -167,14 +168,15 @@ def say(told: str) -> None:
     print(f"error: {told}" + (f": {advice}" if advice else ""), file=sys.stderr, flush=True)
 
 
-def explain(error: BaseException, args: argparse.Namespace) -> int:
+def explain(error: BaseException, args: argparse.Namespace, ranks: mp.ProcessContext | None = None) -> int:
     """Print what ended this node's ranks and what to do about it, as one line.
 
-    Nodes tell each other: where a rank has only lost its connections, the line is that of the node that failed first.
+    Where a rank has only lost its connections, the line is about the rank that failed first, on whatever node it was.
 
     Args:
         error: what was raised, by a rank or by its parent.
         args: from `common.flags.parse`.
+        ranks: what mp.spawn returned, if this process has started ranks.
 
     Returns:
         The exit status: 1, or 130 after Ctrl-C.
@@ -183,7 +185,8 @@ def explain(error: BaseException, args: argparse.Namespace) -> int:
         BaseException: the error itself, if it is not one of the known failures: a bug, whose traceback says where.
     """
     several = getattr(args, "nodes", 1) > 1
-    what = (str(error).strip() or repr(error)).splitlines()[-1]
+    error = _first_cause(error, ranks)
+    what = _last_line(error)
     cause = "".join(traceback.format_exception(error))  # of a rank's error, the text that it sent
     if full := re.search(r"^OSError: (\[Errno 28\].*)$", cause, re.M):
         what = full[1]  # torch.save raises another error after it
@@ -197,7 +200,7 @@ def explain(error: BaseException, args: argparse.Namespace) -> int:
         where = f"rank {args.nr * args.gpus + getattr(error, 'error_index', 0)}"
         where += f" on {os.uname().nodename}: " if several else ": "
     told = (where + what).split("ConnectionError: ")[-1]  # a message of our own needs no rank, or says it
-    sign = next((sign for sign in ADVICE if re.search(sign, what)), None)
+    sign = _sign(what)
     torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # it says itself who failed first
     if several and not torchrun and not re.search("could not reach|client socket|Ping failed|EADDRINUSE", what):
         told = _first_failure(told, ADVICE.get(sign) != LOST, args)
@@ -208,6 +211,30 @@ def explain(error: BaseException, args: argparse.Namespace) -> int:
         raise error
     say(told)
     return 1
+
+
+def _last_line(error: BaseException) -> str:
+    """Return what an exception says, without the traceback of another process that may stand before it."""
+    return (str(error).strip() or repr(error)).splitlines()[-1]
+
+
+def _sign(what: str) -> str | None:
+    """Return the first key of ADVICE that is found in a text."""
+    return next((sign for sign in ADVICE if re.search(sign, what)), None)
+
+
+def _first_cause(error: BaseException, ranks: mp.ProcessContext | None) -> BaseException:
+    """Return the error of a rank that failed by itself, if the given one may only have followed from it."""
+    failed = (mp.ProcessRaisedException, mp.ProcessExitedException)
+    other, ended = error, ranks is None or not isinstance(error, failed)
+    while re.search("SIGTERM", _last_line(other)) or ADVICE.get(_sign(_last_line(other))) in (LOST, ADVICE["SIGABRT"]):
+        if ended:
+            return error
+        try:
+            ended = ranks.join()  # at each call it raises the error of one more rank; join() has ended them all
+        except failed as next_one:
+            other = next_one
+    return other
 
 
 def _first_failure(told: str, certain: bool, args: argparse.Namespace) -> str:

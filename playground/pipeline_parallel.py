@@ -190,7 +190,7 @@ def main():
         if args.nr == 0 and args.meeting_file:
             Path(args.meeting_file).unlink()  # the next run must not meet in it
     except (Exception, KeyboardInterrupt) as error:
-        return explain(error, args)
+        return explain(error, args, ranks)
     finally:
         for process in ranks.processes if ranks else ():
             process.kill()

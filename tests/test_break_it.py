@@ -47,6 +47,19 @@ def test_a_collective_on_rank_0_only(change):
         assert words in done.stderr.splitlines()[-1]
 
 
+def test_the_rank_that_failed_first(change):
+    """The last rank has no labels. The first only loses its connection, but may be seen first: here it always is."""
+    copy = change("pipeline_parallel", "target=labels, ", "")
+    text = copy.read_text()
+    waiting = "        while not ranks.join():"
+    assert text.count(waiting) == 1
+    copy.write_text(text.replace(waiting, f"        [rank.join() for rank in ranks.processes]\n{waiting}"))
+    done = run(copy, *DIGITS, "-g", 2, "--epochs", 1, status=1)
+    assert "Process 1 terminated" in done.stderr
+    assert done.stderr.strip().endswith("loss_fn and target required for last stage")
+    assert "Connection closed" not in done.stderr
+
+
 @pytest.mark.parametrize("found", [False, True])
 def test_a_layer_that_is_not_used(change, found):
     """DDP waits for its gradient, says which parameters had none, and looks for them if it is told to."""
