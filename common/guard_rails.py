@@ -234,6 +234,7 @@ def _first_cause(error: BaseException, ranks: mp.ProcessContext | None) -> BaseE
             ended = ranks.join()  # at each call it raises the error of one more rank; join() has ended them all
         except failed as next_one:
             other = next_one
+            other.__suppress_context__ = True  # its traceback needs no word about the one that followed from it
     return other
 
 
