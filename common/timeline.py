@@ -236,7 +236,7 @@ def draw(steps: dict[str, list[Span]], names: list[str], path: str) -> None:
             width = span.end - span.start
             bar = {"left": (span.start - first) * 1000, "width": width * 1000, "edgecolor": "black", "linewidth": 0.6}
             axis.barh(span.worker, height=0.8, **bar, **looks[span.kind])
-            if width > longest / 60:  # else the number would not fit
+            if width > longest / 90 * len(str(span.micro_batch)):  # else the number would not fit
                 middle = (span.start + width / 2 - first) * 1000
                 box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
                 axis.text(middle, span.worker, span.micro_batch, ha="center", va="center", fontsize=7, bbox=box)

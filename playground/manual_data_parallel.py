@@ -86,9 +86,9 @@ def average_gradients(model, args):
     if args.bucket:  # one long message takes less time than many short ones
         bucket = torch.cat([gradient.flatten() for gradient in gradients])
         dist.all_reduce(bucket)
-        parts = bucket.split([gradient.numel() for gradient in gradients])
-        for gradient, part in zip(gradients, parts, strict=True):
-            gradient.copy_(part.view_as(gradient) / args.world_size)
+        parts = (bucket / args.world_size).split([gradient.numel() for gradient in gradients])
+        for weight, part in zip(model.parameters(), parts, strict=True):
+            weight.grad = part.view_as(weight)  # a view into the bucket: nothing is copied back
     else:
         for gradient in gradients:
             dist.all_reduce(gradient)  # each rank gets the sum over all ranks, in place
