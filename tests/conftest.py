@@ -1,6 +1,8 @@
 """What the tests share: running a lesson as a user would, and the data it runs on."""
 
 import contextlib
+import functools
+import importlib
 import os
 import re
 import shutil
@@ -18,6 +20,9 @@ from nodes import Nodes
 ROOT = Path(__file__).resolve().parents[1]
 LESSONS = sorted(path.stem for path in (ROOT / "playground").glob("*.py"))
 MNIST = ROOT.parent / "shared" / "mnist"  # torchvision's layout; tests that need it skip where it is missing
+DIGITS = ("--dataset", "digits", "--device", "cpu")
+SHORT = (*DIGITS, "--batch_size", 120, "--epochs", 1)
+LONG = (*DIGITS, "--epochs", 100_000)
 STANDIN = Path(__file__).parent / "detectron2_standin"
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as under nohup; what is started here would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -138,6 +143,30 @@ def epochs(text):
     return [
         {key: float(value) for key, value in found.groupdict().items()} for found in re.finditer(pattern, text, re.M)
     ]
+
+
+@functools.cache
+def one_process(*flags):
+    """Return the epoch lines of single_gpu.py, which runs only once with these flags: what others must arrive at."""
+    return epochs(run("single_gpu", *flags).stdout)
+
+
+@pytest.fixture
+def main(monkeypatch, capsys):
+    """Return a function like `run` for what ends at its flags: it calls main() here, without a start of Python."""
+
+    def called(name, *flags, status=2):
+        for variable in LAUNCHER_VARIABLES:
+            monkeypatch.delenv(variable, raising=False)
+        if DETECTRON2 != "the real detectron2":
+            monkeypatch.syspath_prepend(STANDIN)
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, flags)])
+        with pytest.raises(SystemExit) as end:
+            importlib.import_module(name).main()
+        assert end.value.code == status
+        return subprocess.CompletedProcess(sys.argv, status, *capsys.readouterr())
+
+    return called
 
 
 @pytest.fixture(scope="session")

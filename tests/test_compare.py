@@ -10,14 +10,14 @@ import time
 
 import matplotlib.image
 import pytest
-from conftest import ROOT, Lesson, alive, epochs
+from conftest import DIGITS, ROOT, Lesson, alive, epochs
 
 from common.figures import draw_widths
 from common.profiling import minus, step_times, union
 from common.report import tell_widths
 from playground.compare import PASSED_ON, by_width, execute
 
-SHORT = ("--dataset", "digits", "--device", "cpu", "--batch_size", 120)
+SHORT = (*DIGITS, "--batch_size", 120)
 
 
 def compare(out, *flags, path="compare", status=0, **options):
@@ -171,10 +171,9 @@ def test_ctrl_c_keeps_what_there_is(tmp_path):
         (("--profile", "."), "leave --profile out"),
     ],
 )
-def test_bad_input(flags, told, tmp_path):
+def test_bad_input(flags, told, main):
     """Status 2 and one line, before anything is run."""
-    done = Lesson("compare", *SHORT, *flags, cwd=tmp_path).wait()
-    assert done.returncode == 2
+    done = main("compare", *SHORT, *flags)
     assert told in done.stderr and len(done.stderr.splitlines()) == 1
 
 

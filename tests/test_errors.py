@@ -9,13 +9,11 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import DETECTRON2, ROOT, Lesson, free_port, run
+from conftest import DETECTRON2, DIGITS, LESSONS, LONG, ROOT, Lesson, free_port, run
 
 DISTRIBUTED = ["manual_data_parallel", "distributed_data_parallel", "distributed_data_parallel2"]
 SPAWNED = [*DISTRIBUTED, "pipeline_parallel"]
 POINT_TO_POINT = ["blocking_p2p", "nonblocking_p2p"]
-DIGITS = ("--dataset", "digits", "--device", "cpu")
-LONG = (*DIGITS, "--epochs", 100_000)
 
 
 def one_line(done, *words):
@@ -33,7 +31,6 @@ def one_line(done, *words):
     [
         ("single_gpu", ("--model", "rnn"), ("--model", "mlp", "cnn")),
         ("single_gpu", ("--dataset", "cifar"), ("--dataset", "mnist", "digits")),
-        ("single_gpu", ("--device", "tpu"), ("--device", "auto", "cpu", "cuda")),
         ("single_gpu", ("--epochs", 0), ("--epochs 0", "1 or more")),
         ("single_gpu", ("--epoch", "many"), ("--epochs", "many")),
         ("single_gpu", ("--speed", 3), ("--speed",)),
@@ -56,15 +53,21 @@ def one_line(done, *words):
         *((lesson, ("-g", 1), ("-g 2",)) for lesson in POINT_TO_POINT),
     ],
 )
-def test_wrong_flags(lesson, flags, words):
-    """Status 2, one line, at once."""
-    one_line(run(lesson, *flags, status=2, timeout=30), *words)
+def test_wrong_flags(lesson, flags, words, main):
+    """Status 2, one line."""
+    one_line(main(lesson, *flags), *words)
+
+
+@pytest.mark.parametrize("lesson", LESSONS)
+def test_a_wrong_flag_as_a_user_sees_it(lesson):
+    """The same from the command line, at once, whatever the lesson."""
+    one_line(run(lesson, "--device", "tpu", status=2, timeout=30), "--device", "auto", "cpu", "cuda")
 
 
 @pytest.mark.skipif(dist.is_mpi_available(), reason="this torch has MPI")
-def test_backend_mpi_on_a_torch_without_it():
+def test_backend_mpi_on_a_torch_without_it(main):
     """The line names what to use instead."""
-    one_line(run("distributed_data_parallel", "--backend", "mpi", status=2), "without mpi", "--backend gloo")
+    one_line(main("distributed_data_parallel", "--backend", "mpi"), "without mpi", "--backend gloo")
 
 
 @pytest.mark.parametrize("lesson", ["single_gpu", "model_parallel", "distributed_data_parallel", "blocking_p2p"])
@@ -75,21 +78,21 @@ def test_device_cuda_without_a_gpu(lesson):
 
 
 @pytest.mark.parametrize("lesson", ["data_parallel", "distributed_data_parallel"])
-def test_more_gpus_than_there_are(lesson):
+def test_more_gpus_than_there_are(lesson, main):
     """One GPU more than this machine has, with and without a GPU."""
     have = torch.cuda.device_count()
     words = (f"this machine has {have}", f"-g {have}") if have else ("this machine has 0", "--device cpu")
-    one_line(run(lesson, "--device", "cuda", "-g", have + 1, status=2), *words)
+    one_line(main(lesson, "--device", "cuda", "-g", have + 1), *words)
 
 
 @pytest.mark.parametrize("lesson", ["single_gpu", "distributed_data_parallel"])
-def test_savefile(lesson, tmp_path):
+def test_savefile(lesson, tmp_path, main):
     """A missing folder is made; what can't be written is said before training, and nothing is left lying there."""
     run(lesson, *DIGITS, "--epochs", 1, "-s", tmp_path / "new" / "folder" / "c.pt")
     assert os.listdir(tmp_path / "new" / "folder") == ["c.pt"]
     (tmp_path / "file").write_text("")
     for path in (tmp_path, tmp_path / "file" / "c.pt"):
-        done = run(lesson, *DIGITS, "-s", path, status=2)
+        done = main(lesson, *DIGITS, "-s", path)
         one_line(done, "--savefile", str(path))
         assert "epoch" not in done.stdout
     assert sorted(os.listdir(tmp_path)) == ["file", "new"]

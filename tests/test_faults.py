@@ -11,9 +11,9 @@ import time
 
 import pytest
 import torch
-from conftest import ROOT, Job, Lesson, epochs, run
+from conftest import DIGITS, LONG, ROOT, Job, Lesson, epochs, one_process, run
 from nodes import ADDRESSES
-from test_errors import DIGITS, LONG, one_line, wait_for_line
+from test_errors import one_line, wait_for_line
 
 DDP = "distributed_data_parallel"
 NODE0 = ("-ip", ADDRESSES[0])
@@ -114,7 +114,7 @@ def test_a_slow_link(nodes):
     zero, one = on_both(nodes, DDP, *flags)
     done, other = zero.wait(), one.wait()
     assert (done.returncode, other.returncode) == (0, 0), done.stderr + other.stderr
-    assert epochs(done.stdout) == epochs(run("single_gpu", *flags).stdout)
+    assert epochs(done.stdout) == one_process(*flags)
 
 
 @pytest.mark.parametrize("victim", [0, 3])

@@ -6,13 +6,12 @@ import signal
 import time
 
 import pytest
-from conftest import ROOT, Job, epochs, run
+from conftest import ROOT, SHORT, Job, epochs, one_process
 from nodes import HOSTS, Nodes, need
 from sshd import Sshd
 
 KINDS = {"mpirun.openmpi": "Open MPI", "mpiexec.hydra": "MPICH"}
 LESSON = "playground/distributed_data_parallel.py"
-SHORT = ("--dataset", "digits", "--device", "cpu", "--batch_size", 120, "--epochs", 1)
 LONG = (*SHORT[:-1], 100_000)
 
 
@@ -56,7 +55,7 @@ def test_two_nodes(start, tmp_path):
     table = re.findall(r"^\d+ +(\d) +(\d) +cpu +\d+ +(\S+)$", done.stdout, re.M)
     places = [("0", "0"), ("1", "1"), ("2", "0"), ("3", "1")]
     assert table == [(*place, host) for place, host in zip(places, sorted(HOSTS * 2), strict=True)]
-    assert epochs(done.stdout) == epochs(run("single_gpu", *SHORT).stdout)
+    assert epochs(done.stdout) == one_process(*SHORT)
 
 
 @pytest.mark.parametrize("how", ["rank", signal.SIGINT, signal.SIGTERM])

@@ -1,23 +1,28 @@
 """The lessons on two nodes with addresses of their own: network namespaces joined by a cable."""
 
 import pytest
-from conftest import Lesson, epochs, run
+from conftest import SHORT, Lesson, epochs, one_process, run
 from nodes import ADDRESSES
-
-SHORT = ("--dataset", "digits", "--device", "cpu", "--batch_size", 120, "--epochs", 2)
 
 
 @pytest.mark.parametrize(
-    "lesson", ["manual_data_parallel", "distributed_data_parallel", "distributed_data_parallel2", "pipeline_parallel"]
+    ("lesson", "gpus"),
+    [
+        ("manual_data_parallel", 1),
+        ("distributed_data_parallel", 2),
+        ("distributed_data_parallel2", 1),
+        ("pipeline_parallel", 2),
+    ],
 )
-def test_training_on_two_nodes(lesson, nodes):
-    """Two nodes with two ranks each print what one process prints."""
-    flags = (*SHORT, "-n", 2, "-g", 2, "-ip", ADDRESSES[0])
+def test_training_on_two_nodes(lesson, gpus, nodes):
+    """Two nodes with one or two ranks each print what one process prints."""
+    flags = (*SHORT, "-n", 2, "-g", gpus, "-ip", ADDRESSES[0])
     one = Lesson(lesson, *flags, "-nr", 1, prefix=nodes.enter(1))
     done = run(lesson, *flags, "-nr", 0, prefix=nodes.enter(0))
     assert one.wait().returncode == 0
-    assert [row.split()[-1] for row in done.stdout.splitlines()[1:5]] == ["node0", "node0", "node1", "node1"]
-    assert epochs(done.stdout) == epochs(run("single_gpu", *SHORT).stdout)
+    hosts = [row.split()[-1] for row in done.stdout.splitlines()[1 : 2 * gpus + 1]]
+    assert hosts == ["node0"] * gpus + ["node1"] * gpus
+    assert epochs(done.stdout) == one_process(*SHORT)
 
 
 def test_messages_between_two_nodes(nodes):

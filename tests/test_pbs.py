@@ -11,14 +11,13 @@ import signal
 import time
 
 import pytest
-from conftest import ROOT, Job, epochs, run
+from conftest import ROOT, SHORT, Job, epochs, one_process
 from nodes import HOSTS, Nodes, need
 from slurm import Slurm
 from sshd import Sshd
 
 SCRIPT = ROOT / "run" / "pbs.sh"
 LESSON = "playground/distributed_data_parallel.py"
-SHORT = ("--dataset", "digits", "--device", "cpu", "--batch_size", "120", "--epochs", "1")
 LONG = (*SHORT[:-1], "100000")
 JOB = """\
 #!/usr/bin/env bash
@@ -54,13 +53,13 @@ def submit(pbs, *command, cwd=ROOT, **env):
 
 def test_two_nodes(pbs):
     """LESSON with its flags, on the nodes of the node file: single_gpu.py's numbers, and no process stays."""
-    job, output = submit(pbs, LESSON=" ".join([LESSON, *SHORT]))
+    job, output = submit(pbs, LESSON=" ".join(map(str, [LESSON, *SHORT])))
     shown = pbs[0].wait(job)
     text = re.sub("^node[01]: ", "", output.read_text(), flags=re.M)
     assert (shown["JobState"], shown["ExitCode"]) == ("COMPLETED", "0:0"), text
     table = re.findall(r"^\d+ +(\d) +(\d) +cpu +\d+ +(\S+)$", text, re.M)
     assert [row[2] for row in table] == sorted(HOSTS * 2), text
-    assert epochs(text) == epochs(run("single_gpu", *SHORT).stdout)
+    assert epochs(text) == one_process(*SHORT)
     assert pbs[0].left() == []
 
 

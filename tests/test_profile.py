@@ -3,9 +3,7 @@
 import json
 
 import pytest
-from conftest import Lesson, run
-
-SHORT = ("--dataset", "digits", "--device", "cpu", "--batch_size", 120, "--epochs", 1)
+from conftest import SHORT, run
 
 
 def trace(path):
@@ -56,10 +54,9 @@ def test_an_epoch_of_a_single_step(tmp_path):
     assert any(event["name"].startswith("Optimizer.step") for event in trace(tmp_path / "rank0.json"))
 
 
-def test_a_folder_that_cannot_be_made(tmp_path):
+def test_a_folder_that_cannot_be_made(tmp_path, main):
     """Status 2, one line, before anything is trained."""
     (tmp_path / "file").touch()
-    done = Lesson("single_gpu", *SHORT, "--profile", tmp_path / "file" / "trace").wait()
-    assert done.returncode == 2
+    done = main("single_gpu", *SHORT, "--profile", tmp_path / "file" / "trace")
     assert len(done.stderr.strip().splitlines()) == 1
     assert f"can't write --profile {tmp_path}/file/trace" in done.stderr

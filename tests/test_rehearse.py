@@ -7,12 +7,11 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, Job, epochs, run
+from conftest import ROOT, SHORT, Job, epochs, one_process
 from nodes import HOSTS, need
 
 SCRIPT = "../run/rehearse_two_nodes.sh"  # as seen from tests/
 LESSON = "playground/distributed_data_parallel.py"
-SHORT = ("--dataset", "digits", "--device", "cpu", "--batch_size", 120, "--epochs", 1)
 NOBODY = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
 WAIT = "trap '' INT TERM; echo waiting; sleep 600"  # what a command does that only kill -9 can end
 
@@ -44,7 +43,7 @@ def test_the_lesson_gives_the_same_numbers_on_a_slow_network():
     assert done.returncode == 0, done.stdout + done.stderr
     table = lines(done.stdout, 0).splitlines()[1:5]
     assert [row.split()[-1] for row in table] == ["node0", "node0", "node1", "node1"]
-    assert epochs(lines(done.stdout, 0)) == epochs(run("single_gpu", *SHORT).stdout)
+    assert epochs(lines(done.stdout, 0)) == one_process(*SHORT)
     assert [line[:9] for line in done.stderr.splitlines()] == ["+ node0: ", "+ node1: "]
 
 

@@ -5,11 +5,10 @@ import signal
 import socket
 
 import pytest
-from conftest import Lesson, epochs, free_port, run
-from test_errors import DIGITS, LONG, one_line
+from conftest import LONG, SHORT, Lesson, epochs, free_port, one_process, run
+from test_errors import one_line
 
 TRAINING = ["manual_data_parallel", "distributed_data_parallel"]
-SHORT = (*DIGITS, "--batch_size", 120, "--epochs", 1)
 
 
 def both_nodes(lesson, *flags, env=None):
@@ -28,7 +27,7 @@ def test_file(lesson, tmp_path):
     assert out.startswith("node  rank")
     assert os.listdir(tmp_path) == []
     if lesson in TRAINING:
-        assert epochs(out) == epochs(run("single_gpu", *SHORT).stdout)
+        assert epochs(out) == one_process(*SHORT)
 
 
 def test_file_with_a_group_made_later(tmp_path):
@@ -45,7 +44,7 @@ def test_tcp_and_env(lesson, how):
     url, env = f"tcp://127.0.0.2:{port}", None
     if how == "env":
         url, env = "env://", {"MASTER_ADDR": "127.0.0.2", "MASTER_PORT": str(port)}
-    assert epochs(both_nodes(lesson, "--init_method", url, env=env)) == epochs(run("single_gpu", *SHORT).stdout)
+    assert epochs(both_nodes(lesson, "--init_method", url, env=env)) == one_process(*SHORT)
 
 
 def test_started_by_hand():
@@ -104,15 +103,14 @@ def test_the_same_index_on_two_nodes():
         ("env://", ("export MASTER_ADDR",)),
     ],
 )
-def test_a_wrong_url(url, words):
+def test_a_wrong_url(url, words, main):
     """Status 2 and one line, at once."""
-    one_line(run("blocking_p2p", "--init_method", url, status=2, timeout=30), *words)
+    one_line(main("blocking_p2p", "--init_method", url), *words)
 
 
-def test_detectron2_does_not_meet_in_a_file():
+def test_detectron2_does_not_meet_in_a_file(main):
     """Its launch warns of it on several nodes; the lesson says what to use."""
-    done = run("distributed_data_parallel2", "--init_method", "file:///tmp/meet", status=2, timeout=30)
-    one_line(done, "tcp://")
+    one_line(main("distributed_data_parallel2", "--init_method", "file:///tmp/meet"), "tcp://")
 
 
 def test_a_foreign_server_with_detectron2():

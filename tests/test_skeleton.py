@@ -128,11 +128,9 @@ def test_a_lesson_is_short_and_says_how_to_run_it(lesson):
 
 
 @pytest.mark.parametrize("lesson", LESSONS)
-def test_help_prints_the_docstring(lesson, tmp_path):
-    """--help works from any folder and has the commands."""
-    from conftest import run
-
-    out = run(lesson, "--help", cwd=tmp_path).stdout
+def test_help_prints_the_docstring(lesson, main):
+    """--help has the commands."""
+    out = main(lesson, "--help", status=0).stdout
     assert f"python playground/{lesson}.py" in out
     assert "--device" in out
 

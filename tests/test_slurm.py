@@ -7,13 +7,12 @@ import subprocess
 import time
 
 import pytest
-from conftest import ROOT, epochs, run
+from conftest import ROOT, SHORT, epochs, one_process
 from nodes import HOSTS, Nodes
 from slurm import Slurm
 
 TEMPLATES = ["run/slurm_srun.sbatch", "run/slurm_torchrun.sbatch"]
 LESSON = "playground/distributed_data_parallel.py"
-SHORT = ("--dataset", "digits", "--device", "cpu", "--batch_size", 120, "--epochs", 1)
 LONG = (*SHORT[:-1], 100_000)
 
 
@@ -51,7 +50,7 @@ def test_two_nodes(template, slurm, tmp_path):
     table = re.findall(r"^\d+ +(\d) +(\d) +cpu +\d+ +(\S+)$", text, re.M)
     assert [row[:2] for row in table] == [("0", "0"), ("1", "1"), ("2", "0"), ("3", "1")], text
     assert [row[2] for row in table] == [HOSTS[0]] * 2 + [HOSTS[1]] * 2
-    assert epochs(text) == epochs(run("single_gpu", *SHORT).stdout)
+    assert epochs(text) == one_process(*SHORT)
     assert slurm.left() == []
 
 

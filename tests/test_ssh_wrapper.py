@@ -6,13 +6,12 @@ import sys
 import time
 
 import pytest
-from conftest import ROOT, Job, epochs, run
+from conftest import ROOT, SHORT, Job, epochs, one_process
 from nodes import HOSTS
 from sshd import Sshd
 
 SCRIPT = ROOT / "run" / "two_nodes_ssh.sh"
 LESSON = "playground/distributed_data_parallel.py"
-SHORT = ("--dataset", "digits", "--device", "cpu", "--batch_size", 120, "--epochs", 1)
 STUBBORN = """\
 import subprocess, sys, time
 flags = sys.argv[1:]
@@ -54,7 +53,7 @@ def test_the_lesson_gives_the_same_numbers(sshd, tmp_path):
     printed = done.stdout.splitlines()
     assert [line.split()[-1] for line in printed[1:5]] == ["node0", "node0", "node1", "node1"]
     assert all(line.startswith("node0: ") for line in printed)
-    assert epochs(done.stdout.replace("node0: ", "")) == epochs(run("single_gpu", *SHORT).stdout)
+    assert epochs(done.stdout.replace("node0: ", "")) == one_process(*SHORT)
     assert checkpoint.is_file()
     assert [line[:9] for line in done.stderr.splitlines()] == ["+ node0: ", "+ node1: "]
     assert_nothing_left(sshd)

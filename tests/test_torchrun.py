@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, Job, Lesson, epochs, run
-from test_errors import DIGITS, one_line, wait_for_line
+from conftest import DIGITS, LONG, ROOT, Job, Lesson, epochs, one_process, run
+from test_errors import one_line, wait_for_line
 from test_parity import assert_equal
 
 LESSON = "distributed_data_parallel_torchrun"
@@ -112,7 +112,7 @@ def test_a_killed_rank_changes_nothing(tmp_path):
 
 def test_without_restarts_a_killed_rank_ends_the_run(tmp_path):
     """torchrun ends the other rank and reports the signal; nothing is left."""
-    job = torchrun(*DIGITS, "--epochs", 100_000, "--run_dir", tmp_path / "run")
+    job = torchrun(*LONG, "--run_dir", tmp_path / "run")
     os.kill(job.ranks(2)[1], signal.SIGKILL)
     done = job.wait(60)
     assert done.returncode == 1
@@ -202,7 +202,7 @@ def test_a_full_disk(tmp_path):
         sh("mount", "-o", "remount,size=20m", folder)
         done = run(LESSON, *DIGITS, "--epochs", 5, "--run_dir", folder / "run")
         assert f"{len(saved)} of 5 epochs are done" in done.stdout
-        assert epochs(done.stdout)[-1] == epochs(run("single_gpu", *DIGITS, "--epochs", 5).stdout)[-1]
+        assert epochs(done.stdout)[-1] == one_process(*DIGITS, "--epochs", 5)[-1]
     finally:
         sh("umount", folder)
 
@@ -256,9 +256,9 @@ def test_resnet18_resumes_with_its_batch_norm(tmp_path):
         (("--batch_size", 0), ("--batch_size 0",)),
     ],
 )
-def test_wrong_flags(flags, words):
+def test_wrong_flags(flags, words, main):
     """Status 2, one line."""
-    one_line(run(LESSON, *flags, status=2, timeout=30), *words)
+    one_line(main(LESSON, *flags), *words)
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,7 @@ def test_what_can_not_be_had(flags, words, tmp_path):
 
 def test_ctrl_c_under_torchrun(tmp_path):
     """Ctrl-C reaches torchrun and the ranks; none is left, and the checkpoints are good."""
-    job = torchrun(*DIGITS, "--epochs", 100_000, "--run_dir", tmp_path / "run")
+    job = torchrun(*LONG, "--run_dir", tmp_path / "run")
     job.ranks(2)
     wait_for_line(job, "epoch 2/")
     os.killpg(job.process.pid, signal.SIGINT)
@@ -290,7 +290,7 @@ def test_ctrl_c_under_torchrun(tmp_path):
 
 def test_ctrl_c_alone(tmp_path):
     """As in single_gpu.py."""
-    job = Lesson(LESSON, *DIGITS, "--epochs", 100_000, "--run_dir", tmp_path / "run")
+    job = Lesson(LESSON, *LONG, "--run_dir", tmp_path / "run")
     wait_for_line(job, "epoch 1/")
     os.killpg(job.process.pid, signal.SIGINT)
     done = job.wait(20)

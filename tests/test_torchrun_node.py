@@ -5,10 +5,9 @@ import signal
 import socket
 
 import pytest
-from conftest import ROOT, Job, epochs, run
+from conftest import ROOT, SHORT, Job, epochs, one_process
 from nodes import ADDRESSES, HOSTS
 
-SHORT = ("--dataset", "digits", "--device", "cpu", "--batch_size", 120, "--epochs", 1)
 LESSON = ("playground/distributed_data_parallel.py", *SHORT)
 SCRIPT = ROOT / "run" / "torchrun_node.sh"
 
@@ -36,7 +35,7 @@ def test_two_nodes(node0, gpus, nodes):
     assert [one.returncode for one in done] == [0, 0], done
     table = [row.split() for one in done for row in one.stdout.splitlines() if row.endswith(tuple(HOSTS))]
     assert sorted((row[2], row[5]) for row in table) == [(str(rank), host) for rank in range(gpus) for host in HOSTS]
-    assert epochs("".join(one.stdout for one in done)) == epochs(run("single_gpu", *SHORT).stdout)
+    assert epochs("".join(one.stdout for one in done)) == one_process(*SHORT)
     assert nodes.pids(0) + nodes.pids(1) == []
 
 
@@ -46,7 +45,7 @@ def test_a_restart(nodes):
     os.kill(zero.ranks(2)[1], signal.SIGKILL)  # the second in the table is on the other node
     done = [zero.wait(), one.wait()]
     assert [each.returncode for each in done] == [0, 0], done
-    assert epochs(done[0].stdout + done[1].stdout) == epochs(run("single_gpu", *SHORT).stdout)
+    assert epochs(done[0].stdout + done[1].stdout) == one_process(*SHORT)
 
 
 @pytest.mark.parametrize(("how", "status"), [("rank", 1), (signal.SIGINT, 130), (signal.SIGTERM, 143)])
