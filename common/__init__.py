@@ -1,4 +1,4 @@
-"""What the lessons share: the models, the data and the flags.
+"""What the lessons share: models, data, flags, what turns a failure into one line, traces, timelines and figures.
 
 Importing it also keeps libraries from burying the one line that explains a failure: torch tells which processes it
 ends, and tqdm's default lock is a semaphore, for which Python prints a warning when a process is killed.

@@ -126,6 +126,8 @@ def parse(parser: argparse.ArgumentParser, least: int = 1, spawns: bool = True) 
             parser.error(f"--gpu_ids {ids}: this machine has {gpus_here} GPUs, numbered from 0")
         elif len(set(ids)) < max(wanted, len(ids)):
             parser.error(f"--gpu_ids {ids}: name a GPU for each of the {wanted} processes, none twice")
+    if not spawns and getattr(args, "init_method", None) not in (None, "env://"):
+        parser.error("torchrun says where to meet: leave --init_method out")
     if hasattr(args, "nodes"):
         _check_processes(parser, args, least)
         if not spawns and args.world_size > 1 and "RANK" not in os.environ:
@@ -136,6 +138,8 @@ def parse(parser: argparse.ArgumentParser, least: int = 1, spawns: bool = True) 
     if getattr(args, "savefile", None) and getattr(args, "nr", 0) == 0:
         _check_file(parser, args, "savefile")
     if getattr(args, "plot", None) and getattr(args, "nr", 0) == 0:
+        if Path(args.plot).suffix not in (".png", ".pdf", ".svg"):
+            parser.error(f"--plot {args.plot} is of a format that can't be drawn: use {Path(args.plot).stem}.png")
         _check_file(parser, args, "plot")
     for name in ("profile", "out"):
         if folder := getattr(args, name, None):

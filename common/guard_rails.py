@@ -34,7 +34,7 @@ ADVICE = {  # what a failure says, and what to do about it
     "are missing after|clients joined": "start every node, with the same -n, -g, -ip and --port",
     "is there twice": "give each node its own -nr (restarts by torchrun need the torchrun lesson)",
     "is left over": "delete it, or choose another one",
-    "differs": "start every node with the same flags",
+    "differs": "start every node with the same lesson and flags",
     "could not reach|client socket|Ping failed": "start node 0, check -ip, --port and the firewall",
     "could not connect": "let the nodes' firewalls pass all TCP between them, and look for the error of another rank",
     "connectFullMesh": "if this host's name leads to 127.0.0.1, set GLOO_SOCKET_IFNAME to its network, as in eth0; for "
@@ -46,6 +46,7 @@ ADVICE = {  # what a failure says, and what to do about it
     "signal SIG": "if it was not you, memory may have run out: use fewer processes",
     "gloo|NCCL|onnection|imed out|timeout": LOST,
 }
+BUG = r"(Assertion|Attribute|Import|Index|Key|ModuleNotFound|Name|Type|UnboundLocal)Error\b"  # its traceback helps
 MAY_DIFFER = {  # between nodes, or between ranks
     "nr", "ip", "port", "init_method", "meeting_file", "timeout", "gpu_ids", "data_dir", "savefile", "run_dir",
     "profile", "plot",
@@ -84,6 +85,8 @@ def sign_in(
 ) -> list[tuple[int, int, int, str, int, str]]:
     """Wait for all ranks, make sure that they have the same flags, and let rank 0 print who is who.
 
+    All get node 0's --savefile: only rank 0 writes it, but the others may have to send their part of the model.
+
     Args:
         store: the rendezvous, which all ranks can read and write.
         rank, local_rank, device: of this process.
@@ -96,8 +99,9 @@ def sign_in(
         ConnectionError: ranks are missing after --timeout, are there twice, or have other flags; or the meeting file
             is one of an earlier run.
     """
-    me = (args.nr, rank, local_rank, str(device), os.getpid(), os.uname().nodename)
-    mine = json.dumps([vars(args), me])
+    node = int(os.environ.get("GROUP_RANK", args.nr))  # a launcher's; else each rank would count as a node
+    me = (node, rank, local_rank, str(device), os.getpid(), os.uname().nodename)
+    mine = json.dumps([vars(args) | {"lesson": Path(sys.argv[0]).name}, me])
     if store.compare_set(f"rank {rank}", "", mine).decode() != mine:  # the first to write it stays
         if args.meeting_file:
             raise ConnectionError(f"{args.meeting_file} is left over from an earlier run, rank {rank} is in it")
@@ -107,7 +111,9 @@ def sign_in(
         store.set_timeout(timedelta(seconds=args.timeout))
         for other in range(args.world_size):
             flags_there, row = json.loads(store.get(f"rank {other}"))
-            _compare(vars(args), rank, flags_there, other)
+            _compare(json.loads(mine)[0], rank, flags_there, other)
+            if other == 0:
+                args.savefile = flags_there.get("savefile")
             everyone.append(tuple(row))
     except RuntimeError:  # what a store says when it has waited long enough
         missing = [other for other in range(args.world_size) if not store.check([f"rank {other}"])]
@@ -151,9 +157,10 @@ def go_on_with(path: str | Path, then: dict, args: argparse.Namespace) -> None:
 
 def _compare(here: dict, rank: int, there: dict, other: int) -> None:
     """Raise ConnectionError if the flags of two ranks differ where they must not."""
-    for name in sorted(here.keys() - MAY_DIFFER):
-        if here[name] != there[name]:
-            raise ConnectionError(f"--{name} differs: {here[name]} on rank {rank}, {there[name]} on rank {other}")
+    for name in ["lesson", *sorted(here.keys() - MAY_DIFFER)]:  # another lesson may have other flags
+        if here.get(name) != there.get(name):
+            what = name if name == "lesson" else f"--{name}"
+            raise ConnectionError(f"{what} differs: {here[name]} on rank {rank}, {there[name]} on rank {other}")
 
 
 def _print_table(rows: list[tuple[int, int, int, str, int, str]]) -> None:
@@ -200,7 +207,7 @@ def explain(error: BaseException, args: argparse.Namespace, ranks: mp.ProcessCon
         where = f"rank {args.nr * args.gpus + getattr(error, 'error_index', 0)}"
         where += f" on {os.uname().nodename}: " if several else ": "
     told = (where + what).split("ConnectionError: ")[-1]  # a message of our own needs no rank, or says it
-    sign = _sign(what)
+    sign = _sign(error, what)
     torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # it says itself who failed first
     if several and not torchrun and not re.search("could not reach|client socket|Ping failed|EADDRINUSE", what):
         told = _first_failure(told, ADVICE.get(sign) != LOST, args)
@@ -218,16 +225,18 @@ def _last_line(error: BaseException) -> str:
     return (str(error).strip() or repr(error)).splitlines()[-1]
 
 
-def _sign(what: str) -> str | None:
-    """Return the first key of ADVICE that is found in a text."""
-    return next((sign for sign in ADVICE if re.search(sign, what)), None)
+def _sign(error: BaseException, what: str) -> str | None:
+    """Return the first key of ADVICE that is found in what an error says; None for a bug, whatever its words are."""
+    bug = re.match(BUG, "".join(traceback.format_exception_only(error)).strip().splitlines()[-1])
+    return None if bug else next((sign for sign in ADVICE if re.search(sign, what)), None)
 
 
 def _first_cause(error: BaseException, ranks: mp.ProcessContext | None) -> BaseException:
     """Return the error of a rank that failed by itself, if the given one may only have followed from it."""
     failed = (mp.ProcessRaisedException, mp.ProcessExitedException)
     other, ended = error, ranks is None or not isinstance(error, failed)
-    while re.search("SIGTERM", _last_line(other)) or ADVICE.get(_sign(_last_line(other))) in (LOST, ADVICE["SIGABRT"]):
+    consequences = (LOST, ADVICE["SIGABRT"])
+    while "SIGTERM" in _last_line(other) or ADVICE.get(_sign(other, _last_line(other))) in consequences:
         if ended:
             return error
         try:

@@ -1,7 +1,6 @@
 """Who computes when: the timeline of a pipeline's step, as text and as a figure, and the share of time lost waiting."""
 
 import os
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -195,7 +194,9 @@ def show(steps: dict[tuple[str, int], list[Span]], names: list[str], plot: str |
     titles = {}
     for (schedule, pieces), spans in steps.items():
         title = f"{schedule}, {pieces} micro-batch{'es' * (pieces > 1)}: {duration(spans):.4f} s, bubble "
-        title += f"{bubble(spans, len(names)):.2f}, (p-1)/(m+p-1) = {(len(names) - 1) / (pieces + len(names) - 1):.2f}"
+        whose = "GPipe's " if "Interleaved" in schedule else ""  # with two stages on each rank the formula is another
+        formula = f"{whose}(p-1)/(m+p-1) = {(len(names) - 1) / (pieces + len(names) - 1):.2f}"
+        title += f"{bubble(spans, len(names)):.2f}, {formula}"
         titles[title] = spans
         print(title, as_text(spans, names), sep="\n", flush=True)
     first, *second = map(duration, steps.values())
@@ -211,10 +212,7 @@ def draw(steps: dict[str, list[Span]], names: list[str], path: str) -> None:
     Args:
         steps: the spans of each step, by its title.
         names: of the workers.
-        path: of the figure; its ending says the format, as in timeline.png.
-
-    Raises:
-        SystemExit: with one line, if matplotlib knows no such format.
+        path: of the figure; its ending says the format: .png, .pdf or .svg.
     """
     import matplotlib  # here, because it takes a second
 
@@ -249,7 +247,4 @@ def draw(steps: dict[str, list[Span]], names: list[str], path: str) -> None:
     patches = [Patch(edgecolor="black", label=kind, **look) for kind, look in looks.items() if kind in kinds]
     figure.legend(handles=patches, loc="upper right", ncols=3, fontsize=8, frameon=False)
     figure.tight_layout()
-    try:
-        figure.savefig(path, dpi=150)
-    except ValueError as error:
-        sys.exit(f"error: {path} can't be drawn ({error}): use timeline.png")
+    figure.savefig(path, dpi=150)

@@ -3,7 +3,8 @@
 A distributed program is one script that runs in several processes at once, on one machine (a node) or on many. Each
 process has a rank, from 0 to world_size - 1, and a local rank within its node. They meet at a rendezvous, a key-value
 store on node 0 or in a file, and form a process group (`join`). A backend carries its messages: gloo between CPUs,
-NCCL between GPUs. Then one rank sends a tensor, and another, with a buffer of that shape and dtype, receives it.
+NCCL between GPUs. Then one rank sends a tensor, and another, with a buffer of that shape and dtype, receives it. On
+CPUs both calls block: recv until the numbers are here, send until the other rank receives them.
 
     python playground/blocking_p2p.py              # two processes, started by this script
     python playground/blocking_p2p.py -g 3         # three: the numbers go from 0 to 1 to 2
@@ -13,7 +14,7 @@ NCCL between GPUs. Then one rank sends a tensor, and another, with a buffer of t
     RANK=1 WORLD_SIZE=2 MASTER_ADDR=<ip> MASTER_PORT=8888 python playground/blocking_p2p.py    # and rank 1
     python playground/blocking_p2p.py --init_method file:///tmp/meet    # the rendezvous is a file; or tcp://, env://
 
-It prints who is who, and then, on CPUs (on GPUs send only queues the message):
+It prints who is who, and then, on CPUs (on GPUs send only puts the message into a queue):
 
     rank 0 comes a second late:
     rank 0: [0.0, 1.0, 2.0, 3.0] -> [0.0, 1.0, 2.0, 3.0], 0.0 s in recv, 0.0 s in send
@@ -92,7 +93,7 @@ def relay(rank, device, late):
         dist.recv(numbers, src=rank - 1)  # comes back when the numbers are here
     received = now(device)
     if rank < dist.get_world_size() - 1:
-        dist.send(numbers, dst=rank + 1)  # comes back when they are on their way, so that they may be changed
+        dist.send(numbers, dst=rank + 1)  # on CPUs it comes back when they are received, on GPUs at once
     times = f"{received - start:.1f} s in recv, {now(device) - received:.1f} s in send"
     report(f"rank {rank}: {before} -> {numbers.tolist()}, {times}")
 
@@ -101,10 +102,10 @@ def exchange(order, rank, device, group=None):
     """Send my rank to the right neighbour and receive the left one's, in one of four orders. Returns what came."""
     right, left = (rank + 1) % dist.get_world_size(), (rank - 1) % dist.get_world_size()
     mine, theirs = torch.tensor([rank], device=device), torch.tensor([-1], device=device)
-    if order == "all send first" or (order == "by parity" and rank % 2 == 0):
+    if order == "all send first" or (order == "even ranks send first" and rank % 2 == 0):
         dist.send(mine, right, group)
         dist.recv(theirs, left, group)
-    elif order == "by parity":  # an odd rank receives first: that breaks the circle
+    elif order == "even ranks send first":  # an odd rank receives first: that breaks the circle
         dist.recv(theirs, left, group)
         dist.send(mine, right, group)
     elif order == "isend and irecv":  # both are only asked for (on NCCL, long messages need the next order)
@@ -127,7 +128,7 @@ def talk(local_rank, args):
                     print(f"rank {late} comes a second late:", flush=True)
                 relay(rank, device, late)
         else:
-            impatient = dist.new_group(backend="gloo", timeout=timedelta(seconds=3))  # a second group
+            impatient = dist.new_group(backend="gloo", timeout=timedelta(seconds=3))  # all ranks, in a second group
             try:
                 report(f"rank {rank}: {exchange('all send first', rank, torch.device('cpu'), impatient)}")
             except RuntimeError as error:
@@ -135,7 +136,7 @@ def talk(local_rank, args):
                     raise
                 who = (rank + 1) % args.world_size
                 report(f"rank {rank}: DEADLOCK: rank {who} receives only after its own send, which waits like mine")
-            for order in ("by parity", "isend and irecv", "batch_isend_irecv"):
+            for order in ("even ranks send first", "isend and irecv", "batch_isend_irecv"):
                 report(f"rank {rank}: {order}: received {exchange(order, rank, device)}")
         dist.barrier()  # leave together
     finally:
@@ -155,7 +156,7 @@ def main():
         if "RANK" in os.environ:
             return talk(0, args)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the ranks inherit it: until join() only we heed Ctrl-C
-        ranks = mp.spawn(talk, (args,), args.gpus, join=False)
+        ranks = mp.spawn(talk, (args,), args.gpus, join=False)  # talk(0, args), talk(1, args), ... in new processes
         signal.signal(signal.SIGINT, signal.default_int_handler)
         while not ranks.join():  # True when all have ended; raises if one has failed
             pass

@@ -1,8 +1,8 @@
 """What did parallelism buy? This closing lesson runs the others with the same flags and compares what they report.
 
 Parallelism pays when what it saves in computing is more than what it costs: messages, a second start of Python, a
-second copy of the model. None of this can be known beforehand, but all of it can be measured. It has four parts, and
-each of their runs is a process of its own, through the lesson's command line:
+second copy of the model. None of this can be known beforehand, but all of it can be measured. This lesson does it in
+four parts, and each of their runs is a process of its own, through the other lesson's command line:
 
     parity     every training lesson: loss, accuracies, weights; images/s, start-up time and memory of the same runs
     scaling    distributed_data_parallel.py with 1, 2, 4, ... processes, a thread each: the same batch for all of them

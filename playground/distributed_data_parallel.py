@@ -115,9 +115,8 @@ def train(local_rank, args):
             steps = profiled(bar, args.profile)
             loss, hits, seen = run_epoch(model, steps, device, optimizer).tolist()
             seconds = time.perf_counter() - start
-            _, test_hits, test_seen = run_epoch(
-                model.module, test_loader, device
-            ).tolist()  # NEW: no need to synchronise
+            plain = model.module  # NEW: a test needs no averaging
+            _, test_hits, test_seen = run_epoch(plain, test_loader, device).tolist()
             if rank == 0:
                 line = f"epoch {epoch + 1}/{args.epochs}  loss {loss / seen:.4f}  train {hits / seen:.2%}"
                 line += f"  test {test_hits / test_seen:.2%}  {seconds:.2f} s  {seen / seconds:,.0f} images/s"
@@ -145,7 +144,7 @@ def main():
         if "RANK" in os.environ:
             return train(0, args)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the ranks inherit it: until join() only we heed Ctrl-C
-        ranks = mp.spawn(train, (args,), args.gpus, join=False)
+        ranks = mp.spawn(train, (args,), args.gpus, join=False)  # train(0, args), train(1, args), ... in new processes
         signal.signal(signal.SIGINT, signal.default_int_handler)
         while not ranks.join():  # True when all have ended; raises if one has failed
             pass

@@ -62,7 +62,8 @@ def join(args):
     local_rank = comm.get_local_rank()  # NEW: launch has set it and made it the current GPU
     device = torch.device("cuda", local_rank) if args.device == "cuda" else torch.device("cpu")
     torch.set_num_threads(max(1, torch.get_num_threads() // comm.get_local_size()))  # they share the cores
-    me = (args.nr, comm.get_rank(), local_rank, str(device), os.getpid(), os.uname().nodename)
+    node = os.environ.get("GROUP_RANK", args.nr)  # a launcher's, if one started this
+    me = (node, comm.get_rank(), local_rank, str(device), os.getpid(), os.uname().nodename)
     introduce(comm.all_gather((vars(args), me)), comm.get_rank())  # NEW: any Python object, from all to all
     return device
 

@@ -57,7 +57,7 @@ def join(args):
     with deadline(args, "reach node 0"):
         if "RANK" in os.environ:
             store, *_ = next(dist.rendezvous("env://", timeout=wait))  # NEW: torchrun keeps a store for us
-            if os.environ.get("GROUP_WORLD_SIZE") == "1":  # the same after a restart: don't read what is in it
+            if os.environ.get("GROUP_WORLD_SIZE") == "1":  # it outlives a restart: begin afresh in it
                 store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
         world = {"rank": args.nr, "world_size": args.world_size, "device_id": gpu}
         dist.init_process_group(args.backend, store=store, timeout=wait, **world)

@@ -122,7 +122,7 @@ def train(local_rank, args):
     rank, device = join(local_rank, args)
     try:
         train_set, test_set = load(args.dataset, args.data_dir)
-        # NEW: of one shuffled order rank r takes positions r, r + W, r + 2W, ..., so all its k-th batches make up one
+        # NEW: of one shuffled order rank r takes positions r, r + W, r + 2W, ..., so that all k-th batches are one
         sampler = DistributedSampler(train_set, args.world_size, rank, seed=args.seed, drop_last=True)
         share = args.batch_size // args.world_size  # NEW
         train_loader = DataLoader(train_set, share, sampler=sampler, drop_last=True, collate_fn=whole_batch)
@@ -170,7 +170,7 @@ def main():
         if "RANK" in os.environ:
             return train(0, args)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the ranks inherit it: until join() only we heed Ctrl-C
-        ranks = mp.spawn(train, (args,), args.gpus, join=False)
+        ranks = mp.spawn(train, (args,), args.gpus, join=False)  # train(0, args), train(1, args), ... in new processes
         signal.signal(signal.SIGINT, signal.default_int_handler)
         while not ranks.join():  # True when all have ended; raises if one has failed
             pass

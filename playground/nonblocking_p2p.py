@@ -82,7 +82,7 @@ def report(line):
 
 
 def work(device):
-    """Multiply matrices for half a second, as if to find out what to send. Returns how often."""
+    """Multiply matrices for half a second, which needs no message. Returns how often."""
     matrix, products, end = torch.ones(128, 128, device=device), 0, now(device) + 0.5
     while now(device) < end:
         matrix @ matrix
@@ -165,7 +165,7 @@ def main():
         if "RANK" in os.environ:
             return talk(0, args)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the ranks inherit it: until join() only we heed Ctrl-C
-        ranks = mp.spawn(talk, (args,), args.gpus, join=False)
+        ranks = mp.spawn(talk, (args,), args.gpus, join=False)  # talk(0, args), talk(1, args), ... in new processes
         signal.signal(signal.SIGINT, signal.default_int_handler)
         while not ranks.join():  # True when all have ended; raises if one has failed
             pass

@@ -8,8 +8,8 @@ come back the same way. torch.distributed.pipelining does it; a schedule says wh
     Interleaved1F1B          two stages on each rank: shorter waits, twice as many messages (arXiv 2104.04473)
     InterleavedZeroBubble    as well, a rank computes gradients of weights while it would wait (arXiv 2401.10241)
 
-With p ranks and m micro-batches, (p-1)/(m+p-1) of the time is a bubble: a rank waits for its first input or the others'
-last. After training the lesson measures it, and the same step with the batch in one piece:
+With p ranks and m micro-batches, (p-1)/(m+p-1) of the time is a bubble in the first two: a rank waits for its first
+input or the others' last. After training the lesson measures it, and the same step with the batch in one piece:
 
     python playground/pipeline_parallel.py -g 2 --width 512 --layers 8 --batch_size 2048 --plot timeline.png
     python playground/pipeline_parallel.py -n 2 -g 1 -nr 0 -ip <ip of node 0> --schedule 1F1B    # and -nr 1 there
@@ -183,7 +183,7 @@ def main():
         if "RANK" in os.environ:
             return train(0, args)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the ranks inherit it: until join() only we heed Ctrl-C
-        ranks = mp.spawn(train, (args,), args.gpus, join=False)
+        ranks = mp.spawn(train, (args,), args.gpus, join=False)  # train(0, args), train(1, args), ... in new processes
         signal.signal(signal.SIGINT, signal.default_int_handler)
         while not ranks.join():  # True when all have ended; raises if one has failed
             pass

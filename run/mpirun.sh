@@ -33,8 +33,9 @@ done
 # What a lesson looks for in its environment, from what MPI tells each process: Open MPI in its variables, MPICH in
 # others. Open MPI's come first, because Slurm sets some of MPICH's as well.
 rank='export RANK=${OMPI_COMM_WORLD_RANK:-$PMI_RANK} WORLD_SIZE=${OMPI_COMM_WORLD_SIZE:-$PMI_SIZE} '
-rank+='LOCAL_RANK=${OMPI_COMM_WORLD_LOCAL_RANK:-$MPI_LOCALRANKID} MASTER_ADDR=$1 MASTER_PORT=$2; shift 2; exec "$@"'
-lesson=(bash -c "$rank" rank "${hosts[0]}" "$PORT" "$PYTHON" "$@")
+rank+='LOCAL_RANK=${OMPI_COMM_WORLD_LOCAL_RANK:-$MPI_LOCALRANKID} MASTER_ADDR=$1 MASTER_PORT=$2 LOCAL_WORLD_SIZE=$3; '
+rank+='export GROUP_RANK=$((RANK / LOCAL_WORLD_SIZE)); shift 3; exec "$@"'
+lesson=(bash -c "$rank" rank "${hosts[0]}" "$PORT" "$GPUS" "$PYTHON" "$@")
 ranks=$((${#hosts[@]} * GPUS))
 case $("$MPIRUN" --version 2>&1) in
     *"Open MPI"* | *OpenRTE*)

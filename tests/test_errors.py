@@ -172,6 +172,16 @@ def test_nodes_with_different_flags(lesson, zero, one, name):
     assert f"{name} differs" in other.stderr
 
 
+def test_nodes_with_different_lessons():
+    """The same, though one has flags that the other doesn't know."""
+    flags = (*DIGITS, "-n", 2, "-g", 1, "-ip", "127.0.0.2", "--port", free_port(), "--timeout", 15)
+    other = Lesson("manual_data_parallel", *flags, "-nr", 1)
+    done, other = run("distributed_data_parallel", *flags, "-nr", 0, status=1, timeout=40), other.wait(40)
+    assert other.returncode == 1
+    for node in (done, other):
+        one_line(node, "lesson differs: ", "manual_data_parallel.py on rank 1", "start every node with the same lesson")
+
+
 def test_nodes_with_different_data(tmp_path):
     """Rank 0 trains on MNIST, node 1 has no MNIST and falls back to the digits: noticed before the first step."""
     both = ("-n", 2, "-g", 1, "-ip", "127.0.0.2", "--port", free_port(), "--timeout", 20, "--device", "cpu")
@@ -262,14 +272,15 @@ def test_no_orphans_when_the_starter_dies(how):
     assert job.wait(20).returncode == -how
 
 
-def test_a_bug_keeps_its_traceback(tmp_path):
-    """A mistake in a learner's copy is shown with the place where it is, once."""
+@pytest.mark.parametrize("name", ["imagez", "timeout"])
+def test_a_bug_keeps_its_traceback(name, tmp_path):
+    """A mistake in a learner's copy is shown with the place where it is, once, even if it sounds like a lost rank."""
     text = (ROOT / "playground" / "distributed_data_parallel.py").read_text()
     assert text.count("logits = model(images)") == 1
     copy = tmp_path / "changed.py"
-    copy.write_text(text.replace("logits = model(images)", "logits = model(imagez)"))
+    copy.write_text(text.replace("logits = model(images)", f"logits = model({name})"))
     done = run(copy, *DIGITS, "-g", 2, status=1)
-    assert done.stderr.count("NameError: name 'imagez' is not defined") == 1
+    assert done.stderr.count(f"NameError: name '{name}' is not defined") == 1
     assert re.search(r"changed.py.*, line \d+, in run_epoch", done.stderr)
 
 

@@ -6,7 +6,7 @@ import signal
 import time
 
 import pytest
-from conftest import ROOT, SHORT, Job, epochs, one_process
+from conftest import PLACE, PLACES, ROOT, SHORT, Job, epochs, one_process
 from nodes import HOSTS, Nodes, need
 from sshd import Sshd
 
@@ -52,10 +52,18 @@ def test_two_nodes(start, tmp_path):
     done = start(LESSON, *SHORT, "-s", checkpoint, GPUS="2").wait()
     assert done.returncode == 0, done.stderr
     assert checkpoint.exists()
-    table = re.findall(r"^\d+ +(\d) +(\d) +cpu +\d+ +(\S+)$", done.stdout, re.M)
-    places = [("0", "0"), ("1", "1"), ("2", "0"), ("3", "1")]
+    table = re.findall(r"^(\d) +(\d) +(\d) +cpu +\d+ +(\S+)$", done.stdout, re.M)
+    places = [("0", "0", "0"), ("0", "1", "1"), ("1", "2", "0"), ("1", "3", "1")]
     assert table == [(*place, host) for place, host in zip(places, sorted(HOSTS * 2), strict=True)]
     assert epochs(done.stdout) == one_process(*SHORT)
+
+
+def test_what_mpirun_tells_each_rank(start, tmp_path):
+    """All that a launcher says of a rank's place, as torchrun would."""
+    script = tmp_path / "place.py"
+    script.write_text(PLACE)
+    done = start(os.path.relpath(script, ROOT), GPUS="2").wait()
+    assert sorted(re.findall(r"rank \d of \d, on its node \d of \d, node \d", done.stdout)) == PLACES, done.stderr
 
 
 @pytest.mark.parametrize("how", ["rank", signal.SIGINT, signal.SIGTERM])

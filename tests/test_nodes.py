@@ -14,12 +14,13 @@ from nodes import ADDRESSES
         ("pipeline_parallel", 2),
     ],
 )
-def test_training_on_two_nodes(lesson, gpus, nodes):
-    """Two nodes with one or two ranks each print what one process prints."""
+def test_training_on_two_nodes(lesson, gpus, nodes, tmp_path):
+    """Two nodes with one or two ranks each print what one process prints; that only node 0 saves is no difference."""
     flags = (*SHORT, "-n", 2, "-g", gpus, "-ip", ADDRESSES[0])
     one = Lesson(lesson, *flags, "-nr", 1, prefix=nodes.enter(1))
-    done = run(lesson, *flags, "-nr", 0, prefix=nodes.enter(0))
+    done = run(lesson, *flags, "-nr", 0, "-s", tmp_path / "c.pt", prefix=nodes.enter(0))
     assert one.wait().returncode == 0
+    assert (tmp_path / "c.pt").exists()
     hosts = [row.split()[-1] for row in done.stdout.splitlines()[1 : 2 * gpus + 1]]
     assert hosts == ["node0"] * gpus + ["node1"] * gpus
     assert epochs(done.stdout) == one_process(*SHORT)

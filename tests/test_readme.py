@@ -42,7 +42,7 @@ def masked(line):
     line = re.sub(r"^((?:node\d: )?\d+ +\d+ +\d+ +\S+) +\d+ +\S+$", r"\1 PID HOST", line)
     line = re.sub(r"node\d: error: rank \d on node\d", "NODE: error: RANK", line)  # both fail: either may be first
     line = re.sub(r"loss [\d.]+  train [\d.]+%  test [\d.]+%", "NUMBERS", line)
-    return re.sub(r"[\d.,]+ (s|images/s)\b", r"# \1", line)
+    return re.sub(r"[\d.,]+ (s|images/s|matrix products)\b", r"# \1", line)
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=[commands(block)[0][1][:60] for block in BLOCKS])

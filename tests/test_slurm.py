@@ -7,7 +7,7 @@ import subprocess
 import time
 
 import pytest
-from conftest import ROOT, SHORT, epochs, one_process
+from conftest import PLACE, PLACES, ROOT, SHORT, epochs, one_process
 from nodes import HOSTS, Nodes
 from slurm import Slurm
 
@@ -47,11 +47,20 @@ def test_two_nodes(template, slurm, tmp_path):
     text = output.read_text()
     assert (shown["JobState"], shown["ExitCode"]) == ("COMPLETED", "0:0"), text
     assert checkpoint.exists()
-    table = re.findall(r"^\d+ +(\d) +(\d) +cpu +\d+ +(\S+)$", text, re.M)
-    assert [row[:2] for row in table] == [("0", "0"), ("1", "1"), ("2", "0"), ("3", "1")], text
-    assert [row[2] for row in table] == [HOSTS[0]] * 2 + [HOSTS[1]] * 2
+    table = re.findall(r"^(\d) +(\d) +(\d) +cpu +\d+ +(\S+)$", text, re.M)
+    places = [("0", "0", "0"), ("0", "1", "1"), ("1", "2", "0"), ("1", "3", "1")]
+    assert table == [(*place, host) for place, host in zip(places, sorted(HOSTS * 2), strict=True)], text
     assert epochs(text) == one_process(*SHORT)
     assert slurm.left() == []
+
+
+def test_what_srun_tells_each_rank(slurm, tmp_path):
+    """All that a launcher says of a rank's place, as torchrun would."""
+    script = tmp_path / "place.py"
+    script.write_text(PLACE)
+    job, output = submit(slurm, TEMPLATES[0], script)
+    assert slurm.wait(job)["JobState"] == "COMPLETED"
+    assert sorted(re.findall(r"rank \d of \d, on its node \d of \d, node \d", output.read_text())) == PLACES
 
 
 @pytest.mark.parametrize("template", TEMPLATES)

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from common.data import load
 from common.models import CNN, MLP, MODELS, cut
-from common.timeline import COLUMNS, Span, as_text, bubble, draw, duration
+from common.timeline import COLUMNS, Span, as_text, bubble, duration, show
 
 ONE_STEP = ("--dataset", "digits", "--device", "cpu", "--batch_size", 1500, "--epochs", 1)
 
@@ -94,10 +94,12 @@ def test_the_timeline_as_text():
     assert as_text([Span(0, "forward", 12, 0, 1), Span(0, "backward", 27, 1, 2)], ["x"])[3:-1] == "2" * 44 + "b" * 44
 
 
-def test_a_figure_of_a_format_that_is_unknown(tmp_path):
-    """One line, and what to use."""
-    with pytest.raises(SystemExit, match=r"t\.docx can't be drawn .*: use timeline\.png"):
-        draw({"a step": ideal(2, 2)}, ["rank 0", "rank 1"], str(tmp_path / "t.docx"))
+@pytest.mark.parametrize(("schedule", "whose"), [("1F1B", ""), ("Interleaved1F1B", "GPipe's ")])
+def test_the_formula_is_of_a_stage_on_each_rank(schedule, whose, capsys):
+    """With two stages on a rank the bubble is another, and it says so."""
+    show({(schedule, 8): ideal(2, 8)}, ["rank 0", "rank 1"], None)
+    title = f"{schedule}, 8 micro-batches: 18.0000 s, bubble 0.11, {whose}(p-1)/(m+p-1) = 0.11"
+    assert capsys.readouterr().out.splitlines()[0] == title
 
 
 @pytest.mark.parametrize("model", ["mlp", "cnn"])
@@ -145,6 +147,7 @@ def test_cutting_a_model(network, layers):
         (("--schedule", "InterleavedZeroBubble", "--micro_batches", 3), ("--micro_batches 2",)),
         (("--schedule", "ZeroBubble"), ("invalid choice", "InterleavedZeroBubble")),
         (("--plot", "/proc/x/t.png"), ("can't write --plot",)),
+        (("--plot", "t.docx"), ("--plot t.docx is of a format that can't be drawn", "use t.png")),
         (("--micro_batches", 0), ("must be 1 or more",)),
     ],
 )

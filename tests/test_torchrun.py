@@ -254,6 +254,7 @@ def test_resnet18_resumes_with_its_batch_norm(tmp_path):
         (("-n", 2, "-ip", "10.0.0.1"), ("run/torchrun_node.sh",)),
         (("--pretrained",), ("--model resnet18",)),
         (("--batch_size", 0), ("--batch_size 0",)),
+        (("--init_method", "tcp://10.0.0.1:8888"), ("leave --init_method out",)),
     ],
 )
 def test_wrong_flags(flags, words, main):
