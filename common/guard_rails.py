@@ -14,6 +14,7 @@ import json
 import logging
 import multiprocessing
 import os
+import pickle
 import re
 import sys
 import threading
@@ -244,12 +245,14 @@ def _first_cause(error: BaseException, ranks: mp.ProcessContext | None) -> BaseE
         except failed as next_one:
             other = next_one
             other.__suppress_context__ = True  # its traceback needs no word about the one that followed from it
+        except (EOFError, pickle.UnpicklingError):
+            continue  # join() has ended that rank while it was writing its error
     return other
 
 
 def _first_failure(told: str, certain: bool, args: argparse.Namespace) -> str:
     """Write a failure into the nodes' store; or, if its cause may be on another node, read what that one wrote."""
-    wait = timedelta(seconds=3)
+    wait = timedelta(seconds=5)
     with contextlib.suppress(RuntimeError):  # node 0 may be what is lost
         if args.meeting_file:
             store = dist.FileStore(args.meeting_file)
@@ -257,6 +260,11 @@ def _first_failure(told: str, certain: bool, args: argparse.Namespace) -> str:
             store = dist.TCPStore(args.ip, args.port, timeout=wait, wait_for_workers=False)
         store.set_timeout(wait)
         told = (store.compare_set("failure", "", told) if certain else store.get("failure")).decode()
-        if certain and args.nr == 0:
-            time.sleep(3)  # the store ends with this process: let the other nodes read it
+        know = store.add("nodes that know", 1)
+        if certain and args.nr == 0:  # the store ends with this process: let the other nodes read it
+            complete = store.check([f"rank {rank}" for rank in range(args.world_size)])
+            end = time.monotonic() + (15 if complete else 3)  # a busy node takes a while; one that never came, for ever
+            while know < args.nodes and time.monotonic() < end:
+                time.sleep(0.1)
+                know = store.add("nodes that know", 0)
     return told

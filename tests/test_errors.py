@@ -1,6 +1,8 @@
 """Whatever a learner does wrong ends in one line that says what to type, and in a bounded time; no process is left."""
 
+import argparse
 import os
+import pickle
 import re
 import signal
 import socket
@@ -9,7 +11,10 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from conftest import DETECTRON2, DIGITS, LESSONS, LONG, ROOT, Lesson, free_port, run
+
+from common.guard_rails import explain
 
 DISTRIBUTED = ["manual_data_parallel", "distributed_data_parallel", "distributed_data_parallel2"]
 SPAWNED = [*DISTRIBUTED, "pipeline_parallel"]
@@ -282,6 +287,36 @@ def test_a_bug_keeps_its_traceback(name, tmp_path):
     done = run(copy, *DIGITS, "-g", 2, status=1)
     assert done.stderr.count(f"NameError: name '{name}' is not defined") == 1
     assert re.search(r"changed.py.*, line \d+, in run_epoch", done.stderr)
+
+
+class Ranks:
+    """What mp.spawn returns, when each call of join() raises the next of some errors."""
+
+    def __init__(self, *errors):
+        self.errors = list(errors)
+
+    def join(self):
+        if self.errors:
+            raise self.errors.pop(0)
+        return True
+
+
+def test_the_cause_among_the_errors_of_several_ranks(capsys):
+    """A lost connection and what join() has ended are passed over, also an error that was only half written."""
+    lost, bug = (
+        mp.ProcessRaisedException(f"\n\n-- Process {rank} terminated:\nTraceback\n{text}", rank, 1)
+        for rank, text in enumerate(("RuntimeError: Connection closed by peer", "NameError: name 'timeout' is unknown"))
+    )
+    ended = mp.ProcessExitedException("process 2 terminated with signal SIGTERM", 2, 1, -15, "SIGTERM")
+    killed = mp.ProcessExitedException("process 3 terminated with signal SIGKILL", 3, 1, -9, "SIGKILL")
+    args = argparse.Namespace(nr=0, gpus=4)
+    with pytest.raises(mp.ProcessRaisedException, match="NameError"):
+        explain(lost, args, Ranks(ended, EOFError(), bug))
+    for errors in ((ended, killed), (pickle.UnpicklingError(), killed)):
+        assert explain(lost, args, Ranks(*errors)) == 1
+        assert "rank 3: process 3 terminated with signal SIGKILL" in capsys.readouterr().err
+    assert explain(lost, args, Ranks(ended, EOFError())) == 1
+    assert "rank 0: RuntimeError: Connection closed by peer: another rank has ended" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(DETECTRON2 == "the real detectron2", reason="detectron2 is installed")
