@@ -102,7 +102,8 @@ def sign_in(
     """
     node = int(os.environ.get("GROUP_RANK", args.nr))  # a launcher's; else each rank would count as a node
     me = (node, rank, local_rank, str(device), os.getpid(), os.uname().nodename)
-    mine = json.dumps([vars(args) | {"lesson": Path(sys.argv[0]).name}, me])
+    flags_here = vars(args) | {"lesson": Path(sys.argv[0]).name}
+    mine = json.dumps([flags_here, me])
     if store.compare_set(f"rank {rank}", "", mine).decode() != mine:  # the first to write it stays
         if args.meeting_file:
             raise ConnectionError(f"{args.meeting_file} is left over from an earlier run, rank {rank} is in it")
@@ -112,7 +113,7 @@ def sign_in(
         store.set_timeout(timedelta(seconds=args.timeout))
         for other in range(args.world_size):
             flags_there, row = json.loads(store.get(f"rank {other}"))
-            _compare(json.loads(mine)[0], rank, flags_there, other)
+            _compare(flags_here, rank, flags_there, other)
             if other == 0:
                 args.savefile = flags_there.get("savefile")
             everyone.append(tuple(row))

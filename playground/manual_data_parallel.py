@@ -122,7 +122,7 @@ def train(local_rank, args):
     rank, device = join(local_rank, args)
     try:
         train_set, test_set = load(args.dataset, args.data_dir)
-        # NEW: of one shuffled order rank r takes positions r, r + W, r + 2W, ..., so that all k-th batches are one
+        # NEW: of W ranks, rank r takes positions r, r + W, r + 2W, ... of one order: all k-th batches make up one
         sampler = DistributedSampler(train_set, args.world_size, rank, seed=args.seed, drop_last=True)
         share = args.batch_size // args.world_size  # NEW
         train_loader = DataLoader(train_set, share, sampler=sampler, drop_last=True, collate_fn=whole_batch)
