@@ -1,4 +1,4 @@
-"""MNIST, scikit-learn's handwritten digits or CIFAR-10, as tensors in memory.
+"""MNIST, or scikit-learn's handwritten digits, as tensors in memory.
 
 `fetch` puts the files on disk (once per node), `load` reads them, `whole_batch` goes with the DataLoader:
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-DATASETS = {"mnist": 60_000, "digits": 1_500, "cifar10": 50_000}  # training images
+DATASETS = {"mnist": 60_000, "digits": 1_500}  # training images
 DATA_DIR = str(Path(__file__).resolve().parents[1] / "data")
 
 # bytes of each file: a header of 16 or 8 bytes, then one byte a pixel or label
@@ -35,7 +35,7 @@ class Images(Dataset):
     """Images and labels that are in memory already, read one by one or a whole batch at once.
 
     Args:
-        images: float32 (N, C, H, W), normalised: (N, 1, 28, 28), or (N, 3, 32, 32) of cifar10.
+        images: floating point (N, 1, 28, 28), normalised.
         labels: int64 (N,), the classes 0 to 9.
     """
 
@@ -47,11 +47,11 @@ class Images(Dataset):
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return one image, float32 (C, H, W), and its label, int64 ()."""
+        """Return one image, (1, 28, 28), and its label, int64 ()."""
         return self.images[index], self.labels[index]
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        """Return a batch, float32 (B, C, H, W) and int64 (B,). DataLoader prefers this to B single reads."""
+        """Return a batch, (B, 1, 28, 28) and int64 (B,). DataLoader prefers this to B single reads."""
         index = torch.tensor(indices)
         return self.images.index_select(0, index), self.labels.index_select(0, index)
 
@@ -65,24 +65,18 @@ def fetch(dataset: str | None, data_dir: str | Path, batch_size: int = 1) -> str
     """Make sure that the data is on disk and fills a batch. Safe to call from several processes at once.
 
     Args:
-        dataset: "mnist", "digits", "cifar10" or None, which means MNIST if it can be had and digits otherwise.
-        data_dir: folder for the files, in torchvision's layout (data_dir/MNIST/raw, data_dir/cifar-10-batches-py).
+        dataset: "mnist", "digits" or None, which means MNIST if it can be had and digits otherwise.
+        data_dir: folder for the files, in torchvision's layout (data_dir/MNIST/raw).
         batch_size: images in a step.
 
     Returns:
         The data set to train on.
 
     Raises:
-        SystemExit: with one line, when a file is truncated, when MNIST or CIFAR-10 was asked for and can't be had, or
-            when the training set is smaller than a batch.
+        SystemExit: with one line, when a file is truncated, when MNIST was asked for and can't be had, or when the
+            training set is smaller than a batch.
     """
-    if dataset == "cifar10":
-        try:
-            _fetch_cifar10(Path(data_dir))
-        except (OSError, RuntimeError, http.client.HTTPException) as error:
-            here = f"{data_dir}/cifar-10-batches-py"
-            sys.exit(f"error: CIFAR-10 can't be fetched ({_last_words(error)}): copy its files to {here}")
-    elif dataset != "digits":
+    if dataset != "digits":
         try:
             _fetch_mnist(Path(data_dir))
             dataset = "mnist"
@@ -102,12 +96,11 @@ def load(dataset: str, data_dir: str | Path) -> tuple[Images, Images]:
     """Read the data into memory, normalised once. Call `fetch` before it.
 
     Args:
-        dataset: "mnist" (60,000 and 10,000 images), "digits" (1,500 and 297, resized from 8x8) or "cifar10" (50,000
-            and 10,000 colour images, float32 (N, 3, 32, 32), scaled as torchvision's ImageNet weights want them).
+        dataset: "mnist" (60,000 and 10,000 images) or "digits" (1,500 and 297, resized from 8x8).
         data_dir: the folder given to `fetch`.
 
     Returns:
-        The training set and the test set.
+        The training set and the test set, of torch's default dtype.
     """
     if dataset == "mnist":
         from torchvision.datasets import MNIST  # here, because digits do without it
@@ -115,11 +108,6 @@ def load(dataset: str, data_dir: str | Path) -> tuple[Images, Images]:
         parts = [MNIST(data_dir, train=train) for train in (True, False)]
         # mean and standard deviation over all pixels of the training images; below, of the resized ones
         return tuple(_normalised(part.data, part.targets, 255, 0.1307, 0.3081) for part in parts)
-    if dataset == "cifar10":
-        from torchvision.datasets import CIFAR10
-
-        parts = [CIFAR10(data_dir, train=train) for train in (True, False)]
-        return tuple(_coloured(torch.from_numpy(part.data), torch.tensor(part.targets)) for part in parts)
     from sklearn.datasets import load_digits
 
     digits = load_digits()
@@ -131,35 +119,15 @@ def load(dataset: str, data_dir: str | Path) -> tuple[Images, Images]:
 
 def _normalised(pixels: Tensor, labels: Tensor, white: int, mean: float, std: float) -> Images:
     """Scale pixels (N, H, W) from 0..white to mean 0 and standard deviation 1, resize to 28x28."""
-    images = pixels.unsqueeze(1).float().div_(white)
+    images = pixels.unsqueeze(1).to(torch.get_default_dtype()).div_(white)
     if images.shape[2:] != (28, 28):
         images = F.interpolate(images, size=(28, 28), mode="bilinear")
     return Images(images.sub_(mean).div_(std), labels.long())
 
 
-def _coloured(pixels: Tensor, labels: Tensor) -> Images:
-    """Scale pixels, uint8 (N, H, W, 3), by the means and standard deviations of ImageNet that torchvision uses."""
-    images = pixels.permute(0, 3, 1, 2).float().div_(255)
-    mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
-    return Images(images.sub_(mean.view(3, 1, 1)).div_(std.view(3, 1, 1)), labels)
-
-
 def _last_words(error: Exception) -> str:
     """Return the end of a failed download's message, which says why."""
     return " ".join(f"{type(error).__name__}: {error}".split()[-12:])
-
-
-def _fetch_cifar10(data_dir: Path) -> None:
-    """Let torchvision download what is missing or damaged, in one process at a time.
-
-    Raises:
-        OSError, RuntimeError: if it can't be had.
-    """
-    from torchvision.datasets import CIFAR10
-
-    data_dir.mkdir(parents=True, exist_ok=True)
-    with FileLock(data_dir / ".lock"), _patience(10), contextlib.redirect_stdout(sys.stderr):
-        CIFAR10(data_dir, download=True)
 
 
 @contextlib.contextmanager

@@ -1,271 +1,313 @@
-"""What turns a failure into one line that says what to do: who is missing, who has other flags, who died first.
+"""Guard rails: whatever goes wrong ends quickly, in one line that says what to type next, and leaves no process behind.
 
-with deadline(args, "reach node 0"):
-    store = dist.TCPStore(...)
-everyone = sign_in(store, rank, local_rank, device, args)
+A lesson has three lines of them, and runs without them as well:
 
-except (Exception, KeyboardInterrupt) as error:
-    return explain(error, args, ranks)
+    check(parser, args)    refuses flags that can't work
+    meet(args)             names nodes that are missing, are there twice, or were started with other flags
+    with explained():      says in one line what ended a run, and ends what it has started
+        main()
 """
 
 import argparse
 import contextlib
 import json
 import logging
+import math
 import multiprocessing
 import os
 import pickle
 import re
+import signal
+import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # noqa: F401 - first imported after a rank has joined, it would hold the group
 import torch.multiprocessing as mp
+from tqdm import tqdm
 
-logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)  # it logs whole schedules at a failure
-CUT_SHORT = {97: "reach node 0", 98: "connect to all other ranks"}  # exit status of a rank, what it could not do
-LOST = "another rank has ended, is in another collective, or its network is down: look for its own error"
-ADVICE = {  # what a failure says, and what to do about it
-    "are missing after|clients joined": "start every node, with the same -n, -g, -ip and --port",
-    "is there twice": "give each node its own -nr (restarts by torchrun need the torchrun lesson)",
-    "is left over": "delete it, or choose another one",
-    "differs": "start every node with the same lesson and flags",
-    "could not reach|client socket|Ping failed": "start node 0, check -ip, --port and the firewall",
-    "could not connect": "let the nodes' firewalls pass all TCP between them, and look for the error of another rank",
-    "connectFullMesh": "if this host's name leads to 127.0.0.1, set GLOO_SOCKET_IFNAME to its network, as in eth0; for "
-    "torchrun's restarts on several nodes set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
+POSITIVE = "epochs batch_size nodes gpus timeout port micro_batches accumulate width layers".split()
+MAY_DIFFER = {"nr", "ip", "init_method", "timeout", "data_dir", "gpu_ids"}  # between nodes
+GREETING = b"playground: "  # what node 0's answer begins with
+LOST = "another rank has ended, is in another collective, or its network is down: look for its error, on all nodes"
+ADVICE = {  # what PyTorch says in an error of its own, and what to do about it
     "EADDRINUSE": "choose another --port, the same on every node",
-    r"Errno (2|13|17|20|21|28|30)\b": "make room, or choose another --savefile or --run_dir",
-    "SIGABRT": "the ranks were in different collectives, or a buffer had another size, or one was late or, with NCCL, "
-    "has ended: look for its own error",
-    "signal SIG": "if it was not you, memory may have run out: use fewer processes",
-    "gloo|NCCL|onnection|imed out|timeout": LOST,
+    "clients joined": "start every node, with the same -n, -g, -ip and --port",
+    "client socket|trying to connect|Ping failed": "start node 0, check -ip, --port and the firewall",
+    "connectFullMesh": "let all TCP between the nodes pass; if this host's name leads to 127.0.0.1, set "
+    "GLOO_SOCKET_IFNAME to its network, as in eth0; where torchrun restarts, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
+    "Duplicate GPU|using the same GPU": "use a smaller -g or --device cpu; NCCL_MULTI_RANK_GPU_ENABLE=1 allows it",
+    "": LOST,
 }
-BUG = r"(Assertion|Attribute|Import|Index|Key|ModuleNotFound|Name|Type|UnboundLocal)Error\b"  # its traceback helps
-MAY_DIFFER = {  # between nodes, or between ranks
-    "nr", "ip", "port", "init_method", "meeting_file", "timeout", "gpu_ids", "data_dir", "savefile", "run_dir",
-    "profile", "plot",
-}  # fmt: skip
+
+logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it tells which processes it ends
+logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)  # it tells whole schedules
+tqdm.set_lock(threading.RLock())  # Python warns of its default, a semaphore, when a process is killed
+if starter := multiprocessing.parent_process():  # this is a rank that mp.spawn has started
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends it even while it waits inside C++
+    mp._prctl_pr_set_pdeathsig(signal.SIGINT)  # as mp.spawn does, but earlier: the end of the starter ends it
+    if os.getppid() != starter.pid:
+        sys.exit(1)
+
+
+def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuse flags that no lesson can work with, with status 2 and one line; make the folders for what it writes.
+
+    A lesson with --nodes starts its processes itself; one with --timeout, but neither --nodes nor --gpus, is started by
+    torchrun, and is rank 0 of 1 without it; the others are single processes.
+    """
+    _check_gpus(parser, args)
+    for name in POSITIVE:
+        if (value := getattr(args, name, None)) is not None and value < 1:
+            parser.error(f"--{name} {value}: must be 1 or more")
+    if not 0 <= getattr(args, "lr", 0) < math.inf:
+        parser.error(f"--lr {args.lr}: must be a number, 0 or more, as in --lr 1e-3")
+    if not -(2**63) <= getattr(args, "seed", 0) < 2**63:
+        parser.error(f"--seed {args.seed}: must be from -2**63 to 2**63 - 1")
+    _check_launcher(parser, args)
+    if hasattr(args, "nodes"):
+        _check_nodes(parser, args)
+    if getattr(args, "plot", None) and Path(args.plot).suffix not in (".png", ".pdf", ".svg"):
+        parser.error(f"--plot {args.plot} is of a format that can't be drawn: use {Path(args.plot).stem}.png")
+    for name in ("savefile", "plot", "run_dir", "out") if getattr(args, "nr", 0) == 0 else ():
+        if path := getattr(args, name, None):
+            folder = Path(path) if name in ("run_dir", "out") else Path(path).parent
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                tempfile.TemporaryFile(dir=folder).close()
+                if folder != Path(path) and Path(path).is_dir():
+                    raise IsADirectoryError(0, "it is a folder")
+            except OSError as error:
+                parser.error(f"can't write --{name} {path} ({error.strerror}): choose another")
+
+
+def _check_launcher(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuse a launcher where each of its processes would run all of a lesson; be rank 0 of 1 without one."""
+    env, by_torchrun = os.environ, hasattr(args, "timeout") and not hasattr(args, "gpus")
+    point_to_point = hasattr(args, "nodes") and not hasattr(args, "batch_size")
+    if "RANK" not in env and by_torchrun:
+        env.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
+    elif "RANK" in env and not by_torchrun and not point_to_point:
+        torchrun = "torchrun --standalone --nproc-per-node 2 playground/distributed_data_parallel_torchrun.py"
+        parser.error(f"RANK is set, but this lesson is not for a launcher: unset RANK, or use {torchrun}")
+    needed = ["WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", *["LOCAL_RANK"] * by_torchrun]
+    if "RANK" in env and (missing := [name for name in needed if name not in env]):
+        parser.error(f"RANK is set, so set {', '.join(missing)} as well, or unset RANK")
+
+
+def _check_gpus(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuse GPUs that are not there or do not work, and a backend that is not there or can't carry the messages."""
+    have, env = torch.cuda.device_count() if torch.cuda.is_available() else 0, os.environ
+    here = max(int(env.get("LOCAL_WORLD_SIZE", 1)), int(env.get("LOCAL_RANK", 0)) + 1)  # a launcher's processes
+    need = getattr(args, "gpus", here) if args.device == "cuda" else 0
+    if args.device == "cuda" and not have:
+        try:
+            torch.cuda.init()
+        except Exception as error:  # it says why
+            parser.error(f"this machine has 0 GPUs that work ({str(error).splitlines()[0]}): use --device cpu")
+    if ids := getattr(args, "gpu_ids", None):
+        if len(set(ids)) < max(need, len(ids)) or not all(0 <= gpu < have for gpu in ids):
+            parser.error(f"--gpu_ids {ids}: name {here} different ones of the {have} GPUs here, from 0")
+    elif need > have:
+        fewer = f"-g {have}" if hasattr(args, "gpus") else f"--nproc-per-node {have}"
+        parser.error(f"{need} GPUs are needed, this machine has {have}: use {fewer} or --device cpu")
+    for device in getattr(args, "devices", None) or ():
+        try:
+            torch.empty(1, device=device)
+        except (RuntimeError, AssertionError):
+            parser.error(f"--devices {' '.join(args.devices)}: choose from cpu and {have} GPUs, cuda:0 and on")
+    backend, sends = getattr(args, "backend", None), "batch_size" not in args or getattr(args, "weights", "") == "send"
+    if backend and not dist.is_backend_available(backend):
+        parser.error(f"this torch is built without {backend}: use --backend gloo")
+    if backend == "nccl" and args.device == "cpu":
+        parser.error("nccl needs GPUs: use --backend gloo")
+    if backend == "gloo" and args.device == "cuda" and sends:
+        parser.error("gloo can't send GPU memory from rank to rank: use --backend nccl or --device cpu")
+
+
+def _check_nodes(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuse nodes that can't be numbered or can't meet; write an IPv6 address as URLs have it."""
+    if not 0 <= args.nr < args.nodes:
+        parser.error(f"-nr {args.nr}: with -n {args.nodes} the number of a node is 0 to {args.nodes - 1}")
+    given = parser.parse_args(namespace=argparse.Namespace(ip=None)).ip  # None in place of the default
+    if args.nodes > 1 and given is None and not args.init_method:
+        parser.error(f"-n {args.nodes} needs -ip, the address of node 0")
+    if ":" in args.ip and not args.ip.startswith("["):
+        args.ip = f"[{args.ip}]"
+    url, path = args.init_method or "tcp://host:1", Path((args.init_method or "").removeprefix("file://"))
+    if url == "env://" and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        parser.error("env:// reads the environment: first export MASTER_ADDR=<ip of node 0> MASTER_PORT=8888")
+    if url.startswith("file:///") and (path.is_dir() or not path.parent.is_dir()):
+        parser.error(f"--init_method {url}: name a file that can be made, in a folder that is there on all nodes")
+    if not re.fullmatch(r"env://|file:///.*|tcp://.+:\d+", url):
+        parser.error(f"--init_method {url}: use env://, tcp://<ip of node 0>:8888 or file:///<a path all nodes see>")
+
+
+def _free_port() -> int:
+    """Return a port that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def meet(args: argparse.Namespace) -> None:
+    """Make sure that all nodes are there and were started alike; else end with status 1 and one line.
+
+    Where this process starts the ranks of a node, call it before: on one node it picks a free port, unless --port was
+    given; on several they call each other at node 0's port, which is free again afterwards. Where a process group
+    exists already, the ranks compare their flags. Nodes that meet in a file are left alone.
+    """
+    flags = {"lesson": Path(sys.argv[0]).name} | {k: v for k, v in vars(args).items() if k not in MAY_DIFFER}
+    if dist.is_initialized():
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, flags)
+        told = next(filter(None, (_difference(everyone[0], all_, f"rank {i}") for i, all_ in enumerate(everyone))), "")
+        if told:
+            sys.exit(f"error: {told}" if os.environ.get("LOCAL_RANK", "0") == "0" else 1)  # once on each node
+        return
+    url = urlsplit(args.init_method or f"tcp://{args.ip}:{args.port}")
+    if "RANK" in os.environ or url.scheme == "file":
+        return
+    if args.nodes == 1:
+        if not args.init_method and not any(word.startswith("--po") for word in sys.argv):
+            args.port = _free_port()
+        return
+    host, port = url.hostname or os.environ["MASTER_ADDR"], url.port or int(os.environ["MASTER_PORT"])
+    if args.nr == 0:
+        dual = socket.has_dualstack_ipv6()
+        try:
+            family = socket.AF_INET6 if dual else socket.AF_INET
+            server = socket.create_server(("", port), family=family, dualstack_ipv6=dual)
+        except OSError as error:
+            sys.exit(f"error: can't listen on port {port} ({error.strerror}): choose another --port on every node")
+        answering = threading.Thread(target=_answer, args=(server, args, flags), daemon=True)
+        answering.start()
+    told = _call(host, port, json.dumps([args.nr, flags]), args.timeout)
+    if args.nr == 0 and "could not reach" not in told:
+        answering.join()  # until all have heard it
+    if told:
+        sys.exit(f"error: {told}")
+
+
+def _difference(zero: dict, theirs: dict, who: str) -> str:
+    """Say in which flag somebody differs from node or rank 0; empty, if in none."""
+    for name in sorted(zero | theirs, key="lesson".__ne__):  # another lesson may have other flags
+        if zero.get(name) != theirs.get(name) and not (name == "savefile" and "nodes" in zero):  # only node 0 uses it
+            what, first = name if name == "lesson" else f"--{name}", f"{who.split()[0]} 0"
+            same = "start every node with the same lesson and flags"
+            return f"{what} differs: {zero.get(name)} on {first}, {theirs.get(name)} on {who}: {same}"
+    return ""
+
+
+def _answer(server: socket.socket, args: argparse.Namespace, flags: dict) -> None:
+    """On node 0: wait for a call from every node, itself too, and tell all what is wrong, or nothing."""
+    callers, nodes, told, end = [], {}, "", time.monotonic() + args.timeout
+    while len(nodes) < args.nodes and not told:
+        try:
+            server.settimeout(max(0.01, end - time.monotonic()))
+            callers.append(server.accept()[0])
+            callers[-1].settimeout(5)
+            number, theirs = json.loads(callers[-1].makefile().readline(10_000))
+            twice = f"node {number} is there twice: give each node its own -nr" if number in nodes else ""
+            nodes[number], told = theirs, twice or _difference(flags, theirs, f"node {number}")
+        except (ValueError, TypeError, OSError):  # a stranger, or nobody
+            if time.monotonic() >= end:
+                told = f"nodes {[number for number in range(args.nodes) if number not in nodes]} are missing after"
+                told += f" {args.timeout} s: start every node, with the same -n, -g, -ip and --port"
+    server.close()  # before anybody goes on: the next who listens there is rank 0
+    for caller in callers:
+        with contextlib.suppress(OSError), caller:
+            caller.sendall(GREETING + told.encode())
+
+
+def _call(host: str, port: int, hello: str, timeout: int) -> str:
+    """Call node 0. Returns what it says is wrong, or why it can't be heard."""
+    end, why = time.monotonic() + timeout, "nothing listens there"
+    while time.monotonic() < end:
+        try:
+            with socket.create_connection((host, port), timeout=max(0.01, end - time.monotonic())) as node0:
+                node0.settimeout(timeout + 1)  # it may have come just now, and wait for others
+                node0.sendall(f"{hello}\n".encode())
+                answer = node0.recv(4096)
+                while answer.startswith(GREETING) and (piece := node0.recv(4096)):
+                    answer += piece
+            if answer.startswith(GREETING):
+                return answer.removeprefix(GREETING).decode()
+            return f"what answers at {host}, port {port}, is not node 0, or it has ended: choose another --port"
+        except ConnectionRefusedError:
+            time.sleep(0.2)  # node 0 does not listen yet
+        except OSError as error:
+            why, end = error.strerror or "no answer", 0
+    return f"could not reach node 0 at {host} in {timeout} s ({why}): start it, check -ip, --port and the firewall"
 
 
 @contextlib.contextmanager
-def deadline(args: argparse.Namespace, what: str) -> Iterator[None]:
-    """End this process if the block takes longer than --timeout and a second.
+def explained() -> Iterator[None]:
+    """Say in one line what PyTorch says in many, with status 1, or 130 after Ctrl-C; end what was started.
 
-    For calls into C++ that may wait longer than the timeout they were given, or for ever, such as for an answer of a
-    foreign server on the port: no exception and no signal handler of Python gets through to them.
-
-    Args:
-        args: from `common.flags.parse`.
-        what: one of the values of CUT_SHORT.
+    The lesson's own errors keep their traceback, whatever their words: PyTorch's are known by their type and place.
     """
-
-    def end():
-        if multiprocessing.parent_process() is None:  # else the parent will say it
-            say(f"rank {args.nr}: could not {what} in {args.timeout} s")
-            os._exit(1)
-        os._exit(next(status for status, text in CUT_SHORT.items() if text == what))
-
-    timer = threading.Timer(args.timeout + 1, end)
-    timer.daemon = True
-    timer.start()
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # for the ranks: C++ back traces would bury the one line
     try:
         yield
+    except (Exception, KeyboardInterrupt) as first:
+        error = _cause(first)
+        if getattr(error, "signal_name", None) == "SIGINT" or re.search("^KeyboardInterrupt", _text(error), re.M):
+            print("interrupted", file=sys.stderr)
+            sys.exit(130)
+        if told := _known(error):
+            sys.exit(f"error: {told}")
+        if isinstance(error, mp.ProcessRaisedException):
+            sys.exit(str(error).strip())  # the rank's own traceback, without the starter's
+        raise
     finally:
-        timer.cancel()
+        for process in multiprocessing.active_children():
+            process.kill()
 
 
-def sign_in(
-    store: dist.Store, rank: int, local_rank: int, device: torch.device, args: argparse.Namespace
-) -> list[tuple[int, int, int, str, int, str]]:
-    """Wait for all ranks, make sure that they have the same flags, and let rank 0 print who is who.
-
-    All get node 0's --savefile: only rank 0 writes it, but the others may have to send their part of the model.
-
-    Args:
-        store: the rendezvous, which all ranks can read and write.
-        rank, local_rank, device: of this process.
-        args: from `common.flags.parse`.
-
-    Returns:
-        One row for each rank, in their order: node, rank, local_rank, device, pid, host.
-
-    Raises:
-        ConnectionError: ranks are missing after --timeout, are there twice, or have other flags; or the meeting file
-            is one of an earlier run.
-    """
-    node = int(os.environ.get("GROUP_RANK", args.nr))  # a launcher's; else each rank would count as a node
-    me = (node, rank, local_rank, str(device), os.getpid(), os.uname().nodename)
-    flags_here = vars(args) | {"lesson": Path(sys.argv[0]).name}
-    mine = json.dumps([flags_here, me])
-    if store.compare_set(f"rank {rank}", "", mine).decode() != mine:  # the first to write it stays
-        if args.meeting_file:
-            raise ConnectionError(f"{args.meeting_file} is left over from an earlier run, rank {rank} is in it")
-        raise ConnectionError(f"rank {rank} is there twice")
-    everyone = []
-    try:
-        store.set_timeout(timedelta(seconds=args.timeout))
-        for other in range(args.world_size):
-            flags_there, row = json.loads(store.get(f"rank {other}"))
-            _compare(flags_here, rank, flags_there, other)
-            if other == 0:
-                args.savefile = flags_there.get("savefile")
-            everyone.append(tuple(row))
-    except RuntimeError:  # what a store says when it has waited long enough
-        missing = [other for other in range(args.world_size) if not store.check([f"rank {other}"])]
-        raise ConnectionError(f"ranks {missing} are missing after {args.timeout} s") from None
-    if rank == 0:
-        _print_table(everyone)
-    return everyone
-
-
-def introduce(everyone: list[tuple[dict, tuple[int, int, int, str, int, str]]], rank: int) -> None:
-    """Do what `sign_in` does, in a process group that has been formed already.
-
-    Args:
-        everyone: of each rank its flags and its row, as all_gather_object brings them.
-        rank: of this process.
-
-    Raises:
-        ConnectionError: the ranks have different flags.
-    """
-    for other, (flags_there, _) in enumerate(everyone):
-        _compare(everyone[rank][0], rank, flags_there, other)
-    if rank == 0:
-        _print_table([row for _, row in everyone])
-
-
-def go_on_with(path: str | Path, then: dict, args: argparse.Namespace) -> None:
-    """Make sure that a checkpoint is of the same training.
-
-    Args:
-        path: of the checkpoint.
-        then: the flags that it was trained with.
-        args: the flags now, from `common.flags.parse`.
-
-    Raises:
-        SystemExit: with one line, if a flag has changed on which the numbers depend.
-    """
-    for name in ("model", "width", "layers", "dataset", "batch_size", "lr", "seed"):
-        if then[name] != vars(args)[name]:
-            sys.exit(f"error: {path} was trained with --{name} {then[name]}: use that, or choose another --run_dir")
-
-
-def _compare(here: dict, rank: int, there: dict, other: int) -> None:
-    """Raise ConnectionError if the flags of two ranks differ where they must not."""
-    for name in ["lesson", *sorted(here.keys() - MAY_DIFFER)]:  # another lesson may have other flags
-        if here.get(name) != there.get(name):
-            what = name if name == "lesson" else f"--{name}"
-            raise ConnectionError(f"{what} differs: {here[name]} on rank {rank}, {there[name]} on rank {other}")
-
-
-def _print_table(rows: list[tuple[int, int, int, str, int, str]]) -> None:
-    """Print node, rank, local_rank, device, pid and host of each rank."""
-    for row in [("node", "rank", "local_rank", "device", "pid", "host"), *rows]:
-        print("{:<6}{:<6}{:<12}{:<8}{:<8}{}".format(*row), flush=True)
-
-
-def say(told: str) -> None:
-    """Print a failure with its advice, as one line on stderr."""
-    advice = next((text for sign, text in ADVICE.items() if re.search(sign, told)), None)
-    print(f"error: {told}" + (f": {advice}" if advice else ""), file=sys.stderr, flush=True)
-
-
-def explain(error: BaseException, args: argparse.Namespace, ranks: mp.ProcessContext | None = None) -> int:
-    """Print what ended this node's ranks and what to do about it, as one line.
-
-    Where a rank has only lost its connections, the line is about the rank that failed first, on whatever node it was.
-
-    Args:
-        error: what was raised, by a rank or by its parent.
-        args: from `common.flags.parse`.
-        ranks: what mp.spawn returned, if this process has started ranks.
-
-    Returns:
-        The exit status: 1, or 130 after Ctrl-C.
-
-    Raises:
-        BaseException: the error itself, if it is not one of the known failures: a bug, whose traceback says where.
-    """
-    several = getattr(args, "nodes", 1) > 1
-    error = _first_cause(error, ranks)
-    what = _last_line(error)
-    cause = "".join(traceback.format_exception(error))  # of a rank's error, the text that it sent
-    if full := re.search(r"^OSError: (\[Errno 28\].*)$", cause, re.M):
-        what = full[1]  # torch.save raises another error after it
-    if status := re.search("exit code (97|98)", what):
-        what = f"could not {CUT_SHORT[int(status[1])]} in {args.timeout} s"
-    interrupted = re.search("^KeyboardInterrupt", cause, re.M)  # torch.save raises another error after it
-    if interrupted:
-        what = "interrupted by Ctrl-C"
-    where = ""
-    if hasattr(args, "nr"):
-        where = f"rank {args.nr * args.gpus + getattr(error, 'error_index', 0)}"
-        where += f" on {os.uname().nodename}: " if several else ": "
-    told = (where + what).split("ConnectionError: ")[-1]  # a message of our own needs no rank, or says it
-    sign = _sign(error, what)
-    torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # it says itself who failed first
-    if several and not torchrun and not re.search("could not reach|client socket|Ping failed|EADDRINUSE", what):
-        told = _first_failure(told, ADVICE.get(sign) != LOST, args)
-    if interrupted:
-        print("interrupted", file=sys.stderr)
-        return 130
-    if sign is None:
-        raise error
-    say(told)
-    return 1
-
-
-def _last_line(error: BaseException) -> str:
-    """Return what an exception says, without the traceback of another process that may stand before it."""
-    return (str(error).strip() or repr(error)).splitlines()[-1]
-
-
-def _sign(error: BaseException, what: str) -> str | None:
-    """Return the first key of ADVICE that is found in what an error says; None for a bug, whatever its words are."""
-    bug = re.match(BUG, "".join(traceback.format_exception_only(error)).strip().splitlines()[-1])
-    return None if bug else next((sign for sign in ADVICE if re.search(sign, what)), None)
-
-
-def _first_cause(error: BaseException, ranks: mp.ProcessContext | None) -> BaseException:
-    """Return the error of a rank that failed by itself, if the given one may only have followed from it."""
-    failed = (mp.ProcessRaisedException, mp.ProcessExitedException)
-    other, ended = error, ranks is None or not isinstance(error, failed)
-    consequences = (LOST, ADVICE["SIGABRT"])
-    while "SIGTERM" in _last_line(other) or ADVICE.get(_sign(other, _last_line(other))) in consequences:
-        if ended:
-            return error
+def _cause(error: BaseException) -> BaseException:
+    """Return the error of the rank that failed by itself: one that only lost its connection may be seen first."""
+    places = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    ranks, errors = next((place for place in places if isinstance(place, mp.ProcessContext)), None), [error]
+    while ranks and not isinstance(error, KeyboardInterrupt):
         try:
-            ended = ranks.join()  # at each call it raises the error of one more rank; join() has ended them all
-        except failed as next_one:
-            other = next_one
-            other.__suppress_context__ = True  # its traceback needs no word about the one that followed from it
+            ranks = None if ranks.join() else ranks  # each call raises the error of one more rank
+        except (mp.ProcessRaisedException, mp.ProcessExitedException) as other:
+            errors.append(other)
         except (EOFError, pickle.UnpicklingError):
-            continue  # join() has ended that rank while it was writing its error
-    return other
+            continue  # that rank was ended while it wrote its error
+    followed = [getattr(e, "signal_name", None) in ("SIGTERM", "SIGABRT") or LOST in _known(e) for e in errors]
+    return errors[followed.index(False) if False in followed else 0]
 
 
-def _first_failure(told: str, certain: bool, args: argparse.Namespace) -> str:
-    """Write a failure into the nodes' store; or, if its cause may be on another node, read what that one wrote."""
-    wait = timedelta(seconds=5)
-    with contextlib.suppress(RuntimeError):  # node 0 may be what is lost
-        if args.meeting_file:
-            store = dist.FileStore(args.meeting_file)
-        else:
-            store = dist.TCPStore(args.ip, args.port, timeout=wait, wait_for_workers=False)
-        store.set_timeout(wait)
-        told = (store.compare_set("failure", "", told) if certain else store.get("failure")).decode()
-        know = store.add("nodes that know", 1)
-        if certain and args.nr == 0:  # the store ends with this process: let the other nodes read it
-            complete = store.check([f"rank {rank}" for rank in range(args.world_size)])
-            end = time.monotonic() + (15 if complete else 3)  # a busy node takes a while; one that never came, for ever
-            while know < args.nodes and time.monotonic() < end:
-                time.sleep(0.1)
-                know = store.add("nodes that know", 0)
-    return told
+def _text(error: BaseException) -> str:
+    """Return the traceback of an error; of a rank's, the one that it has sent."""
+    return str(error) if isinstance(error, mp.ProcessRaisedException) else "".join(traceback.format_exception(error))
+
+
+def _known(error: BaseException) -> str:
+    """Return an error of PyTorch's own with what to do about it, as one line; empty for all others."""
+    who = f"local_rank {error.error_index}: " if hasattr(error, "error_index") else ""
+    if isinstance(error, mp.ProcessExitedException):
+        advice = "if it was not you, memory may have run out: use fewer processes"
+        if error.signal_name == "SIGABRT":
+            advice = f"the ranks were in different collectives, a buffer had another size, or, with NCCL, {LOST}"
+        return f"{who}{error.msg}: {advice if error.signal_name else 'look for its own words above'}"
+    text = _text(error)
+    if full := re.search(r"^OSError: \[Errno 28\] (.*)$", text, re.M):
+        return f"{who}{full[1]}: make room, or choose another --savefile or --run_dir"
+    frames = list(re.finditer(r'^  File "(.*)", line \d+, in .*\n(?:    .*\n)*', text, re.M))
+    kind, _, said = text[frames[-1].end() if frames else 0 :].strip().partition(": ")
+    own = kind.rpartition(".")[2] in ("DistNetworkError", "DistStoreError", "DistBackendError")
+    if kind == "RuntimeError":
+        in_torch = bool(frames) and Path(frames[-1][1]).is_relative_to(Path(torch.__file__).parent)
+        own = re.search(r"gloo/\S+\.cc:\d+\]", said) or (in_torch and re.search("Application timeout|NCCL", said))
+    line = re.sub(r"^\[\S+\] ?", "", said.strip().partition("\n")[0])  # without the place in gloo's sources
+    return f"{who}{line}: {next(advice for sign, advice in ADVICE.items() if re.search(sign, said))}" if own else ""

@@ -1,13 +1,16 @@
-"""The networks that the lessons train: MLP and CNN, and ResNet-18 for fine-tuning.
+"""The networks that the lessons train, an MLP and a CNN.
 
-The first two are made of two stages, so that model_parallel.py can put each on a device of its own. A stage is
-an ordinary `nn.Sequential`; the names of the weights are the same wherever a stage lives.
+Each is made of two stages, so that model_parallel.py can put them on two devices. A stage is an ordinary
+`nn.Sequential`; the names of the weights are the same wherever a stage lives.
 """
 
-import sys
 from itertools import chain, pairwise
 
+import torch
 from torch import Tensor, nn
+
+# cuDNN would round the inputs of convolutions to 10 bits on newer GPUs (TF32): the lessons' numbers could not agree
+torch.backends.cudnn.allow_tf32 = False
 
 
 class MLP(nn.Module):
@@ -27,7 +30,7 @@ class MLP(nn.Module):
         self.stage2 = nn.Sequential(*chain(*hidden[half:]), nn.Linear(sizes[-1], 10))
 
     def forward(self, images: Tensor) -> Tensor:
-        """Turn images, float32 (N, 1, 28, 28), into class scores (logits), float32 (N, 10)."""
+        """Turn images, (N, 1, 28, 28), into class scores (logits), (N, 10), of the weights' dtype."""
         return self.stage2(self.stage1(images))
 
 
@@ -37,9 +40,8 @@ class CNN(nn.Module):
     Args:
         width: neurons in each hidden linear layer; None: 120.
         layers: hidden linear layers; None: 1.
-        dropout: share of the hidden layer switched off at random in training. It is 0 because every
-            process would draw other random numbers than a single process does, and then the lessons
-            could not arrive at the same weights.
+        dropout: share of the hidden layer switched off at random in training. It is 0 because each process would draw
+            other random numbers than a single one does, and the lessons could not arrive at the same weights.
     """
 
     def __init__(self, width: int | None = None, layers: int | None = None, dropout: float = 0.0):
@@ -57,52 +59,8 @@ class CNN(nn.Module):
         self.stage2 = nn.Sequential(nn.Flatten(), *chain(*hidden), nn.Linear(sizes[-1], 10))
 
     def forward(self, images: Tensor) -> Tensor:
-        """Turn images, float32 (N, 1, 28, 28), into class scores (logits), float32 (N, 10)."""
+        """Turn images, (N, 1, 28, 28), into class scores (logits), (N, 10), of the weights' dtype."""
         return self.stage2(self.stage1(images))
 
 
 MODELS = {"mlp": MLP, "cnn": CNN}
-
-
-def cut(model: MLP | CNN, stages: int) -> list[nn.Sequential]:
-    """Cut a model into stages that share its weights, each with about equally many layers.
-
-    Raises:
-        ValueError: if it has fewer layers with weights than that.
-    """
-    modules = [*model.stage1, *model.stage2]
-    layers = [place for place, module in enumerate(modules) if list(module.parameters())]  # not ReLU and the like
-    if stages > len(layers):
-        raise ValueError(f"{stages} stages need as many layers with weights, this model has {len(layers)}")
-    edges = [layers[stage * len(layers) // stages] for stage in range(1, stages)]
-    edges = [edge - isinstance(modules[edge - 1], nn.Flatten) for edge in edges]  # a stage can't pass on a view
-    return [nn.Sequential(*modules[start:end]) for start, end in pairwise([0, *edges, None])]
-
-
-def resnet18(pretrained: bool = False) -> nn.Module:
-    """Make torchvision's ResNet-18 (He et al., 2015) with ten classes.
-
-    Args:
-        pretrained: take weights that were trained on ImageNet, all but those of the last layer.
-
-    Returns:
-        A module from images, float32 (N, 3, H, W) or grey (N, 1, H, W), to logits, float32 (N, 10).
-
-    Raises:
-        SystemExit: with one line, when the weights can't be had.
-    """
-    from torchvision.models import ResNet, ResNet18_Weights, resnet  # here, because the other lessons do without it
-
-    class ResNet18(ResNet):
-        def forward(self, images: Tensor) -> Tensor:
-            return super().forward(images.expand(-1, 3, -1, -1))  # grey images get three equal channels
-
-    model = ResNet18(resnet.BasicBlock, [2, 2, 2, 2])
-    if pretrained:
-        try:
-            model.load_state_dict(ResNet18_Weights.DEFAULT.get_state_dict(progress=False, check_hash=True))
-        except (OSError, RuntimeError) as error:
-            why = f"ResNet-18's weights can't be fetched ({error}): leave --pretrained out"
-            sys.exit(f"error: {why}, or copy {ResNet18_Weights.DEFAULT.url} to ~/.cache/torch/hub/checkpoints")
-    model.fc = nn.Linear(model.fc.in_features, 10)
-    return model
