@@ -34,9 +34,8 @@ import torch.distributed.nn.functional  # noqa: F401 - first imported after a ra
 import torch.multiprocessing as mp
 from tqdm import tqdm
 
-POSITIVE = "epochs batch_size nodes gpus timeout port micro_batches accumulate width layers".split()
 MAY_DIFFER = {"nr", "ip", "init_method", "timeout", "data_dir", "gpu_ids"}  # between nodes
-GREETING = b"playground: "  # what node 0's answer begins with
+GREETING, INTERRUPTED = b"playground: ", "interrupted"  # what node 0's answer begins with; after Ctrl-C
 LOST = "another rank has ended, is in another collective, or its network is down: look for its error, on all nodes"
 ADVICE = {  # what PyTorch says in an error of its own, and what to do about it
     "EADDRINUSE": "choose another --port, the same on every node",
@@ -65,16 +64,14 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     torchrun, and is rank 0 of 1 without it; the others are single processes.
     """
     _check_gpus(parser, args)
-    for name in POSITIVE:
-        if (value := getattr(args, name, None)) is not None and value < 1:
+    for name, value in vars(args).items():
+        if type(value) is int and value < 1 and name not in ("nr", "seed", "workers"):
             parser.error(f"--{name} {value}: must be 1 or more")
     if not 0 <= getattr(args, "lr", 0) < math.inf:
         parser.error(f"--lr {args.lr}: must be a number, 0 or more, as in --lr 1e-3")
     if not -(2**63) <= getattr(args, "seed", 0) < 2**63:
         parser.error(f"--seed {args.seed}: must be from -2**63 to 2**63 - 1")
-    _check_launcher(parser, args)
-    if hasattr(args, "nodes"):
-        _check_nodes(parser, args)
+    _check_ranks(parser, args)
     if getattr(args, "plot", None) and Path(args.plot).suffix not in (".png", ".pdf", ".svg"):
         parser.error(f"--plot {args.plot} is of a format that can't be drawn: use {Path(args.plot).stem}.png")
     for name in ("savefile", "plot", "run_dir", "out") if getattr(args, "nr", 0) == 0 else ():
@@ -89,34 +86,19 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
                 parser.error(f"can't write --{name} {path} ({error.strerror}): choose another")
 
 
-def _check_launcher(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Refuse a launcher where each of its processes would run all of a lesson; be rank 0 of 1 without one."""
-    env, by_torchrun = os.environ, hasattr(args, "timeout") and not hasattr(args, "gpus")
-    point_to_point = hasattr(args, "nodes") and not hasattr(args, "batch_size")
-    if "RANK" not in env and by_torchrun:
-        env.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
-    elif "RANK" in env and not by_torchrun and not point_to_point:
-        torchrun = "torchrun --standalone --nproc-per-node 2 playground/distributed_data_parallel_torchrun.py"
-        parser.error(f"RANK is set, but this lesson is not for a launcher: unset RANK, or use {torchrun}")
-    needed = ["WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", *["LOCAL_RANK"] * by_torchrun]
-    if "RANK" in env and (missing := [name for name in needed if name not in env]):
-        parser.error(f"RANK is set, so set {', '.join(missing)} as well, or unset RANK")
-
-
 def _check_gpus(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Refuse GPUs that are not there or do not work, and a backend that is not there or can't carry the messages."""
-    have, env = torch.cuda.device_count() if torch.cuda.is_available() else 0, os.environ
-    here = max(int(env.get("LOCAL_WORLD_SIZE", 1)), int(env.get("LOCAL_RANK", 0)) + 1)  # a launcher's processes
-    need = getattr(args, "gpus", here) if args.device == "cuda" else 0
-    if args.device == "cuda" and not have:
+    have, cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0, args.device == "cuda"
+    here = max(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0)) + 1)  # a launcher's
+    need, ids = getattr(args, "gpus", here) if cuda else 0, getattr(args, "gpu_ids", None)
+    if cuda and not have:
         try:
             torch.cuda.init()
         except Exception as error:  # it says why
             parser.error(f"this machine has 0 GPUs that work ({str(error).splitlines()[0]}): use --device cpu")
-    if ids := getattr(args, "gpu_ids", None):
-        if len(set(ids)) < max(need, len(ids)) or not all(0 <= gpu < have for gpu in ids):
-            parser.error(f"--gpu_ids {ids}: name {here} different ones of the {have} GPUs here, from 0")
-    elif need > have:
+    if ids and (len(set(ids)) < max(need, len(ids)) or not all(0 <= gpu < have for gpu in ids)):
+        parser.error(f"--gpu_ids {ids}: name {here} different ones of the {have} GPUs here, from 0")
+    if need > have:
         fewer = f"-g {have}" if hasattr(args, "gpus") else f"--nproc-per-node {have}"
         parser.error(f"{need} GPUs are needed, this machine has {have}: use {fewer} or --device cpu")
     for device in getattr(args, "devices", None) or ():
@@ -127,23 +109,36 @@ def _check_gpus(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
     backend, sends = getattr(args, "backend", None), "batch_size" not in args or getattr(args, "weights", "") == "send"
     if backend and not dist.is_backend_available(backend):
         parser.error(f"this torch is built without {backend}: use --backend gloo")
-    if backend == "nccl" and args.device == "cpu":
+    if backend == "nccl" and not cuda:
         parser.error("nccl needs GPUs: use --backend gloo")
-    if backend == "gloo" and args.device == "cuda" and sends:
+    if backend == "gloo" and cuda and sends:
         parser.error("gloo can't send GPU memory from rank to rank: use --backend nccl or --device cpu")
 
 
-def _check_nodes(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Refuse nodes that can't be numbered or can't meet; write an IPv6 address as URLs have it."""
+def _check_ranks(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuse a launcher where each of its processes would run all of a lesson, and nodes that can't meet."""
+    env, by_torchrun = os.environ, "timeout" in args and "gpus" not in args
+    if "RANK" not in env and by_torchrun:  # be rank 0 of 1
+        port = str(socket.create_server(("127.0.0.1", 0)).getsockname()[1])
+        env.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    elif "RANK" in env and not by_torchrun and ("nodes" not in args or "batch_size" in args):  # not point-to-point
+        torchrun = "torchrun --standalone --nproc-per-node 2 playground/distributed_data_parallel_torchrun.py"
+        parser.error(f"RANK is set, but this lesson is not for a launcher: unset RANK, or use {torchrun}")
+    needed = ["WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", *["LOCAL_RANK"] * by_torchrun]
+    if "RANK" in env and (missing := [name for name in needed if name not in env]):
+        parser.error(f"RANK is set, so set {', '.join(missing)} as well, or unset RANK")
+    if "nodes" not in args:
+        return
     if not 0 <= args.nr < args.nodes:
         parser.error(f"-nr {args.nr}: with -n {args.nodes} the number of a node is 0 to {args.nodes - 1}")
-    given = parser.parse_args(namespace=argparse.Namespace(ip=None)).ip  # None in place of the default
-    if args.nodes > 1 and given is None and not args.init_method:
-        parser.error(f"-n {args.nodes} needs -ip, the address of node 0")
-    if ":" in args.ip and not args.ip.startswith("["):
+    if ":" in args.ip and not args.ip.startswith("["):  # IPv6, as URLs have it
         args.ip = f"[{args.ip}]"
-    url, path = args.init_method or "tcp://host:1", Path((args.init_method or "").removeprefix("file://"))
-    if url == "env://" and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+    given = parser.parse_args(namespace=argparse.Namespace(ip=None)).ip  # None in place of the default
+    url = getattr(args, "init_method", None) or ("tcp://given:1" if given or args.nodes == 1 else "")
+    path = Path(url.removeprefix("file://"))
+    if not url:
+        parser.error(f"-n {args.nodes} needs -ip, the address of node 0")
+    if url == "env://" and not {"MASTER_ADDR", "MASTER_PORT"} <= env.keys():
         parser.error("env:// reads the environment: first export MASTER_ADDR=<ip of node 0> MASTER_PORT=8888")
     if url.startswith("file:///") and (path.is_dir() or not path.parent.is_dir()):
         parser.error(f"--init_method {url}: name a file that can be made, in a folder that is there on all nodes")
@@ -151,40 +146,30 @@ def _check_nodes(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
         parser.error(f"--init_method {url}: use env://, tcp://<ip of node 0>:8888 or file:///<a path all nodes see>")
 
 
-def _free_port() -> int:
-    """Return a port that nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
 def meet(args: argparse.Namespace) -> None:
     """Make sure that all nodes are there and were started alike; else end with status 1 and one line.
 
-    Where this process starts the ranks of a node, call it before: on one node it picks a free port, unless --port was
-    given; on several they call each other at node 0's port, which is free again afterwards. Where a process group
-    exists already, the ranks compare their flags. Nodes that meet in a file are left alone.
+    Before a process starts the ranks of a node: on one node it picks a free port, unless --port was given; several
+    call each other at node 0's port, which is free again afterwards. In a process group the ranks compare their flags.
     """
     flags = {"lesson": Path(sys.argv[0]).name} | {k: v for k, v in vars(args).items() if k not in MAY_DIFFER}
     if dist.is_initialized():
-        everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, flags)
-        told = next(filter(None, (_difference(everyone[0], all_, f"rank {i}") for i, all_ in enumerate(everyone))), "")
-        if told:
-            sys.exit(f"error: {told}" if os.environ.get("LOCAL_RANK", "0") == "0" else 1)  # once on each node
+        dist.all_gather_object(everyone := [None] * dist.get_world_size(), flags)
+        told = [_difference(everyone[0], theirs, f"rank {rank}") for rank, theirs in enumerate(everyone)]
+        if any(told):  # once on each node
+            sys.exit(f"error: {max(told, key=len)}" if os.environ.get("LOCAL_RANK", "0") == "0" else 1)
         return
-    url = urlsplit(args.init_method or f"tcp://{args.ip}:{args.port}")
-    if "RANK" in os.environ or url.scheme == "file":
-        return
-    if args.nodes == 1:
-        if not args.init_method and not any(word.startswith("--po") for word in sys.argv):
-            args.port = _free_port()
+    by_hand, given = "RANK" in os.environ, getattr(args, "init_method", None)
+    if args.nodes == 1 and not by_hand and not given and not any(word.startswith("--po") for word in sys.argv):
+        args.port = socket.create_server(("127.0.0.1", 0)).getsockname()[1]
+    url = urlsplit(given or f"tcp://{args.ip}:{args.port}")
+    if args.nodes == 1 or by_hand or url.scheme == "file":
         return
     host, port = url.hostname or os.environ["MASTER_ADDR"], url.port or int(os.environ["MASTER_PORT"])
     if args.nr == 0:
-        dual = socket.has_dualstack_ipv6()
+        kind = {"family": socket.AF_INET6, "dualstack_ipv6": True} if socket.has_dualstack_ipv6() else {}
         try:
-            family = socket.AF_INET6 if dual else socket.AF_INET
-            server = socket.create_server(("", port), family=family, dualstack_ipv6=dual)
+            server = socket.create_server(("", port), **kind)
         except OSError as error:
             sys.exit(f"error: can't listen on port {port} ({error.strerror}): choose another --port on every node")
         answering = threading.Thread(target=_answer, args=(server, args, flags), daemon=True)
@@ -198,7 +183,7 @@ def meet(args: argparse.Namespace) -> None:
 
 def _difference(zero: dict, theirs: dict, who: str) -> str:
     """Say in which flag somebody differs from node or rank 0; empty, if in none."""
-    for name in sorted(zero | theirs, key="lesson".__ne__):  # another lesson may have other flags
+    for name in zero | theirs:
         if zero.get(name) != theirs.get(name) and not (name == "savefile" and "nodes" in zero):  # only node 0 uses it
             what, first = name if name == "lesson" else f"--{name}", f"{who.split()[0]} 0"
             same = "start every node with the same lesson and flags"
@@ -215,8 +200,8 @@ def _answer(server: socket.socket, args: argparse.Namespace, flags: dict) -> Non
             callers.append(server.accept()[0])
             callers[-1].settimeout(5)
             number, theirs = json.loads(callers[-1].makefile().readline(10_000))
-            twice = f"node {number} is there twice: give each node its own -nr" if number in nodes else ""
-            nodes[number], told = theirs, twice or _difference(flags, theirs, f"node {number}")
+            told = f"node {number} is there twice: give each node its own -nr" if number in nodes else ""
+            nodes[number], told = theirs, told or _difference(flags, theirs, f"node {number}")
         except (ValueError, TypeError, OSError):  # a stranger, or nobody
             if time.monotonic() >= end:
                 told = f"nodes {[number for number in range(args.nodes) if number not in nodes]} are missing after"
@@ -259,10 +244,10 @@ def explained() -> Iterator[None]:
         yield
     except (Exception, KeyboardInterrupt) as first:
         error = _cause(first)
-        if getattr(error, "signal_name", None) == "SIGINT" or re.search("^KeyboardInterrupt", _text(error), re.M):
-            print("interrupted", file=sys.stderr)
+        if (told := _known(error)) == INTERRUPTED:
+            print(told, file=sys.stderr)
             sys.exit(130)
-        if told := _known(error):
+        if told:
             sys.exit(f"error: {told}")
         if isinstance(error, mp.ProcessRaisedException):
             sys.exit(str(error).strip())  # the rank's own traceback, without the starter's
@@ -287,20 +272,18 @@ def _cause(error: BaseException) -> BaseException:
     return errors[followed.index(False) if False in followed else 0]
 
 
-def _text(error: BaseException) -> str:
-    """Return the traceback of an error; of a rank's, the one that it has sent."""
-    return str(error) if isinstance(error, mp.ProcessRaisedException) else "".join(traceback.format_exception(error))
-
-
 def _known(error: BaseException) -> str:
     """Return an error of PyTorch's own with what to do about it, as one line; empty for all others."""
     who = f"local_rank {error.error_index}: " if hasattr(error, "error_index") else ""
+    sent = isinstance(error, mp.ProcessRaisedException)  # by a rank, as text
+    text = str(error) if sent else "".join(traceback.format_exception(error))
+    if getattr(error, "signal_name", "") == "SIGINT" or re.search("^KeyboardInterrupt", text, re.M):
+        return INTERRUPTED
     if isinstance(error, mp.ProcessExitedException):
         advice = "if it was not you, memory may have run out: use fewer processes"
         if error.signal_name == "SIGABRT":
             advice = f"the ranks were in different collectives, a buffer had another size, or, with NCCL, {LOST}"
         return f"{who}{error.msg}: {advice if error.signal_name else 'look for its own words above'}"
-    text = _text(error)
     if full := re.search(r"^OSError: \[Errno 28\] (.*)$", text, re.M):
         return f"{who}{full[1]}: make room, or choose another --savefile or --run_dir"
     frames = list(re.finditer(r'^  File "(.*)", line \d+, in .*\n(?:    .*\n)*', text, re.M))

@@ -1,71 +1,76 @@
 """Blocking point-to-point: processes with a rank, send and recv, and who waits for whom.
 
 A distributed program is one script that runs in several processes at once, on one machine (a node) or on many. Each
-process has a rank, from 0 to world_size - 1, and a local rank within its node. They meet at a rendezvous, a key-value
-store on node 0 or in a file, and form a process group (`join`). A backend carries its messages: gloo between CPUs,
-NCCL between GPUs. Then one rank sends a tensor, and another, with a buffer of that shape and dtype, receives it. On
-CPUs both calls block: recv until the numbers are here, send until the other rank receives them.
+process has a rank, from 0 to world_size - 1, and a local rank on its node. They meet at an address that all know and
+form a process group (`join`). A backend carries its messages: gloo between CPUs, NCCL between GPUs. Then one rank sends
+a tensor, and another, with a buffer of that shape and dtype, receives it. On CPUs both calls block: recv until the
+numbers are here, send until the other rank receives them.
 
     python playground/blocking_p2p.py              # two processes, started by this script
     python playground/blocking_p2p.py -g 3         # three: the numbers go from 0 to 1 to 2
     python playground/blocking_p2p.py --deadlock
     python playground/blocking_p2p.py -n 2 -g 1 -nr 0 -ip <ip of node 0>    # rank 0 here, and on node 1 with -nr 1
-    RANK=0 WORLD_SIZE=2 MASTER_ADDR=<ip> MASTER_PORT=8888 python playground/blocking_p2p.py    # by hand, rank 0
-    RANK=1 WORLD_SIZE=2 MASTER_ADDR=<ip> MASTER_PORT=8888 python playground/blocking_p2p.py    # and rank 1
-    python playground/blocking_p2p.py --init_method file:///tmp/meet    # the rendezvous is a file; or tcp://, env://
+
+Or start each rank by hand, in a terminal of its own. Type the second line in the other one, with RANK=1 LOCAL_RANK=1:
+
+    export WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=8888
+    RANK=0 LOCAL_RANK=0 python playground/blocking_p2p.py
 
 It prints who is who, and then, on CPUs (on GPUs send only puts the message into a queue):
 
     rank 0 comes a second late:
     rank 0: [0.0, 1.0, 2.0, 3.0] -> [0.0, 1.0, 2.0, 3.0], 0.0 s in recv, 0.0 s in send
     rank 1: [0.0, 0.0, 0.0, 0.0] -> [0.0, 1.0, 2.0, 3.0], 1.0 s in recv, 0.0 s in send
-    rank 1 comes a second late:
-    rank 0: [0.0, 1.0, 2.0, 3.0] -> [0.0, 1.0, 2.0, 3.0], 0.0 s in recv, 1.0 s in send
-    rank 1: [0.0, 0.0, 0.0, 0.0] -> [0.0, 1.0, 2.0, 3.0], 0.0 s in recv, 0.0 s in send
 
-Break it, in a copy: give rank 1 a buffer of three numbers (gloo aborts); let it receive from src=1; run with -g 1.
+Break it, in a copy (cp playground/blocking_p2p.py playground/broken.py). Which rank says what, and why?
+  1. Give rank 1 a buffer of three numbers.
+  2. Let rank 1 receive from `src=1`, itself.
 """
 
+import argparse
 import os
-import re
-import signal
 import sys
 import time
 from datetime import timedelta
 from pathlib import Path
 
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # C++ back traces would bury the line that helps
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
-from common.flags import flags, parse
-from common.guard_rails import deadline, explain, sign_in
+from common.guard_rails import check, explained, meet
 
 
 def join(local_rank, args):
-    """Meet the other ranks, form the process group, print who is who. Returns this process's rank and its device."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank at once, even one that waits for others
-    rank = args.nr * args.gpus + local_rank
-    local_rank = int(os.environ.get("LOCAL_RANK", local_rank))
+    """Join the process group and print who is who. Returns this process's rank and its device."""
+    rank, world_size = args.nr * args.gpus + local_rank, args.nodes * args.gpus
+    init_method = args.init_method or f"tcp://{args.ip}:{args.port}"  # where all meet: rank 0 listens there
+    if "RANK" in os.environ:  # started by hand: the environment says who this is, and where to meet
+        rank, world_size, init_method = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "env://"
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device("cuda", local_rank) if args.device == "cuda" else torch.device("cpu")
-    gpu = device if args.device == "cuda" else None
-    if gpu:
-        torch.cuda.set_device(gpu)  # else every rank would also use GPU 0
-    wait = timedelta(seconds=args.timeout)
-    with deadline(args, "reach node 0"):
-        if args.meeting_file:  # the rendezvous is a dictionary in a file, or one that node 0 keeps
-            store = dist.FileStore(args.meeting_file)
-        else:
-            store = dist.TCPStore(args.ip, args.port, timeout=wait, wait_for_workers=False)
-    everyone = sign_in(store, rank, local_rank, device, args)
-    with deadline(args, "connect to all other ranks"):
-        world = {"rank": rank, "world_size": args.world_size, "device_id": gpu}  # with a GPU, NCCL connects now
-        dist.init_process_group(args.backend, store=store, timeout=wait, **world)
-    ranks_here = [host for *_, host in everyone].count(os.uname().nodename)
-    torch.set_num_threads(max(1, torch.get_num_threads() // ranks_here))  # they share the cores
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # else every rank would also use GPU 0
+    dist.init_process_group(
+        args.backend or ("nccl" if device.type == "cuda" else "gloo"),  # what carries the messages
+        init_method=init_method,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=args.timeout),  # to meet, and of each message
+        device_id=device if device.type == "cuda" else None,
+    )
+    node, title = os.environ.get("GROUP_RANK", args.nr), ["node  rank  local_rank  device  pid     host"]
+    report(f"{node:<6}{rank:<6}{local_rank:<12}{device!s:<8}{os.getpid():<8}{os.uname().nodename}", title)
     return rank, device
+
+
+def report(line, title=()):
+    """Print every rank's line, in the order of the ranks."""
+    lines = [None] * dist.get_world_size()
+    dist.all_gather_object(lines, line)  # a collective: all ranks call it, each gets what all have given
+    if dist.get_rank() == 0:
+        print(*title, *lines, sep="\n", flush=True)
 
 
 def now(device):
@@ -75,16 +80,8 @@ def now(device):
     return time.perf_counter()
 
 
-def report(line):
-    """Print every rank's line, in the order of the ranks."""
-    lines = [None] * dist.get_world_size()
-    dist.all_gather_object(lines, line)  # a collective: all ranks call it, each gets what all have given
-    if dist.get_rank() == 0:
-        print(*lines, sep="\n", flush=True)
-
-
-def relay(rank, device, late):
-    """Pass four numbers from rank 0 to rank 1, on to rank 2 and so on. Rank `late` comes a second late."""
+def relay(rank, device, late=None):
+    """Pass four numbers from rank 0 to rank 1, on to rank 2 and so on; one may be late. Returns what this rank saw."""
     numbers = torch.arange(4.0, device=device) if rank == 0 else torch.zeros(4, device=device)
     before = numbers.tolist()
     time.sleep(1 if rank == late else 0)
@@ -94,8 +91,8 @@ def relay(rank, device, late):
     received = now(device)
     if rank < dist.get_world_size() - 1:
         dist.send(numbers, dst=rank + 1)  # on CPUs it comes back when they are received, on GPUs at once
-    times = f"{received - start:.1f} s in recv, {now(device) - received:.1f} s in send"
-    report(f"rank {rank}: {before} -> {numbers.tolist()}, {times}")
+    times = f"{received - start:.1f} s in recv, {time.perf_counter() - received:.1f} s in send"
+    return f"rank {rank}: {before} -> {numbers.tolist()}, {times}"
 
 
 def exchange(order, rank, device, group=None):
@@ -121,53 +118,51 @@ def exchange(order, rank, device, group=None):
 def talk(local_rank, args):
     """Show who waits for whom; with --deadlock, how all can wait for each other and how not."""
     rank, device = join(local_rank, args)
-    try:
-        if not args.deadlock:
-            for late in (0, 1):
-                if rank == 0:
-                    print(f"rank {late} comes a second late:", flush=True)
-                relay(rank, device, late)
-        else:
-            impatient = dist.new_group(backend="gloo", timeout=timedelta(seconds=3))  # all ranks, in a second group
-            try:
-                report(f"rank {rank}: {exchange('all send first', rank, torch.device('cpu'), impatient)}")
-            except RuntimeError as error:
-                if not re.search("imed out|onnection", str(error)):
-                    raise
-                who = (rank + 1) % args.world_size
-                report(f"rank {rank}: DEADLOCK: rank {who} receives only after its own send, which waits like mine")
-            for order in ("even ranks send first", "isend and irecv", "batch_isend_irecv"):
-                report(f"rank {rank}: {order}: received {exchange(order, rank, device)}")
-        dist.barrier()  # leave together
-    finally:
-        dist.destroy_process_group()
-    os._exit(0)  # not through Python's shutdown, during which a thread of gloo may abort
+    if args.deadlock:
+        impatient = dist.new_group(backend="gloo", timeout=timedelta(seconds=3))  # all ranks, in a second group
+        try:
+            report(f"rank {rank}: {exchange('all send first', rank, torch.device('cpu'), impatient)}")
+        except RuntimeError:  # gloo's: it has waited for 3 s, or the other rank gave up before
+            who = (rank + 1) % dist.get_world_size()
+            report(f"rank {rank}: DEADLOCK: rank {who} receives only after its own send, which waits like mine")
+        for order in ("even ranks send first", "isend and irecv", "batch_isend_irecv"):
+            report(f"rank {rank}: {order}: received {exchange(order, rank, device)}")
+    else:
+        relay(rank, device)  # only to connect the ranks, which takes NCCL a while
+        for late in (0, 1):
+            if rank == 0:
+                print(f"rank {late} comes a second late:", flush=True)
+            report(relay(rank, device, late))
+    dist.destroy_process_group()
 
 
 def main():
-    """Start the ranks of this node and wait for them. One that fails ends them all, with one line."""
-    parser = flags(__doc__, training=False)
-    parser.add_argument("--deadlock", action="store_true", help="let all send before they receive; then three cures")
-    args, ranks = parse(parser, least=2), None
-    try:
-        if args.nr == 0 and not args.meeting_file:  # on all addresses of this node, at a free port if --port is 0
-            store = dist.TCPStore("127.0.0.1", args.port, is_master=True, wait_for_workers=False)
-            args.port = store.port
-        if "RANK" in os.environ:
-            return talk(0, args)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the ranks inherit it: until join() only we heed Ctrl-C
-        ranks = mp.spawn(talk, (args,), args.gpus, join=False)  # talk(0, args), talk(1, args), ... in new processes
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        while not ranks.join():  # True when all have ended; raises if one has failed
-            pass
-        if args.nr == 0 and args.meeting_file:
-            Path(args.meeting_file).unlink()  # the next run must not meet in it
-    except (Exception, KeyboardInterrupt) as error:
-        return explain(error, args, ranks)
-    finally:
-        for process in ranks.processes if ranks else ():
-            process.kill()
+    """Read the flags and start this node's ranks."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, usage=argparse.SUPPRESS)
+    add = parser.add_argument
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    add("-n", "--nodes", type=int, default=1, help="machines")
+    add("-g", "--gpus", type=int, default=max(gpus, 2), help="processes on each; default: its GPUs, or 2")
+    add("-nr", "--nr", type=int, default=0, help="number of this machine, from 0")
+    add("-ip", "--ip", default="127.0.0.1", help="address of machine 0")
+    add("--port", type=int, default=8888, help="of machine 0; on a single one any free port is taken")
+    add("--init_method", metavar="URL", help="tcp://..., env:// or file:///a/new/file in place of -ip and --port")
+    add("--device", choices=["cpu", "cuda"], default="cuda" if gpus > 1 else "cpu")
+    add("--backend", choices=["gloo", "nccl", "mpi"], help="default: nccl on GPUs, gloo on CPUs")
+    add("--timeout", type=int, default=60, help="seconds to wait for another rank")
+    add("--deadlock", action="store_true", help="let all send before they receive; then three cures")
+    args = parser.parse_args()
+    check(parser, args)  # guard rail
+    if args.nodes * args.gpus < 2:
+        parser.error("a message needs two processes: use -g 2")
+    meet(args)  # guard rail
+    if "RANK" in os.environ:
+        talk(0, args)
+    else:
+        mp.spawn(talk, (args,), args.gpus)  # talk(0, args), talk(1, args), ... each in a process of its own
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with explained():  # guard rail
+        main()

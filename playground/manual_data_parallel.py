@@ -2,7 +2,7 @@
 
 Three things make several processes train as one does. They start from the same weights: rank 0 sends its own to the
 others. Each takes another share of the same batch: the sampler sees to that. And before each step they average their
-gradients, so that all take the same step and the copies never part. DistributedDataParallel does the same, faster.
+gradients, so that all take the same step and the copies stay equal. DistributedDataParallel does the same, faster.
 
     python playground/manual_data_parallel.py -g 2              # two processes
     python playground/manual_data_parallel.py --weights send    # rank 0 sends to one rank after the other
@@ -16,19 +16,17 @@ Any number that divides --batch_size gives single_gpu.py's numbers, up to roundi
     0     1     1           cpu     4243    laptop
     epoch 1/3  loss 0.3960  train 88.26%  test 93.96%  1.53 s  39,213 images/s
 
-Break it, in a copy:
-  1. Comment out `send_weights(...)`: the ranks start from different weights; compare the losses.
-  2. Comment out `average_gradients(...)`: each rank trains a model of its own, on its share; compare the losses.
+Break it, in a copy: comment out `send_weights(...)` in train, or `average_gradients(...)` in run_epoch. What does each
+rank train then? Compare the losses with single_gpu.py's.
 """
 
+import argparse
 import os
-import signal
 import sys
 import time
 from datetime import timedelta
 from pathlib import Path
 
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # C++ back traces would bury the line that helps
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -37,151 +35,161 @@ from torch.utils.data import DataLoader, DistributedSampler
 from tqdm import tqdm
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
-from common.data import fetch, load, whole_batch
-from common.flags import flags, parse
-from common.guard_rails import deadline, explain, sign_in
+from common.data import DATA_DIR, fetch, load, whole_batch
+from common.guard_rails import check, explained, meet
 from common.models import MODELS
-from common.profiling import profiled
 
 
 def join(local_rank, args):
-    """Meet the other ranks, form the process group, print who is who. Returns this process's rank and its device."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank at once, even one that waits for others
+    """Join the process group and print who is who. Returns this process's rank and its device."""
     rank = args.nr * args.gpus + local_rank
-    local_rank = int(os.environ.get("LOCAL_RANK", local_rank))
     device = torch.device("cuda", local_rank) if args.device == "cuda" else torch.device("cpu")
-    gpu = device if args.device == "cuda" else None
-    if gpu:
-        torch.cuda.set_device(gpu)  # else every rank would also use GPU 0
-    wait = timedelta(seconds=args.timeout)
-    with deadline(args, "reach node 0"):
-        if args.meeting_file:  # the rendezvous is a dictionary in a file, or one that node 0 keeps
-            store = dist.FileStore(args.meeting_file)
-        else:
-            store = dist.TCPStore(args.ip, args.port, timeout=wait, wait_for_workers=False)
-    everyone = sign_in(store, rank, local_rank, device, args)
-    with deadline(args, "connect to all other ranks"):
-        world = {"rank": rank, "world_size": args.world_size, "device_id": gpu}  # with a GPU, NCCL connects now
-        dist.init_process_group(args.backend, store=store, timeout=wait, **world)
-    ranks_here = [host for *_, host in everyone].count(os.uname().nodename)
-    torch.set_num_threads(max(1, torch.get_num_threads() // ranks_here))  # they share the cores
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # else every rank would also use GPU 0
+    else:
+        torch.set_num_threads(max(1, torch.get_num_threads() // args.gpus))  # the ranks share the cores
+    dist.init_process_group(
+        args.backend or ("nccl" if device.type == "cuda" else "gloo"),  # what carries the messages
+        init_method=args.init_method or f"tcp://{args.ip}:{args.port}",  # where all meet: rank 0 listens there
+        rank=rank,
+        world_size=args.nodes * args.gpus,
+        timeout=timedelta(seconds=args.timeout),  # to meet, and of each message
+        device_id=device if device.type == "cuda" else None,
+    )
+    me = f"{args.nr:<6}{rank:<6}{local_rank:<12}{device!s:<8}{os.getpid():<8}{os.uname().nodename}"
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, me)
+    if rank == 0:
+        print("node  rank  local_rank  device  pid     host", *everyone, sep="\n", flush=True)
     return rank, device
 
 
-def send_weights(model, args):
+def send_weights(model, how):
     """Give all ranks the weights of rank 0."""
     for weight in model.state_dict().values():
-        if args.weights == "broadcast":
+        if how == "broadcast":
             dist.broadcast(weight, src=0)  # to all at once; the backend picks the route
         elif dist.get_rank() > 0:
             dist.recv(weight, src=0)
         else:
-            for other in range(1, args.world_size):  # blocking: each rank waits for those before it
+            for other in range(1, dist.get_world_size()):  # blocking: each rank waits for those before it
                 dist.send(weight, dst=other)
 
 
-def average_gradients(model, args):
+def average_gradients(model, in_one_bucket):
     """Replace each gradient by its mean over the ranks, which is the gradient of the global batch."""
     gradients = [weight.grad for weight in model.parameters()]
-    if args.bucket:  # one long message takes less time than many short ones
+    if in_one_bucket:  # one long message takes less time than many short ones
         bucket = torch.cat([gradient.flatten() for gradient in gradients])
         dist.all_reduce(bucket)
-        parts = (bucket / args.world_size).split([gradient.numel() for gradient in gradients])
+        parts = (bucket / dist.get_world_size()).split([gradient.numel() for gradient in gradients])
         for weight, part in zip(model.parameters(), parts, strict=True):
             weight.grad = part.view_as(weight)  # a view into the bucket: nothing is copied back
     else:
         for gradient in gradients:
             dist.all_reduce(gradient)  # each rank gets the sum over all ranks, in place
-            gradient /= args.world_size
+            gradient /= dist.get_world_size()
 
 
-def run_epoch(model, loader, device, args, optimizer=None):
-    """Train, or test without an optimizer, on each batch. Returns the sums of loss, hits, images, float64 (3,)."""
+def run_epoch(model, loader, device, optimizer=None, bucket=False):
+    """Train, or test without an optimizer. Returns sums over the images of all ranks: loss, hits, images."""
     model.train(optimizer is not None)
-    totals = torch.zeros(3, dtype=torch.float64, device=device)  # read once an epoch: that waits for the GPU
-    loss_sum, hits, seen = totals  # views: what is added to them is added to totals
+    loss_sum = hits = seen = 0
     for images, labels in loader:
-        images, labels = images.to(device), labels.to(device)
+        images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         with torch.set_grad_enabled(optimizer is not None):
             logits = model(images)
             loss = F.cross_entropy(logits, labels)
         if optimizer:
             optimizer.zero_grad()
             loss.backward()
-            average_gradients(model, args)  # NEW: the step that one process with the whole batch would take
+            average_gradients(model, bucket)  # NEW: the step that one process with the whole batch would take
             optimizer.step()
-        loss_sum += loss.detach() * len(labels)
+        loss_sum += loss.detach().double() * len(labels)
         hits += (logits.argmax(dim=1) == labels).sum()
         seen += len(labels)
+    totals = torch.tensor([loss_sum, hits, seen], dtype=torch.float64, device=device)
     dist.all_reduce(totals)  # NEW: over all ranks, once an epoch
-    return totals
+    return totals.tolist()
 
 
 def train(local_rank, args):
     """Train, test and report, one line an epoch."""
     rank, device = join(local_rank, args)
-    try:
-        train_set, test_set = load(args.dataset, args.data_dir)
-        # NEW: of W ranks, rank r takes positions r, r + W, r + 2W, ... of one order: all k-th batches make up one
-        sampler = DistributedSampler(train_set, args.world_size, rank, seed=args.seed, drop_last=True)
-        share = args.batch_size // args.world_size  # NEW
-        train_loader = DataLoader(train_set, share, sampler=sampler, drop_last=True, collate_fn=whole_batch)
-        mine = range(rank, len(test_set), args.world_size)  # NEW: no padding, each test image counts exactly once
-        test_loader = DataLoader(test_set, 1000, sampler=mine, collate_fn=whole_batch)
-        torch.manual_seed(args.seed + rank)  # NEW: so that you see send_weights at work
-        model = MODELS[args.model](args.width, args.layers).to(device)
-        send_weights(model, args)  # NEW: from here on all ranks have the same model
-        optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6)  # 1e-8 makes steps of rounding errors
+    world_size = dist.get_world_size()
+    torch.set_default_dtype(torch.float64 if args.double else torch.float32)  # of weights and images
+    train_set, test_set = load(args.dataset, args.data_dir)
+    # NEW: of W ranks, rank r takes positions r, r + W, r + 2W, ... of one order: all k-th batches make up one
+    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
+    share = args.batch_size // world_size  # NEW
+    options = {"collate_fn": whole_batch, "pin_memory": device.type == "cuda"}  # pinned: a GPU reads it by itself
+    train_loader = DataLoader(train_set, share, sampler=sampler, drop_last=True, **options)
+    mine = range(rank, len(test_set), world_size)  # NEW: no padding: each test image counts exactly once
+    test_loader = DataLoader(test_set, 1000, sampler=mine, **options)
+    torch.manual_seed(args.seed + rank)  # NEW: other weights on each rank, until send_weights
+    model = MODELS[args.model](args.width, args.layers).to(device)
+    send_weights(model, args.weights)  # NEW: from here on all ranks have the same model
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
 
-        for epoch in range(args.epochs):
-            sampler.set_epoch(epoch)  # NEW: another order in each epoch, the same on all ranks and in each run
-            start = time.perf_counter()
-            bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)  # None: only on a terminal
-            steps = profiled(bar, args.profile)
-            loss, hits, seen = run_epoch(model, steps, device, args, optimizer).tolist()
-            seconds = time.perf_counter() - start
-            _, test_hits, test_seen = run_epoch(model, test_loader, device, args).tolist()
-            if rank == 0:  # NEW: one line, not one from each rank
-                line = f"epoch {epoch + 1}/{args.epochs}  loss {loss / seen:.4f}  train {hits / seen:.2%}"
-                line += f"  test {test_hits / test_seen:.2%}  {seconds:.2f} s  {seen / seconds:,.0f} images/s"
-                print(line, flush=True)
-            if rank == 0 and args.savefile:  # under another name first: a crash on the way leaves the last one whole
-                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-                with open(f"{args.savefile}.tmp", "wb") as file:
-                    torch.save(state | {"epoch": epoch + 1, "args": vars(args)}, file)
-                os.replace(f"{args.savefile}.tmp", args.savefile)
-        dist.barrier()  # leave together
-    finally:
-        dist.destroy_process_group()
-    os._exit(0)  # not through Python's shutdown, during which a thread of gloo may abort
+    for epoch in range(args.epochs):
+        sampler.set_epoch(epoch)  # NEW: another order in each epoch, the same on all ranks and in each run
+        start = time.perf_counter()
+        bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)  # None: only on a terminal
+        loss, hits, seen = run_epoch(model, bar, device, optimizer, args.bucket)
+        seconds = time.perf_counter() - start
+        _, test_hits, test_seen = run_epoch(model, test_loader, device)
+        if rank == 0:  # NEW: one line, not one from each rank
+            line = f"epoch {epoch + 1}/{args.epochs}  loss {loss / seen:.4f}  train {hits / seen:.2%}"
+            line += f"  test {test_hits / test_seen:.2%}  {seconds:.2f} s  {seen / seconds:,.0f} images/s"
+            print(line, flush=True)
+        if rank == 0 and args.savefile:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            with open(f"{args.savefile}.tmp", "wb") as file:
+                torch.save(state | {"epoch": epoch + 1, "args": vars(args)}, file)
+            os.replace(f"{args.savefile}.tmp", args.savefile)  # a crash on the way leaves the last one whole
+    dist.destroy_process_group()
 
 
 def main():
-    """Start the ranks of this node and wait for them. One that fails ends them all, with one line."""
-    parser = flags(__doc__)
-    parser.add_argument("--weights", choices=["broadcast", "send"], default="broadcast", help="how they are given out")
-    parser.add_argument("--bucket", action="store_true", help="average all gradients in one all_reduce")
-    args, ranks = parse(parser), None
-    try:
-        args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)  # once per node, before its ranks start
-        if args.nr == 0 and not args.meeting_file:  # on all addresses of this node, at a free port if --port is 0
-            store = dist.TCPStore("127.0.0.1", args.port, is_master=True, wait_for_workers=False)
-            args.port = store.port
-        if "RANK" in os.environ:
-            return train(0, args)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the ranks inherit it: until join() only we heed Ctrl-C
-        ranks = mp.spawn(train, (args,), args.gpus, join=False)  # train(0, args), train(1, args), ... in new processes
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        while not ranks.join():  # True when all have ended; raises if one has failed
-            pass
-        if args.nr == 0 and args.meeting_file:
-            Path(args.meeting_file).unlink()  # the next run must not meet in it
-    except (Exception, KeyboardInterrupt) as error:
-        return explain(error, args, ranks)
-    finally:
-        for process in ranks.processes if ranks else ():
-            process.kill()
+    """Read the flags and start this node's ranks."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, usage=argparse.SUPPRESS)
+    add = parser.add_argument
+    add("-n", "--nodes", type=int, default=1, help="machines")
+    add("-g", "--gpus", type=int, help="processes on each; default: its GPUs, or 2")
+    add("-nr", "--nr", type=int, default=0, help="number of this machine, from 0")
+    add("-ip", "--ip", default="127.0.0.1", help="address of machine 0")
+    add("--port", type=int, default=8888, help="of machine 0; on a single one any free port is taken")
+    add("--init_method", metavar="URL", help="tcp://..., env:// or file:///a/new/file in place of -ip and --port")
+    add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--backend", choices=["gloo", "nccl", "mpi"], help="default: nccl on GPUs, gloo on CPUs")
+    add("--timeout", type=int, default=60, help="seconds to wait for another rank")
+    add("--epochs", type=int, default=3)
+    add("--batch_size", type=int, default=128, help="images in a step, over all ranks")
+    add("--lr", type=float, default=1e-3, help="Adam's learning rate")
+    add("--model", choices=MODELS, default="mlp")
+    add("--width", type=int, help="neurons in each hidden layer; default: 64 (mlp), 120 (cnn)")
+    add("--layers", type=int, help="hidden layers, the linear ones in cnn; default: 3 (mlp), 1 (cnn)")
+    add("--dataset", choices=["mnist", "digits"], help="default: mnist, or digits where it can't be had")
+    add("--data_dir", default=DATA_DIR, help="default: data/ beside playground/")
+    add("--seed", type=int, default=0)
+    add("--double", action="store_true", help="float64: no rounding to be seen between the lessons")
+    add("--weights", choices=["broadcast", "send"], default="broadcast", help="how rank 0 gives them out")
+    add("--bucket", action="store_true", help="average all gradients in one all_reduce")
+    add("-s", "--savefile", help="write a checkpoint here after each epoch")
+    args = parser.parse_args()
+    if args.gpus is None:
+        args.gpus = torch.cuda.device_count() if args.device == "cuda" else 2
+    check(parser, args)  # guard rail
+    world_size = args.nodes * args.gpus
+    if args.batch_size % world_size:
+        nearest = max(1, round(args.batch_size / world_size)) * world_size
+        parser.error(f"--batch_size {args.batch_size} can't be shared by {world_size} processes: use {nearest}")
+    args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)  # once per node, before its ranks start
+    meet(args)  # guard rail
+    mp.spawn(train, (args,), args.gpus)  # train(0, args), train(1, args), ... each in a process of its own
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with explained():  # guard rail
+        main()

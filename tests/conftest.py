@@ -119,16 +119,54 @@ class Job:
             os.kill(pid, signal.SIGKILL)
 
 
+def lesson_path(name):
+    """Return the path of a lesson that is named by its file in playground/ or by a path."""
+    return Path(name) if Path(name).is_absolute() else ROOT / "playground" / f"{name}.py"
+
+
+def python_path(path):
+    """Return the PYTHONPATH with which a lesson, or a changed copy of one elsewhere, finds what it imports."""
+    folders = [] if (path.parents[1] / "common").is_dir() else [str(ROOT), str(ROOT / "playground")]
+    if "detectron2" in path.read_text() and DETECTRON2 != "the real detectron2":
+        folders.append(str(STANDIN))
+    return os.pathsep.join(folders)
+
+
 class Lesson(Job):
     """A lesson, named by its file in playground/ or by a path. `prefix` is a command that runs it elsewhere."""
 
     def __init__(self, name, *flags, env=None, cwd=None, prefix=()):
-        path = Path(name) if Path(name).is_absolute() else ROOT / "playground" / f"{name}.py"
-        python_path = [] if (path.parents[1] / "common").is_dir() else [str(ROOT)]  # a changed copy finds common/
-        if "detectron2" in path.read_text() and DETECTRON2 != "the real detectron2":
-            python_path.append(str(STANDIN))
-        env = {"PYTHONPATH": os.pathsep.join(python_path)} | (env or {})
+        path = lesson_path(name)
+        env = {"PYTHONPATH": python_path(path)} | (env or {})
         super().__init__(*prefix, sys.executable, path, *flags, env=env, cwd=cwd)
+
+
+def torchrun(name, *flags, processes=2, restarts=0, env=None):
+    """Start a lesson on one node by torchrun, with so many processes and restarts. Returns its Job."""
+    path = lesson_path(name)
+    agent = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes, "--max-restarts", restarts]
+    env = {"PYTHONPATH": python_path(path)} | (env or {})
+    return Job(sys.executable, *agent, path, *flags, env=env)
+
+
+def by_torchrun(name):
+    """Whether a lesson gets its rank from the environment, and starts no processes itself."""
+    text = lesson_path(name).read_text()
+    return 'os.environ["LOCAL_RANK"]' in text and "mp.spawn(" not in text
+
+
+def train(name, *flags, processes=None, **options):
+    """Run a training lesson to its end, with so many processes (None: it takes no such flag). Returns it with stdout.
+
+    Fails unless its status is 0.
+    """
+    if processes is None:
+        return run(name, *flags, **options)
+    if not by_torchrun(name):
+        return run(name, *flags, "-g", processes, **options)
+    done = torchrun(name, *flags, processes=processes, **options).wait(180)
+    assert done.returncode == 0, done.stderr
+    return done
 
 
 def run(name, *flags, status=0, timeout=90, **options):
