@@ -66,11 +66,23 @@ if [ -n "$device" ] && [ "$device" != lo ]; then
 fi
 
 # What runs here
-ask='import platform, torch; print("Python", platform.python_version(), end=", torch ");'
-ask+=' print(torch.__version__, torch.cuda.device_count(), sep=", GPUs: ")'
-gpus=$(nvidia-smi -L 2>/dev/null | wc -l || true)
-if ! here=$("$PYTHON" -c "$ask" 2>/dev/null); then
+ask='
+import platform, torch
+gpus = range(torch.cuda.device_count())
+print(f"Python {platform.python_version()}, torch {torch.__version__}, GPUs: {len(gpus)}", end="")
+for gpu in gpus:
+    try:
+        torch.zeros(1, device=gpu)  # an old driver still lists GPUs that it lets nobody use
+    except Exception as error:
+        print(f", but GPU {gpu} does not work ({str(error).splitlines()[0]})", end="")
+        break
+print()
+'
+gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true) # and no parts of one, which follow it with MIG
+if ! here=$("$PYTHON" - <<<"$ask" 2>/dev/null); then
     fix "$PYTHON can't import torch" run/setup.sh
+elif [[ $here == *"does not work"* ]]; then
+    fix "$here" "update its driver, or install a torch that fits it: https://pytorch.org/get-started"
 elif [ "${here##* }" != "$gpus" ]; then
     fix "nvidia-smi lists $gpus GPUs, torch finds ${here##* }" "unset CUDA_VISIBLE_DEVICES, or update the driver"
 elif [ "$gpus" = 0 ]; then
@@ -93,8 +105,8 @@ for host in "$@"; do
     else
         fix "the clock of $host differs by about ${behind#-} s" "set both by NTP: sudo timedatectl set-ntp true"
     fi
-    printf -v there 'cd %q && %q -c %q' "$CHECKOUT" "$PYTHON" "$ask"
-    if ! there=$("${ssh[@]}" "$host" "$there" 2>/dev/null); then
+    printf -v there 'cd %q && %q -' "$CHECKOUT" "$PYTHON"
+    if ! there=$("${ssh[@]}" "$host" "$there" <<<"$ask" 2>/dev/null); then
         fix "$host can't run $PYTHON with torch in $CHECKOUT" "$SSH $host $CHECKOUT/run/setup.sh"
     elif [ "$there" = "$here" ]; then
         ok "$host has the same"

@@ -2,7 +2,7 @@
 # Start a lesson on every node with mpirun, Open MPI's or MPICH's, which reaches them over ssh. MPI only starts the
 # ranks: their messages go over gloo or NCCL. The nodes need the project in the same folder and must let you in with
 # a key.
-#   HOSTS="node0 node1" run/mpirun.sh playground/distributed_data_parallel.py --epochs 1
+#   HOSTS="node0 node1" run/mpirun.sh playground/distributed_data_parallel_torchrun.py --epochs 1
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -13,11 +13,14 @@ PORT=${PORT:-8888}                 # a free port of the first
 MPIRUN=${MPIRUN:-mpirun}           # or mpirun.openmpi, mpiexec.hydra, a path
 SSH=${SSH:-ssh}                    # or "ssh -p 2222"
 PYTHON=${PYTHON:-.venv/bin/python} # runs the lesson on the nodes
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # ------------
 
 fail() { echo "error: $2" >&2 && exit "$1"; }
-[ $# -gt 0 ] || fail 2 "no lesson: $0 playground/distributed_data_parallel.py"
+[ $# -gt 0 ] || fail 2 "no lesson: $0 playground/distributed_data_parallel_torchrun.py"
 [ -f "$1" ] || fail 2 "there is no lesson $1: choose one of playground/*.py, before its flags"
+source run/lesson.sh
+! why=$(why_not "$1") || fail 2 "$why"
 type "$MPIRUN" &>/dev/null || fail 1 "$MPIRUN is missing: sudo apt-get install openmpi-bin"
 type "$PYTHON" &>/dev/null || fail 1 "$PYTHON is missing: run/setup.sh"
 read -ra hosts <<<"$HOSTS"
@@ -35,7 +38,8 @@ done
 rank='export RANK=${OMPI_COMM_WORLD_RANK:-$PMI_RANK} WORLD_SIZE=${OMPI_COMM_WORLD_SIZE:-$PMI_SIZE} '
 rank+='LOCAL_RANK=${OMPI_COMM_WORLD_LOCAL_RANK:-$MPI_LOCALRANKID} MASTER_ADDR=$1 MASTER_PORT=$2 LOCAL_WORLD_SIZE=$3; '
 rank+='export GROUP_RANK=$((RANK / LOCAL_WORLD_SIZE)); shift 3; exec "$@"'
-lesson=(bash -c "$rank" rank "${hosts[0]}" "$PORT" "$GPUS" "$PYTHON" "$@")
+pack # with OMP_NUM_THREADS, too: the threads of each process
+lesson=(env "${travelling[@]}" bash -c "$rank" rank "${hosts[0]}" "$PORT" "$GPUS" "$PYTHON" "$@")
 ranks=$((${#hosts[@]} * GPUS))
 case $("$MPIRUN" --version 2>&1) in
     *"Open MPI"* | *OpenRTE*)
@@ -45,7 +49,7 @@ case $("$MPIRUN" --version 2>&1) in
         ;;
     *HYDRA* | *Intel*)
         names=$(printf ',%s' "${hosts[@]}")
-        command=("$MPIRUN" -n "$ranks" -hosts "${names#,}" -ppn "$GPUS")
+        command=("$MPIRUN" -n "$ranks" -hosts "${names#,}" -ppn "$GPUS" -genvnone)
         command+=(-launcher ssh -launcher-exec "$(type -P "${ssh[0]}")")
         export HYDRA_LAUNCHER_EXTRA_ARGS=${ssh[*]:1} # its -launcher-exec takes no flags
         ;;

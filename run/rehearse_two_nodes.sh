@@ -6,6 +6,7 @@
 #   run/rehearse_two_nodes.sh COMMAND...                    # anything, with NODE_RANK=0 or 1 and NODE0=10.77.0.1
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source run/lesson.sh
 
 # --- EDIT ---
 GPUS=${GPUS:-2}                     # processes on each node
@@ -24,6 +25,7 @@ if [ -z "${REHEARSAL:-}" ]; then # start this script again, in a world of its ow
     PATH=$PATH:/usr/sbin:/sbin # where ip and tc may be
     [[ $1 != *.py || -f $1 ]] || fail "there is no $1: choose one of playground/*.py"
     [[ $1 != *.py || -x $(command -v "$PYTHON") ]] || fail "there is no $PYTHON: run/setup.sh"
+    [[ $1 != *.py ]] || spawns "$1" || takes_rank "$1" || fail "$(why_not "$1")"
     [ -x "$(command -v ip)" ] || fail "there is no program ip: sudo apt-get install iproute2"
     world=(unshare --net --mount --pid --fork --mount-proc --kill-child)
     [ "$(id -u)" = 0 ] || world+=(--map-root-user) # root in there, in charge of these networks only
@@ -58,8 +60,13 @@ for node in 0 1; do
 done
 
 for node in 0 1; do
-    command=("$@")
-    [[ $1 != *.py ]] || command=("$PYTHON" "$1" -n 2 -g "$GPUS" -nr "$node" -ip 10.77.0.1 --device cpu "${@:2}")
+    if [[ $1 != *.py ]]; then
+        command=("$@")
+    elif spawns "$1"; then
+        command=("$PYTHON" "$1" -n 2 -g "$GPUS" -nr "$node" -ip 10.77.0.1 --device cpu "${@:2}")
+    else
+        command=(env NODES=2 GPUS="$GPUS" PYTHON="$PYTHON" run/torchrun_node.sh "$1" --device cpu "${@:2}")
+    fi
     echo "+ node$node: ${command[*]}" >&2
     NODE0=10.77.0.1 NODE_RANK=$node ip netns exec node$node \
         unshare --uts sh -c 'hostname "$0"; exec "$@"' node$node "${command[@]}" 2>&1 | sed -u "s/^/node$node: /" &

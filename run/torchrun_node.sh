@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # One node's share of a run under torchrun. Type the same command on every node:
-#   NODE0=10.0.0.1 run/torchrun_node.sh playground/distributed_data_parallel.py --epochs 1
+#   NODE0=10.0.0.1 run/torchrun_node.sh playground/distributed_data_parallel_torchrun.py --epochs 1
 # The nodes meet at NODE0. torchrun numbers the ranks itself: rank 0, which prints, may be on any node.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -14,13 +14,16 @@ RESTARTS=${RESTARTS:-0}        # how often all ranks start again after one has f
 RDZV_ID=${RDZV_ID:-playground} # the name of this run: nodes with different ones don't meet
 WAIT=${WAIT:-120}              # seconds to wait for the other nodes
 PYTHON=${PYTHON:-.venv/bin/python}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # threads of each process, as torchrun has it if nothing is said
 # ------------
 
 fail() { echo "error: $2" >&2 && exit "$1"; }
 if [ $# -eq 0 ] || [ -z "$NODE0" ]; then
-    fail 2 "a lesson and NODE0 are needed: NODE0=<address of node 0> $0 playground/distributed_data_parallel.py"
+    fail 2 "a lesson and NODE0 are needed: NODE0=10.0.0.1 $0 playground/distributed_data_parallel_torchrun.py"
 fi
 [ -f "$1" ] || fail 2 "there is no lesson $1: choose one of playground/*.py, before all flags"
+source run/lesson.sh
+! why=$(why_not "$1") || fail 2 "$why"
 type "$PYTHON" &>/dev/null || fail 1 "$PYTHON is missing: run/setup.sh"
 getent ahostsv4 "$NODE0" >/dev/null || fail 1 "$NODE0 has no address here: set NODE0 to one, as in NODE0=10.0.0.1"
 
@@ -42,6 +45,7 @@ except OSError as error:
 '
 read -r is_host address < <("$PYTHON" -c "$where" "$NODE0" "$PORT") || exit 1
 
+export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-FATAL} # else it warns of each address that has no name
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # else no restart on several nodes: new ranks would look for the old store
 command=("$PYTHON" -m torch.distributed.run --nnodes "$NODES" --nproc-per-node "$GPUS" --max-restarts "$RESTARTS"
     --rdzv-backend c10d --rdzv-id "$RDZV_ID" --rdzv-endpoint "$NODE0:$PORT" --local-addr "$address"

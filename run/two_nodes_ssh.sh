@@ -23,6 +23,8 @@ fail() {
 
 [ $# -gt 0 ] || set -- playground/distributed_data_parallel.py
 [ -f "$1" ] || fail "there is no $1: choose one of playground/*.py"
+source run/lesson.sh
+spawns "$1" || takes_rank "$1" || fail "$(why_not "$1")"
 read -ra hosts <<<"$HOSTS"
 read -ra ssh <<<"$SSH -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5"
 IP=${IP:-${hosts[0]#*@}}
@@ -57,8 +59,15 @@ trap stop EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM HUP
 
+pack
 for node in "${!hosts[@]}"; do
-    command=("$PYTHON" "$1" -n ${#hosts[@]} -g "$GPUS" -nr "$node" -ip "$IP" --port "$PORT" "${@:2}")
+    if spawns "$1"; then
+        command=(env "${travelling[@]}" "$PYTHON" "$1" -n ${#hosts[@]} -g "$GPUS" -nr "$node" -ip "$IP")
+        command+=(--port "$PORT" "${@:2}")
+    else # the same on every node
+        command=(env "${travelling[@]}" NODES=${#hosts[@]} GPUS="$GPUS" NODE0="$IP" PORT="$PORT" PYTHON="$PYTHON")
+        command+=(run/torchrun_node.sh "$@")
+    fi
     echo "+ ${hosts[node]}: cd $CHECKOUT; ${command[*]}" >&2
     printf -v line '%q ' bash -c "$on_node" bash "$CHECKOUT" "${command[@]}" # ssh glues its words: quote them
     "${ssh[@]}" "${hosts[node]}" "$line" <&3 2>&1 | sed -u "s/^/${hosts[node]}: /" &

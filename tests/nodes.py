@@ -24,6 +24,15 @@ DEBIAN = {  # a program that a test needs, and the package that has it
 }
 HOSTS = ["node0", "node1"]
 ADDRESSES = ["10.77.0.1", "10.77.0.2"]
+
+# Variables of the caller that a launcher takes to other nodes, one that it does not, and a script that prints them.
+TRAVEL = {"NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "eth0", "TORCH_NAME": "a b'$c", "OMP_NUM_THREADS": "1"}
+STAYS = {"CUDA_VISIBLE_DEVICES": "0"}
+VARIABLES = f"""import os
+os.environ.get("RANK")  # as a lesson for launchers has it
+there = {{name: os.environ[name] for name in {[*TRAVEL, *STAYS]} if name in os.environ}}
+print(f"{{os.uname().nodename}}: {{there}}", flush=True)
+"""
 os.environ["PATH"] += ":/usr/sbin:/sbin"  # where Debian has ip and the daemons
 
 

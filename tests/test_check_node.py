@@ -131,13 +131,28 @@ def test_hosts_that_differ(nodes, tmp_path, fake, python):
         assert lines[-1] == f"FIX   node1 can't run {missing} with torch in {ROOT}: {setup}"
 
 
-def test_gpus(nodes, fake):
-    """As many as nvidia-smi lists must be seen by torch; without torch it says how to get it."""
+OLD_DRIVER = """\
+import types
+__version__ = "2.15.0"
+cuda = types.SimpleNamespace(device_count=lambda: 2)
+def zeros(size, device):
+    if device == 1:
+        raise RuntimeError("The driver is too old.\\nUpdate it.")
+"""
+
+
+def test_gpus(nodes, fake, tmp_path):
+    """As many as nvidia-smi lists, without their parts, must be seen by torch, and work; else it says what to do."""
     path = {"PATH": fake.path}
-    fake("nvidia-smi", "echo GPU 0; echo GPU 1")
+    fake("nvidia-smi", "echo GPU 0; echo '  MIG 1g.18gb Device 0'; echo GPU 1")
     assert check(nodes, 0, PYTHON=fake("two", f"echo {VERSIONS}2"), **path)[1][-1] == f"{VERSIONS}2"
     status, lines = check(nodes, 0, PYTHON=fake("one", f"echo {VERSIONS}1"), **path)
     fault = "FIX   nvidia-smi lists 2 GPUs, torch finds 1: unset CUDA_VISIBLE_DEVICES, or update the driver"
     assert (status, lines[-1]) == (1, fault)
+    (tmp_path / "torch.py").write_text(OLD_DRIVER)
+    status, lines = check(nodes, 0, PYTHONPATH=str(tmp_path), **path)
+    assert status == 1
+    broken = "torch 2.15.0, GPUs: 2, but GPU 1 does not work (The driver is too old.): update its driver, or install "
+    assert lines[-1].startswith("FIX   Python 3.") and broken in lines[-1], lines
     status, lines = check(nodes, 0, PYTHON="/no/python", **path)
     assert (status, lines[-1]) == (1, "FIX   /no/python can't import torch: run/setup.sh")

@@ -7,11 +7,12 @@ import time
 
 import pytest
 from conftest import PLACE, PLACES, ROOT, SHORT, Job, epochs, one_process
-from nodes import HOSTS, Nodes, need
+from nodes import HOSTS, STAYS, TRAVEL, VARIABLES, Nodes, need
 from sshd import Sshd
 
 KINDS = {"mpirun.openmpi": "Open MPI", "mpiexec.hydra": "MPICH"}
-LESSON = "playground/distributed_data_parallel.py"
+LESSON = "playground/distributed_data_parallel_torchrun.py"
+SPAWNING = "playground/distributed_data_parallel.py"
 LONG = (*SHORT[:-1], 100_000)
 
 
@@ -66,6 +67,23 @@ def test_what_mpirun_tells_each_rank(start, tmp_path):
     assert sorted(re.findall(r"rank \d of \d, on its node \d of \d, node \d", done.stdout)) == PLACES, done.stderr
 
 
+def test_which_variables_travel(start, tmp_path):
+    """What NCCL, gloo and torch are told here is told on both nodes; which GPUs are used is for each node to say."""
+    script = tmp_path / "variables.py"
+    script.write_text(VARIABLES)
+    done = start(os.path.relpath(script, ROOT), **TRAVEL, **STAYS).wait()
+    assert done.returncode == 0, done.stderr
+    seen = dict(re.findall(r"(node\d): (\{.*\})", done.stdout))
+    assert seen == {HOSTS[0]: str(TRAVEL | STAYS), HOSTS[1]: str(TRAVEL)}, done.stdout
+
+
+def test_a_point_to_point_lesson(start):
+    """Ranks of two nodes send each other numbers; flags of the lesson's own are passed on."""
+    done = start("playground/blocking_p2p.py", "--device", "cpu", "--deadlock").wait()
+    assert done.returncode == 0, done.stderr
+    assert "rank 1: batch_isend_irecv: received 0" in done.stdout
+
+
 @pytest.mark.parametrize("how", ["rank", signal.SIGINT, signal.SIGTERM])
 def test_the_end_of_one_is_the_end_of_all(how, start):
     """A rank on the other node is killed, or Ctrl-C or SIGTERM ends the script: nothing is left on either node."""
@@ -86,7 +104,7 @@ def test_the_end_of_one_is_the_end_of_all(how, start):
 
 def test_backend_mpi(start):
     """PyTorch's wheels have no MPI: the flag reaches the lesson, whose own line says what to use."""
-    done = start(LESSON, *SHORT, "--backend", "mpi").wait(30)
+    done = start("playground/blocking_p2p.py", "--device", "cpu", "--backend", "mpi").wait(30)
     assert done.returncode > 0
     assert "error: this torch is built without mpi: use --backend gloo" in done.stderr
 
@@ -101,6 +119,8 @@ def test_what_is_missing_is_one_line(start):
         (1, (LESSON,), {"PYTHON": "/no/python"}, ("/no/python", "run/setup.sh")),
         (2, (), {}, ("no lesson", LESSON)),
         (2, ("--epochs", 1), {}, ("--epochs", "playground/*.py")),
+        (2, (SPAWNING,), {"HOSTS": "a b"}, ("starts its own", f'HOSTS="a b" run/two_nodes_ssh.sh {SPAWNING}, or use')),
+        (2, ("playground/single_gpu.py",), {}, ("is a single process", "python playground/single_gpu.py")),
     ):
         done = start(*command, **env).wait(20)
         lines = done.stderr.splitlines()

@@ -51,14 +51,18 @@ def submit(pbs, *command, cwd=ROOT, **env):
     return slurm.submit(*words, cwd=cwd, env={"SSH": sshd.command} | env, by="qsub"), output
 
 
-def test_two_nodes(pbs):
-    """LESSON with its flags, on the nodes of the node file: single_gpu.py's numbers, and no process stays."""
-    job, output = submit(pbs, LESSON=" ".join(map(str, [LESSON, *SHORT])))
+@pytest.mark.parametrize("lesson", [LESSON, "playground/distributed_data_parallel_torchrun.py"])
+def test_two_nodes(lesson, pbs):
+    """LESSON with its flags, on the nodes of the node file: single_gpu.py's numbers, and no process stays.
+
+    For one that spawns its ranks, and for one that torchrun starts.
+    """
+    job, output = submit(pbs, LESSON=" ".join(map(str, [lesson, *SHORT])))
     shown = pbs[0].wait(job)
     text = re.sub("^node[01]: ", "", output.read_text(), flags=re.M)
     assert (shown["JobState"], shown["ExitCode"]) == ("COMPLETED", "0:0"), text
     table = re.findall(r"^\d+ +(\d) +(\d) +cpu +\d+ +(\S+)$", text, re.M)
-    assert [row[2] for row in table] == sorted(HOSTS * 2), text
+    assert sorted(row[2] for row in table) == sorted(HOSTS * 2), text
     assert epochs(text) == one_process(*SHORT)
     assert pbs[0].left() == []
 

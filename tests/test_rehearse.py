@@ -12,6 +12,7 @@ from nodes import HOSTS, need
 
 SCRIPT = "../run/rehearse_two_nodes.sh"  # as seen from tests/
 LESSON = "playground/distributed_data_parallel.py"
+TORCHRUN_LESSON = "playground/distributed_data_parallel_torchrun.py"
 NOBODY = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
 WAIT = "trap '' INT TERM; echo waiting; sleep 600"  # what a command does that only kill -9 can end
 
@@ -45,6 +46,26 @@ def test_the_lesson_gives_the_same_numbers_on_a_slow_network():
     assert [row.split()[-1] for row in table] == ["node0", "node0", "node1", "node1"]
     assert epochs(lines(done.stdout, 0)) == one_process(*SHORT)
     assert [line[:9] for line in done.stderr.splitlines()] == ["+ node0: ", "+ node1: "]
+
+
+def test_a_lesson_for_torchrun_gives_the_same_numbers(tmp_path):
+    """A copy of the torchrun lesson, elsewhere, is started by torchrun on each node, on the CPU."""
+    copy = tmp_path / "mine.py"
+    copy.write_text((ROOT / TORCHRUN_LESSON).read_text())
+    done = rehearse(copy, *SHORT, PYTHONPATH=str(ROOT)).wait()
+    assert done.returncode == 0, done.stdout + done.stderr
+    printed = re.sub(r"^node[01]: ", "", done.stdout, flags=re.M)
+    table = re.findall(r"^(\d) +(\d) +(\d) +cpu +\d+ +(node\d)$", printed, re.M)
+    assert [row[1:3] for row in table] == [("0", "0"), ("1", "1"), ("2", "0"), ("3", "1")]
+    assert sorted(row[3] for row in table) == sorted(HOSTS * 2)
+    assert epochs(printed) == one_process(*SHORT)
+
+
+def test_a_point_to_point_lesson():
+    """It starts its ranks itself; its own flags are passed on."""
+    done = rehearse("playground/blocking_p2p.py", "--deadlock", GPUS="1").wait()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "node0: rank 1: batch_isend_irecv: received 0" in done.stdout
 
 
 def test_a_wrong_address_fails_as_on_a_cluster():
@@ -116,6 +137,8 @@ def test_what_is_missing_is_one_line():
         return done.stderr
 
     assert error("playground/none.py") == "error: there is no playground/none.py: choose one of playground/*.py\n"
+    alone = "error: playground/single_gpu.py is a single process: python playground/single_gpu.py, or use "
+    assert error("playground/single_gpu.py") == f"{alone}{TORCHRUN_LESSON}\n"
     assert error(PYTHON="/no/python") == "error: there is no /no/python: run/setup.sh\n"
     assert "use other values of BANDWIDTH" in error("true", BANDWIDTH="fast")
     assert "use other values of BANDWIDTH" in error("true", DELAY="soon")

@@ -5,7 +5,7 @@ import shutil
 import subprocess
 
 import pytest
-from conftest import ROOT, epochs
+from conftest import LESSONS, ROOT, epochs
 
 
 @pytest.fixture
@@ -58,7 +58,61 @@ def test_a_second_run_installs_nothing_and_passes_flags_on(checkout):
     assert "Installing" not in done.stderr
 
 
+@pytest.mark.parametrize(("gpus", "device"), [(0, "--device cpu "), (1, "--device cpu "), (2, "")])
+def test_quickstart_counts_the_gpus_that_torch_can_use(gpus, device, checkout):
+    """Whatever nvidia-smi lists: with fewer than two it is the CPU."""
+    programs = {
+        ".venv/bin/python": f'[ "$1" = -W ] && echo {gpus} || echo "$*"',
+        "fakes/nvidia-smi": "for gpu in 0 1 2 3; do echo GPU $gpu: NVIDIA; done",
+    }
+    for name, text in programs.items():
+        path = checkout / name
+        path.parent.mkdir(parents=True)
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+    shutil.copy(checkout / "requirements.txt", checkout / ".venv" / "installed.txt")
+    found = {"PATH": f"{checkout / 'fakes'}:{os.environ['PATH']}"}
+    done = script(checkout / "run" / "quickstart.sh", "--epochs", "1", **found)
+    assert done.stdout == f"playground/distributed_data_parallel.py -g 2 {device}--epochs 1\n", done.stderr
+
+
+def kind(path):
+    """Return what the scripts take a lesson for: who can start its ranks."""
+    ask = 'source run/lesson.sh; ! spawns "$1" || echo itself; ! takes_rank "$1" || echo launcher'
+    return subprocess.run(["bash", "-c", ask, "", path], cwd=ROOT, capture_output=True, text=True).stdout.split()
+
+
+def test_lessons_are_told_apart():
+    """Those that start their ranks, those that a launcher starts, both, and single processes."""
+    single = {"single_gpu", "data_parallel", "model_parallel", "compare"}
+    both = {"blocking_p2p", "nonblocking_p2p"}
+    spawning = {"manual_data_parallel", "distributed_data_parallel", "distributed_data_parallel2"}
+    for lesson in LESSONS:
+        expected = ["itself"] * (lesson in both | spawning) + ["launcher"] * (lesson not in single | spawning)
+        assert kind(ROOT / "playground" / f"{lesson}.py") == expected, lesson
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("    ranks = mp.spawn(train, join=False)", ["itself"]),
+        ("    launch(train, 2)", ["itself"]),
+        ("from detectron2.engine import launch", []),
+        ("def launch(train):", []),
+        ('"""What mp.spawn( and launch( do, and init_process_group()."""', []),
+        ("# mp.spawn(train)", []),
+        ("torch.distributed.init_process_group()", ["launcher"]),
+        ("init_process_group()\nmp.spawn(train)", ["itself"]),
+        ("rank = os.environ['RANK']", ["launcher"]),
+    ],
+)
+def test_a_line_says_which_kind_of_lesson_it_is(text, expected, tmp_path):
+    """A line of code does, an import, a comment or a docstring does not."""
+    (tmp_path / "a lesson.py").write_text(f"{text}\n")
+    assert kind(tmp_path / "a lesson.py") == expected
+
+
 def test_the_scripts_are_executable():
-    """A fresh clone runs them by name."""
+    """A fresh clone runs them by name; the others are no scripts."""
     for path in [*(ROOT / "run").iterdir(), ROOT / ".ci" / "run"]:
-        assert os.access(path, os.X_OK), path
+        assert os.access(path, os.X_OK) == path.read_text().startswith("#!"), path

@@ -12,7 +12,8 @@ from nodes import HOSTS, Nodes
 from slurm import Slurm
 
 TEMPLATES = ["run/slurm_srun.sbatch", "run/slurm_torchrun.sbatch"]
-LESSON = "playground/distributed_data_parallel.py"
+LESSON = "playground/distributed_data_parallel_torchrun.py"
+SPAWNING = "playground/distributed_data_parallel.py"
 LONG = (*SHORT[:-1], 100_000)
 
 
@@ -63,6 +64,42 @@ def test_what_srun_tells_each_rank(slurm, tmp_path):
     assert sorted(re.findall(r"rank \d of \d, on its node \d of \d, node \d", output.read_text())) == PLACES
 
 
+def test_the_threads_of_each_process(slurm, tmp_path):
+    """As many as the task has cores, unless OMP_NUM_THREADS says otherwise."""
+    script = tmp_path / "threads.py"
+    script.write_text('import os\nprint(os.environ["RANK"] and "threads", os.environ["OMP_NUM_THREADS"])\n')
+    for export, threads in (("PATH,SLURM_CONF", "2"), ("PATH,SLURM_CONF,OMP_NUM_THREADS=7", "7")):
+        flags = ("--export", export, "--ntasks-per-node", 1, "--cpus-per-task", 2)
+        job, output = submit(slurm, *flags, TEMPLATES[0], script)
+        assert slurm.wait(job)["JobState"] == "COMPLETED"
+        assert re.findall(r"^threads (\d)$", output.read_text(), re.M) == [threads] * 2, output.read_text()
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_point_to_point_lesson(template, slurm):
+    """Ranks of two nodes send each other numbers; flags of the lesson's own are passed on."""
+    job, output = submit(slurm, template, "playground/blocking_p2p.py", "--device", "cpu", "--deadlock")
+    assert slurm.wait(job)["JobState"] == "COMPLETED", output.read_text()
+    assert "rank 3: batch_isend_irecv: received 2" in output.read_text()
+    assert slurm.left() == []
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_lessons_for_other_launchers(template, slurm, tmp_path):
+    """One that spawns its ranks and one that is a single process are refused in a line, as are copies of them."""
+    copy = tmp_path / "broken.py"
+    copy.write_text((ROOT / SPAWNING).read_text())
+    for lesson, words in (
+        (SPAWNING, 'starts its own processes: HOSTS="node0 node1" run/two_nodes_ssh.sh'),
+        (copy, "starts its own processes: "),
+        ("playground/single_gpu.py", "is a single process: python playground/single_gpu.py"),
+    ):
+        job, output = submit(slurm, template, lesson)
+        assert slurm.wait(job, 20)["ExitCode"] == "2:0"
+        assert output.read_text().startswith(f"error: {lesson} {words}")
+        assert len(output.read_text().splitlines()) == 1
+
+
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_a_killed_rank_ends_the_job(template, slurm):
     """SIGKILL to a rank on the second node: the job is FAILED, and nothing is left on either node."""
@@ -88,7 +125,7 @@ def test_a_wrong_flag(slurm):
     """The job is FAILED, and the lesson's own line is in the output."""
     job, output = submit(slurm, TEMPLATES[0], LESSON, "--batch_size", 121, "--device", "cpu")
     assert slurm.wait(job)["JobState"] == "FAILED"
-    assert "use --batch_size 120" in output.read_text()
+    assert "can't be shared by 4 processes: use 120" in output.read_text()
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
@@ -97,7 +134,7 @@ def test_what_is_missing_is_one_line(template, slurm):
     alone = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_")}
     done = subprocess.run(["bash", ROOT / template], env=alone, capture_output=True, text=True, timeout=20)
     assert done.returncode == 1
-    assert re.fullmatch(r"error: not inside a Slurm job: sbatch .+ playground/\S+\n", done.stderr)
+    assert re.fullmatch(r"error: not in a Slurm job: sbatch .+ playground/\S+\n", done.stderr)
     for words, cwd, status, pattern in (
         ([ROOT / template, LESSON], slurm.folder, 1, r"error: \S+ is not the checkout: cd .*sbatch.*\n"),
         ([template], ROOT, 2, rf"error: no lesson: sbatch {template} playground/\S+\n"),

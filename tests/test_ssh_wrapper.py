@@ -1,25 +1,28 @@
 """run/two_nodes_ssh.sh with real ssh servers: starts a lesson on every node, and stops all of them."""
 
 import os
+import re
 import signal
 import sys
 import time
 
 import pytest
 from conftest import ROOT, SHORT, Job, epochs, one_process
-from nodes import HOSTS
+from nodes import HOSTS, STAYS, TRAVEL, VARIABLES
 from sshd import Sshd
 
 SCRIPT = ROOT / "run" / "two_nodes_ssh.sh"
 LESSON = "playground/distributed_data_parallel.py"
+TORCHRUN_LESSON = "playground/distributed_data_parallel_torchrun.py"
 STUBBORN = """\
 import subprocess, sys, time
-flags = sys.argv[1:]
-if flags[flags.index("-nr") + 1] == "{failing}":
-    sys.exit(3)
-for stubborn in "", "trap '' INT TERM; ":  # two ranks: one that can be asked to end, one that can't
-    subprocess.Popen(["sh", "-c", stubborn + "echo waiting; while :; do sleep 0.1; done"])
-time.sleep(600)
+def launch(flags):
+    if flags[flags.index("-nr") + 1] == "{failing}":
+        sys.exit(3)
+    for stubborn in "", "trap '' INT TERM; ":  # two ranks: one that can be asked to end, one that can't
+        subprocess.Popen(["sh", "-c", stubborn + "echo waiting; while :; do sleep 0.1; done"])
+    time.sleep(600)
+launch(sys.argv[1:])
 """
 
 
@@ -36,9 +39,9 @@ def start(sshd, *words, **settings):
     return Job(*sshd.nodes.enter(0), SCRIPT, *words, env=settings, cwd="/")
 
 
-def assert_nothing_left(sshd):
-    """Fail if anything but the ssh servers still runs on a node ten seconds later."""
-    end = time.monotonic() + 10
+def assert_nothing_left(sshd, seconds=10):
+    """Fail if anything but the ssh servers still runs on a node some seconds later."""
+    end = time.monotonic() + seconds
     while left := {*sshd.nodes.pids(0), *sshd.nodes.pids(1)} - {*sshd.pids}:
         assert time.monotonic() < end, f"left behind: {left}"
         time.sleep(0.1)
@@ -57,6 +60,62 @@ def test_the_lesson_gives_the_same_numbers(sshd, tmp_path):
     assert checkpoint.is_file()
     assert [line[:9] for line in done.stderr.splitlines()] == ["+ node0: ", "+ node1: "]
     assert_nothing_left(sshd)
+
+
+def test_a_lesson_for_torchrun(sshd, tmp_path):
+    """A copy of the torchrun lesson, elsewhere, is started by torchrun on each node: the same numbers."""
+    (tmp_path / "my copy.py").write_text((ROOT / TORCHRUN_LESSON).read_text())
+    # a Python with which the copy finds common/
+    (tmp_path / "python").write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} "$@"\n')
+    (tmp_path / "python").chmod(0o755)
+    checkpoint = tmp_path / "it's in $HOME  &c.pt"
+    flags = (*SHORT, "-s", checkpoint)
+    done = start(sshd, tmp_path / "my copy.py", *flags, PYTHON=str(tmp_path / "python")).wait()
+    assert done.returncode == 0, done.stdout + done.stderr
+    printed = re.sub(r"^node[01]: ", "", done.stdout, flags=re.M)
+    table = re.findall(r"^(\d) +(\d) +(\d) +cpu +\d+ +(node\d)$", printed, re.M)
+    assert [row[1:3] for row in table] == [("0", "0"), ("1", "1"), ("2", "0"), ("3", "1")]
+    assert sorted(row[3] for row in table) == sorted(HOSTS * 2)
+    assert epochs(printed) == one_process(*SHORT)
+    assert checkpoint.is_file()
+    assert_nothing_left(sshd)
+
+
+@pytest.mark.parametrize("how", ["rank", signal.SIGINT, signal.SIGKILL])
+def test_a_lesson_for_torchrun_is_stopped(how, sshd):
+    """A rank that is killed on node 1, Ctrl-C and kill -9 leave no process on any node."""
+    job = start(sshd, TORCHRUN_LESSON, *SHORT[:-1], 100_000)
+    pids = {}
+    for line in job.process.stdout:
+        pids |= {host: int(pid) for pid, host in re.findall(r" cpu +(\d+) +(node\d)$", line)}
+        if ": epoch" in line:
+            break
+    if how == "rank":
+        os.kill(pids["node1"], signal.SIGKILL)
+    elif how == signal.SIGINT:
+        os.killpg(job.process.pid, how)  # a terminal sends it to all
+    else:
+        job.process.send_signal(how)
+    done = job.wait(60)
+    assert done.returncode == {"rank": 1, signal.SIGINT: 130, signal.SIGKILL: -9}[how], done.stderr
+    assert_nothing_left(sshd, 60)  # after SIGKILL nothing waits for torchrun, which is ending its ranks
+
+
+def test_a_point_to_point_lesson(sshd):
+    """It starts its ranks itself."""
+    done = start(sshd, "playground/blocking_p2p.py", "--device", "cpu", "--deadlock", GPUS="1").wait()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "node0: rank 1: batch_isend_irecv: received 0" in done.stdout
+    assert "-n 2 -g 1 -nr 1 -ip node0 --port 8888 --device cpu --deadlock" in done.stderr
+
+
+@pytest.mark.parametrize("by", ["launch", "torchrun"])
+def test_which_variables_travel(by, sshd, tmp_path):
+    """What NCCL, gloo and torch are told here is told on the nodes; which GPUs are used is for each node to say."""
+    (tmp_path / "lesson.py").write_text(VARIABLES + "launch = print\nlaunch()\n" * (by == "launch"))
+    done = start(sshd, tmp_path / "lesson.py", GPUS="1", **TRAVEL, **STAYS).wait()
+    assert done.returncode == 0, done.stderr
+    assert dict(re.findall(r"^(node\d): node\d: (\{.*\})$", done.stdout, re.M)) == dict.fromkeys(HOSTS, str(TRAVEL))
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -92,6 +151,8 @@ def test_what_is_missing_is_one_line(sshd, tmp_path):
         return done.stderr.strip()
 
     assert error("playground/none.py") == "error: there is no playground/none.py: choose one of playground/*.py"
+    alone = "error: playground/single_gpu.py is a single process: "
+    assert error("playground/single_gpu.py").startswith(f"{alone}python playground/single_gpu.py, or use ")
     unknown = error(HOSTS="node0 node7")
     assert unknown.startswith("error: can't log in to node7 (ssh: Could not resolve hostname node7: ")
     assert unknown.endswith(": correct HOSTS, or add the host to /etc/hosts")

@@ -8,7 +8,8 @@ import pytest
 from conftest import ROOT, SHORT, Job, epochs, one_process
 from nodes import ADDRESSES, HOSTS
 
-LESSON = ("playground/distributed_data_parallel.py", *SHORT)
+LESSON = ("playground/distributed_data_parallel_torchrun.py", *SHORT)
+SPAWNING = ("playground/distributed_data_parallel.py", *SHORT)
 SCRIPT = ROOT / "run" / "torchrun_node.sh"
 
 
@@ -37,6 +38,15 @@ def test_two_nodes(node0, gpus, nodes):
     assert sorted((row[2], row[5]) for row in table) == [(str(rank), host) for rank in range(gpus) for host in HOSTS]
     assert epochs("".join(one.stdout for one in done)) == one_process(*SHORT)
     assert nodes.pids(0) + nodes.pids(1) == []
+
+
+def test_a_point_to_point_lesson(nodes):
+    """Ranks of two nodes send each other numbers; flags of the lesson's own are passed on."""
+    command = ("playground/nonblocking_p2p.py", "--device", "cpu")
+    jobs = [start(nodes, index, ADDRESSES[0], *command) for index in range(2)]
+    done = [job.wait() for job in jobs]
+    assert [one.returncode for one in done] == [0, 0], done
+    assert "ring, rank 1: " in done[0].stdout + done[1].stdout
 
 
 def test_a_restart(nodes):
@@ -79,6 +89,8 @@ def test_what_is_missing_is_one_line():
         (2, (), {"NODE0": "localhost"}, ("NODE0=", "playground/")),
         (2, LESSON, {}, ("NODE0=", "playground/")),
         (2, ("--epochs", 1), {"NODE0": "localhost"}, ("--epochs", "playground/*.py")),
+        (2, SPAWNING, {"NODE0": "localhost"}, ("starts its own processes", 'HOSTS="node0 node1" run/two_nodes_ssh.sh')),
+        (2, ("playground/single_gpu.py",), {"NODE0": "localhost"}, ("is a single process", "playground/single_gpu.py")),
         (1, LESSON, {"NODE0": "no-such-node"}, ("no-such-node", "NODE0=10.0.0.1")),
         (1, LESSON, {"NODE0": "localhost", "PYTHON": "/no/python"}, ("/no/python", "run/setup.sh")),
     ):
