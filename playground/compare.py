@@ -1,13 +1,14 @@
 """What did parallelism buy? This closing lesson runs the others with the same flags and compares what they report.
 
 Parallelism pays when what it saves in computing is more than what it costs: messages, a second start of Python, a
-second copy of the model. None of this can be known beforehand, but all of it can be measured. This lesson does it in
-four parts, and each of their runs is a process of its own, through the other lesson's command line:
+second copy of the model. You can't know that beforehand, but you can measure it. This lesson does so in four parts, and
+each of their runs is a process of its own, through the other lesson's command line:
 
-    parity     every training lesson: loss, accuracies, weights; images/s, start-up time and memory of the same runs
+    parity     every training lesson: loss, accuracies, weights; images/s, start-up time and memory of the same runs.
+               A second run of each, one epoch in float64, shows how much of the difference is rounding
     scaling    distributed_data_parallel.py with 1, 2, 4, ... processes, a thread each: the same batch for all of them
                together (strong scaling), and the same batch for each of them (weak scaling)
-    steps      where a step's time goes: data, computing, messages that are waited for, messages hidden by computing
+    steps      profile_steps.py: where a step's time goes when DDP averages the gradients, and when it is done by hand
     widths     from which width of the layers on two processes are faster than one, a thread each
 
     python playground/compare.py                                   # all of it: many minutes without a GPU
@@ -30,21 +31,20 @@ the largest process, without the GPU's.
 
 Break it, in a copy beside it (cp playground/compare.py playground/broken.py):
   1. Give all runs OMP_NUM_THREADS "2" where it says "1", with two cores: one process gets faster. And the speed-up?
-  2. Leave the weak scaling's "--batch_size" out: nothing but chance is left between the two kinds of scaling.
-  3. In common/profiling.py let `minus` return union(spans): no message is hidden any more, even with --width 1024.
+  2. Leave the weak scaling's "--batch_size" out: what is left between the two kinds of scaling?
+  3. In playground/measure/traces.py let `minus` return union(spans): which column of the steps becomes 0, and why?
 """
 
-import contextlib
+import argparse
 import json
+import math
 import os
 import platform
 import re
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
-import time
 from datetime import datetime
 from pathlib import Path
 from statistics import mean, median
@@ -53,29 +53,44 @@ import torch
 from tqdm import tqdm
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
-from common.data import fetch
-from common.figures import draw_scaling, draw_speed, draw_steps, draw_widths
-from common.flags import flags, parse
-from common.profiling import step_times
-from common.report import tell_parity, tell_scaling, tell_speed, tell_steps, tell_widths
+from common.data import DATA_DIR, fetch
+from common.guard_rails import check, explained
+from common.models import MODELS
+from measure.figures import draw_scaling, draw_speed, draw_steps, draw_widths
+from measure.processes import follow, last_words
+from measure.report import tell_parity, tell_scaling, tell_speed, tell_steps, tell_widths
+from measure.traces import step_times
 
 PARTS = ("parity", "scaling", "steps", "widths")
 LESSONS = (  # N: --gpus
     "single_gpu", "data_parallel", "manual_data_parallel -g N", "manual_data_parallel -g N --bucket",
     "distributed_data_parallel -g N", "distributed_data_parallel2 -g N", "distributed_data_parallel_torchrun",
-    "model_parallel", "model_parallel --pipelined", "pipeline_parallel -g N",
+    "distributed_data_parallel_resumable", "model_parallel", "model_parallel --pipelined", "pipeline_parallel",
 )  # fmt: skip
+TORCHRUN = ("distributed_data_parallel_torchrun", "distributed_data_parallel_resumable", "pipeline_parallel",
+            "profile_steps")  # it starts their processes  # fmt: skip
 PASSED_ON = ("device", "epochs", "batch_size", "lr", "model", "width", "layers", "dataset", "data_dir", "seed")
-LAUNCHER = r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE|NAME)|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+"  # not for the lessons
-EPOCH = r"epoch \d+/\d+  loss (\S+)  train (\S+)%  test (\S+)%  (\S+) s  (\S+) images/s"
 CORES = len(os.sched_getaffinity(0))
+
+
+def fitting(gpus, shares, model, layers, batch_size):
+    """Return how many stages a pipeline over so many GPUs can have, and the nearest batch that can be cut as needed.
+
+    Of a model's layers each stage needs one with weights; of a batch each of 2, 4, ... processes needs the same share.
+    """
+    hidden, others = {"mlp": (3, 1), "cnn": (1, 3)}[model]
+    least = math.lcm(*shares)
+    return min(gpus, (layers or hidden) + others), max(1, round(batch_size / least)) * least
 
 
 def plan(args):
     """List the runs in their order: the part they are for, the lesson, its own flags, and what the part must know."""
-    lessons = [words.replace("N", str(args.gpus)).split() for words in LESSONS]
-    chosen = ("single_gpu", *args.lessons)  # the others are compared with it
-    runs = [{"part": "parity", "lesson": name, "words": words} for name, *words in lessons if name in chosen]
+    runs, lessons = [], [words.replace("N", str(args.gpus)).split() for words in LESSONS]
+    chosen = [each for each in lessons if each[0] in ("single_gpu", *args.lessons)]  # the others are compared with it
+    for kind, flags in (("float32", []), ("float64", ["--double", "--epochs", "1"])):
+        runs += [
+            {"part": "parity", "kind": kind, "lesson": name, "words": own, "flags": flags} for name, *own in chosen
+        ]
     ddp = {"lesson": "distributed_data_parallel", "words": ["-g", str(args.gpus)]}
     for count in args.processes:
         note = {"note": "more processes than cores"} if args.device == "cpu" and count > CORES else {}
@@ -84,116 +99,77 @@ def plan(args):
         if count > 1:
             words = ["-g", str(count), "--batch_size", str(count * args.batch_size)]
             runs.append(run | {"kind": "weak", "words": words})
-    for name, *words in lessons[4:5] + lessons[2:4]:
-        runs.append({"part": "steps", "lesson": name, "words": words, "traced": True})
+    for average in ("ddp", "each", "bucket"):
+        runs.append({"part": "steps", "lesson": "profile_steps", "words": ["--average", average]})
     for width in args.widths:
         size = ["--model", "mlp", "--width", str(width)]
         run = {"part": "widths", "width": width, "one_thread": True}
         runs.append(run | {"kind": "one", "lesson": "single_gpu", "words": size})
         runs.append(run | ddp | {"kind": "several", "words": ddp["words"] + size})
-        runs.append(run | ddp | {"kind": "traced", "words": ddp["words"] + size, "traced": True})
-    runs = [run | {"name": " ".join([f"{run['lesson']}.py", *run["words"]])} for run in runs]
+        runs.append(run | {"kind": "traced", "lesson": "profile_steps", "words": size})
+    for run in runs:
+        run["name"] = " ".join([f"{run['lesson']}.py", *run["words"]])
+        if run["lesson"] in TORCHRUN:
+            run["ranks"] = args.stages if run["lesson"] == "pipeline_parallel" else args.gpus
+            run["name"] += f", {run['ranks']} process" + "es" * (run["ranks"] > 1)
     return [run for run in runs if run["part"] in args.only]
 
 
 def command(run, args, folder):
     """Return the command line of a run, and the environment variables that it needs."""
     start, keep = [sys.executable], ["--savefile", f"{folder}/checkpoint.pt"]
-    threads = os.environ.get("OMP_NUM_THREADS", CORES)
-    if run["lesson"].endswith("torchrun"):
-        start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.gpus)]
+    threads = int(os.environ.get("OMP_NUM_THREADS", CORES))
+    if ranks := run.get("ranks"):
+        start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        threads = max(1, threads // ranks)  # the lessons that start their processes share the cores by themselves
+    if run["lesson"] == "distributed_data_parallel_resumable":
         keep = ["--run_dir", str(folder)]
-        threads = max(1, int(threads) // args.gpus)  # the other lessons share the cores by themselves
-    if run.get("traced"):
-        keep += ["--profile", str(folder), "--epochs", "1"]  # a trace is of a few steps
+    if run["lesson"] == "profile_steps":
+        keep = ["--out", str(folder), "--epochs", "1"]  # a trace is of a few steps
     flags = [f"--{name}={value}" for name in PASSED_ON if (value := getattr(args, name)) is not None]
     lesson = str(Path(__file__).with_name(f"{run['lesson']}.py"))
     variables = {"OMP_NUM_THREADS": "1" if run.get("one_thread") else str(threads)}  # 1: else one would use all cores
-    return [*start, lesson, *flags, *run["words"], *keep], variables
-
-
-def end(process):
-    """End a lesson that still runs, with all of its processes, and wait for it."""
-    for sign, seconds in ((signal.SIGTERM, 10), (signal.SIGKILL, None)):  # torchrun ends its ranks only at the first
-        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-            os.killpg(process.pid, sign)
-            process.wait(seconds)
-
-
-def peak_memory(pid):
-    """Return the largest peak of memory of a process and those that it has started, in MiB."""
-    with contextlib.suppress(OSError):  # it has just ended
-        peak = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return max(int(peak[1]) / 1024 if peak else 0, *map(peak_memory, children), 0)
-    return 0
-
-
-def follow(process, printed, seconds):
-    """Wait for a lesson. Returns its epoch lines, each with the time at which it appeared, and its memory in MiB."""
-    epochs, memory, deadline = [], 0, time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        memory = max(memory, peak_memory(process.pid))
-        ended = process.poll() is not None
-        for line in printed:
-            if found := re.match(EPOCH, line):
-                numbers = [float(text.replace(",", "")) for text in found.groups()]
-                names = ("loss", "train", "test", "seconds", "images_per_s")
-                epochs.append(dict(zip(names, numbers, strict=True)) | {"at": time.monotonic()})
-        if ended:
-            return epochs, memory
-        time.sleep(0.02)
-    raise TimeoutError(f"took longer than {seconds} s: give it more with --timeout")
+    return [*start, lesson, *flags, *run["words"], *run.get("flags", []), *keep], variables
 
 
 def execute(run, args, folder):
     """Run a lesson as a process and add to the run what it reports, or a note that says why it failed."""
-    shutil.rmtree(folder, ignore_errors=True)  # torchrun's lesson would go on with an earlier run
+    shutil.rmtree(folder, ignore_errors=True)  # the resumable lesson would go on with an earlier run
     folder.mkdir(parents=True)
     words, variables = command(run, args, folder)
     run |= {"command": shlex.join(words), "variables": variables, "folder": str(folder), "failed": True}
-    environment = {name: value for name, value in os.environ.items() if not re.fullmatch(LAUNCHER, name)} | variables
-    start = time.monotonic()
-    with (
-        open(folder / "out.txt", "w") as out,
-        open(folder / "err.txt", "w") as err,
-        open(folder / "out.txt") as printed,
-    ):
-        streams = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err}
-        process = subprocess.Popen(words, env=environment, start_new_session=True, **streams)
-        try:
-            epochs, memory = follow(process, printed, args.timeout)
-        except TimeoutError as error:
-            run["note"] = str(error)
-            return
-        finally:
-            end(process)
-    if process.returncode or not epochs:
-        said = (folder / "err.txt").read_text().split("\n")
-        said = [line for line in said if line.startswith("error: ")] or [line for line in said if line.strip()]
-        run["note"] = said[-1] if said else f"no epoch line, exit status {process.returncode}"
-        run["missing"] = " is missing: pip install" in run["note"]  # an optional package: no fault of the lesson
+    try:
+        status, epochs, memory = follow(words, variables, folder, args.timeout)
+    except TimeoutError as error:
+        run["note"] = str(error)
+        return
+    if status or not epochs:
+        run["note"] = last_words(folder) or f"no epoch line, exit status {status}"
+        run["missing"] = "pip install" in run["note"]  # an optional package: no fault of the lesson
         return
     first, *later = epochs
     test = later[0]["at"] - first["at"] - later[0]["seconds"] if later else 0  # one epoch: its test counts as start-up
     run |= {name: epochs[-1][name] for name in ("loss", "train", "test")} | {"epochs": epochs, "failed": False}
     run |= {"images_per_s": median(epoch["images_per_s"] for epoch in later or epochs), "memory_mib": memory}
-    run |= {"start_up_s": first["at"] - start - first["seconds"] - test, "test_s": test if later else None}
-    for epoch in epochs:
-        epoch["at"] -= start
-    if run.get("traced"):
+    run |= {"start_up_s": first["at"] - first["seconds"] - test, "test_s": test if later else None}
+    if run["lesson"] == "profile_steps":
         ranks = [step_times(json.loads(path.read_text())) for path in folder.glob("rank*.json")]
         run |= {name: mean(rank[name] for rank in ranks) for name in ranks[0]}
 
 
 def weight_differences(runs):
-    """Add to the runs the largest difference between their weights and those of the first, single_gpu.py's."""
-    good = [run for run in runs if not run["failed"]]
-    if good[:1] == runs[:1]:
-        for run in good:
-            newest = [max(Path(each["folder"]).glob("*.pt")) for each in (run, runs[0])]
-            ours, one = [torch.load(path, map_location="cpu", weights_only=True)["model"] for path in newest]
-            run["weight_difference"] = max((ours[name] - one[name]).abs().max().item() for name in one)
+    """Return the float32 runs, with the largest difference of their weights from single_gpu.py's in each dtype."""
+    kinds = {kind: [run for run in runs if run["kind"] == kind] for kind in ("float32", "float64")}
+    for kind, (one, *others) in ((kind, each) for kind, each in kinds.items() if each and not each[0]["failed"]):
+        for run in (one, *others):
+            row = next(row for row in kinds["float32"] if row["name"] == run["name"])
+            if run["failed"]:
+                row.setdefault("note", f"{kind}: {run['note']}")
+                continue
+            newest = [max(Path(each["folder"]).glob("*.pt")) for each in (run, one)]
+            ours, its = [torch.load(path, map_location="cpu", weights_only=True)["model"] for path in newest]
+            row[f"difference_{kind}"] = max((ours[name] - its[name]).abs().max().item() for name in its)
+    return kinds["float32"]
 
 
 def speed_ups(runs):
@@ -220,7 +196,7 @@ def by_width(runs, args):
 def tell(runs, args, interrupted):
     """Print the tables, write results.json and draw the figures."""
     of = {part: [run for run in runs if run["part"] == part] for part in PARTS}
-    weight_differences(of["parity"])
+    of["parity"] = weight_differences(of["parity"])
     speed_ups(of["scaling"])
     widths = by_width(of["widths"], args)
     if of["parity"]:
@@ -249,7 +225,8 @@ def tell(runs, args, interrupted):
 
 def main():
     """Make the runs, one after the other, and report. After Ctrl-C report what there is."""
-    parser = flags(__doc__, distributed=False, spawns=False)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, usage=argparse.SUPPRESS)
     add = parser.add_argument
     add("--out", metavar="DIR", default="comparison", help="folder for results, figures and the runs' files")
     add("--only", nargs="+", choices=PARTS, default=PARTS, help="some of the parts")
@@ -259,14 +236,29 @@ def main():
     add("--processes", nargs="+", type=int, help="for scaling; default: 1, 2, 4, ... up to the cores or GPUs")
     add("--widths", nargs="+", type=int, default=[64, 256, 1024], help="for widths")
     add("--timeout", type=int, default=900, help="seconds that a run may take")
-    args = parse(parser, least=2)
-    if args.profile:
-        parser.error("the traces of the parts steps and widths are in --out: leave --profile out")
-    most = torch.cuda.device_count() if args.device == "cuda" else CORES
-    args.processes = sorted({1, *(args.processes or [2, *(n for n in (4, 8, 16, 32, 64) if n <= most)])})
+    add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--epochs", type=int, default=3)
+    add("--batch_size", type=int, help="images in a step; default: 128, or near it where processes can't share that")
+    add("--lr", type=float, default=1e-3, help="Adam's learning rate")
+    add("--model", choices=MODELS, default="mlp")
+    add("--width", type=int, help="neurons in each hidden layer; default: 64 (mlp), 120 (cnn)")
+    add("--layers", type=int, help="hidden layers, the linear ones in cnn; default: 3 (mlp), 1 (cnn)")
+    add("--dataset", choices=["mnist", "digits"], help="default: mnist, or digits where it can't be had")
+    add("--data_dir", default=DATA_DIR, help="default: data/ beside playground/")
+    add("--seed", type=int, default=0)
+    args = parser.parse_args()
+    most = torch.cuda.device_count() if args.device == "cuda" else max(2, CORES)
+    args.gpus = (most if args.device == "cuda" else 2) if args.gpus is None else args.gpus
+    args.processes = sorted({1, *(args.processes or [n for n in (2, 4, 8, 16, 32, 64) if n <= most])})
     args.widths = sorted(set(args.widths))
     if min(args.processes + args.widths) < 1:
         parser.error("--processes and --widths: must be 1 or more")
+    check(parser, args)  # guard rail
+    shares = [args.gpus, *(args.processes if "scaling" in args.only else []), *([8] if "parity" in args.only else [])]
+    args.stages, nearest = fitting(args.gpus, shares, args.model, args.layers, args.batch_size or 128)
+    if args.batch_size not in (None, nearest):
+        parser.error(f"--batch_size {args.batch_size} can't be cut into {shares} equal parts: use {nearest}")
+    args.batch_size = nearest
 
     args.out, runs, interrupted = Path(args.out), [], False
     try:
@@ -288,4 +280,5 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with explained():  # guard rail
+        sys.exit(main())
