@@ -13,6 +13,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 COLUMNS = 88  # of the text
+STEPS = 9  # that are watched; the one that takes the median time is shown
 Schedule = PipelineScheduleSingle | PipelineScheduleMulti
 
 
@@ -33,24 +34,23 @@ class Span(NamedTuple):
 
 
 def watch(schedule: Schedule, stages: list[PipelineStage], images: Tensor, labels: Tensor) -> list[Span]:
-    """Run a step of a pipeline nine times, without changing its weights, and note when its stages compute.
+    """Run steps of a pipeline, which leave its weights alone, and note when its stages compute.
 
     Args:
         schedule: has run no step yet. All ranks must call this together.
         stages: this rank's.
-        images, labels: a batch, on this rank's device.
+        images, labels: a batch.
 
     Returns:
-        The spans of all ranks in the median step (of the last seven: the first two also start threads).
+        The spans of all ranks, in the step that takes the median time.
     """
-    spans, steps, inputs = [], [], [images] if stages[0].is_first else []
+    marks, steps, device = [], [], stages[0].device
+    inputs, labels = [images.to(device)] if stages[0].is_first else [], labels.to(device)
 
     def noted(compute, kind, micro_batch, *args, **kwargs):
-        _synchronize(stages[0].device)  # a GPU is given its work in advance: wait, to see when it does it
-        start = time.perf_counter()
+        start = _moment(device)
         result = compute(micro_batch, *args, **kwargs)
-        _synchronize(stages[0].device)
-        spans.append(Span(dist.get_rank(), kind, micro_batch, start, time.perf_counter()))
+        marks.append((kind, micro_batch, start, _moment(device)))
         return result
 
     for stage in stages:
@@ -58,19 +58,26 @@ def watch(schedule: Schedule, stages: list[PipelineStage], images: Tensor, label
         stage.backward_one_chunk = partial(noted, stage.backward_one_chunk, "backward")
         stage.backward_weight_one_chunk = partial(noted, stage.backward_weight_one_chunk, "weights")
     dist.all_gather_object(hosts := [None] * dist.get_world_size(), os.uname().nodename)
-    for _ in range(9):
-        spans.clear()
+    for _ in range(STEPS):
+        marks.clear()
         dist.barrier()
-        start = time.perf_counter() if len(set(hosts)) > 1 else 0.0  # nodes have other clocks: count from the barrier
+        _synchronize(device)
+        origin = _moment(device)
+        begun = time.perf_counter() if len(set(hosts)) == 1 else 0.0  # nodes have other clocks: count from the barrier
         schedule.step(*inputs, target=labels)
-        steps.append([span._replace(start=span.start - start, end=span.end - start) for span in spans])
+        _synchronize(device)
+        steps.append(
+            [
+                Span(dist.get_rank(), *what, begun + _seconds(origin, start), begun + _seconds(origin, end))
+                for *what, start, end in marks
+            ]
+        )
     dist.all_gather_object(ranks := [None] * dist.get_world_size(), steps)
-    together = [sum(step, []) for step in zip(*ranks, strict=True)]
-    return sorted(together[2:], key=duration)[3]
+    return _median([sum(step, []) for step in zip(*ranks, strict=True)])
 
 
 def watch_modules(step: Callable[[], object], modules: list[nn.Module], device: list[torch.device]) -> list[Span]:
-    """Run a step of one process nine times and note when each module computes, forward and backward.
+    """Run steps of one process, and note when each module computes, forward and backward.
 
     Args:
         step: runs all micro-batches of a batch through the modules, then backward.
@@ -78,16 +85,12 @@ def watch_modules(step: Callable[[], object], modules: list[nn.Module], device: 
         device: of each.
 
     Returns:
-        The spans of the median step (of the last seven: the first two also start threads). Worker i is module i.
+        The spans of the step that takes the median time. Worker i is module i.
     """
     marks, steps = [], []
 
     def mark(worker, kind, micro_batch, border):
-        moment = time.perf_counter()
-        if device[worker].type == "cuda":  # Python only queues the work: let the GPU note when it comes to it
-            moment = torch.cuda.Event(enable_timing=True)
-            moment.record(torch.cuda.current_stream(device[worker]))
-        marks.append(((worker, kind, micro_batch), border, moment))
+        marks.append(((worker, kind, micro_batch), border, _moment(device[worker])))
 
     def current(worker):  # micro-batches whose forward pass has ended
         return sum(key[:2] == (worker, "forward") and border == "end" for key, border, _ in marks)
@@ -110,7 +113,7 @@ def watch_modules(step: Callable[[], object], modules: list[nn.Module], device: 
         hooks.append(module.register_forward_pre_hook(partial(before, worker)))
         hooks.append(module.register_forward_hook(partial(after, worker)))
         hooks.append(first.register_forward_hook(partial(after_first_layer, worker)))
-    for _ in range(9):
+    for _ in range(STEPS):
         marks.clear()
         for worker in range(len(modules)):
             _synchronize(device[worker])
@@ -121,7 +124,26 @@ def watch_modules(step: Callable[[], object], modules: list[nn.Module], device: 
         steps.append(_spans(marks))
     for hook in hooks:
         hook.remove()
-    return sorted(steps[2:], key=duration)[3]
+    return _median(steps)
+
+
+def _median(steps: list[list[Span]]) -> list[Span]:
+    """Return the step that takes the median time. The first two are left out: they also start threads."""
+    return sorted(steps[2:], key=duration)[len(steps[2:]) // 2]
+
+
+def _moment(device: torch.device) -> float | torch.cuda.Event:
+    """Return the time, or what notes it when a GPU comes to this point: Python only gives it its work in advance."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _seconds(origin: float | torch.cuda.Event, moment: float | torch.cuda.Event) -> float:
+    """Return the seconds between two moments of a device that has done all its work."""
+    return moment - origin if isinstance(moment, float) else origin.elapsed_time(moment) / 1000
 
 
 def _synchronize(device: torch.device) -> None:
@@ -135,8 +157,7 @@ def _spans(marks: list[tuple[tuple[str, str, int], str, float | torch.cuda.Event
     found = {(key, border): moment for key, border, moment in marks}
 
     def seconds(key, border):
-        origin, moment = found[(key[0], "origin", 0), "start"], found[key, border]
-        return moment - origin if isinstance(moment, float) else origin.elapsed_time(moment) / 1000
+        return _seconds(found[(key[0], "origin", 0), "start"], found[key, border])
 
     keys = dict.fromkeys(key for key, _, _ in marks if key[1] != "origin")
     return [Span(*key, seconds(key, "start"), seconds(key, "end")) for key in keys]
