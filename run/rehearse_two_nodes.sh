@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Rehearse a run on two nodes with one machine. node0 (10.77.0.1) and node1 (10.77.0.2) exist as long as the run, each
 # with an address, a host name and pids of its own. They share the disk and the cores, and reach nothing else.
+# A lesson that starts its own processes gets -n, -g, -nr and -ip; others are started by run/torchrun_node.sh.
 #   run/rehearse_two_nodes.sh                               # the DDP lesson, on the CPU
 #   run/rehearse_two_nodes.sh playground/X.py --epochs 1    # another lesson; your flags win: try -ip 10.77.0.9
 #   run/rehearse_two_nodes.sh COMMAND...                    # anything, with NODE_RANK=0 or 1 and NODE0=10.77.0.1

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Start a lesson on every node over ssh, from one of them or from your laptop. The nodes need the project in the same
 # folder and must let you in with a key. The first failure, Ctrl-C or the end of this script stops all of them.
+# A lesson that starts its own processes gets -n, -g, -nr, -ip and --port; others are started by run/torchrun_node.sh.
 #   HOSTS="10.0.0.1 10.0.0.2" run/two_nodes_ssh.sh                    # the DDP lesson
 #   run/two_nodes_ssh.sh playground/blocking_p2p.py --device cpu      # another one; your flags win
 set -euo pipefail

@@ -1,0 +1,144 @@
+"""The commands of run/README.md: console blocks are run as they are, the launchers' table on two nodes."""
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import LESSONS, ROOT, Job, epochs
+from nodes import ADDRESSES, HOSTS, Nodes, need
+from slurm import Slurm
+from sshd import Sshd
+from test_pbs import JOB, SCRIPT
+from test_run_scripts import kind
+
+TEXT = (ROOT / "run" / "README.md").read_text()
+BLOCKS = re.findall(r"^```console\n(.*?)^```$", TEXT, re.M | re.S)
+TABLE = TEXT[TEXT.index("## Which launcher when") : TEXT.index("### Which lesson")]
+ROWS = re.findall(r"^\|[^|]*\|[^|]*\| `([^`]*)`", TABLE, re.M)
+SHORT_FLAGS = "--dataset digits --epochs 1 --batch_size 120 --device cpu"
+WITHOUT_A_WORD = ("lesson.sh", "quickstart.sh", "setup.sh", "test.sh")  # the others read it, or README.md has them
+PROGRAMS = {"sbatch": ("slurmctld",), "qsub": ("qsub", "generate_pbs_nodefile"), "run/mpirun.sh": ("mpirun.openmpi",)}
+PYTHON = f"""#!/bin/sh
+[ "$1" != -c ] || exec {sys.executable} "$@"
+echo "on $(hostname): $*"
+"""
+
+
+def start(command, prefix=(), **env):
+    """Start a command line as somebody would who has activated the environment."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return Job(*prefix, "bash", "-c", command, env={"PATH": path} | env, cwd=ROOT)
+
+
+def masked(line):
+    """Replace what differs from run to run: pids, losses and times."""
+    line = re.sub(r"^((?:node\d: )?\d+ +\d+ +\d+ +\S+) +\d+ +\S+$", r"\1 PID HOST", line)
+    return re.sub(r"loss .*", "NUMBERS", line)
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=[block.partition("\n")[0].strip("$ ") for block in BLOCKS])
+def test_console_block(block):
+    """Each command prints what is shown, line by line; after "..." there may be more."""
+    if "rehearse" in block:
+        need("ip")
+    for command, shown in re.findall(r"^\$ (.*)\n((?:[^$].*\n)*)", block, re.M):
+        done = start(command).wait()
+        lines = [line for line in (done.stdout + done.stderr).splitlines() if not re.match(r"(node\d: )?\+ ", line)]
+        shown, more, _ = shown.partition("...\n")
+        if more:
+            assert set(shown.splitlines()) <= set(lines), lines
+        else:
+            assert [*map(masked, lines)] == [*map(masked, shown.splitlines())], done.stderr
+        ran, shown = (epochs(re.sub("^node[01]: ", "", text, flags=re.M)) for text in (done.stdout, shown))
+        for got, expected in zip(ran, shown, strict=True):
+            assert got["loss"] == pytest.approx(expected["loss"], abs=2e-3)
+            assert got["test"] == pytest.approx(expected["test"], abs=0.5)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    """Two nodes with ssh servers, a function that starts Slurm on them, and a Python that prints what it is to run."""
+    folder = tmp_path_factory.mktemp("cluster")
+    for name in ("slurm", "sshd"):
+        (folder / name).mkdir()
+    (folder / "python").write_text(PYTHON)
+    (folder / "python").chmod(0o755)
+    with Nodes() as nodes, Sshd(nodes, folder / "sshd") as sshd:
+        yield nodes, sshd, folder
+
+
+@pytest.fixture(scope="module")
+def slurm(cluster):
+    """Slurm on the two nodes, and a job that does for run/pbs.sh what PBS does."""
+    nodes, _, folder = cluster
+    directives = "\n".join(line for line in SCRIPT.read_text().splitlines() if line.startswith("#PBS"))
+    (folder / "job.sh").write_text(JOB.format(directives=directives, folder=folder, script=SCRIPT))
+    with Slurm(nodes, folder / "slurm") as slurm:
+        yield slurm
+
+
+@pytest.mark.parametrize("command", [row for row in ROWS if "run/" in row])
+def test_a_command_of_the_table_starts_its_lesson_on_both_nodes(command, cluster, request):
+    """Each script comes as far as starting Python with the lesson on each node."""
+    need(*(program for script, programs in PROGRAMS.items() if script in command for program in programs))
+    nodes, sshd, folder = cluster
+    env = {"SSH": sshd.command, "PYTHON": str(folder / "python")}
+    lesson = re.search(r"playground/\w+\.py", command)[0]
+    command = command.replace("10.0.0.1", ADDRESSES[0]).replace("10.0.0.2", ADDRESSES[1])
+    if "sbatch" in command or "qsub" in command:
+        slurm, output = request.getfixturevalue("slurm"), folder / "output"
+        output.unlink(missing_ok=True)
+        command = command.replace("sbatch run", f"sbatch --output {output} run")
+        command = command.replace("-V run/pbs.sh", f"-V -j oe -o {output} {folder}/job.sh")
+        done = start(command, nodes.enter(0), **env, SLURM_CONF=f"{folder}/slurm/slurm.conf").wait()
+        assert done.returncode == 0, done.stderr
+        assert slurm.wait(int(done.stdout.split()[-1]))["JobState"] == "COMPLETED", output.read_text()
+        printed = output.read_text()
+    else:
+        where = [()] if "rehearse" in command else [nodes.enter(0)]
+        where += [nodes.enter(1)] if "run/torchrun_node.sh" in command else []  # typed on each node
+        done = [job.wait() for job in [start(command, prefix, **env) for prefix in where]]
+        assert [one.returncode for one in done] == [0] * len(where), done
+        printed = "".join(one.stdout for one in done)
+    for host in HOSTS:
+        assert re.search(rf"on {host}: .*{lesson}", printed), printed
+
+
+def test_the_flags_for_two_terminals(cluster):
+    """The first row of the table, typed on both nodes, trains."""
+    command = ROWS[0].replace("10.0.0.1", ADDRESSES[0]) + f" {SHORT_FLAGS}"
+    jobs = [start(command.replace("-nr 0", f"-nr {index}"), cluster[0].enter(index)) for index in range(2)]
+    done = [job.wait() for job in jobs]
+    assert [one.returncode for one in done] == [0, 0], done
+    assert epochs(done[0].stdout)
+
+
+def test_torchrun_on_one_node(tmp_path):
+    """The row of the table that uses nothing of run/, and torchrun with restarts, which is set apart in the text."""
+    alone = [row for row in ROWS if row.startswith("torchrun ")]
+    restarts = re.findall(r"^    (TORCH_\w+=1 torchrun .*)$", TEXT, re.M)
+    assert (len(alone), len(restarts)) == (1, 1)
+    for command in (alone[0], f"{restarts[0]} --run_dir {tmp_path}"):
+        done = start(f"{command} {SHORT_FLAGS}").wait()
+        assert done.returncode == 0, done.stderr
+        assert epochs(done.stdout)
+
+
+def test_what_is_named_is_there():
+    """Every script here has its name in the text; every lesson and script that is named exists."""
+    for path in (ROOT / "run").iterdir():
+        assert path.name in TEXT or path.name in ("README.md", *WITHOUT_A_WORD), path.name
+    for name in re.findall(r"(?:playground|run)/\w+\.\w+", TEXT):
+        assert (ROOT / name).exists(), name
+    for lesson in re.findall(r"`(\w+)\.py`", TEXT):
+        assert lesson in LESSONS, lesson
+
+
+def test_which_lesson_with_which_launcher():
+    """The table says of each kind of lesson what the scripts say."""
+    first, second, third = re.search(r"^\| script \| (.*) \| (.*) \| (.*) \|$", TEXT, re.M).groups()
+    for names, kinds in (first, ["itself"]), (second, ["launcher"]), (third, ["itself", "launcher"]):
+        for lesson in re.findall(r"`(\w+)\.py`", names):
+            assert kind(ROOT / "playground" / f"{lesson}.py") == kinds, lesson
