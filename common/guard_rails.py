@@ -50,11 +50,11 @@ ADVICE = {  # what PyTorch says in an error of its own, and what to do about it
 logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it tells which processes it ends
 logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)  # it tells whole schedules
 tqdm.set_lock(threading.RLock())  # Python warns of its default, a semaphore, when a process is killed
-if starter := multiprocessing.parent_process():  # this is a rank that mp.spawn has started
+if multiprocessing.current_process().name != "MainProcess":  # this is a rank that mp.spawn has started
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends it even while it waits inside C++
     mp._prctl_pr_set_pdeathsig(signal.SIGINT)  # as mp.spawn does, but earlier: the end of the starter ends it
-    if os.getppid() != starter.pid:
-        sys.exit(1)
+    if os.environ.get("PLAYGROUND_STARTER", "") not in ("", str(os.getppid())):
+        sys.exit(1)  # it has ended already
 
 
 def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -156,8 +156,9 @@ def meet(args: argparse.Namespace) -> None:
     if dist.is_initialized():
         dist.all_gather_object(everyone := [None] * dist.get_world_size(), flags)
         told = [_difference(everyone[0], theirs, f"rank {rank}") for rank, theirs in enumerate(everyone)]
-        if any(told):  # once on each node
-            sys.exit(f"error: {max(told, key=len)}" if os.environ.get("LOCAL_RANK", "0") == "0" else 1)
+        if any(told):
+            dist.destroy_process_group()
+            sys.exit(f"error: {max(told, key=len)}" if os.environ["LOCAL_RANK"] == "0" else 1)  # once on each node
         return
     by_hand, given = "RANK" in os.environ, getattr(args, "init_method", None)
     if args.nodes == 1 and not by_hand and not given and not any(word.startswith("--po") for word in sys.argv):
@@ -194,13 +195,14 @@ def _difference(zero: dict, theirs: dict, who: str) -> str:
 def _answer(server: socket.socket, args: argparse.Namespace, flags: dict) -> None:
     """On node 0: wait for a call from every node, itself too, and tell all what is wrong, or nothing."""
     callers, nodes, told, end = [], {}, "", time.monotonic() + args.timeout
-    while len(nodes) < args.nodes and not told:
+    while len(nodes) < args.nodes and not (told and (0 in nodes or time.monotonic() >= end)):
         try:
             server.settimeout(max(0.01, end - time.monotonic()))
             callers.append(server.accept()[0])
             callers[-1].settimeout(5)
             number, theirs = json.loads(callers[-1].makefile().readline(10_000))
-            told = f"node {number} is there twice: give each node its own -nr" if number in nodes else ""
+            if number in nodes:
+                told = told or f"node {number} is there twice: give each node its own -nr"
             nodes[number], told = theirs, told or _difference(flags, theirs, f"node {number}")
         except (ValueError, TypeError, OSError):  # a stranger, or nobody
             if time.monotonic() >= end:
@@ -225,6 +227,8 @@ def _call(host: str, port: int, hello: str, timeout: int) -> str:
                     answer += piece
             if answer.startswith(GREETING):
                 return answer.removeprefix(GREETING).decode()
+            raise ConnectionResetError
+        except ConnectionResetError:
             return f"what answers at {host}, port {port}, is not node 0, or it has ended: choose another --port"
         except ConnectionRefusedError:
             time.sleep(0.2)  # node 0 does not listen yet
@@ -239,19 +243,24 @@ def explained() -> Iterator[None]:
 
     The lesson's own errors keep their traceback, whatever their words: PyTorch's are known by their type and place.
     """
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # for the ranks: C++ back traces would bury the one line
+    # for the ranks: C++ back traces would bury the one line
+    os.environ.update(
+        PLAYGROUND_STARTER=str(os.getpid()), TORCH_CPP_LOG_LEVEL=os.getenv("TORCH_CPP_LOG_LEVEL", "FATAL")
+    )
     try:
         yield
     except (Exception, KeyboardInterrupt) as first:
         error = _cause(first)
-        if (told := _known(error)) == INTERRUPTED:
-            print(told, file=sys.stderr)
-            sys.exit(130)
-        if told:
-            sys.exit(f"error: {told}")
-        if isinstance(error, mp.ProcessRaisedException):
-            sys.exit(str(error).strip())  # the rank's own traceback, without the starter's
-        raise
+        told = _known(error)
+        if not told and isinstance(error, mp.ProcessRaisedException):
+            told = str(error).strip()  # the rank's own traceback, without the starter's
+        elif not told:
+            told = traceback.format_exc().strip()
+        print(told, file=sys.stderr, flush=True)
+        status = 130 if told == INTERRUPTED else 1
+        if dist.is_initialized():
+            os._exit(status)  # not through Python's shutdown, in which a thread of the group may abort
+        sys.exit(status)
     finally:
         for process in multiprocessing.active_children():
             process.kill()
@@ -274,7 +283,7 @@ def _cause(error: BaseException) -> BaseException:
 
 def _known(error: BaseException) -> str:
     """Return an error of PyTorch's own with what to do about it, as one line; empty for all others."""
-    who = f"local_rank {error.error_index}: " if hasattr(error, "error_index") else ""
+    who = f"error: local_rank {error.error_index}: " if hasattr(error, "error_index") else "error: "
     sent = isinstance(error, mp.ProcessRaisedException)  # by a rank, as text
     text = str(error) if sent else "".join(traceback.format_exception(error))
     if getattr(error, "signal_name", "") == "SIGINT" or re.search("^KeyboardInterrupt", text, re.M):

@@ -200,14 +200,19 @@ def one_process(*flags):
 def main(monkeypatch, capsys):
     """Return a function like `run` for what ends at its flags: it calls main() here, without a start of Python."""
 
-    def called(name, *flags, status=2):
-        for variable in LAUNCHER_VARIABLES:
-            monkeypatch.delenv(variable, raising=False)
+    def called(name, *flags, status=2, env=None):
         if DETECTRON2 != "the real detectron2":
             monkeypatch.syspath_prepend(STANDIN)
         monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, flags)])
-        with pytest.raises(SystemExit) as end:
-            importlib.import_module(name).main()
+        kept = {key: os.environ.pop(key) for key in LAUNCHER_VARIABLES if key in os.environ}
+        os.environ.update(env or {})
+        try:
+            with pytest.raises(SystemExit) as end:
+                importlib.import_module(name).main()
+        finally:
+            for key in LAUNCHER_VARIABLES:  # a lesson that is alone sets them
+                os.environ.pop(key, None)
+            os.environ.update(kept)
         assert end.value.code == status
         return subprocess.CompletedProcess(sys.argv, status, *capsys.readouterr())
 
