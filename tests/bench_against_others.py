@@ -28,7 +28,7 @@ import time
 from statistics import median
 
 import torch
-from benchmark import LR, ROOT, epoch_lines, machine, naive, run, torchvision_mnist
+from benchmark import ADAM, ROOT, epoch_lines, machine, naive, run, torchvision_mnist
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
@@ -66,7 +66,7 @@ def accelerated(train_set: Dataset, test_set: Dataset, model: str, epochs: int, 
     network = MODELS[model]()
     network, optimizer, train_loader, test_loader = accelerator.prepare(
         network,
-        torch.optim.Adam(network.parameters(), lr=LR),
+        torch.optim.Adam(network.parameters(), **ADAM),
         DataLoader(train_set, share, shuffle=True, drop_last=True),
         DataLoader(test_set, 1000),
     )

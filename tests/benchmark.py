@@ -40,7 +40,6 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Subset
 from torchvision import transforms
@@ -56,6 +55,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
 EPOCHS, BATCH_SIZE, LR = 3, 128, 1e-3  # the lessons' defaults
 TRAINED = 60_000 // BATCH_SIZE * BATCH_SIZE  # images in an epoch: drop_last drops the rest
+ADAM = {"lr": LR, "eps": 1e-6, "fused": True}  # the lessons' optimizer
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -166,12 +166,12 @@ def naive(
     train_loader = DataLoader(train_set, batch_size, shuffle=True, drop_last=True, num_workers=workers)
     test_loader = DataLoader(test_set, 1000, num_workers=workers)
     network = MODELS[model]()
-    optimizer = torch.optim.Adam(network.parameters(), lr=LR)
+    optimizer = torch.optim.Adam(network.parameters(), **ADAM)
     for epoch in range(epochs):
         start = time.perf_counter()
-        loss, hits, seen = run_epoch(network, train_loader, CPU, optimizer).tolist()
+        loss, hits, seen = run_epoch(network, train_loader, CPU, optimizer)
         seconds = time.perf_counter() - start
-        _, test_hits, test_seen = run_epoch(network, test_loader, CPU).tolist()
+        _, test_hits, test_seen = run_epoch(network, test_loader, CPU)
         line = f"epoch {epoch + 1}/{epochs}  loss {loss / seen:.4f}  train {hits / seen:.2%}"
         line += f"  test {test_hits / test_seen:.2%}  {seconds:.2f} s  {seen / seconds:,.0f} images/s"
         print(line, flush=True)
@@ -210,16 +210,16 @@ def epoch(data_dir: str, repeats: int) -> list[str]:
             loss.backward()
             optimizer.step()
 
-    def seconds(train: Callable[[MLP, torch.optim.Optimizer], Tensor | None]) -> float:
+    def seconds(train: Callable[[MLP, torch.optim.Optimizer], None]) -> float:
         torch.manual_seed(0)
         model = MLP()
-        optimizer = torch.optim.Adam(model.parameters(), lr=LR)
+        optimizer = torch.optim.Adam(model.parameters(), **ADAM)
         start = time.perf_counter()
         train(model, optimizer)
         return time.perf_counter() - start
 
-    def lesson_epoch(model: MLP, optimizer: torch.optim.Optimizer) -> Tensor:
-        return run_epoch(model, loader, CPU, optimizer)
+    def lesson_epoch(model: MLP, optimizer: torch.optim.Optimizer) -> None:
+        run_epoch(model, loader, CPU, optimizer)
 
     seconds(lesson_epoch), seconds(bare_loop)  # the first ones also start threads and fill caches
     lesson, bare = medians("epoch", repeats, lambda: seconds(lesson_epoch), lambda: seconds(bare_loop))
@@ -269,7 +269,7 @@ def start_up(data_dir: str, repeats: int) -> list[str]:
         def first_step() -> float:
             flags = ("--device", "cpu", "--dataset", "mnist", "--data_dir", data_dir, "-g", "2")
             start = time.monotonic()  # the same clock in all processes of a machine
-            _, output = run(copy, *flags, PYTHONPATH=str(ROOT))
+            _, output = run(copy, *flags, PYTHONPATH=str(ROOT))  # the copy finds common/
             ends = [float(end) for end in re.findall(r"^first step ([\d.]+)$", output, re.M)]
             assert len(ends) == 2, f"two ranks, but these first steps: {ends} in\n{output}"
             return max(ends) - start
