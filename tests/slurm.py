@@ -108,7 +108,7 @@ class Slurm:
         done = self.command("scontrol", "--oneliner", "show", "job", job)
         return dict(pair.split("=", 1) for pair in done.stdout.split() if "=" in pair)
 
-    def wait(self, job, seconds=90):
+    def wait(self, job, seconds=180):
         """Wait for a job's end and until the nodes are free again. Returns what Slurm says about it."""
         end = time.monotonic() + seconds
         while (shown := self.show(job))["JobState"] not in ENDED:

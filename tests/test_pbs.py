@@ -71,7 +71,7 @@ def test_two_nodes(lesson, pbs):
 def test_the_end_of_one_is_the_end_of_all(how, pbs):
     """A killed rank ends the job as FAILED, qdel as CANCELLED; nothing is left on either node."""
     job, output = submit(pbs, LESSON, *LONG)  # this qsub passes arguments, others don't
-    end = time.monotonic() + 60
+    end = time.monotonic() + 180
     while not (output.exists() and re.search("^node0: epoch ", output.read_text(), re.M)):
         assert time.monotonic() < end, output.read_text()
         time.sleep(0.1)
@@ -80,7 +80,7 @@ def test_the_end_of_one_is_the_end_of_all(how, pbs):
     else:
         assert pbs[0].command("qdel", job).returncode == 0
     state = {"rank": "FAILED", "qdel": "CANCELLED"}[how]
-    assert pbs[0].wait(job, 40)["JobState"] == state, output.read_text()
+    assert pbs[0].wait(job)["JobState"] == state, output.read_text()
     assert pbs[0].left() == []
 
 
