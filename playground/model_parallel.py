@@ -19,8 +19,8 @@ With both stages on one device nothing overlaps, and pipelining only adds work: 
 
 Break it, in a copy beside it:
   1. Leave out `.to(devices[1])` after stage1. What does PyTorch say with two GPUs, and why nothing on the CPU alone?
-  2. In forward, return the mean loss of each micro-batch and add them up: how many times too large are the gradients?
-     And why does Adam hardly mind?
+  2. In run_epoch, add up the mean losses of the micro-batches (split logits and labels with tensor_split, as forward
+     does): how many times too large are the gradients, and why does Adam hardly mind?
 """
 
 import argparse
@@ -36,11 +36,10 @@ from torch.utils.data import DataLoader, RandomSampler
 from tqdm import tqdm
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
-from measure.timeline import show, watch_modules
-
 from common.data import DATA_DIR, fetch, load, whole_batch
 from common.guard_rails import check, explained
 from common.models import MODELS
+from measure.timeline import show, watch_modules
 
 
 def forward(model, images, devices, micro_batches):

@@ -4,14 +4,23 @@ import re
 
 import pytest
 import torch
-from conftest import DIGITS, run
+from conftest import DIGITS, run, train
+from pipeline_parallel import cut
 from torch.nn import functional as F
 
 from common.data import load
-from common.models import CNN, MLP, MODELS, cut
-from common.timeline import COLUMNS, Span, as_text, bubble, duration, show
+from common.models import CNN, MLP, MODELS
+from measure.timeline import COLUMNS, Span, as_text, bubble, duration, show
 
-ONE_STEP = ("--dataset", "digits", "--device", "cpu", "--batch_size", 1500, "--epochs", 1)
+ONE_STEP = (*DIGITS, "--batch_size", 1500, "--epochs", 1, "--double")
+
+
+@pytest.fixture
+def double():
+    """Make float64 the default, as --double does."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
 
 
 def reference(model="mlp", width=None, layers=None):
@@ -26,6 +35,7 @@ def reference(model="mlp", width=None, layers=None):
 @pytest.mark.parametrize(
     ("processes", "schedule", "network"),
     [
+        (None, "1F1B", {}),
         (4, "GPipe", {"model": "cnn"}),
         (3, "1F1B", {"model": "cnn", "width": 50}),
         (3, "Interleaved1F1B", {"layers": 7}),
@@ -33,26 +43,26 @@ def reference(model="mlp", width=None, layers=None):
         (3, "InterleavedZeroBubble", {"layers": 5, "width": 32}),
     ],
 )
-def test_gradients_are_those_of_one_process(processes, schedule, network, tmp_path):
-    """To 1e-6, and none of them is missing, after one step with all 1,500 images."""
+def test_gradients_are_those_of_one_process(processes, schedule, network, tmp_path, double):
+    """To 1e-12, and none of them is missing, after one step with all 1,500 images."""
     names, expected = reference(**network)
     flags = [word for name, value in network.items() for word in (f"--{name}", value)]
-    pipeline = ("-g", processes, "--schedule", schedule, "--micro_batches", 6)
-    run("pipeline_parallel", *ONE_STEP, *flags, *pipeline, "-s", tmp_path / "c.pt")
+    pipeline = ("--schedule", schedule, "--micro_batches", 6, "-s", tmp_path / "c.pt")
+    train("pipeline_parallel", *ONE_STEP, *flags, *pipeline, processes=processes)
     checkpoint = torch.load(tmp_path / "c.pt", weights_only=True)
     assert list(checkpoint["model"]) == names
     states = checkpoint["optimizer"]["state"]
     assert sorted(states) == list(range(len(names)))
     for place, gradient in enumerate(expected):
         assert states[place]["step"] == 1
-        torch.testing.assert_close(states[place]["exp_avg"] * 10, gradient, atol=1e-6, rtol=0)  # Adam's first average
+        torch.testing.assert_close(states[place]["exp_avg"] * 10, gradient, atol=1e-12, rtol=0)  # Adam's first average
         assert gradient.abs().max() > 1e-5
 
 
 def test_the_timeline_of_a_pipeline(tmp_path):
     """A line for each rank that shows all micro-batches; the bubble and its formula; a figure of both steps."""
     wide = ("--width", 256, "--layers", 6, "--batch_size", 1200, "--epochs", 1)
-    out = run("pipeline_parallel", *DIGITS, *wide, "-g", 2, "--plot", tmp_path / "t.png").stdout
+    out = train("pipeline_parallel", *DIGITS, *wide, "--plot", tmp_path / "t.png", processes=2).stdout
     titles = re.findall(r"^GPipe, (\d) micro-batch(?:es)?: ([\d.]+) s, bubble ([\d.]+), .* = ([\d.]+)$", out, re.M)
     assert [(int(pieces), formula) for pieces, _, _, formula in titles] == [(8, "0.11"), (1, "0.50")]
     assert all(0 < float(waiting) < 1 for _, _, waiting, _ in titles)
@@ -64,6 +74,12 @@ def test_the_timeline_of_a_pipeline(tmp_path):
     speed = float(re.search(r"^the first is ([\d.]+) times as fast as the second$", out, re.M)[1])
     assert speed == pytest.approx(float(titles[1][1]) / float(titles[0][1]), abs=0.02)
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_one_rank_has_nobody_to_take_turns_with():
+    """Without torchrun a schedule for several ranks is GPipe, and the timeline says so."""
+    out = run("pipeline_parallel", *DIGITS, "--batch_size", 120, "--epochs", 1, "--schedule", "Interleaved1F1B").stdout
+    assert re.findall(r"^(\w+), (\d) micro-batch", out, re.M) == [("GPipe", "8"), ("GPipe", "1")]
 
 
 def ideal(ranks, pieces):
@@ -133,27 +149,44 @@ def test_cutting_a_model(network, layers):
         for part in parts:
             activations = part(activations)
         assert activations.equal(model(images))
-    with pytest.raises(ValueError, match="this model has 4"):
-        cut(model, layers + 1)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags", "words"),
+    [
+        (5, (), ("5 stages need as many layers", "--layers 4")),
+        (3, ("--model", "cnn", "--schedule", "Interleaved1F1B"), ("6 stages", "--layers 3")),
+        (2, ("--micro_batches", 7), ("--batch_size 120 can't be cut into 7 micro-batches", "use 119")),
+        (2, ("--schedule", "1F1B", "--micro_batches", 1), ("1F1B can't take 1 micro-batches", "--micro_batches 2")),
+        (2, ("--schedule", "InterleavedZeroBubble", "--micro_batches", 1), ("--micro_batches 2",)),
+        (4, ("--layers", 7, "--schedule", "Interleaved1F1B", "--micro_batches", 7), ("--micro_batches 8",)),
+        (2, ("--schedule", "ZeroBubble"), ("invalid choice", "InterleavedZeroBubble")),
+        (2, ("--plot", "/proc/x/t.png"), ("can't write --plot",)),
+        (2, ("--plot", "t.docx"), ("--plot t.docx is of a format that can't be drawn", "use t.png")),
+        (2, ("--micro_batches", 0), ("must be 1 or more",)),
+    ],
+)
+def test_flags_that_cannot_work(ranks, flags, words, main):
+    """Status 2 and one line that says what to type."""
+    env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": f"{ranks}", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    assert_one_line(main("pipeline_parallel", *DIGITS, "--batch_size", 120, *flags, env=env), words)
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("-g", 5), ("5 stages need as many layers", "--layers 4")),
-        (("-g", 3, "--model", "cnn", "--schedule", "Interleaved1F1B"), ("6 stages", "--layers 3")),
-        (("--micro_batches", 7), ("can't be shared by 7 micro-batches", "--batch_size 119")),
-        (("--schedule", "1F1B", "--micro_batches", 1), ("1F1B can't take 1 micro-batches", "--micro_batches 2")),
-        (("--schedule", "InterleavedZeroBubble", "--micro_batches", 3), ("--micro_batches 2",)),
-        (("--schedule", "ZeroBubble"), ("invalid choice", "InterleavedZeroBubble")),
-        (("--plot", "/proc/x/t.png"), ("can't write --plot",)),
-        (("--plot", "t.docx"), ("--plot t.docx is of a format that can't be drawn", "use t.png")),
+        (("--pipelined", "--micro_batches", 1000), ("128 images make 128 pieces at most", "use 128")),
+        (("--devices", "cpu", "cuda:99"), ("--devices cpu cuda:99", "choose from cpu and")),
         (("--micro_batches", 0), ("must be 1 or more",)),
     ],
 )
-def test_flags_that_cannot_work(flags, words, main):
-    """Status 2 and one line that says what to type."""
-    done = main("pipeline_parallel", *DIGITS, "--batch_size", 120, *flags)
+def test_flags_of_one_process_that_cannot_work(flags, words, main):
+    """The same for the lesson with two devices."""
+    assert_one_line(main("model_parallel", *DIGITS, *flags), words)
+
+
+def assert_one_line(done, words):
+    """Check that one line was said, and that these words are in it."""
     assert len(done.stderr.strip().splitlines()) == 1
     for word in words:
         assert word in done.stderr
