@@ -254,10 +254,11 @@ def main():
     if min(args.processes + args.widths) < 1:
         parser.error("--processes and --widths: must be 1 or more")
     check(parser, args)  # guard rail
-    shares = [args.gpus, *(args.processes if "scaling" in args.only else []), *([8] if "parity" in args.only else [])]
+    shares = {args.gpus, *(args.processes if "scaling" in args.only else ())}
+    shares |= {8} if "parity" in args.only else set()  # the pipeline's micro-batches
     args.stages, nearest = fitting(args.gpus, shares, args.model, args.layers, args.batch_size or 128)
     if args.batch_size not in (None, nearest):
-        parser.error(f"--batch_size {args.batch_size} can't be cut into {shares} equal parts: use {nearest}")
+        parser.error(f"--batch_size {args.batch_size} can't be cut into {sorted(shares)} equal parts: use {nearest}")
     args.batch_size = nearest
 
     args.out, runs, interrupted = Path(args.out), [], False
@@ -266,6 +267,8 @@ def main():
         bar = tqdm(plan(args), disable=None)  # None: only on a terminal
         for number, run in enumerate(bar, start=1):
             bar.set_description(run["lesson"])
+            if any(other["failed"] and (other["part"], other["name"]) == (run["part"], run["name"]) for other in runs):
+                continue  # in float64 it would fail again
             execute(run, args, args.out / "runs" / f"{number:02}")
             runs.append(run)
     except KeyboardInterrupt:
@@ -276,7 +279,7 @@ def main():
         print(f"interrupted: wrote what there is to {args.out}", file=sys.stderr)
         return 130
     failed = [run["name"] for run in runs if run["failed"] and not run.get("missing")]
-    return f"error: failed: {', '.join(failed)}" if failed else 0  # sys.exit prints it, with status 1
+    return f"error: failed: {'; '.join(failed)}" if failed else 0  # sys.exit prints it, with status 1
 
 
 if __name__ == "__main__":
