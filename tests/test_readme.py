@@ -183,8 +183,9 @@ def test_links_and_names_lead_somewhere(folder):
     """Each file and each section that a README links to is there, and each script that it names."""
     path = ROOT / folder / "README.md"
     text = path.read_text()
-    links = [link for link in re.findall(r"\]\(([^)]+)\)", text.replace("\n", " ")) if not link.startswith("https://")]
-    assert links
+    prose = re.sub(r"`[^`\n]*`|\n", " ", text)
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", prose) if not link.startswith("https://")]
+    assert links or folder == "run"
     for link in links:
         name, _, anchor = link.partition("#")
         target = (path.parent / name).resolve() if name else path
