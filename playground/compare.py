@@ -32,7 +32,7 @@ the largest process, without the GPU's.
 Break it, in a copy beside it (cp playground/compare.py playground/broken.py):
   1. Give all runs OMP_NUM_THREADS "2" where it says "1", with two cores: one process gets faster. And the speed-up?
   2. Leave the weak scaling's "--batch_size" out: what is left between the two kinds of scaling?
-  3. In playground/measure/traces.py let `minus` return union(spans): which column of the steps becomes 0, and why?
+  3. In playground/measure/traces.py let `minus` return union(spans): which column of `--only steps` is 0 now, and why?
 """
 
 import argparse
