@@ -1,11 +1,8 @@
 """Guard rails: whatever goes wrong ends quickly, in one line that says what to type next, and leaves no process behind.
 
-A lesson has three lines of them, and runs without them as well:
-
-    check(parser, args)    refuses flags that can't work
-    meet(args)             names nodes that are missing, are there twice, or were started with other flags
-    with explained():      says in one line what ended a run, and ends what it has started
-        main()
+A lesson has three lines of them, and runs without them as well: check(parser, args) refuses flags that can't work,
+meet(args) names nodes that are missing, are there twice or were started with other flags, and explained(), around
+main(), says in one line what ended a run, and ends what it has started.
 """
 
 import argparse
@@ -20,7 +17,6 @@ import re
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -41,8 +37,7 @@ ADVICE = {  # what PyTorch says in an error of its own, and what to do about it
     "EADDRINUSE": "choose another --port, the same on every node",
     "clients joined": "start every node, with the same -n, -g, -ip and --port",
     "client socket|trying to connect|Ping failed": "start node 0, check -ip, --port and the firewall",
-    "connectFullMesh": "let all TCP between the nodes pass; if this host's name leads to 127.0.0.1, set "
-    "GLOO_SOCKET_IFNAME to its network, as in eth0; where torchrun restarts, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
+    "connectFullMesh": "let all TCP between the nodes pass; GLOO_SOCKET_IFNAME, file:// and restarts: run/README.md",
     "Duplicate GPU|using the same GPU": "use a smaller -g or --device cpu; NCCL_MULTI_RANK_GPU_ENABLE=1 allows it",
     "": LOST,
 }
@@ -60,90 +55,71 @@ if multiprocessing.current_process().name != "MainProcess":  # this is a rank th
 def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Refuse flags that no lesson can work with, with status 2 and one line; make the folders for what it writes.
 
-    A lesson with --nodes starts its processes itself; one with --timeout, but neither --nodes nor --gpus, is started by
-    torchrun, and is rank 0 of 1 without it; the others are single processes.
+    A lesson with --nodes starts its processes itself, or, without --batch_size, is started by hand, too; one with
+    --timeout, but neither --nodes nor --gpus, is started by torchrun, or is rank 0 of 1; the others are one process.
     """
-    _check_gpus(parser, args)
-    for name, value in vars(args).items():
-        if type(value) is int and value < 1 and name not in ("nr", "seed", "workers"):
-            parser.error(f"--{name} {value}: must be 1 or more")
-    if not 0 <= getattr(args, "lr", 0) < math.inf:
-        parser.error(f"--lr {args.lr}: must be a number, 0 or more, as in --lr 1e-3")
-    if not -(2**63) <= getattr(args, "seed", 0) < 2**63:
-        parser.error(f"--seed {args.seed}: must be from -2**63 to 2**63 - 1")
-    _check_ranks(parser, args)
-    if getattr(args, "plot", None) and Path(args.plot).suffix not in (".png", ".pdf", ".svg"):
-        parser.error(f"--plot {args.plot} is of a format that can't be drawn: use {Path(args.plot).stem}.png")
-    for name in ("savefile", "plot", "run_dir", "out") if getattr(args, "nr", 0) == 0 else ():
-        if path := getattr(args, name, None):
-            folder = Path(path) if name in ("run_dir", "out") else Path(path).parent
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                tempfile.TemporaryFile(dir=folder).close()
-                if folder != Path(path) and Path(path).is_dir():
-                    raise IsADirectoryError(0, "it is a folder")
-            except OSError as error:
-                parser.error(f"can't write --{name} {path} ({error.strerror}): choose another")
-
-
-def _check_gpus(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Refuse GPUs that are not there or do not work, and a backend that is not there or can't carry the messages."""
-    have, cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0, args.device == "cuda"
-    here = max(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0)) + 1)  # a launcher's
-    need, ids = getattr(args, "gpus", here) if cuda else 0, getattr(args, "gpu_ids", None)
+    refuse, env, cuda = parser.error, os.environ, args.device == "cuda"
+    have = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    here = max(int(env.get("LOCAL_WORLD_SIZE", 1)), int(env.get("LOCAL_RANK", 0)) + 1)  # a launcher's processes
     if cuda and not have:
         try:
             torch.cuda.init()
         except Exception as error:  # it says why
-            parser.error(f"this machine has 0 GPUs that work ({str(error).splitlines()[0]}): use --device cpu")
-    if ids and (len(set(ids)) < max(need, len(ids)) or not all(0 <= gpu < have for gpu in ids)):
-        parser.error(f"--gpu_ids {ids}: name {here} different ones of the {have} GPUs here, from 0")
-    if need > have:
-        fewer = f"-g {have}" if hasattr(args, "gpus") else f"--nproc-per-node {have}"
-        parser.error(f"{need} GPUs are needed, this machine has {have}: use {fewer} or --device cpu")
-    for device in getattr(args, "devices", None) or ():
-        try:
-            torch.empty(1, device=device)
-        except (RuntimeError, AssertionError):
-            parser.error(f"--devices {' '.join(args.devices)}: choose from cpu and {have} GPUs, cuda:0 and on")
-    backend, sends = getattr(args, "backend", None), "batch_size" not in args or getattr(args, "weights", "") == "send"
-    if backend and not dist.is_backend_available(backend):
-        parser.error(f"this torch is built without {backend}: use --backend gloo")
-    if backend == "nccl" and not cuda:
-        parser.error("nccl needs GPUs: use --backend gloo")
-    if backend == "gloo" and cuda and sends:
-        parser.error("gloo can't send GPU memory from rank to rank: use --backend nccl or --device cpu")
+            refuse(f"this machine has 0 GPUs that work ({str(error).splitlines()[0]}): use --device cpu")
+    for name, value in vars(args).items():
+        if type(value) is int and value < 1 and name not in ("nr", "seed", "workers"):
+            refuse(f"--{name} {value}: must be 1 or more")
+    if cuda and getattr(args, "gpus", here) > have:
+        fewer = f"-g {have}" if "gpus" in args else f"--nproc-per-node {have}"
+        refuse(f"{getattr(args, 'gpus', here)} GPUs are needed, this machine has {have}: use {fewer} or --device cpu")
+    if not 0 <= getattr(args, "lr", 0) < math.inf:
+        refuse(f"--lr {args.lr}: must be a number, 0 or more, as in --lr 1e-3")
+    if not -(2**63) <= getattr(args, "seed", 0) < 2**63:
+        refuse(f"--seed {args.seed}: must be from -2**63 to 2**63 - 1")
+    if getattr(args, "plot", None) and Path(args.plot).suffix not in (".png", ".pdf", ".svg"):
+        refuse(f"--plot {args.plot} is of a format that can't be drawn: use {Path(args.plot).stem}.png")
+    for name in ("savefile", "plot", "run_dir", "out") if getattr(args, "nr", 0) == 0 else ():
+        if path := getattr(args, name, None):
+            folder = path if name in ("run_dir", "out") else os.path.dirname(path) or "."
+            with contextlib.suppress(OSError):
+                os.makedirs(folder, exist_ok=True)
+            if not os.path.isdir(folder) or not os.access(folder, os.W_OK) or (os.path.isdir(path) and folder != path):
+                refuse(f"can't write --{name} {path}: choose another")
 
-
-def _check_ranks(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Refuse a launcher where each of its processes would run all of a lesson, and nodes that can't meet."""
-    env, by_torchrun = os.environ, "timeout" in args and "gpus" not in args
+    by_torchrun, by_hand = "timeout" in args and "gpus" not in args, "nodes" in args and "batch_size" not in args
     if "RANK" not in env and by_torchrun:  # be rank 0 of 1
         port = str(socket.create_server(("127.0.0.1", 0)).getsockname()[1])
         env.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    elif "RANK" in env and not by_torchrun and ("nodes" not in args or "batch_size" in args):  # not point-to-point
+    elif "RANK" in env and not by_torchrun and not by_hand:
         torchrun = "torchrun --standalone --nproc-per-node 2 playground/distributed_data_parallel_torchrun.py"
-        parser.error(f"RANK is set, but this lesson is not for a launcher: unset RANK, or use {torchrun}")
+        refuse(f"RANK is set, but this lesson is not for a launcher: unset RANK, or use {torchrun}")
     needed = ["WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", *["LOCAL_RANK"] * by_torchrun]
     if "RANK" in env and (missing := [name for name in needed if name not in env]):
-        parser.error(f"RANK is set, so set {', '.join(missing)} as well, or unset RANK")
+        refuse(f"RANK is set, so set {', '.join(missing)} as well, or unset RANK")
+    if backend := getattr(args, "backend", None):
+        if not dist.is_backend_available(backend):
+            refuse(f"this torch is built without {backend}: use --backend gloo")
+        if backend == "nccl" and not cuda:
+            refuse("nccl needs GPUs: use --backend gloo")
+        if backend == "gloo" and cuda and (by_hand or getattr(args, "weights", "") == "send"):
+            refuse("gloo can't send GPU memory from rank to rank: use --backend nccl or --device cpu")
     if "nodes" not in args:
         return
     if not 0 <= args.nr < args.nodes:
-        parser.error(f"-nr {args.nr}: with -n {args.nodes} the number of a node is 0 to {args.nodes - 1}")
+        refuse(f"-nr {args.nr}: with -n {args.nodes} the number of a node is 0 to {args.nodes - 1}")
     if ":" in args.ip and not args.ip.startswith("["):  # IPv6, as URLs have it
         args.ip = f"[{args.ip}]"
     given = parser.parse_args(namespace=argparse.Namespace(ip=None)).ip  # None in place of the default
     url = getattr(args, "init_method", None) or ("tcp://given:1" if given or args.nodes == 1 else "")
     path = Path(url.removeprefix("file://"))
     if not url:
-        parser.error(f"-n {args.nodes} needs -ip, the address of node 0")
+        refuse(f"-n {args.nodes} needs -ip, the address of node 0")
     if url == "env://" and not {"MASTER_ADDR", "MASTER_PORT"} <= env.keys():
-        parser.error("env:// reads the environment: first export MASTER_ADDR=<ip of node 0> MASTER_PORT=8888")
+        refuse("env:// reads the environment: first export MASTER_ADDR=<ip of node 0> MASTER_PORT=8888")
     if url.startswith("file:///") and (path.is_dir() or not path.parent.is_dir()):
-        parser.error(f"--init_method {url}: name a file that can be made, in a folder that is there on all nodes")
+        refuse(f"--init_method {url}: name a file that can be made, in a folder that is there on all nodes")
     if not re.fullmatch(r"env://|file:///.*|tcp://.+:\d+", url):
-        parser.error(f"--init_method {url}: use env://, tcp://<ip of node 0>:8888 or file:///<a path all nodes see>")
+        refuse(f"--init_method {url}: use env://, tcp://<ip of node 0>:8888 or file:///<a path all nodes see>")
 
 
 def meet(args: argparse.Namespace) -> None:
@@ -186,9 +162,10 @@ def _difference(zero: dict, theirs: dict, who: str) -> str:
     """Say in which flag somebody differs from node or rank 0; empty, if in none."""
     for name in zero | theirs:
         if zero.get(name) != theirs.get(name) and not (name == "savefile" and "nodes" in zero):  # only node 0 uses it
-            what, first = name if name == "lesson" else f"--{name}", f"{who.split()[0]} 0"
-            same = "start every node with the same lesson and flags"
-            return f"{what} differs: {zero.get(name)} on {first}, {theirs.get(name)} on {who}: {same}"
+            values = f"{zero.get(name)} on {who.split()[0]} 0, {theirs.get(name)} on {who}"
+            return (
+                f"{'--' * (name != 'lesson')}{name} differs: {values}: start every node with the same lesson and flags"
+            )
     return ""
 
 
@@ -239,28 +216,17 @@ def _call(host: str, port: int, hello: str, timeout: int) -> str:
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
-    """Say in one line what PyTorch says in many, with status 1, or 130 after Ctrl-C; end what was started.
-
-    The lesson's own errors keep their traceback, whatever their words: PyTorch's are known by their type and place.
-    """
-    # for the ranks: C++ back traces would bury the one line
-    os.environ.update(
-        PLAYGROUND_STARTER=str(os.getpid()), TORCH_CPP_LOG_LEVEL=os.getenv("TORCH_CPP_LOG_LEVEL", "FATAL")
-    )
+    """Say in one line what PyTorch says in many, and end what was started; own errors keep their traceback."""
+    os.environ["PLAYGROUND_STARTER"] = str(os.getpid())  # the ranks look for it
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # of the ranks: C++ back traces would bury the one line
     try:
         yield
-    except (Exception, KeyboardInterrupt) as first:
-        error = _cause(first)
-        told = _known(error)
-        if not told and isinstance(error, mp.ProcessRaisedException):
-            told = str(error).strip()  # the rank's own traceback, without the starter's
-        elif not told:
-            told = traceback.format_exc().strip()
+    except (Exception, KeyboardInterrupt) as error:
+        told = _told(_cause(error))
         print(told, file=sys.stderr, flush=True)
-        status = 130 if told == INTERRUPTED else 1
         if dist.is_initialized():
-            os._exit(status)  # not through Python's shutdown, in which a thread of the group may abort
-        sys.exit(status)
+            os._exit(130 if told == INTERRUPTED else 1)  # a thread of the group may abort Python's own way out
+        sys.exit(130 if told == INTERRUPTED else 1)
     finally:
         for process in multiprocessing.active_children():
             process.kill()
@@ -277,15 +243,14 @@ def _cause(error: BaseException) -> BaseException:
             errors.append(other)
         except (EOFError, pickle.UnpicklingError):
             continue  # that rank was ended while it wrote its error
-    followed = [getattr(e, "signal_name", None) in ("SIGTERM", "SIGABRT") or LOST in _known(e) for e in errors]
+    followed = [getattr(e, "signal_name", None) in ("SIGTERM", "SIGABRT") or LOST in _told(e) for e in errors]
     return errors[followed.index(False) if False in followed else 0]
 
 
-def _known(error: BaseException) -> str:
-    """Return an error of PyTorch's own with what to do about it, as one line; empty for all others."""
+def _told(error: BaseException) -> str:
+    """Return an error of PyTorch's, known by its type and place, as one line with advice; another's traceback."""
     who = f"error: local_rank {error.error_index}: " if hasattr(error, "error_index") else "error: "
-    sent = isinstance(error, mp.ProcessRaisedException)  # by a rank, as text
-    text = str(error) if sent else "".join(traceback.format_exception(error))
+    text = str(error) if isinstance(error, mp.ProcessRaisedException) else "".join(traceback.format_exception(error))
     if getattr(error, "signal_name", "") == "SIGINT" or re.search("^KeyboardInterrupt", text, re.M):
         return INTERRUPTED
     if isinstance(error, mp.ProcessExitedException):
@@ -301,5 +266,7 @@ def _known(error: BaseException) -> str:
     if kind == "RuntimeError":
         in_torch = bool(frames) and Path(frames[-1][1]).is_relative_to(Path(torch.__file__).parent)
         own = re.search(r"gloo/\S+\.cc:\d+\]", said) or (in_torch and re.search("Application timeout|NCCL", said))
+    if not own:
+        return text.strip()
     line = re.sub(r"^\[\S+\] ?", "", said.strip().partition("\n")[0])  # without the place in gloo's sources
-    return f"{who}{line}: {next(advice for sign, advice in ADVICE.items() if re.search(sign, said))}" if own else ""
+    return f"{who}{line}: {next(advice for sign, advice in ADVICE.items() if re.search(sign, said))}"

@@ -133,6 +133,7 @@ def main():
     add("-r", "--rank", "-nr", "--nr", dest="nr", type=int, default=0, help="number of this machine, from 0")
     add("-ip", "--ip", default="127.0.0.1", help="address of machine 0")
     add("--port", type=int, default=8888, help="of machine 0; on a single one any free port is taken")
+    add("--init_method", metavar="URL", help="tcp://... or env:// in place of -ip and --port")
     add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     add("--timeout", type=int, default=60, help="seconds to wait for another rank")
     add("--epochs", type=int, default=3)
@@ -155,13 +156,15 @@ def main():
     if args.batch_size % world_size:
         nearest = max(1, round(args.batch_size / world_size)) * world_size
         parser.error(f"--batch_size {args.batch_size} can't be shared by {world_size} processes: use {nearest}")
+    if (args.init_method or "").startswith("file://"):
+        parser.error("launch does not meet reliably by file:// over several nodes: use --init_method tcp://<ip>:8888")
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)  # once per node, before its ranks start
     meet(args)  # guard rail
     # NEW: launch uses the GPUs that it sees: show it one for each process, and none for --device cpu
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[: args.gpus]) if args.device == "cuda" else ""
     # NEW: starts the ranks, forms the group and calls train(args) in each
-    url, wait = f"tcp://{args.ip}:{args.port}", timedelta(seconds=args.timeout)
+    url, wait = args.init_method or f"tcp://{args.ip}:{args.port}", timedelta(seconds=args.timeout)
     launch(train, args.gpus, args.nodes, args.nr, dist_url=url, args=(args,), timeout=wait)
 
 

@@ -67,17 +67,6 @@ def log(args, line):
         print(line, file=file)
 
 
-def save(args, epoch, model, optimizer):
-    """Write a checkpoint, and remove all but the last three."""
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch, "args": vars(args)}
-    with open(f"{args.run_dir}/unfinished.pt", "wb") as file:
-        torch.save(state, file)
-        os.fsync(file.fileno())  # NEW: before it gets its name: the machine may die, too
-    os.replace(f"{args.run_dir}/unfinished.pt", f"{args.run_dir}/epoch-{epoch:04}.pt")
-    for old in sorted(Path(args.run_dir).glob("epoch-*.pt"))[:-3]:
-        old.unlink()
-
-
 def newest_checkpoint(args):
     """Return the last checkpoint, or the one before it if that is damaged, and so on; None if there has been none."""
     paths = sorted(Path(args.run_dir).glob("epoch-*.pt"))
@@ -116,6 +105,17 @@ def run_epoch(model, loader, device, optimizer=None):
     totals = torch.tensor([loss_sum, hits, seen], dtype=torch.float64, device=device)
     dist.all_reduce(totals)
     return totals.tolist()
+
+
+def save(args, epoch, model, optimizer):
+    """Write a checkpoint, and remove all but the last three."""
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch, "args": vars(args)}
+    with open(f"{args.run_dir}/unfinished.pt", "wb") as file:
+        torch.save(state, file)
+        os.fsync(file.fileno())  # NEW: before it gets its name: the machine may die, too
+    os.replace(f"{args.run_dir}/unfinished.pt", f"{args.run_dir}/epoch-{epoch:04}.pt")
+    for old in sorted(Path(args.run_dir).glob("epoch-*.pt"))[:-3]:
+        old.unlink()
 
 
 @record

@@ -127,7 +127,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, usage=argparse.SUPPRESS)
     add = parser.add_argument
     add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--devices", nargs=2, help="of stage1 and stage2; default: the first two GPUs, or one device twice")
+    names = ["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
+    add("--devices", nargs=2, choices=names, help="of stage1 and stage2; default: the first two GPUs, or one twice")
     add("--pipelined", action="store_true", help="cut each batch into micro-batches")
     add("--micro_batches", type=int, default=4, help="how many, with --pipelined")
     add("--plot", metavar="PNG", help="draw the timeline into this file")

@@ -7,12 +7,7 @@ from nodes import ADDRESSES
 
 @pytest.mark.parametrize(
     ("lesson", "gpus"),
-    [
-        ("manual_data_parallel", 1),
-        ("distributed_data_parallel", 2),
-        ("distributed_data_parallel2", 1),
-        ("pipeline_parallel", 2),
-    ],
+    [("manual_data_parallel", 1), ("distributed_data_parallel", 2), ("distributed_data_parallel2", 1)],
 )
 def test_training_on_two_nodes(lesson, gpus, nodes, tmp_path):
     """Two nodes with one or two ranks each print what one process prints; that only node 0 saves is no difference."""

@@ -1,0 +1,169 @@
+"""Lessons stand by themselves: without their guard rails, and in a project that has none of this one's modules."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from conftest import LESSONS, SHORT, by_torchrun, epochs, lesson_path, one_process, run, torchrun
+
+DISTRIBUTED = [name for name in LESSONS if "dist.init_process_group" in lesson_path(name).read_text()]
+DISTRIBUTED.append("distributed_data_parallel2")  # launch calls it
+NOT_FOR_DIGITS = ("p2p", "resnet")
+
+
+def text_of(lesson):
+    """Return the source of a lesson."""
+    return lesson_path(lesson).read_text()
+
+
+def without_guard_rails(text):
+    """Delete what README says can be deleted: the import, and each line that is marked as a guard rail."""
+    text, count = re.subn(
+        r"^    with explained\(\):  # guard rail\n        main\(\)\n", "    main()\n", text, flags=re.M
+    )
+    text, more = re.subn(r"^.*  # guard rail\n|^from common.guard_rails import .*\n", "", text, flags=re.M)
+    assert count == 1 and more >= 2
+    assert "guard" not in text
+    return text
+
+
+def flags_for(lesson, folder):
+    """Return flags for a short run of a lesson."""
+    own = {"compare": ("--only", "parity", "--lessons", "data_parallel")}.get(lesson, ())
+    own += ("--run_dir", folder / "run") if "resumable" in lesson else ()
+    own += ("--out", folder / "out") if lesson in ("compare", "profile_steps") else ()
+    if "p2p" in lesson:
+        return own
+    if "resnet" in lesson:
+        return ("--dataset", "fake", "--device", "cpu", "--batch_size", 600, "--epochs", 1, "--workers", 1)
+    return (*SHORT, *own)
+
+
+@pytest.mark.parametrize("lesson", [lesson for lesson in LESSONS if lesson != "compare"])  # a tool, no lesson to copy
+def test_a_lesson_runs_without_guard_rails(lesson, tmp_path):
+    """Deleted, nothing is missing: the same numbers, from two processes where there are several."""
+    copy = tmp_path / f"{lesson}.py"
+    copy.write_text(without_guard_rails(text_of(lesson)))
+    if by_torchrun(lesson):
+        done = torchrun(copy, *flags_for(lesson, tmp_path)).wait(180)
+        assert done.returncode == 0, done.stderr
+    else:
+        done = run(copy, *flags_for(lesson, tmp_path))
+    if not any(part in lesson for part in NOT_FOR_DIGITS):
+        assert epochs(done.stdout) == one_process(*SHORT)
+
+
+def leaning(text):
+    """Return the numbers of the code lines that name anything from common or measure."""
+    tree = ast.parse(text)
+    names, lines = set(), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] in ("common", "measure"):
+            names |= {alias.asname or alias.name for alias in node.names}
+            lines |= set(range(node.lineno, node.end_lineno + 1))
+    return lines | {node.lineno for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id in names}
+
+
+@pytest.mark.parametrize("lesson", [lesson for lesson in LESSONS if lesson != "compare"])
+def test_how_much_of_a_lesson_leans_on_this_project(lesson, record_property):
+    """At most 15 lines of code, 8 in the point-to-point lessons."""
+    count = len(leaning(text_of(lesson)))
+    record_property(f"lines of {lesson}.py that name common or measure", count)
+    assert 0 < count <= (8 if "p2p" in lesson else 15)
+
+
+IMPORTS = "from torchvision.datasets import FakeData\nfrom torchvision.transforms import ToTensor"
+DATA = "    train_set, test_set = (FakeData(size, (1, 28, 28), 10, ToTensor()) for size in (600, 99))"
+MODEL = "    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10)).to(device)"
+MINE = {  # what a reader writes in place of the lines that lean on this project; empty: nothing
+    r"^from common.data import .*": IMPORTS,
+    r"^from common.models import .*": "",
+    r"^    train_set, test_set = load\(.*": DATA,
+    r'^    options = \{"collate_fn": whole_batch, (.*)': r"    options = {\1",
+    r"^    model = MODELS.*": MODEL,
+    r'^    add\("--model".*': "",
+    r'^    add\("--data_dir".*': "",
+    r"^    args.dataset = fetch\(.*": "",
+    r"^sys.path.append\(.*": "",
+}
+
+
+@pytest.mark.parametrize(
+    "lesson", ["single_gpu", "distributed_data_parallel", "distributed_data_parallel_torchrun", "blocking_p2p"]
+)
+def test_a_lesson_lifted_into_a_project_of_its_own(lesson, tmp_path):
+    """In an empty folder, with those lines replaced by plain torchvision: it trains, or talks."""
+    before = text_of(lesson)
+    after = without_guard_rails(before)
+    changed = len(leaning(before)) - len(leaning(after))
+    for pattern, mine in MINE.items():
+        after, count = re.subn(pattern, mine, after, flags=re.M)
+        assert count == (1 if "p2p" not in lesson or "sys.path" in pattern else 0), pattern
+        changed += count
+    assert changed <= (8 if "p2p" in lesson else 16)
+    code = after[after.index('"""', 3) + 3 :]
+    assert "common" not in code and not leaning(after)
+    copy = tmp_path / "mine.py"
+    copy.write_text(after)
+    start = [sys.executable, "-I"]  # finds nothing beside the script and in no other folder of ours
+    if by_torchrun(lesson):
+        start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    flags = [] if "p2p" in lesson else ["--epochs", "2", "--batch_size", "100", "--device", "cpu"]
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*start, copy, *flags], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    if "p2p" in lesson:
+        assert "rank 1: [0.0, 0.0, 0.0, 0.0] -> [0.0, 1.0, 2.0, 3.0]" in done.stdout
+    else:
+        assert len(epochs(done.stdout)) == 2
+
+
+COUNTED = """
+import functools
+import glob
+import os
+
+
+def counted(train):
+    @functools.wraps(train)
+    def trained(*args):
+        train(*args)
+        names = [open(path).read() for path in glob.glob("/proc/self/task/*/comm")]
+        os.write(1, f"gloo threads: {sum('gloo' in name for name in names)}\\n".encode())  # in one piece
+
+    return trained
+
+
+"""
+
+
+def threads_left(lesson, text, folder):
+    """Run a lesson in two processes and return how many of gloo's threads each has when train has returned."""
+    text, count = re.subn(r"^def (train|talk)\(", r"@counted\ndef \1(", text, flags=re.M)
+    assert count == 1
+    first = re.search(r"^(@record\n)?(def|@counted)", text, re.M).start()
+    copy = folder / f"{lesson}.py"
+    copy.write_text(text[:first] + COUNTED + text[first:])
+    if by_torchrun(lesson):
+        done = torchrun(copy, *flags_for(lesson, folder)).wait(180)
+    else:
+        done = run(copy, *flags_for(lesson, folder))
+    assert done.returncode == 0, done.stderr
+    return [int(number) for number in re.findall(r"gloo threads: (\d+)", done.stdout)]
+
+
+@pytest.mark.parametrize("lesson", DISTRIBUTED)
+def test_no_thread_of_the_group_outlives_it(lesson, tmp_path):
+    """A thread that is left may abort Python's shutdown: there is none when train has returned."""
+    assert threads_left(lesson, text_of(lesson), tmp_path) == [0, 0]
+
+
+def test_threads_that_are_left_are_seen(tmp_path):
+    """Without the guard rails, and so without what they import early, the count finds some."""
+    left = threads_left(
+        "distributed_data_parallel", without_guard_rails(text_of("distributed_data_parallel")), tmp_path
+    )
+    assert len(left) == 2 and min(left) > 0

@@ -1,0 +1,139 @@
+"""The resumable lesson: restarts that change nothing, checkpoints that survive, one log."""
+
+import os
+import re
+import signal
+
+import pytest
+import torch
+from conftest import DIGITS, LONG, Lesson, epochs, one_process, run, torchrun
+from nodes import need, sh
+from test_errors import one_line, wait_for_line
+
+LESSON = "distributed_data_parallel_resumable"
+MANY = (*DIGITS, "--batch_size", 120, "--epochs", 40, "--double")
+
+
+def assert_same_weights(one, other):
+    """Compare two checkpoints in float64: what a restart may change is the order of sums at most."""
+    one, other = (torch.load(path, weights_only=True)["model"] for path in (one, other))
+    for name, weight in one.items():
+        torch.testing.assert_close(other[name], weight, atol=1e-9, rtol=0)
+
+
+def test_a_killed_rank_changes_nothing(tmp_path):
+    """SIGKILL to a rank, twice: torchrun restarts all, they go on from the checkpoint and end with the same weights."""
+    whole = run(LESSON, *MANY, "--run_dir", tmp_path / "whole").stdout
+    restarting = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # as the lesson's docstring has it
+    job = torchrun(LESSON, *MANY, "--run_dir", tmp_path / "killed", restarts=2, env=restarting)
+    for victim in (1, 0):
+        pids = job.ranks(2)
+        wait_for_line(job, "epoch ")
+        os.kill(pids[victim], signal.SIGKILL)
+    done = job.wait()
+    assert done.returncode == 0, done.stderr
+    log = (tmp_path / "killed" / "log.txt").read_text()
+    assert 1 <= len(re.findall("of 40 epochs are done", log)) <= 2
+    assert epochs(log)[-1] == epochs(whole)[-1]
+    assert_same_weights(tmp_path / "whole" / "epoch-0040.pt", tmp_path / "killed" / "epoch-0040.pt")
+
+
+def test_what_is_in_the_run_folder(tmp_path):
+    """Rank 0 alone writes: one log, one set of curves, the last three checkpoints; a second start goes on."""
+    for count in (2, 5):
+        done = torchrun(LESSON, *DIGITS, "--epochs", count, "--run_dir", tmp_path / "run").wait()
+        assert done.returncode == 0, done.stderr
+    names = sorted(os.listdir(tmp_path / "run"))
+    assert [name for name in names if name.startswith("epoch")] == [f"epoch-000{number}.pt" for number in (3, 4, 5)]
+    assert len([name for name in names if name.startswith("events")]) == 2  # one for each start, none of rank 1
+    assert len(names) == 3 + 2 + 1
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert re.findall(r"^epoch (\d)", log, re.M) == list("12345")
+    assert "2 of 5 epochs are done" in log
+
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "run"))
+    events.Reload()
+    curves = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    assert set(curves) == {"loss", "accuracy/train", "accuracy/test", "images per second"}
+    for values in curves.values():
+        assert [step for step, _ in values] == [1, 2, 3, 4, 5]
+    for (_, value), line in zip(curves["loss"], epochs(log), strict=True):
+        assert value == pytest.approx(line["loss"], abs=1e-4)
+
+    again = run(LESSON, *DIGITS, "--epochs", 5, "--run_dir", tmp_path / "run")
+    assert "5 of 5 epochs are done" in again.stdout
+    assert "epoch 5" not in again.stdout
+    for flags, told in ((("--lr", 1), "--lr 0.001"), (("--double",), "--double False")):
+        other = run(LESSON, *DIGITS, "--epochs", 6, *flags, "--run_dir", tmp_path / "run", status=1)
+        one_line(other, told, "--run_dir")
+
+
+def test_a_checkpoint_cut_short(tmp_path):
+    """The one before it is used, the log says so, and the end is the same."""
+    folder = tmp_path / "run"
+    run(LESSON, *DIGITS, "--epochs", 3, "--double", "--run_dir", folder)
+    (folder / "epoch-0003.pt").rename(tmp_path / "expected.pt")
+    whole = (tmp_path / "expected.pt").read_bytes()
+    (folder / "epoch-0003.pt").write_bytes(whole[: int(len(whole) * 0.6)])
+    (folder / "epoch-0002.pt").write_bytes(b"")
+    done = torchrun(LESSON, *DIGITS, "--epochs", 3, "--double", "--run_dir", folder).wait()
+    assert done.returncode == 0, done.stderr
+    for number in (3, 2):
+        assert re.search(f"WARNING: .*epoch-000{number}.pt is damaged .*: using the one before it", done.stdout)
+    assert "1 of 3 epochs are done" in done.stdout
+    assert_same_weights(tmp_path / "expected.pt", folder / "epoch-0003.pt")
+
+
+def test_all_checkpoints_damaged(tmp_path):
+    """It stops, rather than train anew and remove what might still be saved."""
+    folder = tmp_path / "run"
+    run(LESSON, *DIGITS, "--epochs", 2, "--run_dir", folder)
+    for path in folder.glob("epoch-*.pt"):
+        path.write_bytes(path.read_bytes()[:1000])
+    done = run(LESSON, *DIGITS, "--epochs", 2, "--run_dir", folder, status=1)
+    one_line(done, "epoch-0001.pt is damaged, and there is none before it", "--run_dir")
+    assert len(list(folder.glob("epoch-*.pt"))) == 2
+
+
+def test_a_full_disk(tmp_path):
+    """No room for the next checkpoint: one line, the ones before it are whole, and with more room it goes on."""
+    need("mount")
+    folder = tmp_path / "small"
+    folder.mkdir()
+    sh("mount", "-t", "tmpfs", "-o", "size=1900k", "tmpfs", folder)
+    try:
+        done = run(LESSON, *DIGITS, "--epochs", 5, "--run_dir", folder / "run", status=1)
+        one_line(done, "No space left on device", "make room", "--run_dir")
+        saved = sorted((folder / "run").glob("epoch-*.pt"))
+        assert saved
+        for path in saved:
+            torch.load(path, weights_only=True)
+        sh("mount", "-o", "remount,size=20m", folder)
+        done = run(LESSON, *DIGITS, "--epochs", 5, "--run_dir", folder / "run")
+        assert f"{len(saved)} of 5 epochs are done" in done.stdout
+        assert epochs(done.stdout)[-1] == one_process(*DIGITS, "--epochs", 5)[-1]
+    finally:
+        sh("umount", folder)
+
+
+def test_a_folder_that_can_not_be_made(main):
+    """Status 2, one line."""
+    one_line(main(LESSON, *DIGITS, "--run_dir", "/proc/here"), "--run_dir /proc/here")
+
+
+def test_ctrl_c(tmp_path):
+    """As in single_gpu.py, and the checkpoints are good; under torchrun no process is left."""
+    job = Lesson(LESSON, *LONG, "--run_dir", tmp_path / "alone")
+    wait_for_line(job, "epoch 1/")
+    os.killpg(job.process.pid, signal.SIGINT)
+    done = job.wait(20)
+    assert (done.returncode, done.stderr.strip()) == (130, "interrupted")
+    job = torchrun(LESSON, *LONG, "--run_dir", tmp_path / "two")
+    job.ranks(2)
+    wait_for_line(job, "epoch 2/")
+    os.killpg(job.process.pid, signal.SIGINT)
+    assert job.wait(60).returncode != 0
+    for path in [*tmp_path.glob("*/epoch-*.pt")]:
+        torch.load(path, weights_only=True)
