@@ -176,7 +176,7 @@ def test_flags_that_cannot_work(ranks, flags, words, main):
     ("flags", "words"),
     [
         (("--pipelined", "--micro_batches", 1000), ("128 images make 128 pieces at most", "use 128")),
-        (("--devices", "cpu", "cuda:99"), ("--devices cpu cuda:99", "choose from cpu and")),
+        (("--devices", "cpu", "cuda:99"), ("--devices", "cuda:99", "choose from")),
         (("--micro_batches", 0), ("must be 1 or more",)),
     ],
 )
