@@ -112,9 +112,8 @@ def show_steps(rank, path):
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     if rank == 0:
-        print(
-            "rank  step (ms)   = data      + computing + messages    messages hidden", *everyone, sep="\n", flush=True
-        )
+        head = "rank  step (ms)   = data      + computing + messages    messages hidden"
+        print(head, *everyone, sep="\n", flush=True)
 
 
 @record
@@ -138,6 +137,7 @@ def train(args):
     if args.average == "ddp":
         model = DistributedDataParallel(model, bucket_cap_mb=args.bucket_cap_mb)  # NEW: None is DDP's own choice
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
+    os.makedirs(args.out, exist_ok=True)
     trace = f"{args.out}/rank{rank}.json"
 
     for epoch in range(args.epochs):

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import LESSONS, SHORT, by_torchrun, epochs, lesson_path, one_process, run, torchrun
+from conftest import LESSONS, SHORT, by_torchrun, epochs, free_port, lesson_path, one_process, run, torchrun
 
 DISTRIBUTED = [name for name in LESSONS if "dist.init_process_group" in lesson_path(name).read_text()]
 DISTRIBUTED.append("distributed_data_parallel2")  # launch calls it
@@ -32,9 +32,9 @@ def without_guard_rails(text):
 
 def flags_for(lesson, folder):
     """Return flags for a short run of a lesson."""
-    own = {"compare": ("--only", "parity", "--lessons", "data_parallel")}.get(lesson, ())
-    own += ("--run_dir", folder / "run") if "resumable" in lesson else ()
-    own += ("--out", folder / "out") if lesson in ("compare", "profile_steps") else ()
+    own = ("--run_dir", folder / "run") if "resumable" in lesson else ()
+    own += ("--out", folder / "out") if lesson == "profile_steps" else ()
+    own += ("--port", free_port()) if '"--port"' in text_of(lesson) else ()  # without guard rails it is a fixed one
     if "p2p" in lesson:
         return own
     if "resnet" in lesson:
@@ -112,6 +112,7 @@ def test_a_lesson_lifted_into_a_project_of_its_own(lesson, tmp_path):
     if by_torchrun(lesson):
         start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     flags = [] if "p2p" in lesson else ["--epochs", "2", "--batch_size", "100", "--device", "cpu"]
+    flags += ["--port", str(free_port())] if '"--port"' in after else []
     env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run([*start, copy, *flags], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

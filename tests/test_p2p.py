@@ -24,7 +24,7 @@ def test_blocking_shows_buffers_and_waiting(processes):
 @pytest.mark.parametrize("processes", [2, 3])
 def test_deadlock_ends_and_is_cured(processes):
     """All ranks hang, say why, and get their messages in each of the three other orders."""
-    out = run("blocking_p2p", "-g", processes, "--deadlock", timeout=30).stdout
+    out = run("blocking_p2p", "-g", processes, "--deadlock").stdout
     assert len(re.findall(r"rank \d: DEADLOCK: rank \d receives only after its own send", out)) == processes
     for order in ("even ranks send first", "isend and irecv", "batch_isend_irecv"):
         received = re.findall(rf"rank (\d): {order}: received (\d)", out)
