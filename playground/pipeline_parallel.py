@@ -39,11 +39,10 @@ from torch.utils.data import DataLoader, RandomSampler
 from tqdm import tqdm
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
-from measure.timeline import show, watch
-
 from common.data import DATA_DIR, fetch, load, whole_batch
 from common.guard_rails import check, explained, meet
 from common.models import MODELS
+from measure.timeline import show, watch
 
 
 def join(args):
