@@ -16,7 +16,7 @@ from conftest import DIGITS, LESSONS, ROOT, Lesson, by_torchrun, epochs, one_pro
 
 TWO_EPOCHS = (*DIGITS, "--epochs", 2)
 TRACES = "playground/measure/traces.py"
-STEPS = r"^(\d+) +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+)$"  # the rows of profile_steps.py's table
+STEPS = r"^(\d+) +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+) *$"  # the rows of profile_steps.py's table
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ def test_averages_where_sums_belong(change, reference):
     assert 0.3 < float(seconds) * int(rate.replace(",", "")) / 1408 < 0.7  # half of the images
 
 
-@pytest.mark.parametrize(("count", "words"), [(1, "another rank has ended"), (2, "in different collectives")])
+@pytest.mark.parametrize(("count", "words"), [(1, "another rank has ended"), (2, "Timed out waiting 10000ms")])
 def test_gather_on_rank_0_only(count, words, change):
     """Rank 0 is in gather, rank 1 at its end or in the barrier of the next epoch."""
     old = "comm.gather(run_epoch(plain, test_loader, device).tolist())"
@@ -166,7 +166,7 @@ def test_gather_on_rank_0_only(count, words, change):
         "distributed_data_parallel2", (old, f"{mine}\n        if rank == 0:\n            tests = comm.gather(tests)")
     )
     done = ends(copy, "--epochs", count, "--timeout", 10, status=1)
-    assert re.search(f"{words}|another rank", done.stderr.splitlines()[-1])
+    assert words in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize("recorded", [True, False])
@@ -209,8 +209,8 @@ def test_a_start_without_the_optimizer(change, tmp_path):
     assert abs(right[0] - wrong[0]) > 1e-3
 
 
-FEWER = ("(1800, 200)", "(256, 64)")  # images
-RESNET = ("--device", "cpu", "--dataset", "fake", "--workers", 0, "--batch_size", 64)
+FEWER = ("(1800, 200)", "(128, 32)")  # images
+RESNET = ("--device", "cpu", "--dataset", "fake", "--workers", 0, "--batch_size", 64, "--double")
 
 
 def resnet(copy, pieces):
@@ -227,7 +227,7 @@ def test_averaging_after_each_piece(change):
     text, sync = copy.read_text(), "model.no_sync() if wait else nullcontext()"
     assert text.count(sync) == 1
     copy.write_text(text.replace(sync, "nullcontext()"))
-    assert resnet(copy, 4) == pytest.approx(right, abs=2e-3)
+    assert resnet(copy, 4) == pytest.approx(right, abs=1.01e-4)
 
 
 def test_gradients_that_are_four_times_as_large(change):
