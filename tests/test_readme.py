@@ -68,7 +68,7 @@ def test_console_block(block, request):
     jobs = [(start(command, mnist), shown) for _, command, shown in commands(block)] if together else []
     for _, command, shown in commands(block):
         process, shown = jobs.pop(0) if together else (start(command, mnist), shown)
-        out, err = process.communicate(timeout=180)
+        out, err = process.communicate(timeout=300)
         lines = [line for line in (out + err).splitlines() if line.strip() and not line.startswith("+ ")]
         if shown[:1] == ["..."]:
             shown = shown[1:]
@@ -117,7 +117,7 @@ def test_the_parity_numbers_are_those_of_a_run(double):
     flags = "--dataset digits --batch_size 120 --epochs 2"
     assert f"`{flags}`" in README and f"`{flags}`" in LESSONS_README
     command = f"python playground/single_gpu.py {flags}" + " --double" * double
-    out, _ = start(command, None).communicate(timeout=120)
+    out, _ = start(command, None).communicate(timeout=300)
     row = next(row for row in re.findall(PARITY, README, re.M) if row[0] == "single_gpu")
     loss, train, test, loss64 = map(float, (*row[3:6], row[7]))
     last = epochs(out)[-1]
@@ -140,7 +140,7 @@ def test_the_command_of_a_lesson_runs(lesson, tmp_path):
     short += f" --out {tmp_path}" if lesson in ("profile_steps", "compare") else ""
     short += " --only parity --lessons model_parallel" if lesson == "compare" else ""
     process = start(COMMANDS[lesson] + short, None)
-    out, err = process.communicate(timeout=180)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     assert out
 
