@@ -1,8 +1,9 @@
 """Guard rails: whatever goes wrong ends quickly, in one line that says what to type next, and leaves no process behind.
 
-A lesson has three lines of them, and runs without them as well: check(parser, args) refuses flags that can't work,
-meet(args) names nodes that are missing, are there twice or were started with other flags, and explained(), around
-main(), says in one line what ended a run, and ends what it has started.
+A lesson has two or three lines of them, and runs without them as well: check(parser, args) refuses flags that can't
+work, meet(args) names nodes that are missing, are there twice or were started with other flags, and explained(), around
+main(), says in one line what ended a run, and ends what it has started. Importing this module also lets Ctrl-C end a
+rank that waits inside C++, and keeps libraries from logging around that line.
 """
 
 import argparse
@@ -42,8 +43,8 @@ ADVICE = {  # what PyTorch says in an error of its own, and what to do about it
     "": LOST,
 }
 
-logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it tells which processes it ends
-logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)  # it tells whole schedules
+logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it logs each process it ends
+logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)  # it logs whole schedules
 tqdm.set_lock(threading.RLock())  # Python warns of its default, a semaphore, when a process is killed
 if multiprocessing.current_process().name != "MainProcess":  # this is a rank that mp.spawn has started
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends it even while it waits inside C++

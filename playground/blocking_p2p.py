@@ -11,10 +11,11 @@ numbers are here, send until the other rank receives them.
     python playground/blocking_p2p.py --deadlock
     python playground/blocking_p2p.py -n 2 -g 1 -nr 0 -ip <ip of node 0>    # rank 0 here, and on node 1 with -nr 1
 
-Or start each rank by hand, in a terminal of its own. Type the second line in the other one, with RANK=1 LOCAL_RANK=1:
+Or start each rank by hand, in a terminal of its own: type the first line in both, then one of the others in each:
 
     export WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=8888
     RANK=0 LOCAL_RANK=0 python playground/blocking_p2p.py
+    RANK=1 LOCAL_RANK=1 python playground/blocking_p2p.py
 
 It prints who is who, and then, on CPUs (on GPUs send only puts the message into a queue):
 
@@ -45,7 +46,7 @@ from common.guard_rails import check, explained, meet
 def join(local_rank, args):
     """Join the process group and print who is who. Returns this process's rank and its device."""
     rank, world_size = args.nr * args.gpus + local_rank, args.nodes * args.gpus
-    init_method = args.init_method or f"tcp://{args.ip}:{args.port}"  # where all meet: rank 0 listens there
+    init_method = args.init_method or f"tcp://{args.ip}:{args.port}"
     if "RANK" in os.environ:  # started by hand: the environment says who this is, and where to meet
         rank, world_size, init_method = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "env://"
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
@@ -53,12 +54,14 @@ def join(local_rank, args):
     if device.type == "cuda":
         torch.cuda.set_device(device)  # else every rank would also use GPU 0
     dist.init_process_group(
-        args.backend or ("nccl" if device.type == "cuda" else "gloo"),  # what carries the messages
-        init_method=init_method,
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=args.timeout),  # to meet, and of each message
-        device_id=device if device.type == "cuda" else None,
+        args.backend or ("nccl" if device.type == "cuda" else "gloo"),  # the backend
+        init_method=init_method,  # where the processes meet: rank 0 listens at this address, the others connect to it
+        rank=rank,  # which process this is, 0 to world_size - 1: no two may have the same
+        world_size=world_size,  # how many must come: the call returns when all of them have
+        timeout=timedelta(
+            seconds=args.timeout
+        ),  # to meet, and for each message: then gloo raises, NCCL ends the process
+        device_id=device if device.type == "cuda" else None,  # this process's GPU: NCCL connects at once, not later
     )
     node, title = os.environ.get("GROUP_RANK", args.nr), ["node  rank  local_rank  device  pid     host"]
     report(f"{node:<6}{rank:<6}{local_rank:<12}{device!s:<8}{os.getpid():<8}{os.uname().nodename}", title)
@@ -105,10 +108,10 @@ def exchange(order, rank, device, group=None):
     elif order == "even ranks send first":  # an odd rank receives first: that breaks the circle
         dist.recv(theirs, left, group)
         dist.send(mine, right, group)
-    elif order == "isend and irecv":  # both are only asked for (on NCCL, long messages need the next order)
+    elif order == "isend and irecv":  # both start, and neither blocks (on NCCL, long messages need the next order)
         for request in [dist.isend(mine, right, group), dist.irecv(theirs, left, group)]:
             request.wait()
-    else:  # the same, told to the backend at once
+    else:  # the same, handed to the backend together
         operations = [dist.P2POp(dist.isend, mine, right, group), dist.P2POp(dist.irecv, theirs, left, group)]
         for request in dist.batch_isend_irecv(operations):
             request.wait()
@@ -146,7 +149,7 @@ def main():
     add("-g", "--gpus", type=int, default=max(gpus, 2), help="processes on each; default: its GPUs, or 2")
     add("-nr", "--nr", type=int, default=0, help="number of this machine, from 0")
     add("-ip", "--ip", default="127.0.0.1", help="address of machine 0")
-    add("--port", type=int, default=8888, help="of machine 0; on a single one any free port is taken")
+    add("--port", type=int, default=8888, help="of machine 0; a single machine chooses a free one")
     add("--init_method", metavar="URL", help="tcp://..., env:// or file:///a/new/file in place of -ip and --port")
     add("--device", choices=["cpu", "cuda"], default="cuda" if gpus > 1 else "cpu")
     add("--backend", choices=["gloo", "nccl", "mpi"], help="default: nccl on GPUs, gloo on CPUs")

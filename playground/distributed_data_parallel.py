@@ -9,7 +9,7 @@ of every batch, and sums over the ranks before a number is printed.
     python playground/distributed_data_parallel.py -n 2 -g 2 -nr 0 -ip <ip of node 0>    # node 0 of two
     python playground/distributed_data_parallel.py -n 2 -g 2 -nr 1 -ip <ip of node 0>    # node 1 of two
 
-Any number that divides --batch_size gives single_gpu.py's numbers, up to rounding (pid, host and times will differ):
+Any number of processes that can share a batch gives single_gpu.py's numbers, up to rounding (pids, times will differ):
 
     node  rank  local_rank  device  pid     host
     0     0     0           cpu     4242    laptop
@@ -102,7 +102,9 @@ def train(local_rank, args):
     mine = range(rank, len(test_set), world_size)  # no padding: each test image counts exactly once
     test_loader = DataLoader(test_set, 1000, sampler=mine, **options)
     model = MODELS[args.model](args.width, args.layers).to(device)
-    model = DistributedDataParallel(model)  # NEW: gives all ranks rank 0's weights
+    model = DistributedDataParallel(
+        model
+    )  # NEW: sends rank 0's weights to all; the model is on this rank's device already
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
 
     for epoch in range(args.epochs):
@@ -111,7 +113,7 @@ def train(local_rank, args):
         bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)  # None: only on a terminal
         loss, hits, seen = run_epoch(model, bar, device, optimizer)
         seconds = time.perf_counter() - start
-        plain = model.module  # NEW: DDP's own forward() may send buffers, but one rank may have a batch more to test
+        plain = model.module  # NEW: DDP's forward() may wait for other ranks, and they may have fewer test batches
         _, test_hits, test_seen = run_epoch(plain, test_loader, device)
         if rank == 0:
             line = f"epoch {epoch + 1}/{args.epochs}  loss {loss / seen:.4f}  train {hits / seen:.2%}"
@@ -134,7 +136,7 @@ def main():
     add("-g", "--gpus", type=int, help="processes on each; default: its GPUs, or 2")
     add("-nr", "--nr", type=int, default=0, help="number of this machine, from 0")
     add("-ip", "--ip", default="127.0.0.1", help="address of machine 0")
-    add("--port", type=int, default=8888, help="of machine 0; on a single one any free port is taken")
+    add("--port", type=int, default=8888, help="of machine 0; a single machine chooses a free one")
     add("--init_method", metavar="URL", help="tcp://..., env:// or file:///a/new/file in place of -ip and --port")
     add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     add("--backend", choices=["gloo", "nccl", "mpi"], help="default: nccl on GPUs, gloo on CPUs")

@@ -130,9 +130,18 @@ def main():
     add = parser.add_argument
     add("-n", "--nodes", type=int, default=1, help="machines")
     add("-g", "--gpus", type=int, help="processes on each; default: its GPUs, or 2")
-    add("-r", "--rank", "-nr", "--nr", dest="nr", type=int, default=0, help="number of this machine, from 0")
+    add(
+        "-r",
+        "--rank",
+        "-nr",
+        "--nr",
+        dest="nr",
+        type=int,
+        default=0,
+        help="number of this machine, from 0: machine_rank",
+    )
     add("-ip", "--ip", default="127.0.0.1", help="address of machine 0")
-    add("--port", type=int, default=8888, help="of machine 0; on a single one any free port is taken")
+    add("--port", type=int, default=8888, help="of machine 0; a single machine chooses a free one")
     add("--init_method", metavar="URL", help="tcp://... or env:// in place of -ip and --port")
     add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     add("--timeout", type=int, default=60, help="seconds to wait for another rank")

@@ -19,7 +19,7 @@ see, and --batch_size one that any number of processes can share. A second start
 
 Break it, in a copy:
   1. Kill a rank, by its pid in the table. Compare the last lines with those of a run without the kill.
-  2. Leave the optimizer out of what is loaded. Why are the losses others after a second start?
+  2. Leave the optimizer out of what is loaded. Why do the losses differ after a second start?
 """
 
 import argparse
@@ -74,7 +74,7 @@ def newest_checkpoint(args):
         path = paths.pop()
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
-        except (RuntimeError, EOFError) as error:
+        except Exception as error:  # which one depends on where the damage is
             if not paths:
                 sys.exit(f"error: {path} is damaged, and there is none before it: choose another --run_dir")
             log(args, f"WARNING: {path} is damaged ({type(error).__name__}): using the one before it")
@@ -138,11 +138,11 @@ def train(args):
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
     found = [newest_checkpoint(args) if rank == 0 else None]
     dist.broadcast_object_list(found, device=device)  # NEW: one reads, all get the same
-    if found[0]:
+    if found[0]:  # NEW: all ranks go on from there
         model.module.load_state_dict(found[0]["model"])
         optimizer.load_state_dict(found[0]["optimizer"])
     done = found[0]["epoch"] if found[0] else 0  # NEW: the sampler makes each epoch's order from its number
-    curves = SummaryWriter(args.run_dir, purge_step=done + 1) if rank == 0 else None
+    curves = SummaryWriter(args.run_dir, purge_step=done + 1) if rank == 0 else None  # NEW: no epoch twice
 
     for epoch in range(done, args.epochs):
         sampler.set_epoch(epoch)  # another order in each epoch, the same in each run

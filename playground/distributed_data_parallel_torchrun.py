@@ -4,12 +4,12 @@ torchrun comes with PyTorch. On each node it starts the processes and gives them
 MASTER_ADDR and MASTER_PORT as environment variables, where init_process_group finds them. So this lesson spawns
 nothing and has no flags for nodes, processes and addresses.
 
-    torchrun --standalone --nproc-per-node 2 playground/distributed_data_parallel_torchrun.py    # one node, any port
-    NODE0=<ip of node 0> run/torchrun_node.sh playground/distributed_data_parallel_torchrun.py    # on each of two nodes
-    python playground/distributed_data_parallel_torchrun.py    # a single process, without torchrun
+    torchrun --standalone --nproc-per-node 2 playground/distributed_data_parallel_torchrun.py    # one node, a free port
+    torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint <ip of node 0>:29500 \\
+        playground/distributed_data_parallel_torchrun.py    # the same on both nodes; run/torchrun_node.sh adds checks
+    python playground/distributed_data_parallel_torchrun.py    # one process: check() sets its variables
 
 It prints who is who, and single_gpu.py's numbers (times will differ):
-
     epoch 1/3  loss 0.3960  train 88.26%  test 93.96%  1.54 s  38,906 images/s
 
 Break it, in a copy: after join write `assert rank == 0`. What does torchrun report, and what without @record?

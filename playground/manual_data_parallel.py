@@ -4,12 +4,12 @@ Three things make several processes train as one does. They start from the same 
 others. Each takes another share of the same batch: the sampler sees to that. And before each step they average their
 gradients, so that all take the same step and the copies stay equal. DistributedDataParallel does the same, faster.
 
-    python playground/manual_data_parallel.py -g 2              # two processes
-    python playground/manual_data_parallel.py --weights send    # rank 0 sends to one rank after the other
-    python playground/manual_data_parallel.py --bucket          # one all_reduce a step, not one for each weight
+    python playground/manual_data_parallel.py -g 2                   # two processes
+    python playground/manual_data_parallel.py -g 2 --weights send    # rank 0 sends to one rank after the other
+    python playground/manual_data_parallel.py -g 2 --bucket          # one all_reduce a step, not one for each weight
     python playground/manual_data_parallel.py -n 2 -g 2 -nr 0 -ip <ip of node 0>    # and on node 1 with -nr 1
 
-Any number that divides --batch_size gives single_gpu.py's numbers, up to rounding (pid, host and times will differ):
+Any number of processes that can share a batch gives single_gpu.py's numbers, up to rounding (pids, times will differ):
 
     node  rank  local_rank  device  pid     host
     0     0     0           cpu     4242    laptop
@@ -119,9 +119,9 @@ def train(local_rank, args):
     world_size = dist.get_world_size()
     torch.set_default_dtype(torch.float64 if args.double else torch.float32)  # of weights and images
     train_set, test_set = load(args.dataset, args.data_dir)
-    # NEW: of W ranks, rank r takes positions r, r + W, r + 2W, ... of one order: all k-th batches make up one
+    # NEW: of W ranks, rank r takes positions r, r + W, ... of one order: all k-th batches make up single_gpu.py's k-th
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
-    share = args.batch_size // world_size  # NEW
+    share = args.batch_size // world_size  # NEW: --batch_size is the global batch, this is one rank's part of it
     options = {"collate_fn": whole_batch, "pin_memory": device.type == "cuda"}  # pinned: a GPU reads it by itself
     train_loader = DataLoader(train_set, share, sampler=sampler, drop_last=True, **options)
     mine = range(rank, len(test_set), world_size)  # NEW: no padding: each test image counts exactly once
@@ -159,7 +159,7 @@ def main():
     add("-g", "--gpus", type=int, help="processes on each; default: its GPUs, or 2")
     add("-nr", "--nr", type=int, default=0, help="number of this machine, from 0")
     add("-ip", "--ip", default="127.0.0.1", help="address of machine 0")
-    add("--port", type=int, default=8888, help="of machine 0; on a single one any free port is taken")
+    add("--port", type=int, default=8888, help="of machine 0; a single machine chooses a free one")
     add("--init_method", metavar="URL", help="tcp://..., env:// or file:///a/new/file in place of -ip and --port")
     add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     add("--backend", choices=["gloo", "nccl", "mpi"], help="default: nccl on GPUs, gloo on CPUs")
@@ -174,7 +174,7 @@ def main():
     add("--data_dir", default=DATA_DIR, help="default: data/ beside playground/")
     add("--seed", type=int, default=0)
     add("--double", action="store_true", help="float64: no rounding to be seen between the lessons")
-    add("--weights", choices=["broadcast", "send"], default="broadcast", help="how rank 0 gives them out")
+    add("--weights", choices=["broadcast", "send"], default="broadcast", help="how rank 0 sends its own")
     add("--bucket", action="store_true", help="average all gradients in one all_reduce")
     add("-s", "--savefile", help="write a checkpoint here after each epoch")
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Non-blocking point-to-point: isend and irecv, working while a message flies, and a ring over all ranks.
+"""Non-blocking point-to-point: isend and irecv, working while a message travels, and a ring over all ranks.
 
 isend and irecv come back at once with a request, and the message travels while this process works. Until request.wait()
 has come back the buffer belongs to the message: don't change what you send, don't read what you receive.
@@ -7,13 +7,13 @@ The ring passes chunks around until each rank has the sum of all: an all-reduce,
     python playground/nonblocking_p2p.py          # two processes, started by this script
     python playground/nonblocking_p2p.py -g 4     # a ring of four; several nodes and by hand as in blocking_p2p.py
 
-It prints who is who, and then, as rank 0 comes half a second late and all work for half a second:
+Rank 0 comes half a second late, and each rank has half a second of work. It prints who is who, and then:
 
     blocking, rank 1: [-1.0, -1.0] -> [0.0, 0.0] in 1.0 s, 0.5 s of it not working, 52,598 matrix products
     nonblocking, rank 1: [-1.0, -1.0] -> [0.0, 0.0] in 0.5 s, 0.0 s of it not working, 51,611 matrix products
     ring, rank 1: [0.0, 2.0, 4.0, 6.0, 8.0] -> [0.0, 3.0, 6.0, 9.0, 12.0], as dist.all_reduce: True
 
-Break it, in a copy: fill `mine` with 9s before the wait. Which rank gets them, and why that one?
+Break it, in a copy: fill `mine` with 9s right after batch_isend_irecv. Which rank gets them, and why?
 """
 
 import argparse
@@ -102,8 +102,9 @@ def nonblocking(rank, mine, theirs, right, left):
 def ring_all_reduce(tensor):
     """Replace a 1-D tensor by its sum over all ranks, with messages between neighbours only.
 
-    In the first half of the steps each rank adds what it receives to one more chunk; then each has one finished chunk,
-    and the second half takes those around.
+    It is cut into a chunk for each rank. First rank r sends chunk r to the right, where it is added; then each passes
+    on the chunk that it has just added to. After world_size - 1 steps every rank has one finished chunk, with all
+    ranks' numbers in it, and in as many steps these go round and are copied.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     right, left = (rank + 1) % world_size, (rank - 1) % world_size
@@ -148,7 +149,7 @@ def main():
     add("-g", "--gpus", type=int, default=max(gpus, 2), help="processes on each; default: its GPUs, or 2")
     add("-nr", "--nr", type=int, default=0, help="number of this machine, from 0")
     add("-ip", "--ip", default="127.0.0.1", help="address of machine 0")
-    add("--port", type=int, default=8888, help="of machine 0; on a single one any free port is taken")
+    add("--port", type=int, default=8888, help="of machine 0; a single machine chooses a free one")
     add("--init_method", metavar="URL", help="tcp://..., env:// or file:///a/new/file in place of -ip and --port")
     add("--device", choices=["cpu", "cuda"], default="cuda" if gpus > 1 else "cpu")
     add("--backend", choices=["gloo", "nccl", "mpi"], help="default: nccl on GPUs, gloo on CPUs")

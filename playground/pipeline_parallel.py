@@ -19,8 +19,8 @@ It prints single_gpu.py's numbers and who computes when (digit: forward, letter:
     rank 0 |000111222333444555666777......aaabbbcccdddeeefffggghhh|
     rank 1 |...000111222333444555666777aaabbbcccdddeeefffggghhh...|
 
-Break it, in a copy beside it: leave `, target=F.pad(labels, missing)` out. Which rank complains, why only that one?
-And try --micro_batches 2, 4, 16, 64: the bubble shrinks as the formula says. Why does the step not get ever faster?
+Break it, in a copy beside it: (1) leave `, target=F.pad(labels, missing)` out. Which rank complains, why only that one?
+(2) Try --micro_batches 2, 4, 16, 64: the formula's bubble shrinks. Does the measured one follow, and the step's time?
 """
 
 import argparse
@@ -89,11 +89,12 @@ def run_epoch(model, schedule, loader, device, batch_size, optimizer=None):
         missing = [0, batch_size - len(labels)]  # NEW: stages are made for one size of batch, so fill it up
         inputs = [F.pad(images, [0] * 6 + missing)] if dist.get_rank() == 0 else []  # NEW: others get activations
         run = schedule.step if optimizer else schedule.eval  # NEW: m times forward and backward, or only forward
+        if optimizer:
+            optimizer.zero_grad()
         with torch.set_grad_enabled(optimizer is not None):
             logits = run(*inputs, target=F.pad(labels, missing))
         if optimizer:
             optimizer.step()
-            optimizer.zero_grad()
         if logits is not None:  # NEW: only the last rank has them
             loss_sum += F.cross_entropy(logits.detach()[: len(labels)], labels).double() * len(labels)
             hits += (logits.argmax(dim=1)[: len(labels)] == labels).sum()
@@ -184,8 +185,8 @@ def main():
     stages, (hidden, others) = world_size * (1 + interleaved), {"mlp": (3, 1), "cnn": (1, 3)}[args.model]  # layers
     if (args.layers or hidden) + others < stages:
         parser.error(f"{stages} stages need as many layers: use --layers {stages - others}")
-    fitting = max(1, round(pieces / world_size)) * world_size
-    if pieces != fitting if interleaved else args.schedule == "1F1B" and pieces < world_size:
+    if (interleaved and pieces % world_size) or (args.schedule == "1F1B" and pieces < world_size):
+        fitting = max(1, round(pieces / world_size)) * world_size
         parser.error(f"{args.schedule} can't take {pieces} micro-batches: use --micro_batches {fitting}")
     if args.batch_size % pieces:
         nearest = max(1, round(args.batch_size / pieces)) * pieces

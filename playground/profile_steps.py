@@ -2,13 +2,13 @@
 
 distributed_data_parallel_torchrun.py with a profiler around each epoch. It notes when the operations and messages of
 ten steps begin and end; each rank writes what it saw to a file, its trace. https://ui.perfetto.dev shows it (it stays
-in your browser): a row is a thread, time runs to the right, the spans gloo:all_reduce are messages. One that flies
-while other rows work is hidden: it costs no time of its own. One beside a gap is waited for. DDP hides some: it sends a
-bucket of gradients as soon as backward() has filled it.
+in your browser): a row is a thread, time runs to the right, the spans gloo:all_reduce are messages. One that travels
+while other rows compute is hidden: it costs no time of its own. If nothing computes meanwhile, the rank waits for it.
+DDP hides some: it sends a bucket of gradients as soon as backward() has filled it.
 
     torchrun --standalone --nproc-per-node 2 playground/profile_steps.py --batch_size 512 --width 1024 --epochs 1
 
-It prints single_gpu.py's numbers, and the parts of the traced steps' mean (times will differ):
+It prints single_gpu.py's numbers, how long an average traced step took, and for what (times will differ):
 
     epoch 1/1  loss 0.2961  train 90.87%  test 95.73%  5.64 s  10,620 images/s
     rank  step (ms)   = data      + computing + messages    messages hidden

@@ -10,12 +10,14 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from pathlib import Path
 
 import pytest
 from nodes import Nodes
+from warm import warm
 
 ROOT = Path(__file__).resolve().parents[1]
 LESSONS = sorted(path.stem for path in (ROOT / "playground").glob("*.py"))
@@ -155,16 +157,20 @@ def by_torchrun(name):
     return 'os.environ["LOCAL_RANK"]' in text and "mp.spawn(" not in text
 
 
-def train(name, *flags, processes=None, **options):
-    """Run a training lesson to its end, with so many processes (None: it takes no such flag). Returns it with stdout.
+def train(name, *flags, processes=None):
+    """Run a training lesson for its numbers, with so many processes (None: it takes no such flag), by a warm start.
 
-    Fails unless its status is 0.
+    Fails unless its status is 0. Returns it with stdout.
     """
-    if processes is None:
-        return run(name, *flags, **options)
-    if not by_torchrun(name):
-        return run(name, *flags, "-g", processes, **options)
-    done = torchrun(name, *flags, processes=processes, **options).wait(180)
+    path, environments = lesson_path(name), [{"OMP_NUM_THREADS": "1"}]
+    if processes and by_torchrun(name):
+        meet = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+        environments = [environments[0] | meet | rank for rank in ranks]
+    elif processes:
+        flags = (*flags, "-g", processes)
+    with tempfile.TemporaryDirectory() as folder:
+        done = warm([path, *flags], Path(folder), environments, python_path(path))
     assert done.returncode == 0, done.stderr
     return done
 

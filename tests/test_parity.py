@@ -139,7 +139,7 @@ def resnet_by_hand(model, shares, accumulate):
     for ranks in shares:
         optimizer.zero_grad()
         for images, labels in ranks:
-            for piece in zip(images.chunk(accumulate), labels.chunk(accumulate), strict=True):
+            for piece in zip(images.tensor_split(accumulate), labels.tensor_split(accumulate), strict=True):
                 loss = F.cross_entropy(model(piece[0]), piece[1])
                 (loss * len(piece[1]) / len(labels) / len(ranks)).backward()
         optimizer.step()

@@ -59,7 +59,7 @@ def test_pretrained_weights_and_colour_images(cifar10, tmp_path):
     env["PYTHONPATH"] = f"{ROOT}:{ROOT / 'playground'}"
     done = Job(*agent, *flags, env=env).wait(180)
     assert done.returncode == 0, done.stderr
-    assert "global batch 32 = 2 ranks x 2 pieces x 8 images" in done.stdout
+    assert "global batch 32 = 2 ranks x 16 images, in 2 pieces" in done.stdout
     assert len(epochs(done.stdout)) == 1
     state = torch.load(tmp_path / "c.pt", weights_only=True)["model"]
     assert state["fc.weight"].shape == (10, 512)
@@ -72,7 +72,7 @@ def test_random_images_and_float64():
     """--dataset fake needs no files; --double is heard."""
     done = run(LESSON, *FAKE, "--double", timeout=180)
     assert len(epochs(done.stdout)) == 1
-    assert "global batch 600 = 1 ranks x 1 pieces x 600 images" in done.stdout
+    assert "global batch 600 = 1 ranks x 600 images, in 1 pieces" in done.stdout
 
 
 @pytest.mark.parametrize("flags", [(), ("--dataset", "fake", "--pretrained")])
