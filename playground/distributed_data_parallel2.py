@@ -41,10 +41,10 @@ from common.data import DATA_DIR, fetch, load, whole_batch
 from common.guard_rails import check, explained, meet
 from common.models import MODELS
 
-warnings.filterwarnings("ignore", category=FutureWarning)  # detectron2 uses parts of torch that will go
 try:
-    from detectron2.engine import launch
-    from detectron2.utils import comm
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # it uses parts of torch that will go
+        from detectron2.engine import launch
+        from detectron2.utils import comm
 except ImportError:
     url = "git+https://github.com/facebookresearch/detectron2.git@02b5c4e295e990042a714712c21dc79b731e8833"
     sys.exit(f"error: detectron2 is missing: pip install --no-build-isolation '{url}'")

@@ -12,7 +12,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import DIGITS, LESSONS, ROOT, Lesson, by_torchrun, epochs, one_process, run, torchrun
+from conftest import DIGITS, LESSONS, ROOT, Lesson, by_torchrun, epochs, run, single_gpu, torchrun
 
 TWO_EPOCHS = (*DIGITS, "--epochs", 2)
 TRACES = "playground/measure/traces.py"
@@ -57,7 +57,7 @@ def losses(lesson, *flags, **options):
 @pytest.fixture
 def reference():
     """The losses of single_gpu.py, which every lesson has, unless it is broken."""
-    return [line["loss"] for line in one_process(*TWO_EPOCHS)]
+    return [line["loss"] for line in single_gpu(*TWO_EPOCHS)]
 
 
 def test_each_exercise_has_an_answer():
@@ -252,7 +252,7 @@ def test_the_sum_of_mean_losses(change, reference):
             loss = sum(map(F.cross_entropy, *pieces))"""
     lines = epochs(ends(change("model_parallel", (old, new)), "--pipelined").stdout)
     assert [line["loss"] for line in lines] == pytest.approx([4 * loss for loss in reference], rel=0.03)
-    for line, right in zip(lines, one_process(*TWO_EPOCHS), strict=True):
+    for line, right in zip(lines, single_gpu(*TWO_EPOCHS), strict=True):
         assert line["test"] == pytest.approx(right["test"], abs=3)
 
 

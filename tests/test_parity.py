@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import DIGITS, LESSONS, epochs, free_port, one_process, run, train
+from conftest import DIGITS, LESSONS, epochs, free_port, run, single_gpu, train
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -129,7 +129,7 @@ def test_the_learning_rate_and_the_seed_matter():
     """Parity would mean nothing if every run gave the same numbers whatever it was told."""
     reference = single("--model", "mlp")[0][-1]["loss"]
     for flags in (("--lr", 2e-3), ("--seed", 1), ("--batch_size", 60), ("--double",)):
-        (*_, last) = one_process(*TWO_EPOCHS, *flags)
+        (*_, last) = single_gpu(*TWO_EPOCHS, *flags)
         assert abs(last["loss"] - reference) > 1e-3, flags
 
 
