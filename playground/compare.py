@@ -21,8 +21,8 @@ It prints a table and some sentences for each part, and writes results.json, fou
 
     | lesson                                | images/s | start-up s | peak memory MiB | note |
     | ------------------------------------- | -------- | ---------- | --------------- | ---- |
-    | single_gpu.py                         |   98,548 |        4.6 |             884 |      |
-    | distributed_data_parallel.py -g 2     |   33,754 |        6.6 |             773 |      |
+    | single_gpu.py                         |  271,595 |        2.5 |             957 |      |
+    | distributed_data_parallel.py -g 2     |  142,499 |        4.4 |             961 |      |
 
 What is approximate: a traced step takes longer than others, so look at its parts, not at its length. "Computing" is
 what is left after data and messages, with Python's own work; a message's time includes waiting for a rank that is late;

@@ -170,17 +170,17 @@ def wait_for_epoch(folder, number, job):
 
 def test_a_killed_rank_under_torchrun(nodes, tmp_path):
     """torchrun restarts the ranks of both nodes; they resume and end with the same weights."""
-    flags = (*SHORT, "--model", "cnn", "--epochs", 60, "--double")
-    run(DDP, *flags, "-g", 2, "-s", tmp_path / "undisturbed.pt")
+    flags = (*SHORT, "--epochs", 300, "--double")
+    run(DDP, *flags, "-g", 2, "-s", tmp_path / "undisturbed.pt", timeout=300)
     folder = tmp_path / "run"
     jobs = [torchrun_node(nodes, index, *flags, "--run_dir", folder, RESTARTS="3") for index in range(2)]
     wait_for_epoch(folder, 5, jobs[0])
     (victim, *_) = ranks_of(nodes, 1)
     os.kill(victim, signal.SIGKILL)
-    done = [job.wait(150) for job in jobs]
+    done = [job.wait(300) for job in jobs]
     assert [each.returncode for each in done] == [0, 0], done[0].stderr + done[1].stderr
-    assert re.search(r"\d+ of 60 epochs are done", (folder / "log.txt").read_text())
-    assert largest_difference(folder / "epoch-0060.pt", tmp_path / "undisturbed.pt") < 1e-9
+    assert re.search(r"\d+ of 300 epochs are done", (folder / "log.txt").read_text())
+    assert largest_difference(folder / "epoch-0300.pt", tmp_path / "undisturbed.pt") < 1e-9
     assert nodes.pids(0) + nodes.pids(1) == []
 
 
@@ -205,8 +205,8 @@ def test_a_node_lost_and_back(nodes, tmp_path):
 
     The epochs are many enough that node 1 is back before node 0 is through.
     """
-    flags = (*DIGITS, "--batch_size", 1500, "--model", "cnn", "--double", "--epochs", 150)
-    alone = run("distributed_data_parallel_resumable", *flags, "--run_dir", tmp_path / "undisturbed", timeout=240)
+    flags = (*DIGITS, "--batch_size", 1500, "--model", "cnn", "--double", "--epochs", 100)
+    alone = run("distributed_data_parallel_resumable", *flags, "--run_dir", tmp_path / "undisturbed", timeout=600)
     folder = tmp_path / "run"
     flags = (*flags, "--run_dir", folder)
     elastic = {"NODES": "1:2", "RESTARTS": "3"}
@@ -218,13 +218,13 @@ def test_a_node_lost_and_back(nodes, tmp_path):
     before = newest(folder)
     wait_for_epoch(folder, before + 2, jobs[0])
     back = torchrun_node(nodes, 1, *flags, **elastic)
-    done = [job.wait(240) for job in (jobs[0], back)]
+    done = [job.wait(600) for job in (jobs[0], back)]
     assert [each.returncode for each in done] == [0, 0], done[0].stderr + done[1].stderr
     assert nodes.pids(0) + nodes.pids(1) == []
     log = (folder / "log.txt").read_text()
-    assert len(re.findall("of 150 epochs are done", log)) >= 2
+    assert len(re.findall("of 100 epochs are done", log)) >= 2
     assert epochs(log)[-1] == epochs(alone.stdout)[-1]
-    assert largest_difference(folder / "epoch-0150.pt", tmp_path / "undisturbed" / "epoch-0150.pt") < 1e-9
+    assert largest_difference(folder / "epoch-0100.pt", tmp_path / "undisturbed" / "epoch-0100.pt") < 1e-9
 
 
 def newest(folder):

@@ -42,7 +42,7 @@ def draw_speed(runs: list[dict], path: Path) -> None:
         panel.set_xlabel(title)
         panel.margins(x=0.3)
         panel.locator_params(axis="x", nbins=3)
-        panel.xaxis.set_major_formatter("{x:,.0f}")
+        panel.xaxis.set_major_formatter("{x:g}" if name == "start_up_s" else "{x:,.0f}")
     _save(figure, path)
 
 
@@ -102,6 +102,7 @@ def draw_widths(rows: list[dict], path: Path) -> None:
     _label(speed, {"one process": lines["one"][-1], "DDP": lines["several"][-1]})
     share.plot(*zip(*lines["messages"], strict=True), "^-", color=INK)
     speed.set(ylabel="images/s", xscale="log", yscale="log")
+    speed.margins(y=0.15)  # room for the lower one's name
     for formatter in (speed.yaxis.set_major_formatter, speed.yaxis.set_minor_formatter):
         formatter(lambda value, _: f"{value:,.0f}" if f"{value:e}"[0] in "125" else "")
     widths = [row["width"] for row in rows]
