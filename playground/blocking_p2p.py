@@ -54,13 +54,11 @@ def join(local_rank, args):
     if device.type == "cuda":
         torch.cuda.set_device(device)  # else every rank would also use GPU 0
     dist.init_process_group(
-        args.backend or ("nccl" if device.type == "cuda" else "gloo"),  # the backend
+        args.backend or ("nccl" if device.type == "cuda" else "gloo"),  # the backend, which carries messages
         init_method=init_method,  # where the processes meet: rank 0 listens at this address, the others connect to it
         rank=rank,  # which process this is, 0 to world_size - 1: no two may have the same
         world_size=world_size,  # how many must come: the call returns when all of them have
-        timeout=timedelta(
-            seconds=args.timeout
-        ),  # to meet, and for each message: then gloo raises, NCCL ends the process
+        timeout=timedelta(seconds=args.timeout),  # to meet, and for each message: gloo raises then, NCCL ends the rank
         device_id=device if device.type == "cuda" else None,  # this process's GPU: NCCL connects at once, not later
     )
     node, title = os.environ.get("GROUP_RANK", args.nr), ["node  rank  local_rank  device  pid     host"]

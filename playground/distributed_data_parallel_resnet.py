@@ -74,11 +74,8 @@ def download(args):
         if args.pretrained:
             ResNet18_Weights.DEFAULT.get_state_dict(progress=False, check_hash=True)
     except (OSError, RuntimeError) as error:
-        weights = f"{ResNet18_Weights.DEFAULT.url} to ~/.cache/torch/hub/checkpoints"
-        sys.exit(
-            f"error: can't fetch CIFAR-10 or the weights ({error}): copy its files to {args.data_dir}, or use "
-            f"--dataset fake; copy {weights}, or leave --pretrained out"
-        )
+        places = f"CIFAR-10 to {args.data_dir}, {ResNet18_Weights.DEFAULT.url} to ~/.cache/torch/hub/checkpoints"
+        sys.exit(f"error: can't fetch ({error}): copy {places}; or use --dataset fake, or leave --pretrained out")
 
 
 def load(args):
