@@ -102,9 +102,7 @@ def train(local_rank, args):
     mine = range(rank, len(test_set), world_size)  # no padding: each test image counts exactly once
     test_loader = DataLoader(test_set, 1000, sampler=mine, **options)
     model = MODELS[args.model](args.width, args.layers).to(device)
-    model = DistributedDataParallel(
-        model
-    )  # NEW: sends rank 0's weights to all; the model is on this rank's device already
+    model = DistributedDataParallel(model)  # NEW: sends rank 0's weights to all ranks
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
 
     for epoch in range(args.epochs):

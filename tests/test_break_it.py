@@ -257,11 +257,10 @@ def test_the_sum_of_mean_losses(change, reference):
 
 
 def test_a_last_stage_without_labels(change):
-    """Only the last rank computes the loss, so only it complains. torchrun ends the others."""
+    """Only the last rank computes the loss, so only it complains. torchrun ends the others, which lose a connection."""
     done = ends(change("pipeline_parallel", (", target=F.pad(labels, missing)", "")), status=1)
-    report = done.stderr.partition("Root Cause")[2]
-    assert "rank      : 1 (local_rank: 1)" in report
-    assert "loss_fn and target required for last stage" in report
+    complaints = re.findall(r"^.*loss_fn and target required for last stage", done.stderr, re.M)
+    assert complaints and all("Stage 1" in complaint for complaint in complaints)
 
 
 def test_more_micro_batches():
