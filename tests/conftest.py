@@ -28,6 +28,8 @@ LONG = (*DIGITS, "--epochs", 100_000)
 STANDIN = Path(__file__).parent / "detectron2_standin"
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as under nohup; what is started here would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+ALL_GPUS = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES")}  # for tests that are about GPUs
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # all others are about CPUs
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 # Prints what a launcher says of a rank's place; and what it must say of two nodes with two ranks each.
@@ -69,7 +71,10 @@ def alive(pid):
 
 
 class Job:
-    """A command that runs in a process group of its own, marked so that each of its processes can be found."""
+    """A command that runs in a process group of its own, marked so that each of its processes can be found.
+
+    `env` has what differs from this process's variables; None: not set.
+    """
 
     def __init__(self, *command, env=None, cwd=None):
         self.mark = uuid.uuid4().hex
@@ -78,7 +83,8 @@ class Job:
         environment |= {"PLAYGROUND_TEST": self.mark} | (env or {})
         self.process = subprocess.Popen(
             [str(word) for word in command],
-            env=environment, cwd=cwd, start_new_session=True, text=True,
+            env={name: value for name, value in environment.items() if value is not None},
+            cwd=cwd, start_new_session=True, text=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
 
