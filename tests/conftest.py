@@ -10,14 +10,13 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import uuid
 from pathlib import Path
 
 import pytest
 from nodes import Nodes
-from warm import warm
+from warm import Warm
 
 ROOT = Path(__file__).resolve().parents[1]
 LESSONS = sorted(path.stem for path in (ROOT / "playground").glob("*.py"))
@@ -62,29 +61,38 @@ def pytest_terminal_summary(terminalreporter):
             terminalreporter.write_line(f"{name}: {value}")
 
 
-def alive(pid):
-    """Whether a process runs: it has not ended, and is no zombie that only waits for its parent to ask."""
+def stat(pid):
+    """Return a process's state and its session; None if it has ended, or is a zombie that waits to be asked."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
-    except (OSError, IndexError):
-        return False
+        state, _, _, session = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[:4]
+    except (OSError, ValueError):
+        return None
+    return None if state in "ZX" else (state, int(session))
+
+
+def alive(pid):
+    """Whether a process runs."""
+    return stat(pid) is not None
 
 
 class Job:
-    """A command that runs in a process group of its own, marked so that each of its processes can be found.
+    """A command that runs in a session of its own, marked so that each of its processes can be found.
 
-    `env` has what differs from this process's variables; None: not set.
+    `env` has what differs from this process's variables; None: not set. `cold=False`: it is a script of Python with its
+    flags, to be forked rather than started (see warm.py).
     """
 
-    def __init__(self, *command, env=None, cwd=None):
+    def __init__(self, *command, env=None, cwd=None, cold=True):
         self.mark = uuid.uuid4().hex
         environment = {key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES}
         environment["OMP_NUM_THREADS"] = "1"  # several tests and processes share the cores
         environment |= {"PLAYGROUND_TEST": self.mark} | (env or {})
+        environment = {name: value for name, value in environment.items() if value is not None}
+        if not cold:
+            self.process = Warm(command, environment, cwd)
+            return
         self.process = subprocess.Popen(
-            [str(word) for word in command],
-            env={name: value for name, value in environment.items() if value is not None},
-            cwd=cwd, start_new_session=True, text=True,
+            [str(word) for word in command], env=environment, cwd=cwd, start_new_session=True, text=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
 
@@ -93,7 +101,9 @@ class Job:
         pids = []
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):  # it has just ended
-                if alive(folder.name) and self.mark.encode() in (folder / "environ").read_bytes():
+                found = stat(folder.name)
+                marked = found and self.mark.encode() in (folder / "environ").read_bytes()
+                if found and (marked or found[1] == self.process.pid):
                     pids.append(int(folder.name))
         return sorted(pids)
 
@@ -107,14 +117,14 @@ class Job:
                 return [int(row[4]) for row in rows]
         raise AssertionError(f"no table of {count} ranks in {lines}: {self.process.stderr.read()}")
 
-    def wait(self, timeout=90):
+    def wait(self, timeout=300):
         """Wait for the end and return status, stdout and stderr. Fails if it hangs or leaves a process behind."""
         try:
             out, err = self.process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
             self.kill()
             raise
-        end = time.monotonic() + 10
+        end = time.monotonic() + 60
         while (left := self.pids()) and time.monotonic() < end:
             time.sleep(0.1)
         self.kill()
@@ -143,10 +153,11 @@ def python_path(path):
 class Lesson(Job):
     """A lesson, named by its file in playground/ or by a path. `prefix` is a command that runs it elsewhere."""
 
-    def __init__(self, name, *flags, env=None, cwd=None, prefix=()):
+    def __init__(self, name, *flags, env=None, cwd=None, prefix=(), cold=False):
         path = lesson_path(name)
         env = {"PYTHONPATH": python_path(path)} | (env or {})
-        super().__init__(*prefix, sys.executable, path, *flags, env=env, cwd=cwd)
+        cold = cold or bool(prefix)
+        super().__init__(*prefix, *[sys.executable] * cold, path, *flags, env=env, cwd=cwd, cold=cold)
 
 
 def torchrun(name, *flags, processes=2, restarts=0, env=None):
@@ -163,25 +174,30 @@ def by_torchrun(name):
     return 'os.environ["LOCAL_RANK"]' in text and "mp.spawn(" not in text
 
 
-def train(name, *flags, processes=None):
-    """Run a training lesson for its numbers, with so many processes (None: it takes no such flag), by a warm start.
+def ranks(name, *flags, processes=2, env=None, **options):
+    """Start the ranks of a lesson as a launcher does, without one. Returns their Jobs."""
+    meet = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} | (env or {})
+    places = [meet | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+    return [Lesson(name, *flags, env=place, **options) for place in places]
 
-    Fails unless its status is 0. Returns it with stdout.
+
+def train(name, *flags, processes=None, status=0, timeout=300, **options):
+    """Run a lesson in so many processes (None: it takes no such flag), started by nobody's launcher.
+
+    Checks the largest status of a process that was started. Returns it with the first one's stdout and all stderr.
     """
-    path, environments = lesson_path(name), [{"OMP_NUM_THREADS": "1"}]
     if processes and by_torchrun(name):
-        meet = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
-        environments = [environments[0] | meet | rank for rank in ranks]
-    elif processes:
-        flags = (*flags, "-g", processes)
-    with tempfile.TemporaryDirectory() as folder:
-        done = warm([path, *flags], Path(folder), environments, python_path(path))
-    assert done.returncode == 0, done.stderr
+        jobs = ranks(name, *flags, processes=processes, **options)
+    else:
+        jobs = [Lesson(name, *flags, *(("-g", processes) if processes else ()), **options)]
+    ends = [job.wait(timeout) for job in jobs]
+    words, errors = ends[0].args, "".join(end.stderr for end in ends)
+    done = subprocess.CompletedProcess(words, max(abs(end.returncode) for end in ends), ends[0].stdout, errors)
+    assert done.returncode == status, f"status {done.returncode}, not {status}\n{done.stdout}\n{done.stderr}"
     return done
 
 
-def run(name, *flags, status=0, timeout=90, **options):
+def run(name, *flags, status=0, timeout=300, **options):
     """Run a lesson to its end and check its exit status. Returns it with stdout and stderr."""
     done = Lesson(name, *flags, **options).wait(timeout)
     assert done.returncode == status, f"status {done.returncode}, not {status}\n{done.stdout}\n{done.stderr}"

@@ -30,7 +30,7 @@ def test_each_program_has_a_row_and_failures_say_why(tmp_path):
     """A program that fails is told in its row, by its error and not by torchrun's summary; the others are measured."""
     broken = stand_in(tmp_path, "raise RuntimeError('broken | on purpose')")
     processes = {"single_gpu": "1", "ddp": "2", "torchvision": "1", "accelerate_2": "2"}
-    done = run(AGAINST_OTHERS, *QUICK, "--only", *processes, env=broken, status=1, timeout=300)
+    done = run(AGAINST_OTHERS, *QUICK, "--only", *processes, env=broken, status=1)
     rows = table(done.stdout)
     assert {name: cells[0] for name, cells in rows.items()} == processes
     assert rows.pop("accelerate_2") == ["2", r"failed: RuntimeError: broken \| on purpose", "-", "-"]

@@ -12,7 +12,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import DIGITS, LESSONS, ROOT, Lesson, by_torchrun, epochs, run, single_gpu, torchrun
+from conftest import DIGITS, LESSONS, ROOT, by_torchrun, epochs, run, single_gpu, torchrun, train
 
 TWO_EPOCHS = (*DIGITS, "--epochs", 2)
 TRACES = "playground/measure/traces.py"
@@ -37,16 +37,11 @@ def change(tmp_path):
     return changed
 
 
-def ends(lesson, *flags, processes=2, status=0, **options):
+def ends(lesson, *flags, processes=2, status=0):
     """Run a lesson for two epochs (unless flags say otherwise) and check its status. Returns it with its output."""
-    if by_torchrun(lesson):
-        job = torchrun(lesson, *TWO_EPOCHS, *flags, processes=processes, **options)
-    else:
-        own = ("-g", processes) if "mp.spawn(" in lesson.read_text() or "launch(" in lesson.read_text() else ()
-        job = Lesson(lesson, *TWO_EPOCHS, *own, *flags, **options)
-    done = job.wait(150)
-    assert done.returncode == status, f"{done.stdout}\n{done.stderr}"
-    return done
+    text = lesson.read_text()
+    several = by_torchrun(lesson) or "mp.spawn(" in text or "launch(" in text
+    return train(lesson, *TWO_EPOCHS, *flags, processes=processes if several else None, status=status)
 
 
 def losses(lesson, *flags, **options):
@@ -174,7 +169,9 @@ def test_an_assertion_under_torchrun(change, recorded):
     """With @record the report has rank 1's traceback; without it a line that says how to get it."""
     pairs = [("    meet(args)  # guard rail\n", "    meet(args)  # guard rail\n    assert rank == 0\n")]
     pairs += [] if recorded else [("@record", "")]
-    report = ends(change("distributed_data_parallel_torchrun", *pairs), status=1).stderr.partition("Root Cause")[2]
+    done = torchrun(change("distributed_data_parallel_torchrun", *pairs), *TWO_EPOCHS).wait()
+    assert done.returncode == 1
+    report = done.stderr.partition("Root Cause")[2]
     assert "rank      : 1 (local_rank: 1)" in report
     assert ("AssertionError" in report) == recorded
     assert ("To enable traceback see" in report) != recorded
@@ -183,7 +180,7 @@ def test_an_assertion_under_torchrun(change, recorded):
 def test_a_killed_rank_is_restarted(tmp_path):
     """It goes on from the last checkpoint, and the last line has the numbers of a run without the kill."""
     name, flags = "distributed_data_parallel_resumable", (*DIGITS, "--epochs", 40, "--model", "cnn")
-    whole = torchrun(name, *flags, "--run_dir", tmp_path / "whole").wait(150)
+    whole = train(name, *flags, "--run_dir", tmp_path / "whole", processes=2)
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     job = torchrun(name, *flags, "--run_dir", tmp_path / "killed", restarts=1, env=env)
     _, victim = job.ranks(2)
@@ -191,7 +188,7 @@ def test_a_killed_rank_is_restarted(tmp_path):
         if line.startswith("epoch 3/"):
             break
     os.kill(victim, signal.SIGKILL)
-    done = job.wait(150)
+    done = job.wait()
     assert done.returncode == 0, done.stderr
     assert re.search(r"[1-9]\d* of 40 epochs are done", done.stdout)
     assert epochs(done.stdout)[-1]["loss"] == pytest.approx(epochs(whole.stdout)[-1]["loss"], abs=2e-4)
@@ -215,8 +212,7 @@ RESNET = ("--device", "cpu", "--dataset", "fake", "--workers", 0, "--batch_size"
 
 def resnet(copy, pieces):
     """Run the ResNet lesson for an epoch, in so many pieces. Returns its loss."""
-    done = torchrun(copy, *RESNET, "--epochs", 1, "--accumulate", pieces).wait(150)
-    assert done.returncode == 0, done.stderr
+    done = train(copy, *RESNET, "--epochs", 1, "--accumulate", pieces, processes=2)
     return epochs(done.stdout)[0]["loss"]
 
 

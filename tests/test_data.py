@@ -159,7 +159,7 @@ def fetch_in_four(mirror, folder):
         command, cwd=ROOT, start_new_session=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     try:
-        out, err = four.communicate(timeout=120)
+        out, err = four.communicate(timeout=300)
     except subprocess.TimeoutExpired:
         os.killpg(four.pid, signal.SIGKILL)
         raise

@@ -77,7 +77,7 @@ def test_wrong_flags(lesson, flags, words, main):
 @pytest.mark.parametrize("lesson", LESSONS)
 def test_a_wrong_flag_as_a_user_sees_it(lesson):
     """The same from the command line, at once, whatever the lesson."""
-    one_line(run(lesson, "--device", "tpu", status=2, timeout=30), "--device", "cpu", "cuda")
+    one_line(run(lesson, "--device", "tpu", status=2, cold=True), "--device", "cpu", "cuda")
 
 
 @pytest.mark.skipif(dist.is_mpi_available(), reason="this torch has MPI")
@@ -145,8 +145,8 @@ def test_port_in_use():
     with socket.create_server(("0.0.0.0", 0)) as server:
         port = server.getsockname()[1]
         flags = (*DIGITS, *TWO_NODES, "-nr", 0, "--port", port)
-        one_line(run("distributed_data_parallel", *flags, status=1, timeout=30), str(port), "another --port")
-        one_line(run("blocking_p2p", "--port", port, status=1, timeout=30), str(port), "another --port")
+        one_line(run("distributed_data_parallel", *flags, status=1), str(port), "another --port")
+        one_line(run("blocking_p2p", "--port", port, status=1), str(port), "another --port")
 
 
 @pytest.mark.parametrize("lesson", ["distributed_data_parallel", "distributed_data_parallel2", "nonblocking_p2p"])
@@ -155,7 +155,7 @@ def test_a_node_that_never_comes(lesson):
     own = () if "p2p" in lesson else DIGITS
     flags = (*own, "-n", 3, "-g", 2, "-nr", 0, "-ip", "127.0.0.2", "--port", free_port(), "--timeout", 5)
     flags += ("--batch_size", 120) if own else ()
-    one_line(run(lesson, *flags, status=1, timeout=30), "nodes [1, 2] are missing after 5 s", "start every node")
+    one_line(run(lesson, *flags, status=1), "nodes [1, 2] are missing after 5 s", "start every node")
 
 
 @pytest.mark.parametrize("lesson", ["distributed_data_parallel2", "manual_data_parallel", "blocking_p2p"])
@@ -163,13 +163,13 @@ def test_wrong_address(lesson):
     """Node 1 finds nobody where node 0 should be."""
     own = () if "p2p" in lesson else DIGITS
     flags = (*own, "-n", 2, "-g", 1, "-nr", 1, "-ip", "127.0.0.3", "--port", free_port(), "--timeout", 5)
-    one_line(run(lesson, *flags, status=1, timeout=40), "could not reach node 0 at 127.0.0.3", "check -ip, --port")
+    one_line(run(lesson, *flags, status=1), "could not reach node 0 at 127.0.0.3", "check -ip, --port")
 
 
 def test_wrong_address_on_node_0():
     """Node 0 itself is told an address at which nobody can find it."""
     flags = (*DIGITS, "-n", 2, "-g", 1, "-nr", 0, "-ip", "nosuch.invalid", "--port", free_port(), "--timeout", 5)
-    one_line(run("distributed_data_parallel", *flags, status=1, timeout=30), "nosuch.invalid", "check -ip, --port")
+    one_line(run("distributed_data_parallel", *flags, status=1), "nosuch.invalid", "check -ip, --port")
 
 
 @contextlib.contextmanager
@@ -207,7 +207,7 @@ def test_a_foreign_server_on_the_port(answer, words):
     """Node 1 reaches another program: it must not hang, whatever that does."""
     with stranger(answer) as port:
         flags = (*DIGITS, *TWO_NODES, "-nr", 1, "--port", port, "--timeout", 5)
-        one_line(run("distributed_data_parallel", *flags, status=1, timeout=30), *words)
+        one_line(run("distributed_data_parallel", *flags, status=1), *words)
 
 
 def test_a_foreign_caller():
@@ -236,10 +236,10 @@ def test_a_foreign_caller():
 )
 def test_nodes_with_different_flags(lesson, zero, one, name):
     """Noticed before the ranks start, by name, on both nodes; also a different number of processes."""
-    both = (*DIGITS, "-n", 2, "-ip", "127.0.0.2", "--port", free_port(), "--timeout", 15)
+    both = (*DIGITS, "-n", 2, "-ip", "127.0.0.2", "--port", free_port())
     zero, one = (("-g", 1, *flags) for flags in (zero, one))
     other = Lesson(lesson, *both, *one, "-nr", 1)
-    done, other = run(lesson, *both, *zero, "-nr", 0, status=1, timeout=40), other.wait(40)
+    done, other = run(lesson, *both, *zero, "-nr", 0, status=1), other.wait()
     assert other.returncode == 1
     for node in (done, other):
         one_line(node, f"{name} differs: ", "on node 0", "on node 1", "start every node with the same lesson and flags")
@@ -248,9 +248,9 @@ def test_nodes_with_different_flags(lesson, zero, one, name):
 
 def test_nodes_with_different_lessons():
     """The same, though one has flags that the other doesn't know."""
-    flags = (*DIGITS, *TWO_NODES, "--port", free_port(), "--timeout", 15)
+    flags = (*DIGITS, *TWO_NODES, "--port", free_port())
     other = Lesson("manual_data_parallel", *flags, "-nr", 1)
-    done, other = run("distributed_data_parallel", *flags, "-nr", 0, status=1, timeout=40), other.wait(40)
+    done, other = run("distributed_data_parallel", *flags, "-nr", 0, status=1), other.wait()
     assert other.returncode == 1
     for node in (done, other):
         one_line(node, "lesson differs: ", "manual_data_parallel.py on node 1", "start every node with the same lesson")
@@ -258,7 +258,7 @@ def test_nodes_with_different_lessons():
 
 def test_nodes_with_different_data(tmp_path):
     """Node 0 trains on MNIST, node 1 has no MNIST and falls back to the digits: noticed before the ranks start."""
-    both = (*TWO_NODES, "--port", free_port(), "--timeout", 20, "--device", "cpu")
+    both = (*TWO_NODES, "--port", free_port(), "--device", "cpu")
     other = Lesson("distributed_data_parallel", *both, "-nr", 1, "--dataset", "digits")
     done = run("distributed_data_parallel", *both, "-nr", 0, "--data_dir", fake_mnist(tmp_path), status=1)
     assert other.wait().returncode == 1
@@ -282,7 +282,7 @@ def test_ranks_of_a_launcher_with_different_flags(lesson, tmp_path):
     """Each rank was started by hand, one of them with another flag: said before the first step."""
     meet = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     own = ("--run_dir", tmp_path) if "resumable" in lesson else ()
-    own += ("--dataset", "fake" if "resnet" in lesson else "digits", "--device", "cpu", "--timeout", 20)
+    own += ("--dataset", "fake" if "resnet" in lesson else "digits", "--device", "cpu")
     one = Lesson(lesson, *own, "--lr", 0.5, env=meet | {"RANK": "1", "LOCAL_RANK": "0"})
     zero = run(lesson, *own, env=meet | {"RANK": "0", "LOCAL_RANK": "0"}, status=1)
     other = one.wait()
@@ -297,7 +297,7 @@ def test_a_rank_killed_in_mid_epoch(lesson, victim):
     """SIGKILL to one rank: the others end, and the line names it and the signal."""
     job = Lesson(lesson, *LONG, "-g", 2)
     os.kill(job.ranks(2)[victim], signal.SIGKILL)
-    done = job.wait(30)
+    done = job.wait()
     assert done.returncode == 1
     one_line(done, f"local_rank {victim}", "SIGKILL")
 
@@ -310,7 +310,7 @@ def test_a_rank_killed_on_another_node():
     victim = zero.ranks(2)[1]
     wait_for_line(zero, "epoch 1/")
     os.kill(victim, signal.SIGKILL)
-    zero, one = zero.wait(40), one.wait(40)
+    zero, one = zero.wait(), one.wait()
     assert (zero.returncode, one.returncode) == (1, 1)
     one_line(one, "local_rank 0", "SIGKILL")
     one_line(zero, "another rank has ended", "look for its error, on all nodes")
@@ -325,7 +325,7 @@ def test_ctrl_c(lesson):
     else:
         wait_for_line(job, "epoch 1/")
     os.killpg(job.process.pid, signal.SIGINT)
-    done = job.wait(20)
+    done = job.wait()
     assert (done.returncode, done.stderr.strip()) == (130, "interrupted")
 
 
@@ -340,12 +340,12 @@ def wait_for_line(job, start):
 @pytest.mark.parametrize("delay", [0.0, 0.5, 2.0])
 def test_ctrl_c_while_it_starts(delay):
     """At whatever moment it comes, once the ranks are started; those that still import torch may show where."""
-    job = Lesson("distributed_data_parallel", *LONG, "-g", 2)
+    job = Lesson("distributed_data_parallel", *LONG, "-g", 2, cold=True)
     while len(job.pids()) < 3:
         time.sleep(0.05)
     time.sleep(delay)
     os.killpg(job.process.pid, signal.SIGINT)
-    done = job.wait(20)
+    done = job.wait()
     assert done.returncode == 130
     assert "interrupted" in done.stderr.splitlines()
 
@@ -354,14 +354,14 @@ def test_ctrl_c_while_it_starts(delay):
 @pytest.mark.parametrize("when", ["they train", "they start"])
 def test_no_orphans_when_the_starter_dies(how, when):
     """End only the process that started the ranks: they notice, in mid-training and while they import torch."""
-    job = Lesson("distributed_data_parallel", *LONG, "-g", 2)
+    job = Lesson("distributed_data_parallel", *LONG, "-g", 2, cold=when == "they start")
     if when == "they train":
         job.ranks(2)
     else:
         while len(job.pids()) < 3:
             time.sleep(0.05)
     os.kill(job.process.pid, how)
-    assert job.wait(60).returncode == -how
+    assert job.wait().returncode == -how
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
@@ -371,7 +371,7 @@ def test_no_orphans_of_a_background_job(how):
     job = Lesson("distributed_data_parallel", *LONG, "-g", 2, prefix=ignoring)
     job.ranks(2)
     os.kill(job.process.pid, how)
-    assert job.wait(20).returncode == -how
+    assert job.wait().returncode == -how
 
 
 BUGS = {

@@ -26,9 +26,9 @@ def on_both(nodes, lesson, *flags, ranks=1, ip=ADDRESSES[0]):
     return [Lesson(lesson, *flags, "-nr", index, prefix=nodes.enter(index)) for index in range(2)]
 
 
-def ends(nodes, *jobs, within=60):
+def ends(nodes, *jobs):
     """Wait for jobs that must fail; check that no process is left on a node."""
-    done = [job.wait(within) for job in jobs]
+    done = [job.wait() for job in jobs]
     assert [each.returncode for each in done] == [1] * len(done), [each.stderr for each in done]
     assert nodes.pids(0) + nodes.pids(1) == []
     return done
@@ -60,7 +60,7 @@ def test_the_second_node_never_starts(nodes):
 
 def test_the_second_node_has_other_flags(nodes):
     """Both nodes name the flag, before the first step."""
-    flags = (*SHORT, "-n", 2, "-g", 1, *NODE0, "--timeout", 20)
+    flags = (*SHORT, "-n", 2, "-g", 1, *NODE0)
     zero, one = (
         Lesson(DDP, *flags, "-nr", index, "--lr", 0.001 * (index + 1), prefix=nodes.enter(index)) for index in range(2)
     )
@@ -75,7 +75,7 @@ def test_a_foreign_server_on_the_port(nodes):
     foreign = Job(*nodes.enter(0), sys.executable, "-c", server)
     try:
         wait_for_line(foreign, "ready")
-        zero, one = (job.wait(60) for job in on_both(nodes, DDP, *SHORT, "--timeout", 5))
+        zero, one = (job.wait() for job in on_both(nodes, DDP, *SHORT, "--timeout", 5))
     finally:
         foreign.process.kill()
         foreign.wait()
@@ -87,7 +87,7 @@ def test_a_foreign_server_on_the_port(nodes):
 @pytest.mark.parametrize("lesson", [DDP, "distributed_data_parallel2", "manual_data_parallel"])
 def test_the_link_is_cut_for_good(lesson, nodes):
     """In mid-training: both nodes end after --timeout, and both say that the other can't be reached."""
-    zero, one = on_both(nodes, lesson, *LONG, "--timeout", 8)
+    zero, one = on_both(nodes, lesson, *LONG, "--timeout", 20)
     wait_for_line(zero, "epoch 3/")
     nodes.link("down")
     for done in ends(nodes, zero, one):
@@ -145,7 +145,7 @@ def test_ctrl_c_on_one_node(nodes):
     zero, one = on_both(nodes, DDP, *LONG)
     wait_for_line(zero, "epoch 1/")
     os.killpg(one.process.pid, signal.SIGINT)
-    assert one.wait(30).returncode == 130
+    assert one.wait().returncode == 130
     (done,) = ends(nodes, zero)
     one_line(done, "another rank has ended", "look for its error, on all nodes")
 
@@ -159,7 +159,7 @@ def torchrun_node(nodes, index, *flags, **env):
 
 def wait_for_epoch(folder, number, job):
     """Wait until the run folder has this checkpoint or a later one."""
-    end = time.monotonic() + 120
+    end = time.monotonic() + 300
     while time.monotonic() < end and job.process.poll() is None:
         if any(int(path.stem[6:]) >= number for path in folder.glob("epoch-*.pt")):
             return
@@ -171,13 +171,13 @@ def wait_for_epoch(folder, number, job):
 def test_a_killed_rank_under_torchrun(nodes, tmp_path):
     """torchrun restarts the ranks of both nodes; they resume and end with the same weights."""
     flags = (*SHORT, "--epochs", 300, "--double")
-    run(DDP, *flags, "-g", 2, "-s", tmp_path / "undisturbed.pt", timeout=300)
+    run(DDP, *flags, "-g", 2, "-s", tmp_path / "undisturbed.pt")
     folder = tmp_path / "run"
     jobs = [torchrun_node(nodes, index, *flags, "--run_dir", folder, RESTARTS="3") for index in range(2)]
     wait_for_epoch(folder, 5, jobs[0])
     (victim, *_) = ranks_of(nodes, 1)
     os.kill(victim, signal.SIGKILL)
-    done = [job.wait(300) for job in jobs]
+    done = [job.wait() for job in jobs]
     assert [each.returncode for each in done] == [0, 0], done[0].stderr + done[1].stderr
     assert re.search(r"\d+ of 300 epochs are done", (folder / "log.txt").read_text())
     assert largest_difference(folder / "epoch-0300.pt", tmp_path / "undisturbed.pt") < 1e-9

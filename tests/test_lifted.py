@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import LESSONS, SHORT, by_torchrun, epochs, free_port, lesson_path, one_process, run, torchrun
+from conftest import LESSONS, SHORT, by_torchrun, epochs, free_port, lesson_path, one_process, run, torchrun, train
 
 DISTRIBUTED = [name for name in LESSONS if "dist.init_process_group" in lesson_path(name).read_text()]
 DISTRIBUTED.append("distributed_data_parallel2")  # launch calls it
@@ -47,11 +47,7 @@ def test_a_lesson_runs_without_guard_rails(lesson, tmp_path):
     """Deleted, nothing is missing: the same numbers, from two processes where there are several."""
     copy = tmp_path / f"{lesson}.py"
     copy.write_text(without_guard_rails(text_of(lesson)))
-    if by_torchrun(lesson):
-        done = torchrun(copy, *flags_for(lesson, tmp_path)).wait(180)
-        assert done.returncode == 0, done.stderr
-    else:
-        done = run(copy, *flags_for(lesson, tmp_path))
+    done = train(copy, *flags_for(lesson, tmp_path), processes=2 if by_torchrun(lesson) else None)
     if not any(part in lesson for part in NOT_FOR_DIGITS):
         assert epochs(done.stdout) == one_process(*SHORT)
 
@@ -114,7 +110,7 @@ def test_a_lesson_lifted_into_a_project_of_its_own(lesson, tmp_path):
     flags = [] if "p2p" in lesson else ["--epochs", "2", "--batch_size", "100", "--device", "cpu"]
     flags += ["--port", str(free_port())] if '"--port"' in after else []
     env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*start, copy, *flags], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*start, copy, *flags], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     if "p2p" in lesson:
         assert "rank 1: [0.0, 0.0, 0.0, 0.0] -> [0.0, 1.0, 2.0, 3.0]" in done.stdout
@@ -149,9 +145,9 @@ def threads_left(lesson, text, folder):
     copy = folder / f"{lesson}.py"
     copy.write_text(text[:first] + COUNTED + text[first:])
     if by_torchrun(lesson):
-        done = torchrun(copy, *flags_for(lesson, folder)).wait(180)
+        done = torchrun(copy, *flags_for(lesson, folder)).wait()
     else:
-        done = run(copy, *flags_for(lesson, folder))
+        done = run(copy, *flags_for(lesson, folder), cold=True)
     assert done.returncode == 0, done.stderr
     return [int(number) for number in re.findall(r"gloo threads: (\d+)", done.stdout)]
 

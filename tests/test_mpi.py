@@ -50,7 +50,7 @@ def test_two_nodes(start, tmp_path):
     Every rank knows its place on its node.
     """
     checkpoint = tmp_path / "a folder" / "c.pt"
-    done = start(LESSON, *SHORT, "-s", checkpoint, GPUS="2").wait(180)
+    done = start(LESSON, *SHORT, "-s", checkpoint, GPUS="2").wait()
     assert done.returncode == 0, done.stderr
     assert checkpoint.exists()
     table = re.findall(r"^(\d) +(\d) +(\d) +cpu +\d+ +(\S+)$", done.stdout, re.M)
@@ -63,7 +63,7 @@ def test_what_mpirun_tells_each_rank(start, tmp_path):
     """All that a launcher says of a rank's place, as torchrun would."""
     script = tmp_path / "place.py"
     script.write_text(PLACE)
-    done = start(os.path.relpath(script, ROOT), GPUS="2").wait(180)
+    done = start(os.path.relpath(script, ROOT), GPUS="2").wait()
     assert sorted(re.findall(r"rank \d of \d, on its node \d of \d, node \d", done.stdout)) == PLACES, done.stderr
 
 
@@ -71,7 +71,7 @@ def test_which_variables_travel(start, tmp_path):
     """What NCCL, gloo and torch are told here is told on both nodes; which GPUs are used is for each node to say."""
     script = tmp_path / "variables.py"
     script.write_text(VARIABLES)
-    done = start(os.path.relpath(script, ROOT), **TRAVEL, **STAYS).wait(180)
+    done = start(os.path.relpath(script, ROOT), **TRAVEL, **STAYS).wait()
     assert done.returncode == 0, done.stderr
     seen = dict(re.findall(r"(node\d): (\{.*\})", done.stdout))
     assert seen == {HOSTS[0]: str(TRAVEL | STAYS), HOSTS[1]: str(TRAVEL)}, done.stdout
@@ -79,7 +79,7 @@ def test_which_variables_travel(start, tmp_path):
 
 def test_a_point_to_point_lesson(start):
     """Ranks of two nodes send each other numbers; flags of the lesson's own are passed on."""
-    done = start("playground/blocking_p2p.py", "--device", "cpu", "--deadlock").wait(180)
+    done = start("playground/blocking_p2p.py", "--device", "cpu", "--deadlock").wait()
     assert done.returncode == 0, done.stderr
     assert "rank 1: batch_isend_irecv: received 0" in done.stdout
 
@@ -94,7 +94,7 @@ def test_the_end_of_one_is_the_end_of_all(how, start):
         os.kill(victim, signal.SIGKILL)
     else:
         os.killpg(job.process.pid, how)
-    done = job.wait(180)
+    done = job.wait()
     if how == "rank":
         assert done.returncode > 0
         assert "error: a rank failed" in done.stderr
@@ -104,7 +104,7 @@ def test_the_end_of_one_is_the_end_of_all(how, start):
 
 def test_backend_mpi(start):
     """PyTorch's wheels have no MPI: the flag reaches the lesson, whose own line says what to use."""
-    done = start("playground/blocking_p2p.py", "--device", "cpu", "--backend", "mpi").wait(180)
+    done = start("playground/blocking_p2p.py", "--device", "cpu", "--backend", "mpi").wait()
     assert done.returncode > 0
     assert "error: this torch is built without mpi: use --backend gloo" in done.stderr
 
@@ -122,7 +122,7 @@ def test_what_is_missing_is_one_line(start):
         (2, (SPAWNING,), {"HOSTS": "a b"}, ("starts its own", f'HOSTS="a b" run/two_nodes_ssh.sh {SPAWNING}, or use')),
         (2, ("playground/single_gpu.py",), {}, ("is a single process", "python playground/single_gpu.py")),
     ):
-        done = start(*command, **env).wait(180)
+        done = start(*command, **env).wait()
         lines = done.stderr.splitlines()
         assert (done.returncode, len(lines)) == (status, 1), done.stderr
         for word in ("error: ", *words):

@@ -17,8 +17,8 @@ def test_blocking_shows_buffers_and_waiting(processes):
     assert [int(rank) for rank, *_ in found] == [*range(processes)] * 2
     assert [before for _, before, *_ in found][1:processes] == ["0.0, 0.0, 0.0, 0.0"] * (processes - 1)
     late_sender, late_receiver = found[:processes], found[processes:]
-    assert float(late_sender[1][2]) > 0.5 > float(late_sender[0][3])
-    assert float(late_receiver[0][3]) > 0.5 > float(late_receiver[1][2])
+    assert float(late_sender[1][2]) > max(0.5, float(late_sender[0][3]))
+    assert float(late_receiver[0][3]) > max(0.5, float(late_receiver[1][2]))
 
 
 @pytest.mark.parametrize("processes", [2, 3])

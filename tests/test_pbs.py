@@ -97,7 +97,7 @@ def test_what_is_missing_is_one_line(tmp_path):
         (2, (), inside, ("no lesson", "qsub -v LESSON=")),
         (2, (), inside | {"LESSON": "--epochs 1"}, ("--epochs", "playground/*.py")),
     ):
-        done = Job(SCRIPT, *command, env=env).wait(20)
+        done = Job(SCRIPT, *command, env=env).wait()
         lines = done.stderr.splitlines()
         assert (done.returncode, len(lines)) == (status, 1), done.stderr
         for word in ("error: ", *words):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import DIGITS, SHORT, epochs, one_process, run, torchrun
+from conftest import DIGITS, SHORT, epochs, one_process, run, train
 
 from playground.measure.traces import minus, step_times, union
 
@@ -19,8 +19,7 @@ def trace(path):
 
 def traced(folder, *flags, processes=2):
     """Run the lesson to its end. Returns it and the traces of its ranks, each a list of events."""
-    done = torchrun("profile_steps", *flags, "--out", folder, processes=processes).wait(180)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = train("profile_steps", *flags, "--out", folder, processes=processes)
     paths = sorted(folder.glob("*.json"))
     assert [path.name for path in paths] == [f"rank{rank}.json" for rank in range(processes)]
     return done, [trace(path) for path in paths]

@@ -29,6 +29,6 @@ def test_one_bar_on_a_terminal_and_none_in_a_file(lesson, processes):
     except OSError:  # Linux reports the end of a terminal so
         pass
     os.close(terminal)
-    assert process.wait(60) == 0
+    assert process.wait(300) == 0
     assert shown.count(b"| 0/12 [") == 1
     assert run(lesson, *FLAGS, *processes).stderr == ""

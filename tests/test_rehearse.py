@@ -40,7 +40,7 @@ def lines(text, node):
 
 def test_the_lesson_gives_the_same_numbers_on_a_slow_network():
     """Four ranks on two nodes, 100 Mbit/s between them, print what one process prints."""
-    done = rehearse(LESSON, *SHORT, BANDWIDTH="100mbit").wait(180)
+    done = rehearse(LESSON, *SHORT, BANDWIDTH="100mbit").wait()
     assert done.returncode == 0, done.stdout + done.stderr
     table = lines(done.stdout, 0).splitlines()[1:5]
     assert [row.split()[-1] for row in table] == ["node0", "node0", "node1", "node1"]
@@ -52,7 +52,7 @@ def test_a_lesson_for_torchrun_gives_the_same_numbers(tmp_path):
     """A copy of the torchrun lesson, elsewhere, is started by torchrun on each node, on the CPU."""
     copy = tmp_path / "mine.py"
     copy.write_text((ROOT / TORCHRUN_LESSON).read_text())
-    done = rehearse(copy, *SHORT, PYTHONPATH=str(ROOT)).wait(180)
+    done = rehearse(copy, *SHORT, PYTHONPATH=str(ROOT)).wait()
     assert done.returncode == 0, done.stdout + done.stderr
     printed = re.sub(r"^node[01]: ", "", done.stdout, flags=re.M)
     table = re.findall(r"^(\d) +(\d) +(\d) +cpu +\d+ +(node\d)$", printed, re.M)
@@ -63,14 +63,14 @@ def test_a_lesson_for_torchrun_gives_the_same_numbers(tmp_path):
 
 def test_a_point_to_point_lesson():
     """It starts its ranks itself; its own flags are passed on."""
-    done = rehearse("playground/blocking_p2p.py", "--deadlock", GPUS="1").wait(180)
+    done = rehearse("playground/blocking_p2p.py", "--deadlock", GPUS="1").wait()
     assert done.returncode == 0, done.stdout + done.stderr
     assert "node0: rank 1: batch_isend_irecv: received 0" in done.stdout
 
 
 def test_a_wrong_address_fails_as_on_a_cluster():
     """The user's -ip wins over the script's, and the lesson says in a line what to look at."""
-    done = rehearse(LESSON, *SHORT, "-ip", "10.77.0.9", "--timeout", 5).wait(180)
+    done = rehearse(LESSON, *SHORT, "-ip", "10.77.0.9", "--timeout", 5).wait()
     assert done.returncode == 1
     errors = [line for line in done.stdout.splitlines() if "error: " in line]
     assert errors and all("check -ip" in line for line in errors), done.stdout
@@ -78,11 +78,11 @@ def test_a_wrong_address_fails_as_on_a_cluster():
 
 def test_without_words_it_is_the_ddp_lesson():
     """Each node gets -n, -g, its own -nr and node 0's address; flags are passed on as they are."""
-    done = rehearse(PYTHON="/bin/echo", GPUS="3").wait(180)
+    done = rehearse(PYTHON="/bin/echo", GPUS="3").wait()
     for node in range(2):
         flags = f"{LESSON} -n 2 -g 3 -nr {node} -ip 10.77.0.1 --device cpu\n"
         assert lines(done.stdout, node) == flags
-    done = rehearse(LESSON, "-s", "it's $HOME  ", PYTHON="/bin/echo").wait(180)
+    done = rehearse(LESSON, "-s", "it's $HOME  ", PYTHON="/bin/echo").wait()
     assert lines(done.stdout, 1).endswith("-s it's $HOME  \n")
 
 
@@ -97,7 +97,7 @@ def test_a_command_runs_on_both_nodes(prefix):
             pytest.skip(f"users can't read {ROOT}")
     command = "hostname; echo $NODE_RANK $NODE0; ip -o -4 addr show eth0; tc qdisc show dev eth0; "
     command += 'ping -c 1 -W 5 "node$((1 - NODE_RANK))" >/dev/null && echo reached'
-    done = rehearse("sh", "-c", command, prefix=prefix, BANDWIDTH="100mbit").wait(180)
+    done = rehearse("sh", "-c", command, prefix=prefix, BANDWIDTH="100mbit").wait()
     assert done.returncode == 0, done.stdout + done.stderr
     for node in range(2):
         host, variables, address, limit, ping = lines(done.stdout, node).splitlines()
@@ -109,7 +109,7 @@ def test_a_command_runs_on_both_nodes(prefix):
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_node_that_fails_stops_the_other(node):
     """The script ends with the status of the one that failed."""
-    done = rehearse("bash", "-c", f"[ $NODE_RANK = {node} ] && exit 3; {WAIT}").wait(180)
+    done = rehearse("bash", "-c", f"[ $NODE_RANK = {node} ] && exit 3; {WAIT}").wait()
     assert done.returncode == 3
 
 
@@ -117,7 +117,7 @@ def test_a_node_that_fails_stops_the_other(node):
 @pytest.mark.parametrize("prefix", [(), NOBODY], ids=["root", "nobody"])
 def test_it_can_be_stopped(prefix, sign):
     """Ctrl-C, kill and kill -9 leave no process on any node, even if it ignores them."""
-    if prefix and rehearse("true", prefix=prefix).wait(180).returncode:
+    if prefix and rehearse("true", prefix=prefix).wait().returncode:
         pytest.skip("users can make no networks here")
     job = rehearse("bash", "-c", WAIT, prefix=prefix)
     assert {job.process.stdout.readline() for _ in HOSTS} == {"node0: waiting\n", "node1: waiting\n"}
@@ -125,14 +125,14 @@ def test_it_can_be_stopped(prefix, sign):
         os.killpg(job.process.pid, sign)  # a terminal sends it to all
     else:
         job.process.send_signal(sign)
-    assert job.wait(180).returncode == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[sign]
+    assert job.wait().returncode == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[sign]
 
 
 def test_what_is_missing_is_one_line():
     """A lesson, an environment, a permission or something of the kernel's: status 1, and what to type."""
 
     def error(*words, **options):
-        done = rehearse(*words, **options).wait(180)
+        done = rehearse(*words, **options).wait()
         assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (1, "", 1), done.stderr
         return done.stderr
 

@@ -58,7 +58,7 @@ def test_started_by_hand_and_alone(lesson):
     """Rank 1 meets nobody: one line, though it has no starter that would say it."""
     env = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     own = () if "p2p" in lesson else SHORT
-    done = run(lesson, *own, "--timeout", 3, env=env, status=1, timeout=60)
+    done = run(lesson, *own, "--timeout", 3, env=env, status=1)
     line = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(line) == 1 and "start node 0, check -ip, --port" in line[0], done.stderr
     assert "Traceback" not in done.stderr
@@ -93,7 +93,7 @@ def test_the_same_index_on_two_nodes():
     """Two nodes say -nr 1: all three hear that it is there twice."""
     flags = ("-n", 3, "-g", 1, "-ip", "127.0.0.2", "--port", free_port(), "--timeout", 15)
     nodes = [Lesson("nonblocking_p2p", *flags, "-nr", index) for index in (0, 1, 1)]
-    done = [node.wait(60) for node in nodes]
+    done = [node.wait() for node in nodes]
     assert [node.returncode for node in done] == [1, 1, 1]
     for node in done:
         one_line(node, "node 1 is there twice: give each node its own -nr")
@@ -124,5 +124,5 @@ def test_a_foreign_server_with_detectron2():
     """A node that reaches another program on the port ends in time."""
     with socket.create_server(("0.0.0.0", 0)) as server:
         flags = (*SHORT, "-n", 2, "-g", 1, "-r", 1, "-ip", "127.0.0.2", "--port", server.getsockname()[1])
-        done = run("distributed_data_parallel2", *flags, "--timeout", 5, status=1, timeout=60)
+        done = run("distributed_data_parallel2", *flags, "--timeout", 5, status=1)
         one_line(done, "could not reach node 0", "start it, check -ip, --port")

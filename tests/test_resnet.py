@@ -10,7 +10,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, Job, epochs, free_port, python_path, run, torchrun
+from conftest import ROOT, Job, epochs, free_port, python_path, run, train
 from test_errors import one_line
 from torch.nn.parallel import DistributedDataParallel
 from torchvision.datasets import CIFAR10
@@ -57,7 +57,7 @@ def test_pretrained_weights_and_colour_images(cifar10, tmp_path):
     flags += ["--accumulate", 2, "--data_dir", cifar10, "-s", tmp_path / "c.pt"]
     env = {"TORCH_HOME": str(tmp_path), "PYTHONPATH": python_path(script)}
     env["PYTHONPATH"] = f"{ROOT}:{ROOT / 'playground'}"
-    done = Job(*agent, *flags, env=env).wait(180)
+    done = Job(*agent, *flags, env=env).wait()
     assert done.returncode == 0, done.stderr
     assert "global batch 32 = 2 ranks x 16 images, in 2 pieces" in done.stdout
     assert len(epochs(done.stdout)) == 1
@@ -70,7 +70,7 @@ def test_pretrained_weights_and_colour_images(cifar10, tmp_path):
 
 def test_random_images_and_float64():
     """--dataset fake needs no files; --double is heard."""
-    done = run(LESSON, *FAKE, "--double", timeout=180)
+    done = run(LESSON, *FAKE, "--double")
     assert len(epochs(done.stdout)) == 1
     assert "global batch 600 = 1 ranks x 600 images, in 1 pieces" in done.stdout
 
@@ -109,7 +109,6 @@ def test_no_sync_saves_messages():
 
 def test_two_ranks_begin_with_the_same_weights(tmp_path):
     """As many steps as ranks see, and one line of each epoch."""
-    done = torchrun(LESSON, *FAKE, "-s", tmp_path / "c.pt").wait(180)
-    assert done.returncode == 0, done.stderr
+    done = train(LESSON, *FAKE, "-s", tmp_path / "c.pt", processes=2)
     assert len(epochs(done.stdout)) == 1
     assert torch.load(tmp_path / "c.pt", weights_only=True)["model"]["bn1.num_batches_tracked"] == 3

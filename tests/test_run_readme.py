@@ -44,7 +44,7 @@ def test_console_block(block):
     if "rehearse" in block:
         need("ip")
     for command, shown in re.findall(r"^\$ (.*)\n((?:[^$].*\n)*)", block, re.M):
-        done = start(command).wait(180)
+        done = start(command).wait()
         lines = [line for line in (done.stdout + done.stderr).splitlines() if not re.match(r"(node\d: )?\+ ", line)]
         shown, more, _ = shown.partition("...\n")
         if more:
@@ -92,14 +92,14 @@ def test_a_command_of_the_table_starts_its_lesson_on_both_nodes(command, cluster
         output.unlink(missing_ok=True)
         command = command.replace("sbatch run", f"sbatch --output {output} run")
         command = command.replace("-V run/pbs.sh", f"-V -j oe -o {output} {folder}/job.sh")
-        done = start(command, nodes.enter(0), **env, SLURM_CONF=f"{folder}/slurm/slurm.conf").wait(180)
+        done = start(command, nodes.enter(0), **env, SLURM_CONF=f"{folder}/slurm/slurm.conf").wait()
         assert done.returncode == 0, done.stderr
         assert slurm.wait(int(done.stdout.split()[-1]))["JobState"] == "COMPLETED", output.read_text()
         printed = output.read_text()
     else:
         where = [()] if "rehearse" in command else [nodes.enter(0)]
         where += [nodes.enter(1)] if "run/torchrun_node.sh" in command else []  # typed on each node
-        done = [job.wait(180) for job in [start(command, prefix, **env) for prefix in where]]
+        done = [job.wait() for job in [start(command, prefix, **env) for prefix in where]]
         assert [one.returncode for one in done] == [0] * len(where), done
         printed = "".join(one.stdout for one in done)
     for host in HOSTS:
@@ -110,7 +110,7 @@ def test_the_flags_for_two_terminals(cluster):
     """The first row of the table, typed on both nodes, trains."""
     command = ROWS[0].replace("10.0.0.1", ADDRESSES[0]) + f" {SHORT_FLAGS}"
     jobs = [start(command.replace("-nr 0", f"-nr {index}"), cluster[0].enter(index)) for index in range(2)]
-    done = [job.wait(180) for job in jobs]
+    done = [job.wait() for job in jobs]
     assert [one.returncode for one in done] == [0, 0], done
     assert epochs(done[0].stdout)
 
@@ -121,7 +121,7 @@ def test_torchrun_on_one_node(tmp_path):
     restarts = re.findall(r"^    (TORCH_\w+=1 torchrun .*)$", TEXT, re.M)
     assert (len(alone), len(restarts)) == (1, 1)
     for command in (alone[0], f"{restarts[0]} --run_dir {tmp_path}"):
-        done = start(f"{command} {SHORT_FLAGS}").wait(180)
+        done = start(f"{command} {SHORT_FLAGS}").wait()
         assert done.returncode == 0, done.stderr
         assert epochs(done.stdout)
 

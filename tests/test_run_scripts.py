@@ -18,7 +18,7 @@ def checkout(tmp_path):
 def script(name, *flags, cwd="/", **env):
     """Run a script as a user would, from another folder."""
     command = ["bash", name, *flags]
-    return subprocess.run(command, cwd=cwd, env=os.environ | env, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=cwd, env=os.environ | env, capture_output=True, text=True, timeout=300)
 
 
 def test_a_wrong_python_is_one_clear_line(checkout):

@@ -51,7 +51,7 @@ def test_the_lesson_gives_the_same_numbers(sshd, tmp_path):
     """Two ranks on each node print what one process prints; odd characters in flags and folders arrive as they are."""
     (tmp_path / "a checkout").symlink_to(ROOT)
     checkpoint = tmp_path / "it's in $HOME  &c.pt"
-    done = start(sshd, LESSON, *SHORT, "-s", checkpoint, CHECKOUT=str(tmp_path / "a checkout")).wait(180)
+    done = start(sshd, LESSON, *SHORT, "-s", checkpoint, CHECKOUT=str(tmp_path / "a checkout")).wait()
     assert done.returncode == 0, done.stdout + done.stderr
     printed = done.stdout.splitlines()
     assert [line.split()[-1] for line in printed[1:5]] == ["node0", "node0", "node1", "node1"]
@@ -70,7 +70,7 @@ def test_a_lesson_for_torchrun(sshd, tmp_path):
     (tmp_path / "python").chmod(0o755)
     checkpoint = tmp_path / "it's in $HOME  &c.pt"
     flags = (*SHORT, "-s", checkpoint)
-    done = start(sshd, tmp_path / "my copy.py", *flags, PYTHON=str(tmp_path / "python")).wait(180)
+    done = start(sshd, tmp_path / "my copy.py", *flags, PYTHON=str(tmp_path / "python")).wait()
     assert done.returncode == 0, done.stdout + done.stderr
     printed = re.sub(r"^node[01]: ", "", done.stdout, flags=re.M)
     table = re.findall(r"^(\d) +(\d) +(\d) +cpu +\d+ +(node\d)$", printed, re.M)
@@ -96,14 +96,14 @@ def test_a_lesson_for_torchrun_is_stopped(how, sshd):
         os.killpg(job.process.pid, how)  # a terminal sends it to all
     else:
         job.process.send_signal(how)
-    done = job.wait(180)
+    done = job.wait()
     assert done.returncode == {"rank": 1, signal.SIGINT: 130, signal.SIGKILL: -9}[how], done.stderr
     assert_nothing_left(sshd, 60)  # after SIGKILL nothing waits for torchrun, which is ending its ranks
 
 
 def test_a_point_to_point_lesson(sshd):
     """It starts its ranks itself."""
-    done = start(sshd, "playground/blocking_p2p.py", "--device", "cpu", "--deadlock", GPUS="1").wait(180)
+    done = start(sshd, "playground/blocking_p2p.py", "--device", "cpu", "--deadlock", GPUS="1").wait()
     assert done.returncode == 0, done.stdout + done.stderr
     assert "node0: rank 1: batch_isend_irecv: received 0" in done.stdout
     assert "-n 2 -g 1 -nr 1 -ip node0 --port 8888 --device cpu --deadlock" in done.stderr
@@ -113,7 +113,7 @@ def test_a_point_to_point_lesson(sshd):
 def test_which_variables_travel(by, sshd, tmp_path):
     """What NCCL, gloo and torch are told here is told on the nodes; which GPUs are used is for each node to say."""
     (tmp_path / "lesson.py").write_text(VARIABLES + "launch = print\nlaunch()\n" * (by == "launch"))
-    done = start(sshd, tmp_path / "lesson.py", GPUS="1", **TRAVEL, **STAYS).wait(180)
+    done = start(sshd, tmp_path / "lesson.py", GPUS="1", **TRAVEL, **STAYS).wait()
     assert done.returncode == 0, done.stderr
     assert dict(re.findall(r"^(node\d): node\d: (\{.*\})$", done.stdout, re.M)) == dict.fromkeys(HOSTS, str(TRAVEL))
 
@@ -122,7 +122,7 @@ def test_which_variables_travel(by, sshd, tmp_path):
 def test_a_node_that_fails_stops_the_other(failing, sshd, tmp_path):
     """The script ends with the status of the node that failed, when the others have stopped."""
     (tmp_path / "lesson.py").write_text(STUBBORN.format(failing=failing))
-    done = start(sshd, tmp_path / "lesson.py").wait(180)
+    done = start(sshd, tmp_path / "lesson.py").wait()
     assert done.returncode == 3, done.stdout + done.stderr
     assert_nothing_left(sshd)
 
@@ -138,7 +138,7 @@ def test_it_can_be_stopped(sign, sshd, tmp_path):
         os.killpg(job.process.pid, sign)  # a terminal sends it to all
     else:
         job.process.send_signal(sign)
-    assert job.wait(180).returncode == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[sign]
+    assert job.wait().returncode == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[sign]
     assert_nothing_left(sshd)
 
 
@@ -146,7 +146,7 @@ def test_what_is_missing_is_one_line(sshd, tmp_path):
     """A host, a key, a checkout or an environment: status 1, before anything has been started, and what to type."""
 
     def error(*words, **settings):
-        done = start(sshd, *words, **settings).wait(180)
+        done = start(sshd, *words, **settings).wait()
         assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (1, "", 1), done.stderr
         return done.stderr.strip()
 

@@ -44,7 +44,7 @@ def test_without_restarts_a_killed_rank_ends_the_run():
     """torchrun ends the other rank and reports the signal; nothing is left."""
     job = torchrun(LESSON, *LONG)
     os.kill(job.ranks(2)[1], signal.SIGKILL)
-    done = job.wait(60)
+    done = job.wait()
     assert done.returncode == 1
     assert "Signal 9 (SIGKILL)" in done.stderr
 
@@ -69,7 +69,7 @@ def test_ctrl_c_under_torchrun():
     job.ranks(2)
     wait_for_line(job, "epoch 2/")
     os.killpg(job.process.pid, signal.SIGINT)
-    assert job.wait(60).returncode != 0
+    assert job.wait().returncode != 0
 
 
 def test_the_report_names_the_cause(tmp_path):
@@ -79,7 +79,7 @@ def test_the_report_names_the_cause(tmp_path):
     assert text.count(line) == 1
     copy = tmp_path / "changed.py"
     copy.write_text(text.replace(line, f'{line}    assert rank == 0, "a mistake on one rank"\n'))
-    done = torchrun(copy, *SHORT).wait(60)
+    done = torchrun(copy, *SHORT).wait()
     assert done.returncode == 1
     report = done.stderr[done.stderr.index("Root Cause") :]
     assert re.search(r"rank +: 1", report)

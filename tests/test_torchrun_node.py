@@ -32,7 +32,7 @@ def one_line(done, *words):
 def test_two_nodes(node0, gpus, nodes):
     """Node 0 given by address and by name: two nodes print single_gpu.py's numbers, and no process stays."""
     jobs = [start(nodes, index, node0, GPUS=str(gpus)) for index in (1, 0)]
-    done = [job.wait(180) for job in jobs]
+    done = [job.wait() for job in jobs]
     assert [one.returncode for one in done] == [0, 0], done
     table = [row.split() for one in done for row in one.stdout.splitlines() if row.endswith(tuple(HOSTS))]
     assert sorted((row[2], row[5]) for row in table) == [(str(rank), host) for rank in range(gpus) for host in HOSTS]
@@ -44,7 +44,7 @@ def test_a_point_to_point_lesson(nodes):
     """Ranks of two nodes send each other numbers; flags of the lesson's own are passed on."""
     command = ("playground/nonblocking_p2p.py", "--device", "cpu")
     jobs = [start(nodes, index, ADDRESSES[0], *command) for index in range(2)]
-    done = [job.wait(180) for job in jobs]
+    done = [job.wait() for job in jobs]
     assert [one.returncode for one in done] == [0, 0], done
     assert "ring, rank 1: " in done[0].stdout + done[1].stdout
 
@@ -53,7 +53,7 @@ def test_a_restart(nodes):
     """With RESTARTS=1 the ranks of both nodes start again after one was killed, and arrive at the same numbers."""
     zero, one = (start(nodes, index, ADDRESSES[0], RESTARTS="1") for index in range(2))
     os.kill(zero.ranks(2)[1], signal.SIGKILL)  # the second in the table is on the other node
-    done = [zero.wait(180), one.wait(180)]
+    done = [zero.wait(), one.wait(180)]
     assert [each.returncode for each in done] == [0, 0], done
     assert epochs(done[0].stdout + done[1].stdout) == one_process(*SHORT)
 
@@ -68,7 +68,7 @@ def test_the_end_of_one_node_ends_the_other(how, status, nodes):
         os.kill(victim, signal.SIGKILL)
     else:
         os.killpg(one.process.pid, how)
-    done = [zero.wait(180), one.wait(180)]
+    done = [zero.wait(), one.wait(180)]
     assert [each.returncode for each in done] == [1, status], done
     if how == "rank":
         assert done[1].stderr.splitlines()[-1].startswith("error: ")
@@ -78,7 +78,7 @@ def test_the_end_of_one_node_ends_the_other(how, status, nodes):
 def test_a_node_that_never_comes(nodes):
     """Neither the node that serves the rendezvous nor the one that looks for it waits longer than WAIT seconds."""
     for index in range(2):
-        done = start(nodes, index, ADDRESSES[0], WAIT="4").wait(180)
+        done = start(nodes, index, ADDRESSES[0], WAIT="4").wait()
         assert done.returncode == 1
         assert "start all nodes within 4 s" in done.stderr.splitlines()[-1]
 
@@ -94,11 +94,11 @@ def test_what_is_missing_is_one_line():
         (1, LESSON, {"NODE0": "no-such-node"}, ("no-such-node", "NODE0=10.0.0.1")),
         (1, LESSON, {"NODE0": "localhost", "PYTHON": "/no/python"}, ("/no/python", "run/setup.sh")),
     ):
-        done = Job(SCRIPT, *command, env=env).wait(180)
+        done = Job(SCRIPT, *command, env=env).wait()
         assert done.returncode == status
         one_line(done, *words)
     with socket.create_server(("0.0.0.0", 0)) as server:
         port = server.getsockname()[1]
-        done = Job(SCRIPT, *LESSON, env={"NODE0": "localhost", "PORT": str(port)}).wait(180)
+        done = Job(SCRIPT, *LESSON, env={"NODE0": "localhost", "PORT": str(port)}).wait()
     assert done.returncode == 1
     one_line(done, f"port {port} is in use", f"PORT={port + 1}")
