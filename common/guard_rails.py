@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -45,6 +46,8 @@ ADVICE = {  # what PyTorch says in an error of its own, and what to do about it
 
 logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it logs each process it ends
 logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)  # it logs whole schedules
+if any(word.endswith("cuda") for word in sys.argv):
+    warnings.filterwarnings("ignore", "CUDA initialization")  # check says it in one line
 tqdm.set_lock(threading.RLock())  # Python warns of its default, a semaphore, when a process is killed
 if multiprocessing.current_process().name != "MainProcess":  # this is a rank that mp.spawn has started
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends it even while it waits inside C++
@@ -70,9 +73,10 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     for name, value in vars(args).items():
         if type(value) is int and value < 1 and name not in ("nr", "seed", "workers"):
             refuse(f"--{name} {value}: must be 1 or more")
-    if cuda and getattr(args, "gpus", here) > have:
-        fewer = f"-g {have}" if "gpus" in args else f"--nproc-per-node {have}"
-        refuse(f"{getattr(args, 'gpus', here)} GPUs are needed, this machine has {have}: use {fewer} or --device cpu")
+    started = "RANK" in env or "gpus" not in args  # by a launcher or by hand, not by the lesson
+    wanted, fewer = (here, f"--nproc-per-node {have}") if started else (args.gpus, f"-g {have}")
+    if cuda and wanted > have:
+        refuse(f"{wanted} GPUs are needed, this machine has {have}: use {fewer} or --device cpu")
     if not 0 <= getattr(args, "lr", 0) < math.inf:
         refuse(f"--lr {args.lr}: must be a number, 0 or more, as in --lr 1e-3")
     if not -(2**63) <= getattr(args, "seed", 0) < 2**63:

@@ -209,7 +209,7 @@ def tell(runs, args, interrupted):
     if of["widths"]:
         tell_widths(widths, args)
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    gpus = [torch.cuda.get_device_name(index) for index in range(args.gpus if args.device == "cuda" else 0)]
     results = {
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
         "machine": {"cpu": cpu[1] if cpu else platform.machine(), "cores": CORES, "gpus": gpus},

@@ -185,7 +185,7 @@ def main():
         parser.error(f"--batch_size {args.batch_size} can't be shared by {world_size} processes: use {nearest}")
     if args.batch_size // world_size < 2 * args.accumulate:
         parser.error(f"--accumulate {args.accumulate}: batch norm needs pieces of two images or more")
-    ids, gpus = args.gpu_ids or [], torch.cuda.device_count()
+    ids, gpus = args.gpu_ids or [], torch.cuda.device_count() if args.device == "cuda" else 0
     if ids and not int(os.environ.get("LOCAL_WORLD_SIZE", 1)) <= len({*ids} & {*range(gpus)}) == len(ids):
         parser.error(f"--gpu_ids {ids}: name a GPU for each process, none twice; there are {gpus} GPUs, from 0")
     if os.environ["LOCAL_RANK"] == "0":

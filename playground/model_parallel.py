@@ -126,8 +126,9 @@ def main():
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, usage=argparse.SUPPRESS)
     add = parser.add_argument
-    add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    names = ["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    names = ["cpu", *(f"cuda:{number}" for number in range(gpus))]
+    add("--device", choices=["cpu", "cuda"], default="cuda" if gpus else "cpu")
     add("--devices", nargs=2, choices=names, help="of stage1 and stage2; default: the first two GPUs, or one twice")
     add("--pipelined", action="store_true", help="cut each batch into micro-batches")
     add("--micro_batches", type=int, default=4, help="how many, with --pipelined")
@@ -145,8 +146,7 @@ def main():
     add("-s", "--savefile", help="write a checkpoint here after each epoch")
     args = parser.parse_args()
     if args.devices is None:
-        two = args.device == "cuda" and torch.cuda.device_count() > 1
-        args.devices = ["cuda:0", "cuda:1"] if two else [args.device] * 2
+        args.devices = ["cuda:0", "cuda:1"] if args.device == "cuda" and gpus > 1 else [args.device] * 2
     check(parser, args)  # guard rail
     if args.pipelined and args.micro_batches > args.batch_size:
         most = args.batch_size

@@ -84,7 +84,7 @@ if ! here=$("$PYTHON" - <<<"$ask" 2>/dev/null); then
 elif [[ $here == *"does not work"* ]]; then
     fix "$here" "update its driver, or install a torch that fits it: https://pytorch.org/get-started"
 elif [ "${here##* }" != "$gpus" ]; then
-    fix "nvidia-smi lists $gpus GPUs, torch finds ${here##* }" "unset CUDA_VISIBLE_DEVICES, or update the driver"
+    fix "nvidia-smi lists $gpus GPUs, torch finds ${here##* }" "unset CUDA_VISIBLE_DEVICES, end MIG, update the driver"
 elif [ "$gpus" = 0 ]; then
     ok "$here: the lessons run on the CPU, with gloo"
 else

@@ -141,13 +141,17 @@ def zeros(size, device):
 """
 
 
-def test_gpus(nodes, fake, tmp_path):
+def test_gpus(nodes, fake, python, tmp_path):
     """As many as nvidia-smi lists, without their parts, must be seen by torch, and work; else it says what to do."""
     path = {"PATH": fake.path}
-    fake("nvidia-smi", "echo GPU 0; echo '  MIG 1g.18gb Device 0'; echo GPU 1")
+    fake("nvidia-smi", "echo 'NVIDIA-SMI has failed because it could not communicate with the GPU driver.'; exit 9")
+    none = f"{VERSIONS}0: the lessons run on the CPU, with gloo"
+    assert check(nodes, 0, PYTHON=python, **path)[1][-1] == none
+    lost = "Unable to determine the device handle for GPU0000:3F:00.0: Unknown Error"
+    fake("nvidia-smi", f"echo GPU 0; echo '  MIG 1g.18gb Device 0'; echo '{lost}'; echo GPU 1")
     assert check(nodes, 0, PYTHON=fake("two", f"echo {VERSIONS}2"), **path)[1][-1] == f"{VERSIONS}2"
     status, lines = check(nodes, 0, PYTHON=fake("one", f"echo {VERSIONS}1"), **path)
-    fault = "FIX   nvidia-smi lists 2 GPUs, torch finds 1: unset CUDA_VISIBLE_DEVICES, or update the driver"
+    fault = "FIX   nvidia-smi lists 2 GPUs, torch finds 1: unset CUDA_VISIBLE_DEVICES, end MIG, update the driver"
     assert (status, lines[-1]) == (1, fault)
     (tmp_path / "torch.py").write_text(OLD_DRIVER)
     status, lines = check(nodes, 0, PYTHONPATH=str(tmp_path), **path)
