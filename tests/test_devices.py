@@ -146,8 +146,9 @@ def init():
 torch.cuda.is_available, torch.cuda.init, torch.cuda.device_count = is_available, init, lambda: 1
 """
     (tmp_path / "sitecustomize.py").write_text(code)
-    start = {"env": {"PYTHONPATH": str(tmp_path)}, "prefix": ("env",)}  # Python reads it when it starts
-    one_line(run("single_gpu", "--device", "cuda", status=2, **start), f"0 GPUs that work ({OLD_DRIVER})")
+    env = {"PYTHONPATH": str(tmp_path)}  # Python reads it when it starts
+    done = run("single_gpu", "--device", "cuda", status=2, env=env, cold=True)
+    one_line(done, f"this machine has 0 GPUs that work ({OLD_DRIVER})")
 
 
 @pytest.mark.parametrize("lesson", [*SPAWNING, *POINT_TO_POINT, "data_parallel", "compare"])

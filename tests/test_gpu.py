@@ -1,0 +1,456 @@
+"""The lessons on GPUs: the CPU's numbers, checkpoints that move, who waits, and how they end when a rank fails.
+
+Skipped where torch finds no GPU. Tests of two ranks run twice: with a GPU for each, and with both on one, where NCCL
+can do that. What can be said without a GPU is in test_devices.py.
+"""
+
+import functools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ALL_GPUS, ROOT, Job, Lesson, by_torchrun, epochs, free_port, ranks, run, torchrun, train
+
+CUDA = ("--device", "cuda")
+NAMES = ("cuda:0", "cuda:1")  # of the first two GPUs
+MESSAGE = "ncclDevKernel_"  # in the name of a message in a trace
+SHARED = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2"}  # two ranks on one GPU
+DIGITS = ("--dataset", "digits", "--batch_size", 120)
+TWO_EPOCHS = (*DIGITS, "--epochs", 2)
+NUMBERS = [(("--model", "mlp"), 1e-5), (("--model", "cnn", "--double"), 1e-12)]  # and how far apart weights may be
+ONE_PROCESS = [
+    ("single_gpu", ()),
+    ("data_parallel", ("-g", 1)),
+    ("manual_data_parallel", ("-g", 1)),
+    ("distributed_data_parallel", ("-g", 1)),
+    ("distributed_data_parallel", ("-g", 1, "--backend", "gloo")),
+    ("distributed_data_parallel2", ("-g", 1)),
+    ("distributed_data_parallel_torchrun", ()),
+    ("distributed_data_parallel_resumable", ()),
+    ("model_parallel", ()),
+    ("model_parallel", ("--pipelined",)),
+    ("model_parallel", ("--devices", "cpu", NAMES[0])),
+    ("pipeline_parallel", ()),
+    ("profile_steps", ()),
+]
+TWO_RANKS = [
+    ("manual_data_parallel", ()),
+    ("manual_data_parallel", ("--weights", "send", "--bucket")),
+    ("manual_data_parallel", ("--backend", "gloo")),
+    ("distributed_data_parallel", ()),
+    ("distributed_data_parallel", ("--backend", "gloo")),
+    ("distributed_data_parallel2", ()),
+    ("distributed_data_parallel_torchrun", ()),
+    ("distributed_data_parallel_resumable", ()),
+    ("pipeline_parallel", ("--schedule", "GPipe")),
+    ("pipeline_parallel", ("--schedule", "1F1B")),
+    ("pipeline_parallel", ("--schedule", "Interleaved1F1B")),
+    ("pipeline_parallel", ("--schedule", "InterleavedZeroBubble")),
+    ("profile_steps", ("--average", "ddp")),
+    ("profile_steps", ("--average", "each")),
+    ("profile_steps", ("--average", "bucket")),
+]
+ASK = """import json, torch
+gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+print(json.dumps([gpus, torch.cuda.nccl.version()[:2] if gpus else []]))
+"""
+
+
+@functools.cache
+def machine():
+    """Return how many GPUs torch finds, and NCCL's version. It is asked only where there is a driver: it takes long."""
+    if not (Path("/dev/nvidiactl").exists() or shutil.which("nvidia-smi")):
+        return 0, []
+    done = Job(sys.executable, "-W", "ignore", "-c", ASK, env=ALL_GPUS).wait()
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def need(gpus):
+    """Skip a test where torch finds fewer GPUs."""
+    if machine()[0] < gpus:
+        pytest.skip(f"needs {'a GPU' if gpus == 1 else f'{gpus} GPUs'}, torch finds {machine()[0]}")
+
+
+@pytest.fixture
+def gpu():
+    """Skip a test where there is no GPU."""
+    need(1)
+
+
+@pytest.fixture
+def two_gpus():
+    """Skip a test where there are fewer than two GPUs."""
+    need(2)
+
+
+@pytest.fixture
+def on_one_gpu():
+    """Return a function that starts a lesson in two ranks that share a GPU, as two nodes. Skips where NCCL can't."""
+    need(1)
+    if machine()[1] < [2, 30]:
+        pytest.skip("needs NCCL 2.30, which can have two ranks on one GPU")
+
+    def start(name, *flags):
+        env, port = ALL_GPUS | SHARED, free_port()
+        if by_torchrun(name):
+            env |= {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            return [Lesson(name, *flags, env=env | {"RANK": str(rank)}, cold=True) for rank in range(2)]
+        nodes = ("-n", 2, "-g", 1, "-ip", "127.0.0.1", "--port", port)
+        return [Lesson(name, *flags, *nodes, "-nr", node, env=env, cold=True) for node in range(2)]
+
+    start.devices = (NAMES[0],) * 2
+    return start
+
+
+@pytest.fixture(params=["a GPU each", "on one GPU"])
+def two_ranks(request):
+    """Return a function that starts a lesson in two ranks; its Jobs are those of rank 0 and rank 1, or of both."""
+    if request.param == "on one GPU":
+        return request.getfixturevalue("on_one_gpu")
+    need(2)
+
+    def start(name, *flags):
+        if by_torchrun(name):
+            return ranks(name, *flags, env=ALL_GPUS, cold=True)
+        return [Lesson(name, *flags, "-g", 2, env=ALL_GPUS, cold=True)]
+
+    start.devices = NAMES
+    return start
+
+
+def output(jobs):
+    """Wait for all, which must end well. Returns what the first has printed."""
+    try:
+        done = [job.wait() for job in jobs]
+    finally:
+        for job in jobs:
+            job.kill()
+    assert not any(one.returncode for one in done), "\n".join(one.stdout + one.stderr for one in done)
+    return done[0].stdout
+
+
+def kept(lesson, folder):
+    """Return the flags with which a lesson writes its second checkpoint to epoch-0002.pt, and all else beside it."""
+    where = (
+        ("--run_dir", folder) if lesson == "distributed_data_parallel_resumable" else ("-s", folder / "epoch-0002.pt")
+    )
+    return (*where, *(("--out", folder) if lesson == "profile_steps" else ()))
+
+
+def assert_as_on_the_cpu(out, folder, flags, apart):
+    """Compare printed numbers and weights with those of single_gpu.py on the CPU."""
+    import torch  # here: where all is skipped nobody needs it
+    from test_parity import assert_equal, single
+
+    checkpoint = torch.load(folder / "epoch-0002.pt", map_location="cpu", weights_only=True)
+    assert_equal((epochs(out), checkpoint), single(*flags), apart)
+
+
+def changed(lesson, folder, old, new):
+    """Return the path of a copy of a lesson in which a line has been replaced."""
+    text = (ROOT / "playground" / f"{lesson}.py").read_text()
+    assert text.count(old) == 1
+    path = folder / "changed.py"
+    path.write_text(text.replace(old, new))
+    return path
+
+
+@pytest.mark.parametrize(("network", "apart"), NUMBERS)
+@pytest.mark.parametrize(("lesson", "flags"), ONE_PROCESS)
+def test_one_process(lesson, flags, network, apart, gpu, tmp_path):
+    """The CPU's numbers: to 1e-5 in float32, to 1e-12 in float64. The checkpoint can be read without a GPU."""
+    job = Lesson(lesson, *TWO_EPOCHS, *CUDA, *network, *flags, *kept(lesson, tmp_path), env=ALL_GPUS, cold=True)
+    assert_as_on_the_cpu(output([job]), tmp_path, network, apart)
+
+
+@pytest.mark.parametrize(("network", "apart"), [(("--model", "cnn"), 1e-3), (("--model", "mlp", "--double"), 1e-12)])
+def test_the_other_numbers(network, apart, gpu, tmp_path):
+    """The CNN in float32, where Adam makes rounding larger; and what the lessons' README shows of the MLP."""
+    job = Lesson("single_gpu", *TWO_EPOCHS, *CUDA, *network, *kept("single_gpu", tmp_path), env=ALL_GPUS, cold=True)
+    out = output([job])
+    assert_as_on_the_cpu(out, tmp_path, network, apart)
+    if "mlp" in network:
+        assert epochs(out)[-1]["loss"] == 1.3712
+
+
+EXACT = """import sys, torch
+from common.models import CNN
+torch.manual_seed(0)
+model, images = CNN(), torch.randn(64, 1, 28, 28)
+exact = model.double()(images.double())
+found = model.float().to(sys.argv[1])(images.to(sys.argv[1])).cpu().double()
+print((found - exact).abs().max().item())
+"""
+
+
+def test_convolutions_without_tf32(gpu):
+    """As exact as float32 is: TF32 would be off by a thousandth."""
+    env = ALL_GPUS | {"PYTHONPATH": str(ROOT)}
+    assert float(output([Job(sys.executable, "-c", EXACT, CUDA[1], env=env)])) < 1e-5
+
+
+@pytest.mark.parametrize(("network", "apart"), NUMBERS)
+@pytest.mark.parametrize(("lesson", "flags"), TWO_RANKS)
+def test_two_ranks(lesson, flags, network, apart, two_ranks, tmp_path):
+    """The same numbers from two ranks over NCCL, and over gloo where it can; the table says which GPU each has."""
+    out = output(two_ranks(lesson, *TWO_EPOCHS, *CUDA, *network, *flags, *kept(lesson, tmp_path)))
+    assert tuple(re.findall(r"^\d +\d +\d +(\S+)  ", out, re.M)) == two_ranks.devices
+    assert_as_on_the_cpu(out, tmp_path, network, apart)
+
+
+@pytest.mark.parametrize(("network", "apart"), NUMBERS)
+@pytest.mark.parametrize(
+    ("lesson", "flags"), [("data_parallel", ("-g", 2)), ("model_parallel", ()), ("model_parallel", ("--pipelined",))]
+)
+def test_two_gpus_in_one_process(lesson, flags, network, apart, two_gpus, tmp_path):
+    """Copies of the model, and a half of it on each."""
+    job = Lesson(lesson, *TWO_EPOCHS, *CUDA, *network, *flags, *kept(lesson, tmp_path), env=ALL_GPUS, cold=True)
+    out = output([job])
+    assert_as_on_the_cpu(out, tmp_path, network, apart)
+    if lesson == "model_parallel":
+        assert f"stage1 on {NAMES[0]}, stage2 on {NAMES[1]}" in out
+
+
+def test_the_resnet_lesson(gpu):
+    """The CPU's numbers in float64, from one process."""
+    lesson = "distributed_data_parallel_resnet"
+    flags = ("--dataset", "fake", "--batch_size", 120, "--epochs", 1, "--accumulate", 2, "--double")
+    found = epochs(output([Lesson(lesson, *flags, *CUDA, env=ALL_GPUS, cold=True)]))
+    expected = epochs(train(lesson, *flags, "--device", "cpu", processes=1, timeout=900).stdout)
+    assert len(found) == len(expected) == 1
+    assert found[0]["loss"] == pytest.approx(expected[0]["loss"], abs=2e-4)
+    assert found[0]["train"] == pytest.approx(expected[0]["train"], abs=300 / 1800 + 0.01)
+
+
+def test_the_resnet_lesson_in_two_ranks(two_ranks):
+    """Batch norm's buffers and no_sync over NCCL; with two GPUs the ranks may swap them."""
+    flags = ("--dataset", "fake", "--batch_size", 120, "--epochs", 1, "--accumulate", 2)
+    swapped = two_ranks.devices[0] != two_ranks.devices[1]
+    out = output(two_ranks("distributed_data_parallel_resnet", *flags, *CUDA, *(("--gpu_ids", "1,0") * swapped)))
+    assert tuple(re.findall(r"^\d +\d +\d +(\S+)  ", out, re.M)) == two_ranks.devices[::-1]
+    assert 2 < epochs(out)[0]["loss"] < 4
+
+
+def test_checkpoints_move_between_gpu_and_cpu(gpu, tmp_path):
+    """A run that begins on one of them and goes on on the other ends like one that stays; then the way back."""
+    lesson, flags = "distributed_data_parallel_resumable", ("--model", "mlp", "--double")
+    for first, second in (("cuda", "cpu"), ("cpu", "cuda")):
+        folder = tmp_path / first
+        own = (*DIGITS, *flags, *kept(lesson, folder))
+        devices = {"cuda": CUDA[1], "cpu": "cpu"}
+        for number, device in enumerate((first, second), start=1):
+            job = Lesson(lesson, *own, "--device", devices[device], "--epochs", number, env=ALL_GPUS, cold=True)
+            out = output([job])
+        assert "1 of 2 epochs are done" in out
+        assert_as_on_the_cpu((folder / "log.txt").read_text(), folder, flags, 1e-12)
+
+
+def test_who_waits_for_whom(two_ranks):
+    """recv waits for a late sender. send does not wait for a late receiver: the message is only put into a queue."""
+    out = output(two_ranks("blocking_p2p", *CUDA))
+    found = re.findall(r"rank (\d): \[(.*?)\] -> \[0.0, 1.0, 2.0, 3.0\], ([\d.]+) s in recv, ([\d.]+) s in send", out)
+    assert [(rank, before) for rank, before, *_ in found] == [
+        ("0", "0.0, 1.0, 2.0, 3.0"),
+        ("1", "0.0, 0.0, 0.0, 0.0"),
+    ] * 2
+    assert float(found[1][2]) > 0.5 > float(found[2][3])
+
+
+def test_deadlock_ends_and_is_cured(two_ranks):
+    """It is shown on the CPU, in a group of its own; the three other orders work on GPUs."""
+    out = output(two_ranks("blocking_p2p", *CUDA, "--deadlock"))
+    assert len(re.findall(r"rank \d: DEADLOCK: rank \d receives only after its own send", out)) == 2
+    for order in ("even ranks send first", "isend and irecv", "batch_isend_irecv"):
+        assert re.findall(rf"rank (\d): {order}: received (\d)", out) == [("0", "1"), ("1", "0")]
+
+
+def test_the_ring(two_ranks):
+    """Messages arrive, and the ring's sum is that of NCCL."""
+    out = output(two_ranks("nonblocking_p2p", *CUDA))
+    for kind in ("blocking", "nonblocking"):
+        assert re.findall(rf"^{kind}, rank (\d): \[-1.0, -1.0\] -> \[(\d).0, ", out, re.M) == [("0", "1"), ("1", "0")]
+    assert len(re.findall(r"^ring, rank .*as dist.all_reduce: True$", out, re.M)) == 2
+
+
+FAIL = """        if rank == 1 and epoch == 1:
+            raise ValueError("on purpose")
+        sampler.set_epoch(epoch)"""
+
+
+@pytest.mark.parametrize("lesson", ["distributed_data_parallel", "distributed_data_parallel_torchrun"])
+def test_a_rank_that_fails_while_others_wait(lesson, two_ranks, tmp_path):
+    """Its node ends at once, long before --timeout, with the rank's own error."""
+    path = changed(lesson, tmp_path, "        sampler.set_epoch(epoch)", FAIL)
+    jobs = two_ranks(path, *TWO_EPOCHS, *CUDA, "--timeout", 900)
+    try:
+        done = jobs[-1].wait(300)  # where each rank has a job, rank 0's would wait for 900 s
+    finally:
+        for job in jobs:
+            job.kill()
+    assert done.returncode == 1
+    assert len(re.findall(r"^ValueError: on purpose$", done.stderr, re.M)) == 1, done.stderr
+    assert re.search(r"changed.py.*, line \d+, in train", done.stderr)
+
+
+def test_a_rank_that_fails_under_torchrun(two_gpus, tmp_path):
+    """torchrun ends the other rank, which waits for NCCL, and reports the one that failed."""
+    lesson = "distributed_data_parallel_torchrun"
+    path = changed(lesson, tmp_path, "        sampler.set_epoch(epoch)", FAIL)
+    done = torchrun(path, *TWO_EPOCHS, *CUDA, "--timeout", 900, env=ALL_GPUS).wait(300)
+    assert done.returncode == 1 and "epoch 1/2" in done.stdout
+    assert "ValueError: on purpose" in done.stderr and "rank      : 1 (local_rank: 1)" in done.stderr
+
+
+def test_the_other_node_of_a_rank_that_fails(on_one_gpu, tmp_path):
+    """It notices after --timeout, or before, and says where to look."""
+    path = changed("distributed_data_parallel", tmp_path, "        sampler.set_epoch(epoch)", FAIL)
+    jobs = on_one_gpu(path, *TWO_EPOCHS, *CUDA, "--timeout", 10)
+    try:
+        zero, one = [job.wait(300) for job in jobs]
+    finally:
+        for job in jobs:
+            job.kill()
+    assert (zero.returncode, one.returncode) == (1, 1)
+    assert "another rank has ended" in zero.stderr and "look for its error, on all nodes" in zero.stderr
+    assert len(zero.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("lesson", ["distributed_data_parallel", "distributed_data_parallel_torchrun"])
+def test_a_full_disk(lesson, two_ranks, tmp_path):
+    """Only rank 0 writes, and the other one waits: rank 0's node ends at once and says why in one line."""
+    (tmp_path / "c.pt.tmp").symlink_to("/dev/full")
+    jobs = two_ranks(lesson, *TWO_EPOCHS, *CUDA, "--timeout", 900, "-s", tmp_path / "c.pt")
+    try:
+        done = jobs[0].wait(300)
+    finally:
+        for job in jobs:
+            job.kill()
+    assert done.returncode == 1
+    assert "No space left on device: make room" in done.stderr and len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "lesson",
+    [
+        "manual_data_parallel",
+        "distributed_data_parallel",
+        "distributed_data_parallel2",
+        "data_parallel",
+        "blocking_p2p",
+    ],
+)
+def test_more_processes_than_gpus(lesson, gpu):
+    """One line that says how many there are."""
+    have = machine()[0]
+    done = run(lesson, *CUDA, "-g", have + 1, status=2, env=ALL_GPUS, cold=True)
+    assert f"{have + 1} GPUs are needed, this machine has {have}: use -g {have}" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_more_processes_of_torchrun_than_gpus(gpu):
+    """Each of them says it, before they wait for each other."""
+    have = machine()[0]
+    job = torchrun("distributed_data_parallel_torchrun", *TWO_EPOCHS, *CUDA, processes=have + 1, env=ALL_GPUS)
+    done = job.wait()
+    assert done.returncode == 1
+    assert f"{have + 1} GPUs are needed, this machine has {have}: use --nproc-per-node {have}" in done.stderr
+
+
+def test_all_gpus_by_default(gpu):
+    """DDP without -g has a process on each."""
+    have = machine()[0]
+    flags = ("--dataset", "digits", "--batch_size", 24 * have, "--epochs", 1)
+    out = output([Lesson("distributed_data_parallel", *flags, env=ALL_GPUS, cold=True)])
+    assert len(re.findall(r"^\d +\d +\d +cuda:\d+ ", out, re.M)) == have
+
+
+def test_hidden_gpus(two_gpus):
+    """Of two visible GPUs show the second one: it is the only one now, and the lesson's first."""
+    second = (ALL_GPUS["CUDA_VISIBLE_DEVICES"] or "0,1").split(",")[1]
+    flags = ("--dataset", "digits", "--batch_size", 120, "--epochs", 1)
+    out = output([Lesson("distributed_data_parallel", *flags, env={"CUDA_VISIBLE_DEVICES": second}, cold=True)])
+    assert re.findall(r"^\d +\d +\d +(cuda:\d+) ", out, re.M) == ["cuda:0"]
+
+
+WIDE = ("--dataset", "digits", "--batch_size", 1200, "--epochs", 1, "--width", 1024, "--layers", 8)
+
+
+def timeline(out, name):
+    """Return the bubbles in an output and its rows, by the name of a worker; check what holds for all."""
+    bubbles = [float(share) for share in re.findall(r"^.*, \d micro-batch.* s, bubble ([\d.]+), .*$", out, re.M)]
+    rows = re.findall(rf"^{name} ?(\d) \|([a-hA-H0-7.]+)\|$", out, re.M)
+    assert bubbles and all(0 <= share < 1 for share in bubbles)
+    assert len(rows) == 2 * len(bubbles)
+    return bubbles, rows
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble"])
+def test_the_timeline_of_a_pipeline(schedule, two_ranks):
+    """By the GPUs' own clocks: all micro-batches on both ranks; in one piece each rank waits half of the time."""
+    out = output(two_ranks("pipeline_parallel", *WIDE, *CUDA, "--schedule", schedule))
+    bubbles, rows = timeline(out, "rank")
+    assert len(bubbles) == 2 and bubbles[1] >= 0.45
+    assert {*"07ah"} <= set(rows[0][1]) | set(rows[1][1])
+    assert (rows[2][1][0], rows[2][1][-1]) == ("0", "a")  # one piece starts on rank 0, and its gradient ends there
+
+
+def test_the_timeline_of_one_process(gpu):
+    """Both stages on the same GPU: at no moment do both compute."""
+    out = output(
+        [Lesson("model_parallel", *WIDE, "--pipelined", "--devices", NAMES[0], NAMES[0], env=ALL_GPUS, cold=True)]
+    )
+    bubbles, rows = timeline(out, "stage")
+    assert all(share >= 0.45 for share in bubbles)
+    for (_, one), (_, other) in (rows[:2], rows[2:]):
+        both = [place for place, pair in enumerate(zip(one, other, strict=True)) if "." not in pair]
+        assert len(both) <= 4, (one, other)  # of 88 columns: where one ends and the other begins
+
+
+def test_the_timeline_of_two_gpus(two_gpus):
+    """In pieces the stages overlap, in one piece they don't."""
+    out = output([Lesson("model_parallel", *WIDE, "--pipelined", *CUDA, env=ALL_GPUS, cold=True)])
+    (pieces, whole), rows = timeline(out, "stage")
+    assert whole >= 0.45 and pieces < whole
+    assert {*"03ad"} <= set(rows[0][1]) & set(rows[1][1])
+
+
+@pytest.mark.parametrize("average", ["ddp", "bucket"])
+def test_a_trace_has_nccls_kernels(average, two_ranks, tmp_path):
+    """The table's messages are theirs."""
+    flags = (*DIGITS, "--epochs", 1, "--width", 512, "--average", average, "--out", tmp_path)
+    out = output(two_ranks("profile_steps", *flags, *CUDA))
+    rows = re.findall(r"^([01]) +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+) *$", out, re.M)
+    assert [rank for rank, *_ in rows] == ["0", "1"]
+    for rank, _, _, computing, waited, hidden in rows:
+        names = {
+            event.get("name", "") for event in json.loads((tmp_path / f"rank{rank}.json").read_text())["traceEvents"]
+        }
+        assert any(name.startswith(MESSAGE) for name in names)
+        assert float(computing) > 0 and float(waited) + float(hidden) > 0
+
+
+def test_compare(gpu, tmp_path):
+    """It runs the lessons on all GPUs, and says which ones these are."""
+    lessons = ("--only", "parity", "steps", "--lessons", "distributed_data_parallel_torchrun")
+    flags = ("--dataset", "digits", "--epochs", 1, "--out", tmp_path, *CUDA)
+    done = Lesson("compare", *flags, *lessons, env=ALL_GPUS, cold=True).wait(900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert len(results["machine"]["gpus"]) == machine()[0]
+    assert not any(one["failed"] for one in results["runs"]) and len(results["runs"]) == 7
+    assert results["runs"][1]["difference_float64"] < 1e-12
+
+
+def test_check_node(gpu):
+    """run/check_node.sh finds them, and that they work."""
+    environment = {key: value for key, value in (dict(os.environ) | ALL_GPUS).items() if value is not None}
+    script = [ROOT / "run" / "check_node.sh"]
+    done = subprocess.run(script, env=environment | {"PYTHON": sys.executable}, capture_output=True, text=True)
+    (line,) = [line for line in done.stdout.splitlines() if "GPUs" in line]
+    assert "does not work" not in line and re.search(rf"(GPUs: |torch finds ){machine()[0]}\b", line), done.stdout
