@@ -13,7 +13,7 @@ Its lines are those of single_gpu.py, for any number of GPUs (times will differ)
 
     epoch 1/3  loss 0.3960  train 88.26%  test 93.96%  0.52 s  115,200 images/s
 
-Break it, in a copy (both take a GPU):
+Break it, in a copy (the first takes a GPU, the second two):
   1. Save `model` in place of `plain`. What are the keys of the checkpoint, and will single_gpu.py's model take it?
   2. Leave the model on the CPU. Which device does DataParallel want it on, and why that one?
 """

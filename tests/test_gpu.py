@@ -435,6 +435,42 @@ def test_a_trace_has_nccls_kernels(average, two_ranks, tmp_path):
         assert float(computing) > 0 and float(waited) + float(hidden) > 0
 
 
+def test_break_it_with_a_wrapper_in_the_checkpoint(gpu, tmp_path):
+    """data_parallel.py's first exercise: all keys begin with "module.", and the plain model refuses them."""
+    path = changed("data_parallel", tmp_path, 'model.module if args.device == "cuda" else model', "model")
+    output([Lesson(path, *TWO_EPOCHS, *CUDA, "-g", 1, *kept("data_parallel", tmp_path), env=ALL_GPUS, cold=True)])
+    import torch
+
+    from common.models import MLP
+
+    weights = torch.load(tmp_path / "epoch-0002.pt", map_location="cpu", weights_only=True)["model"]
+    assert weights and all(name.startswith("module.") for name in weights)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        MLP().load_state_dict(weights)
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_break_it_with_a_model_that_stays_on_the_cpu(gpus, tmp_path):
+    """data_parallel.py's second: with two GPUs it says where it wants the model, with one it takes it there."""
+    need(gpus)
+    path = changed("data_parallel", tmp_path, "(args.width, args.layers).to(device)", "(args.width, args.layers)")
+    job = Lesson(path, *TWO_EPOCHS, *CUDA, "-g", gpus, *kept("data_parallel", tmp_path), env=ALL_GPUS, cold=True)
+    if gpus == 1:
+        assert_as_on_the_cpu(output([job]), tmp_path, ("--model", "mlp"), 1e-5)
+    else:
+        done = job.wait()
+        assert done.returncode == 1
+        assert f"module must have its parameters and buffers on device {NAMES[0]}" in done.stderr
+
+
+def test_break_it_with_activations_on_the_wrong_gpu(two_gpus, tmp_path):
+    """model_parallel.py's first: stage2's first layer has its weights elsewhere."""
+    path = changed("model_parallel", tmp_path, ".stage1(piece).to(devices[1])", ".stage1(piece)")
+    done = Lesson(path, *TWO_EPOCHS, *CUDA, env=ALL_GPUS, cold=True).wait()
+    assert done.returncode == 1
+    assert "Expected all tensors to be on the same device" in done.stderr
+
+
 def test_compare(gpu, tmp_path):
     """It runs the lessons on all GPUs, and says which ones these are."""
     lessons = ("--only", "parity", "steps", "--lessons", "distributed_data_parallel_torchrun")
