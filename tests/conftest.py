@@ -24,6 +24,7 @@ MNIST = ROOT.parent / "shared" / "mnist"  # torchvision's layout; tests that nee
 DIGITS = ("--dataset", "digits", "--device", "cpu")
 SHORT = (*DIGITS, "--batch_size", 120, "--epochs", 1)
 LONG = (*DIGITS, "--epochs", 100_000)
+FEWER = ("(1800, 200)", "(180, 30)")  # random images of the ResNet lesson; to replace in a copy
 STANDIN = Path(__file__).parent / "detectron2_standin"
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as under nohup; what is started here would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)

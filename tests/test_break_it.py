@@ -12,7 +12,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import DIGITS, LESSONS, ROOT, by_torchrun, epochs, run, single_gpu, torchrun, train
+from conftest import DIGITS, FEWER, LESSONS, ROOT, by_torchrun, epochs, run, single_gpu, torchrun, train
 
 TWO_EPOCHS = (*DIGITS, "--epochs", 2)
 TRACES = "playground/measure/traces.py"
@@ -206,8 +206,7 @@ def test_a_start_without_the_optimizer(change, tmp_path):
     assert abs(right[0] - wrong[0]) > 1e-3
 
 
-FEWER = ("(1800, 200)", "(128, 32)")  # images
-RESNET = ("--device", "cpu", "--dataset", "fake", "--workers", 0, "--batch_size", 64, "--double")
+RESNET = ("--device", "cpu", "--dataset", "fake", "--workers", 0, "--batch_size", 60, "--double")
 
 
 def resnet(copy, pieces):

@@ -18,6 +18,7 @@ from nodes import need, sh
 
 from common.guard_rails import explained
 
+pytestmark = pytest.mark.quick
 SPAWNING = ["manual_data_parallel", "distributed_data_parallel", "distributed_data_parallel2"]
 POINT_TO_POINT = ["blocking_p2p", "nonblocking_p2p"]
 BY_TORCHRUN = [lesson for lesson in LESSONS if by_torchrun(lesson)]

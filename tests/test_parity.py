@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.models import MODELS
 
+pytestmark = pytest.mark.quick
 TWO_EPOCHS = (*DIGITS, "--batch_size", 120, "--epochs", 2)
 VARIANTS = {  # flags of a lesson, and the numbers of processes; None: it takes none
     "data_parallel": {(): (None,)},
@@ -171,7 +172,7 @@ def test_batch_norm_and_accumulation_against_the_same_arithmetic_in_one_process(
     images, labels = torch.randn(2, world_size, 7, 3, 8, 8).double(), torch.randint(10, (2, world_size, 7))
     batches = [list(zip(*step, strict=True)) for step in zip(images, labels, strict=True)]
     job = (free_port(), world_size, accumulate, batches, model, tmp_path / "weights.pt")
-    torch.multiprocessing.spawn(resnet_rank, job, world_size)
+    torch.multiprocessing.start_processes(resnet_rank, job, world_size, start_method="fork")
     expected = resnet_by_hand(model, batches, accumulate)
     for name, weight in torch.load(tmp_path / "weights.pt").items():
         torch.testing.assert_close(weight, expected[name].data, atol=1e-12, rtol=0)

@@ -57,6 +57,7 @@ def masked(line):
     return re.sub(r"[\d.,]+ (s|images/s|matrix products)\b", r"# \1", line)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("block", BLOCKS)
 def test_console_block(block, request):
     """Run the commands (those of several nodes at the same time) and compare what they print, line by line."""

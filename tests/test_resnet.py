@@ -10,7 +10,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, Job, epochs, free_port, python_path, run, train
+from conftest import FEWER, ROOT, Job, epochs, free_port, python_path, run, train
 from test_errors import one_line
 from torch.nn.parallel import DistributedDataParallel
 from torchvision.datasets import CIFAR10
@@ -18,7 +18,7 @@ from torchvision.models import resnet18
 
 LESSON = "distributed_data_parallel_resnet"
 PATH = ROOT / "playground" / f"{LESSON}.py"
-FAKE = ("--dataset", "fake", "--device", "cpu", "--batch_size", 600, "--workers", 1, "--epochs", 1)
+FAKE = ("--dataset", "fake", "--device", "cpu", "--batch_size", 60, "--workers", 1, "--epochs", 1)
 
 # Runs the lesson on small files of CIFAR-10's names, which are not the real ones: python FILE lesson flags...
 WITHOUT_CHECKSUMS = """
@@ -45,6 +45,15 @@ def cifar10(tmp_path_factory):
     return root
 
 
+@pytest.fixture
+def small(tmp_path):
+    """A copy of the lesson with a tenth of its random images."""
+    copy = tmp_path / f"{LESSON}.py"
+    assert PATH.read_text().count(FEWER[0]) == 1
+    copy.write_text(PATH.read_text().replace(*FEWER))
+    return copy
+
+
 def test_pretrained_weights_and_colour_images(cifar10, tmp_path):
     """Two ranks, two pieces, weights from disk on rank 0 alone; so small a learning rate hardly changes them."""
     given = resnet18()
@@ -68,11 +77,11 @@ def test_pretrained_weights_and_colour_images(cifar10, tmp_path):
     assert state["bn1.running_mean"].abs().sum() > 0
 
 
-def test_random_images_and_float64():
+def test_random_images_and_float64(small):
     """--dataset fake needs no files; --double is heard."""
-    done = run(LESSON, *FAKE, "--double")
+    done = run(small, *FAKE, "--double")
     assert len(epochs(done.stdout)) == 1
-    assert "global batch 600 = 1 ranks x 600 images, in 1 pieces" in done.stdout
+    assert "global batch 60 = 1 ranks x 60 images, in 1 pieces" in done.stdout
 
 
 @pytest.mark.parametrize("flags", [(), ("--dataset", "fake", "--pretrained")])
@@ -107,8 +116,8 @@ def test_no_sync_saves_messages():
     assert calls == [0, 0, 0]
 
 
-def test_two_ranks_begin_with_the_same_weights(tmp_path):
+def test_two_ranks_begin_with_the_same_weights(small, tmp_path):
     """As many steps as ranks see, and one line of each epoch."""
-    done = train(LESSON, *FAKE, "-s", tmp_path / "c.pt", processes=2)
+    done = train(small, *FAKE, "-s", tmp_path / "c.pt", processes=2)
     assert len(epochs(done.stdout)) == 1
     assert torch.load(tmp_path / "c.pt", weights_only=True)["model"]["bn1.num_batches_tracked"] == 3

@@ -36,10 +36,10 @@ def reference(model="mlp", width=None, layers=None):
     ("processes", "schedule", "network"),
     [
         (None, "1F1B", {}),
-        (4, "GPipe", {"model": "cnn"}),
-        (3, "1F1B", {"model": "cnn", "width": 50}),
+        (4, "GPipe", {}),
+        (3, "1F1B", {"width": 50}),
         (3, "Interleaved1F1B", {"layers": 7}),
-        (2, "InterleavedZeroBubble", {"model": "cnn"}),
+        (2, "InterleavedZeroBubble", {"layers": 4}),
         (3, "InterleavedZeroBubble", {"layers": 5, "width": 32}),
     ],
 )
