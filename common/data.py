@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy
 import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
@@ -52,7 +53,7 @@ class Images(Dataset):
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
         """Return a batch, (B, 1, 28, 28) and int64 (B,). DataLoader prefers this to B single reads."""
-        index = torch.tensor(indices)
+        index = torch.from_numpy(numpy.array(indices))  # faster than torch.tensor(indices)
         return self.images.index_select(0, index), self.labels.index_select(0, index)
 
 
