@@ -152,16 +152,16 @@ def test_averages_where_sums_belong(change, reference):
     assert 0.3 < float(seconds) * int(rate.replace(",", "")) / 1408 < 0.7  # half of the images
 
 
-@pytest.mark.parametrize(("count", "words"), [(1, "another rank has ended"), (2, "Timed out waiting 10000ms")])
+@pytest.mark.parametrize(("count", "words"), [(1, "another rank has ended"), (2, "Timed out waiting 10000ms|by peer")])
 def test_gather_on_rank_0_only(count, words, change):
-    """Rank 0 is in gather, rank 1 at its end or in the barrier of the next epoch."""
+    """Rank 0 is in gather, rank 1 at its end or in the barrier of the next epoch; the first to give up closes both."""
     old = "comm.gather(run_epoch(plain, test_loader, device).tolist())"
     mine = "run_epoch(plain, test_loader, device).tolist()"
     copy = change(
         "distributed_data_parallel2", (old, f"{mine}\n        if rank == 0:\n            tests = comm.gather(tests)")
     )
     done = ends(copy, "--epochs", count, "--timeout", 10, status=1)
-    assert words in done.stderr.splitlines()[-1]
+    assert re.search(words, done.stderr.splitlines()[-1])
 
 
 @pytest.mark.parametrize("recorded", [True, False])
