@@ -175,6 +175,26 @@ def by_torchrun(name):
     return 'os.environ["LOCAL_RANK"]' in text and "mp.spawn(" not in text
 
 
+def each_epoch(name, statement, folder):
+    """Copy a lesson into a folder, with a statement at the start of each epoch. Returns the copy's path."""
+    copy, loop = folder / f"{name}.py", r"^    for epoch in range\(.*\):\n"
+    text, count = re.subn(loop, rf"\g<0>        {statement}\n", lesson_path(name).read_text(), flags=re.M)
+    assert count == 1
+    copy.write_text(text)
+    return copy
+
+
+def wait_for_epoch(folder, number, job):
+    """Wait until the resumable lesson has written this checkpoint, or a later one, to its run folder."""
+    end = time.monotonic() + 300
+    while time.monotonic() < end and job.process.poll() is None:
+        if any(int(path.stem[6:]) >= number for path in folder.glob("epoch-*.pt")):
+            return
+        time.sleep(0.05)
+    job.kill()
+    raise AssertionError(job.process.stderr.read())
+
+
 def ranks(name, *flags, processes=2, env=None, **options):
     """Start the ranks of a lesson as a launcher does, without one. Returns their Jobs."""
     meet = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} | (env or {})

@@ -11,11 +11,12 @@ import time
 
 import pytest
 import torch
-from conftest import DIGITS, LONG, ROOT, Job, Lesson, epochs, one_process, run
+from conftest import DIGITS, LONG, ROOT, Job, Lesson, each_epoch, epochs, one_process, python_path, run, wait_for_epoch
 from nodes import ADDRESSES
 from test_errors import one_line, wait_for_line
 
 DDP = "distributed_data_parallel"
+RESUMABLE = "distributed_data_parallel_resumable"
 NODE0 = ("-ip", ADDRESSES[0])
 SHORT = (*DIGITS, "--batch_size", 120)
 
@@ -94,12 +95,14 @@ def test_the_link_is_cut_for_good(lesson, nodes):
         one_line(done, "its network is down")
 
 
-def test_the_link_is_gone_for_8_seconds(nodes):
+def test_the_link_is_gone_for_8_seconds(nodes, tmp_path):
     """In mid-training: it goes on, and ends with the numbers of a run without the fault."""
-    flags = (*SHORT, "--model", "cnn", "--epochs", 60)
-    zero, one = on_both(nodes, DDP, *flags)
-    wait_for_line(zero, "epoch 5/")
+    flags = (*SHORT, "--epochs", 5)
+    copy = each_epoch(DDP, f"while epoch == 2 and not Path('{tmp_path}/down').exists(): time.sleep(0.1)", tmp_path)
+    zero, one = on_both(nodes, copy, *flags)
+    wait_for_line(zero, "epoch 2/")
     nodes.link("down")
+    (tmp_path / "down").touch()
     time.sleep(8)
     nodes.link("up")
     done, other = zero.wait(), one.wait()
@@ -150,37 +153,25 @@ def test_ctrl_c_on_one_node(nodes):
     one_line(done, "another rank has ended", "look for its error, on all nodes")
 
 
-def torchrun_node(nodes, index, *flags, **env):
-    """Start one node's half of the resumable lesson with run/torchrun_node.sh."""
-    env = {"NODE0": ADDRESSES[0], "GPUS": "1", "PYTHON": sys.executable} | env
-    lesson = "playground/distributed_data_parallel_resumable.py"
+def torchrun_node(nodes, index, lesson, *flags, **env):
+    """Start one node's half of a lesson with run/torchrun_node.sh."""
+    env = {"NODE0": ADDRESSES[0], "GPUS": "1", "PYTHON": sys.executable, "PYTHONPATH": python_path(lesson)} | env
     return Job(*nodes.enter(index), "run/torchrun_node.sh", lesson, *flags, env=env, cwd=ROOT)
-
-
-def wait_for_epoch(folder, number, job):
-    """Wait until the run folder has this checkpoint or a later one."""
-    end = time.monotonic() + 300
-    while time.monotonic() < end and job.process.poll() is None:
-        if any(int(path.stem[6:]) >= number for path in folder.glob("epoch-*.pt")):
-            return
-        time.sleep(0.05)
-    job.kill()
-    raise AssertionError(job.process.stderr.read())
 
 
 def test_a_killed_rank_under_torchrun(nodes, tmp_path):
     """torchrun restarts the ranks of both nodes; they resume and end with the same weights."""
-    flags = (*SHORT, "--epochs", 300, "--double")
+    flags = (*SHORT, "--epochs", 6, "--double")
     run(DDP, *flags, "-g", 2, "-s", tmp_path / "undisturbed.pt")
-    folder = tmp_path / "run"
-    jobs = [torchrun_node(nodes, index, *flags, "--run_dir", folder, RESTARTS="3") for index in range(2)]
-    wait_for_epoch(folder, 5, jobs[0])
+    folder, copy = tmp_path / "run", each_epoch(RESUMABLE, "time.sleep(999 * (epoch == 3 and done == 0))", tmp_path)
+    jobs = [torchrun_node(nodes, index, copy, *flags, "--run_dir", folder, RESTARTS="3") for index in range(2)]
+    wait_for_epoch(folder, 3, jobs[0])
     (victim, *_) = ranks_of(nodes, 1)
     os.kill(victim, signal.SIGKILL)
     done = [job.wait() for job in jobs]
     assert [each.returncode for each in done] == [0, 0], done[0].stderr + done[1].stderr
-    assert re.search(r"\d+ of 300 epochs are done", (folder / "log.txt").read_text())
-    assert largest_difference(folder / "epoch-0300.pt", tmp_path / "undisturbed.pt") < 1e-9
+    assert re.findall(r"(\d) of 6 epochs are done", (folder / "log.txt").read_text()) == ["3"]
+    assert largest_difference(folder / "epoch-0006.pt", tmp_path / "undisturbed.pt") < 1e-9
     assert nodes.pids(0) + nodes.pids(1) == []
 
 
@@ -203,30 +194,25 @@ def ranks_of(nodes, index):
 def test_a_node_lost_and_back(nodes, tmp_path):
     """Elastic, 1:2 nodes: node 0 goes on alone, takes node 1 in again, and ends with the weights of a single process.
 
-    The epochs are many enough that node 1 is back before node 0 is through.
+    After the third epoch the two wait for the loss, after the sixth node 0 waits for node 1.
     """
-    flags = (*DIGITS, "--batch_size", 1500, "--model", "cnn", "--double", "--epochs", 100)
-    alone = run("distributed_data_parallel_resumable", *flags, "--run_dir", tmp_path / "undisturbed", timeout=600)
-    folder = tmp_path / "run"
+    flags = (*SHORT, "--double", "--epochs", 9)
+    alone = run(RESUMABLE, *flags, "--run_dir", tmp_path / "undisturbed")
+    wait = "while epoch == 3 * (3 - world_size): time.sleep(0.1) if world_size == 1 else dist.barrier()"
+    folder, copy = tmp_path / "run", each_epoch(RESUMABLE, wait, tmp_path)
     flags = (*flags, "--run_dir", folder)
     elastic = {"NODES": "1:2", "RESTARTS": "3"}
-    jobs = [torchrun_node(nodes, index, *flags, **elastic) for index in range(2)]
-    wait_for_epoch(folder, 5, jobs[0])
+    jobs = [torchrun_node(nodes, index, copy, *flags, **elastic) for index in range(2)]
+    wait_for_epoch(folder, 3, jobs[0])
     for pid in nodes.pids(1):
         os.kill(pid, signal.SIGKILL)
     jobs[1].wait()
-    before = newest(folder)
-    wait_for_epoch(folder, before + 2, jobs[0])
-    back = torchrun_node(nodes, 1, *flags, **elastic)
-    done = [job.wait(600) for job in (jobs[0], back)]
+    wait_for_epoch(folder, 6, jobs[0])
+    back = torchrun_node(nodes, 1, copy, *flags, **elastic)
+    done = [job.wait() for job in (jobs[0], back)]
     assert [each.returncode for each in done] == [0, 0], done[0].stderr + done[1].stderr
     assert nodes.pids(0) + nodes.pids(1) == []
     log = (folder / "log.txt").read_text()
-    assert len(re.findall("of 100 epochs are done", log)) >= 2
+    assert re.findall(r"(\d) of 9 epochs are done", log) == ["3", "6"]
     assert epochs(log)[-1] == epochs(alone.stdout)[-1]
-    assert largest_difference(folder / "epoch-0100.pt", tmp_path / "undisturbed" / "epoch-0100.pt") < 1e-9
-
-
-def newest(folder):
-    """Return the number of the last epoch that has a checkpoint."""
-    return max(int(path.stem[6:]) for path in folder.glob("epoch-*.pt"))
+    assert largest_difference(folder / "epoch-0009.pt", tmp_path / "undisturbed" / "epoch-0009.pt") < 1e-9
