@@ -379,18 +379,8 @@ def test_hidden_gpus(two_gpus):
     assert re.findall(r"^\d +\d +\d +(cuda:\d+) ", out, re.M) == ["cuda:0"]
 
 
-WIDE = (
-    "--dataset",
-    "digits",
-    "--batch_size",
-    1200,
-    "--epochs",
-    1,
-    "--width",
-    4096,
-    "--layers",
-    8,
-)  # more work than starting it takes
+# more work than starting it takes
+WIDE = ("--dataset", "digits", "--batch_size", 1200, "--epochs", 1, "--width", 4096, "--layers", 8)
 
 
 def timeline(out, name):
