@@ -15,7 +15,7 @@ import uuid
 from pathlib import Path
 
 import pytest
-from nodes import Nodes
+from nodes import HOSTS, Nodes
 from warm import Warm
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,6 +25,7 @@ DIGITS = ("--dataset", "digits", "--device", "cpu")
 SHORT = (*DIGITS, "--batch_size", 120, "--epochs", 1)
 LONG = (*DIGITS, "--epochs", 100_000)
 FEWER = ("(1800, 200)", "(180, 30)")  # random images of the ResNet lesson; to replace in a copy
+ON_NODE = Path(__file__).parent / "on_node.py"
 STANDIN = Path(__file__).parent / "detectron2_standin"
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as under nohup; what is started here would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -152,13 +153,19 @@ def python_path(path):
 
 
 class Lesson(Job):
-    """A lesson, named by its file in playground/ or by a path. `prefix` is a command that runs it elsewhere."""
+    """A lesson, named by its file in playground/ or by a path.
 
-    def __init__(self, name, *flags, env=None, cwd=None, prefix=(), cold=False):
+    `prefix` is a command that runs it elsewhere. `node` is one of `Nodes` and its index: it runs there.
+    """
+
+    def __init__(self, name, *flags, env=None, cwd=None, prefix=(), node=None, cold=False):
         path = lesson_path(name)
         env = {"PYTHONPATH": python_path(path)} | (env or {})
         cold = cold or bool(prefix)
-        super().__init__(*prefix, *[sys.executable] * cold, path, *flags, env=env, cwd=cwd, cold=cold)
+        if node and cold:
+            prefix = node[0].enter(node[1])
+        there = [ON_NODE, node[0].names[node[1]], HOSTS[node[1]]] if node and not cold else []
+        super().__init__(*prefix, *[sys.executable] * cold, *there, path, *flags, env=env, cwd=cwd, cold=cold)
 
 
 def torchrun(name, *flags, processes=2, restarts=0, env=None):

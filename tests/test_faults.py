@@ -21,10 +21,10 @@ NODE0 = ("-ip", ADDRESSES[0])
 SHORT = (*DIGITS, "--batch_size", 120)
 
 
-def on_both(nodes, lesson, *flags, ranks=1, ip=ADDRESSES[0]):
+def on_both(nodes, lesson, *flags, ranks=1, cold=False):
     """Start a lesson on both nodes."""
-    flags = (*flags, "-n", 2, "-g", ranks, "-ip", ip)
-    return [Lesson(lesson, *flags, "-nr", index, prefix=nodes.enter(index)) for index in range(2)]
+    flags = (*flags, "-n", 2, "-g", ranks, *NODE0)
+    return [Lesson(lesson, *flags, "-nr", index, node=(nodes, index), cold=cold) for index in range(2)]
 
 
 def ends(nodes, *jobs):
@@ -40,7 +40,7 @@ def test_a_wrong_address(lesson, nodes):
     """Nobody has the address on this network."""
     own = () if "p2p" in lesson else SHORT
     flags = (*own, "-n", 2, "-g", 1, "-nr", 1, "-ip", "10.77.0.9", "--timeout", 5)
-    (done,) = ends(nodes, Lesson(lesson, *flags, prefix=nodes.enter(1)))
+    (done,) = ends(nodes, Lesson(lesson, *flags, node=(nodes, 1)))
     one_line(done, "could not reach node 0 at 10.77.0.9 in 5 s", "start it, check -ip, --port and the firewall")
 
 
@@ -48,14 +48,14 @@ def test_a_wrong_address(lesson, nodes):
 def test_an_address_without_a_route_or_a_name(address, nodes):
     """The network of the address is unknown here; or the name is."""
     flags = (*SHORT, "-n", 2, "-g", 1, "-nr", 1, "-ip", address, "--timeout", 5)
-    (done,) = ends(nodes, Lesson(DDP, *flags, prefix=nodes.enter(1)))
+    (done,) = ends(nodes, Lesson(DDP, *flags, node=(nodes, 1)))
     one_line(done, f"could not reach node 0 at {address}", "check -ip, --port and the firewall")
 
 
 def test_the_second_node_never_starts(nodes):
     """Node 0 waits --timeout seconds and names the missing node."""
     flags = (*SHORT, "-n", 2, "-g", 2, "-nr", 0, *NODE0, "--timeout", 5)
-    (done,) = ends(nodes, Lesson(DDP, *flags, prefix=nodes.enter(0)))
+    (done,) = ends(nodes, Lesson(DDP, *flags, node=(nodes, 0)))
     one_line(done, "nodes [1] are missing after 5 s", "start every node")
 
 
@@ -63,7 +63,7 @@ def test_the_second_node_has_other_flags(nodes):
     """Both nodes name the flag, before the first step."""
     flags = (*SHORT, "-n", 2, "-g", 1, *NODE0)
     zero, one = (
-        Lesson(DDP, *flags, "-nr", index, "--lr", 0.001 * (index + 1), prefix=nodes.enter(index)) for index in range(2)
+        Lesson(DDP, *flags, "-nr", index, "--lr", 0.001 * (index + 1), node=(nodes, index)) for index in range(2)
     )
     for done in ends(nodes, zero, one):
         assert "--lr differs" in one_line(done)
@@ -123,7 +123,7 @@ def test_a_slow_link(nodes):
 @pytest.mark.parametrize("victim", [0, 3])
 def test_a_rank_is_killed(victim, nodes):
     """Its own node names it and the signal; the other one says that a rank has ended, and where to look."""
-    zero, one = on_both(nodes, DDP, *LONG, ranks=2)
+    zero, one = on_both(nodes, DDP, *LONG, ranks=2, cold=victim == 0)
     pids = zero.ranks(4)
     wait_for_line(zero, "epoch 1/")
     os.kill(pids[victim], signal.SIGKILL)
@@ -145,7 +145,7 @@ def test_a_whole_node_is_lost(nodes):
 
 def test_ctrl_c_on_one_node(nodes):
     """The other one says that a rank has ended, and where to look."""
-    zero, one = on_both(nodes, DDP, *LONG)
+    zero, one = on_both(nodes, DDP, *LONG, cold=True)
     wait_for_line(zero, "epoch 1/")
     os.killpg(one.process.pid, signal.SIGINT)
     assert one.wait().returncode == 130
