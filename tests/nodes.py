@@ -1,8 +1,11 @@
 """Two nodes on one machine: network namespaces with addresses, host names and an interface of their own."""
 
 import os
+import re
 import shutil
 import subprocess
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -33,6 +36,12 @@ os.environ.get("RANK")  # as a lesson for launchers has it
 there = {{name: os.environ[name] for name in {[*TRAVEL, *STAYS]} if name in os.environ}}
 print(f"{{os.uname().nodename}}: {{there}}", flush=True)
 """
+LIGHT = "tests/light.py"  # a lesson for launchers that costs nothing, and what its ranks say on two nodes with two each
+PLACES = [
+    f"rank {rank} of 4, on its node {rank % 2} of 2, node {node}, {host}"
+    for node, host in enumerate(HOSTS)
+    for rank in (2 * node, 2 * node + 1)
+]
 os.environ["PATH"] += ":/usr/sbin:/sbin"  # where Debian has ip and the daemons
 
 
@@ -49,6 +58,20 @@ def sh(*command) -> str:
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
     assert done.returncode == 0, f"{command}: {done.stderr}"
     return done.stdout
+
+
+def read_until(job, pattern: str, count: int = 1) -> str:
+    """Read what a Job prints until so many places match, and return it. The job is killed if they never come."""
+    text, guard = "", threading.Timer(300, job.kill)
+    guard.start()
+    try:
+        for line in job.process.stdout:
+            text += line
+            if len(re.findall(pattern, text, re.M)) >= count:
+                return text
+    finally:
+        guard.cancel()
+    raise AssertionError(text + job.process.stderr.read())
 
 
 class Nodes:
@@ -93,6 +116,14 @@ class Nodes:
         """Return the processes that run on a node."""
         done = subprocess.run(["ip", "netns", "pids", self.names[index]], capture_output=True, text=True)
         return [int(pid) for pid in done.stdout.split()]
+
+    def left(self, own=(), seconds: float = 90) -> list[str]:
+        """Return the command lines of processes on both nodes that don't end in that time; `own` are none of them."""
+        end = time.monotonic() + seconds
+        while (pids := {*self.pids(0), *self.pids(1)} - set(own)) and time.monotonic() < end:
+            time.sleep(0.1)
+        ps = ["ps", "-o", "args=", "-p", ",".join(map(str, pids))]
+        return subprocess.run(ps, capture_output=True, text=True).stdout.splitlines() if pids else []
 
     def link(self, state: str) -> None:
         """Pull the cable out ("down") or put it back ("up")."""

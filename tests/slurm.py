@@ -1,6 +1,7 @@
 """A Slurm cluster of the two nodes: its controller on node 0, one slurmd on each."""
 
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -25,6 +26,9 @@ MpiDefault=none
 SlurmdParameters=config_overrides
 ReturnToService=2
 KillWait=5
+MessageTimeout=100
+TCPTimeout=60
+BatchStartTimeout=300
 {nodes}
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
@@ -59,7 +63,7 @@ class Slurm:
             for index, host in enumerate(HOSTS):
                 self.start("slurmd", index, "-D", "-N", host, "-f", settings)
             self.wait_until_idle()
-            self.own = self.pids()
+            self.own = [*self.nodes.pids(0), *self.nodes.pids(1)]
         except BaseException:
             self.__exit__()
             raise
@@ -71,13 +75,13 @@ class Slurm:
         with (self.folder / f"{program}-{index}.log").open("w") as log:
             self.daemons.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
 
-    def wait_until_idle(self, seconds=30):
+    def wait_until_idle(self, seconds=300):
         """Wait until both nodes are there and have nothing to do."""
         end = time.monotonic() + seconds
         states = []
         while states != ["idle"] * len(HOSTS):
             assert time.monotonic() < end, "\n".join(log.read_text()[-2000:] for log in self.folder.glob("*.log"))
-            time.sleep(0.1)
+            time.sleep(0.2)
             done = self.command("sinfo", "--Node", "--noheader", "--format=%T")  # a * after it: does not answer
             states = done.stdout.split()
 
@@ -94,7 +98,7 @@ class Slurm:
     def command(self, *words, cwd=None, env=None):
         """Run one of Slurm's commands on node 0 to its end. `env` is added to its environment."""
         words = [*self.nodes.enter(0), *(str(word) for word in words)]
-        options = {"capture_output": True, "text": True, "timeout": 60}
+        options = {"capture_output": True, "text": True, "timeout": 300}
         return subprocess.run(words, env=self.environment | (env or {}), cwd=cwd, **options)
 
     def submit(self, *words, cwd, env=None, by="sbatch"):
@@ -108,23 +112,24 @@ class Slurm:
         done = self.command("scontrol", "--oneliner", "show", "job", job)
         return dict(pair.split("=", 1) for pair in done.stdout.split() if "=" in pair)
 
-    def wait(self, job, seconds=180):
+    def wait(self, job, seconds=300):
         """Wait for a job's end and until the nodes are free again. Returns what Slurm says about it."""
         end = time.monotonic() + seconds
-        while (shown := self.show(job))["JobState"] not in ENDED:
+        while (shown := self.show(job)).get("JobState") not in ENDED:
             assert time.monotonic() < end, shown
-            time.sleep(0.2)
+            time.sleep(0.3)
         self.wait_until_idle()
         return shown
 
-    def pids(self):
-        """Return the processes on both nodes."""
-        return {*self.nodes.pids(0), *self.nodes.pids(1)}
+    def left(self):
+        """Return the command lines of processes on the nodes that no daemon is and that don't end soon."""
+        return self.nodes.left(self.own)  # slurmstepd tidies up after its ranks
 
-    def left(self, seconds=10):
-        """Return the command lines of processes on the nodes that no daemon is and that don't end in that time."""
-        end = time.monotonic() + seconds
-        while (pids := self.pids() - self.own) and time.monotonic() < end:
-            time.sleep(0.1)  # slurmstepd tidies up after its ranks
-        ps = ["ps", "-o", "args=", "-p", ",".join(str(pid) for pid in pids) or "0"]
-        return subprocess.run(ps, capture_output=True, text=True).stdout.splitlines()
+
+def wait_for(output, pattern, count=1, seconds=300):
+    """Wait until a job's output matches so many times. Returns it."""
+    end = time.monotonic() + seconds
+    while not output.exists() or len(re.findall(pattern, output.read_text(), re.M)) < count:
+        assert time.monotonic() < end, output.read_text() if output.exists() else output
+        time.sleep(0.1)
+    return output.read_text()

@@ -15,6 +15,8 @@ PidFile none
 StrictModes no
 UseDNS no
 UsePAM no
+LoginGraceTime 0
+MaxStartups 100
 """
 CLIENT = """\
 BatchMode yes
@@ -64,7 +66,7 @@ class Sshd:
         with log.open("w") as file:
             prefix = self.nodes.enter(index)
             self.servers.append(subprocess.Popen([*prefix, *command], stdin=subprocess.DEVNULL, stderr=file))
-        end = time.monotonic() + 20
+        end = time.monotonic() + 120
         while "Server listening on 0.0.0.0" not in log.read_text():
             assert self.servers[-1].poll() is None and time.monotonic() < end, log.read_text()
             time.sleep(0.05)
@@ -78,3 +80,7 @@ class Sshd:
     def pids(self):
         """The pids of the servers, node 0's first."""
         return [server.pid for server in self.servers]
+
+    def left(self):
+        """Return the command lines of processes on the nodes that are no servers and don't end soon."""
+        return self.nodes.left(self.pids)
