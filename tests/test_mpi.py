@@ -3,17 +3,15 @@
 import os
 import re
 import signal
-import time
 
 import pytest
-from conftest import PLACE, PLACES, ROOT, SHORT, Job, epochs, one_process
-from nodes import HOSTS, STAYS, TRAVEL, VARIABLES, Nodes, need
+from conftest import LONG, ROOT, SHORT, Job, epochs, one_process
+from nodes import HOSTS, LIGHT, PLACES, STAYS, TRAVEL, VARIABLES, Nodes, need, read_until
 from sshd import Sshd
 
 KINDS = {"mpirun.openmpi": "Open MPI", "mpiexec.hydra": "MPICH"}
 LESSON = "playground/distributed_data_parallel_torchrun.py"
 SPAWNING = "playground/distributed_data_parallel.py"
-LONG = (*SHORT[:-1], 100_000)
 
 
 @pytest.fixture(scope="module")
@@ -33,38 +31,30 @@ def start(request, sshd):
         return Job(*sshd.nodes.enter(0), ROOT / "run" / "mpirun.sh", *command, env=env, cwd="/")
 
     yield start
-    assert left(sshd) == []
+    assert sshd.left() == []
 
 
-def left(sshd, seconds=10):
-    """Return the processes on both nodes that are no ssh servers and don't end within some time."""
-    end = time.monotonic() + seconds
-    while (pids := {*sshd.nodes.pids(0), *sshd.nodes.pids(1)} - set(sshd.pids)) and time.monotonic() < end:
-        time.sleep(0.1)
-    return sorted(pids)
-
-
-def test_two_nodes(start, tmp_path):
-    """Two nodes with two ranks each print single_gpu.py's numbers, and a flag with a space survives.
-
-    Every rank knows its place on its node.
-    """
+def test_training_until_a_rank_is_killed(start, tmp_path):
+    """A rank on each node: single_gpu.py's numbers. SIGKILL to the other node's: nothing is left on either."""
     checkpoint = tmp_path / "a folder" / "c.pt"
-    done = start(LESSON, *SHORT, "-s", checkpoint, GPUS="2").wait()
-    assert done.returncode == 0, done.stderr
+    job = start(LESSON, *SHORT[:-1], LONG[-1], "-s", checkpoint)
+    text = read_until(job, r"^epoch 2/")
     assert checkpoint.exists()
-    table = re.findall(r"^(\d) +(\d) +(\d) +cpu +\d+ +(\S+)$", done.stdout, re.M)
-    places = [("0", "0", "0"), ("0", "1", "1"), ("1", "2", "0"), ("1", "3", "1")]
-    assert table == [(*place, host) for place, host in zip(places, sorted(HOSTS * 2), strict=True)]
-    assert epochs(done.stdout) == one_process(*SHORT)
+    table = re.findall(r"^(\d) +(\d) +(\d) +cpu +(\d+) +(\S+)$", text, re.M)
+    assert [(*row[:3], row[4]) for row in table] == [("0", "0", "0", "node0"), ("1", "1", "0", "node1")], text
+    assert epochs(text)[:1] == one_process(*SHORT)
+    os.kill(int(table[1][3]), signal.SIGKILL)
+    done = job.wait()
+    assert done.returncode > 0
+    assert "error: a rank failed" in done.stderr
 
 
-def test_what_mpirun_tells_each_rank(start, tmp_path):
-    """All that a launcher says of a rank's place, as torchrun would."""
-    script = tmp_path / "place.py"
-    script.write_text(PLACE)
-    done = start(os.path.relpath(script, ROOT), GPUS="2").wait()
-    assert sorted(re.findall(r"rank \d of \d, on its node \d of \d, node \d", done.stdout)) == PLACES, done.stderr
+def test_what_mpirun_tells_each_rank(start):
+    """All that a launcher says of a rank's place, two on each node, and a flag with a space."""
+    done = start(LIGHT, "--flag", "a folder/c.pt", GPUS="2").wait()
+    assert done.returncode == 0, done.stderr
+    flags = ", flags ['--flag', 'a folder/c.pt']"
+    assert sorted(done.stdout.splitlines()) == [place + flags for place in PLACES], done.stderr
 
 
 def test_which_variables_travel(start, tmp_path):
@@ -84,27 +74,18 @@ def test_a_point_to_point_lesson(start):
     assert "rank 1: batch_isend_irecv: received 0" in done.stdout
 
 
-@pytest.mark.parametrize("how", ["rank", signal.SIGINT, signal.SIGTERM])
-def test_the_end_of_one_is_the_end_of_all(how, start):
-    """A rank on the other node is killed, or Ctrl-C or SIGTERM ends the script: nothing is left on either node."""
-    job = start(LESSON, *LONG)
-    victim = job.ranks(2)[1]
-    assert any(line.startswith("epoch") for line in job.process.stdout)  # they are connected
-    if how == "rank":
-        os.kill(victim, signal.SIGKILL)
-    else:
-        os.killpg(job.process.pid, how)
-    done = job.wait()
-    if how == "rank":
-        assert done.returncode > 0
-        assert "error: a rank failed" in done.stderr
-    else:
-        assert done.returncode == 128 + how
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
+def test_the_end_of_the_script_is_the_end_of_all(sign, start):
+    """Ctrl-C or SIGTERM ends the script: nothing is left on either node."""
+    job = start(LIGHT, "--wait", GPUS="2")
+    read_until(job, r"^rank \d waits$", 4)
+    os.killpg(job.process.pid, sign)
+    assert job.wait().returncode == 128 + sign
 
 
 def test_backend_mpi(start):
     """PyTorch's wheels have no MPI: the flag reaches the lesson, whose own line says what to use."""
-    done = start("playground/blocking_p2p.py", "--device", "cpu", "--backend", "mpi").wait()
+    done = start("playground/blocking_p2p.py", "--device", "cpu", "--backend", "mpi", HOSTS="node0").wait()
     assert done.returncode > 0
     assert "error: this torch is built without mpi: use --backend gloo" in done.stderr
 
