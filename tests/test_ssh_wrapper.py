@@ -1,14 +1,15 @@
 """run/two_nodes_ssh.sh with real ssh servers: starts a lesson on every node, and stops all of them."""
 
+import contextlib
 import os
 import re
 import signal
 import sys
-import time
+from pathlib import Path
 
 import pytest
-from conftest import ROOT, SHORT, Job, epochs, one_process
-from nodes import HOSTS, STAYS, TRAVEL, VARIABLES
+from conftest import LONG, ROOT, SHORT, Job, epochs, one_process
+from nodes import HOSTS, LIGHT, STAYS, TRAVEL, VARIABLES, Nodes, read_until
 from sshd import Sshd
 
 SCRIPT = ROOT / "run" / "two_nodes_ssh.sh"
@@ -21,16 +22,23 @@ def launch(flags):
         sys.exit(3)
     for stubborn in "", "trap '' INT TERM; ":  # two ranks: one that can be asked to end, one that can't
         subprocess.Popen(["sh", "-c", stubborn + "echo waiting; while :; do sleep 0.1; done"])
-    time.sleep(600)
+    time.sleep(3600)
 launch(sys.argv[1:])
 """
 
 
-@pytest.fixture
-def sshd(nodes, tmp_path):
-    """An ssh server on each node."""
-    with Sshd(nodes, tmp_path) as sshd:
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory):
+    """Two nodes with ssh servers for all tests of this file."""
+    with Nodes() as nodes, Sshd(nodes, tmp_path_factory.mktemp("sshd")) as sshd:
         yield sshd
+
+
+@pytest.fixture
+def sshd(servers):
+    """The ssh servers. A test must leave nothing else on the nodes."""
+    yield servers
+    assert servers.left() == []
 
 
 def start(sshd, *words, **settings):
@@ -39,66 +47,53 @@ def start(sshd, *words, **settings):
     return Job(*sshd.nodes.enter(0), SCRIPT, *words, env=settings, cwd="/")
 
 
-def assert_nothing_left(sshd, seconds=10):
-    """Fail if anything but the ssh servers still runs on a node some seconds later."""
-    end = time.monotonic() + seconds
-    while left := {*sshd.nodes.pids(0), *sshd.nodes.pids(1)} - {*sshd.pids}:
-        assert time.monotonic() < end, f"left behind: {left}"
-        time.sleep(0.1)
-
-
 def test_the_lesson_gives_the_same_numbers(sshd, tmp_path):
-    """Two ranks on each node print what one process prints; odd characters in flags and folders arrive as they are."""
+    """A rank on each node: what one process prints; odd characters in flags and folders arrive as they are."""
     (tmp_path / "a checkout").symlink_to(ROOT)
     checkpoint = tmp_path / "it's in $HOME  &c.pt"
-    done = start(sshd, LESSON, *SHORT, "-s", checkpoint, CHECKOUT=str(tmp_path / "a checkout")).wait()
+    settings = {"CHECKOUT": str(tmp_path / "a checkout"), "GPUS": "1"}
+    done = start(sshd, LESSON, *SHORT, "-s", checkpoint, **settings).wait()
     assert done.returncode == 0, done.stdout + done.stderr
     printed = done.stdout.splitlines()
-    assert [line.split()[-1] for line in printed[1:5]] == ["node0", "node0", "node1", "node1"]
+    assert [line.split()[-1] for line in printed[1:3]] == ["node0", "node1"]
     assert all(line.startswith("node0: ") for line in printed)
     assert epochs(done.stdout.replace("node0: ", "")) == one_process(*SHORT)
     assert checkpoint.is_file()
     assert [line[:9] for line in done.stderr.splitlines()] == ["+ node0: ", "+ node1: "]
-    assert_nothing_left(sshd)
 
 
-def test_a_lesson_for_torchrun(sshd, tmp_path):
-    """A copy of the torchrun lesson, elsewhere, is started by torchrun on each node: the same numbers."""
+def test_a_lesson_for_torchrun_until_a_rank_is_killed(sshd, tmp_path):
+    """A copy of the torchrun lesson, elsewhere, is started by torchrun on each node: the same numbers.
+
+    A rank that is killed on node 1 leaves no process on any node.
+    """
     (tmp_path / "my copy.py").write_text((ROOT / TORCHRUN_LESSON).read_text())
     # a Python with which the copy finds common/
     (tmp_path / "python").write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} "$@"\n')
     (tmp_path / "python").chmod(0o755)
     checkpoint = tmp_path / "it's in $HOME  &c.pt"
-    flags = (*SHORT, "-s", checkpoint)
-    done = start(sshd, tmp_path / "my copy.py", *flags, PYTHON=str(tmp_path / "python")).wait()
-    assert done.returncode == 0, done.stdout + done.stderr
-    printed = re.sub(r"^node[01]: ", "", done.stdout, flags=re.M)
-    table = re.findall(r"^(\d) +(\d) +(\d) +cpu +\d+ +(node\d)$", printed, re.M)
-    assert [row[1:3] for row in table] == [("0", "0"), ("1", "1"), ("2", "0"), ("3", "1")]
-    assert sorted(row[3] for row in table) == sorted(HOSTS * 2)
-    assert epochs(printed) == one_process(*SHORT)
+    flags, settings = (*SHORT[:-1], LONG[-1], "-s", checkpoint), {"PYTHON": str(tmp_path / "python"), "GPUS": "1"}
+    job = start(sshd, tmp_path / "my copy.py", *flags, **settings)
+    printed = re.sub(r"^node[01]: ", "", read_until(job, r": epoch 2/"), flags=re.M)
+    table = re.findall(r"^(\d) +(\d) +(\d) +cpu +(\d+) +(node\d)$", printed, re.M)
+    assert [(*row[:3], row[4]) for row in table] == [("0", "0", "0", "node0"), ("1", "1", "0", "node1")], printed
+    assert epochs(printed)[:1] == one_process(*SHORT)
     assert checkpoint.is_file()
-    assert_nothing_left(sshd)
-
-
-@pytest.mark.parametrize("how", ["rank", signal.SIGINT, signal.SIGKILL])
-def test_a_lesson_for_torchrun_is_stopped(how, sshd):
-    """A rank that is killed on node 1, Ctrl-C and kill -9 leave no process on any node."""
-    job = start(sshd, TORCHRUN_LESSON, *SHORT[:-1], 100_000)
-    pids = {}
-    for line in job.process.stdout:
-        pids |= {host: int(pid) for pid, host in re.findall(r" cpu +(\d+) +(node\d)$", line)}
-        if ": epoch" in line:
-            break
-    if how == "rank":
-        os.kill(pids["node1"], signal.SIGKILL)
-    elif how == signal.SIGINT:
-        os.killpg(job.process.pid, how)  # a terminal sends it to all
-    else:
-        job.process.send_signal(how)
+    os.kill(int(table[1][3]), signal.SIGKILL)
     done = job.wait()
-    assert done.returncode == {"rank": 1, signal.SIGINT: 130, signal.SIGKILL: -9}[how], done.stderr
-    assert_nothing_left(sshd, 60)  # after SIGKILL nothing waits for torchrun, which is ending its ranks
+    assert done.returncode == 1, done.stderr
+
+
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGKILL])
+def test_torchrun_is_stopped(sign, sshd):
+    """Ctrl-C and kill -9 leave no process on any node; after the latter, nothing waits for torchrun, which ends its."""
+    job = start(sshd, LIGHT, "--wait")
+    read_until(job, r"^node\d: rank \d waits$", 4)
+    if sign == signal.SIGINT:
+        os.killpg(job.process.pid, sign)  # a terminal sends it to all
+    else:
+        job.process.send_signal(sign)
+    assert job.wait().returncode == {signal.SIGINT: 130, signal.SIGKILL: -9}[sign]
 
 
 def test_a_point_to_point_lesson(sshd):
@@ -124,7 +119,6 @@ def test_a_node_that_fails_stops_the_other(failing, sshd, tmp_path):
     (tmp_path / "lesson.py").write_text(STUBBORN.format(failing=failing))
     done = start(sshd, tmp_path / "lesson.py").wait()
     assert done.returncode == 3, done.stdout + done.stderr
-    assert_nothing_left(sshd)
 
 
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
@@ -132,17 +126,24 @@ def test_it_can_be_stopped(sign, sshd, tmp_path):
     """Ctrl-C, kill and kill -9 leave no process on any node, even if it ignores them."""
     (tmp_path / "lesson.py").write_text(STUBBORN.format(failing="none"))
     job = start(sshd, tmp_path / "lesson.py")
-    printed = [job.process.stdout.readline() for _ in range(4)]
-    assert sorted(printed) == [f"{host}: waiting\n" for host in HOSTS for _ in range(2)]
+    printed = read_until(job, "waiting$", 4).splitlines()
+    assert sorted(printed) == [f"{host}: waiting" for host in HOSTS for _ in range(2)]
     if sign == signal.SIGINT:
         os.killpg(job.process.pid, sign)  # a terminal sends it to all
     else:
         job.process.send_signal(sign)
     assert job.wait().returncode == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[sign]
-    assert_nothing_left(sshd)
 
 
-def test_what_is_missing_is_one_line(sshd, tmp_path):
+@contextlib.contextmanager
+def without(path):
+    """Take a file away for a while."""
+    path.rename(f"{path}.away")
+    yield
+    Path(f"{path}.away").rename(path)
+
+
+def test_what_is_missing_is_one_line(sshd):
     """A host, a key, a checkout or an environment: status 1, before anything has been started, and what to type."""
 
     def error(*words, **settings):
@@ -160,9 +161,8 @@ def test_what_is_missing_is_one_line(sshd, tmp_path):
     setup = f"{sshd.command} node0 {ROOT}/run/setup.sh"
     assert error(PYTHON="/no/python") == f"error: node0 has no /no/python in {ROOT}: {setup}"
     assert error(SSH=f"{sshd.command} -p 23").endswith(f"Connection refused): try it alone: {sshd.command} -p 23 node0")
-    (tmp_path / "known_hosts").rename(tmp_path / "hosts")
-    assert error().endswith(f"verification failed.): accept its key once: {sshd.command} node0")
-    (tmp_path / "hosts").rename(tmp_path / "known_hosts")
-    (tmp_path / "key").unlink()
-    refused = error()
+    with without(sshd.folder / "known_hosts"):
+        assert error().endswith(f"verification failed.): accept its key once: {sshd.command} node0")
+    with without(sshd.folder / "key"):
+        refused = error()
     assert "Permission denied" in refused and refused.endswith("): give it your key: ssh-copy-id node0")
