@@ -29,7 +29,8 @@ ON_NODE = Path(__file__).parent / "on_node.py"
 STANDIN = Path(__file__).parent / "detectron2_standin"
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as under nohup; what is started here would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
-ALL_GPUS = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES")}  # for tests that are about GPUs
+FOUND = os.environ.setdefault("TESTS_FOUND_GPUS", os.environ.get("CUDA_VISIBLE_DEVICES", "all"))  # workers inherit it
+ALL_GPUS = {"CUDA_VISIBLE_DEVICES": None if FOUND == "all" else FOUND}  # for tests that are about GPUs
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # all others are about CPUs
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

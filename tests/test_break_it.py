@@ -1,6 +1,7 @@
 """The exercises in the docstrings end as playground/README.md says. Each is done on a copy, as a learner would.
 
-Two need a GPU (data_parallel.py's), as does half of one (model_parallel.py's first): nobody has done them yet.
+Two need a GPU (data_parallel.py's), as does half of one (model_parallel.py's first): test_gpu.py does
+them, where there is one.
 """
 
 import json

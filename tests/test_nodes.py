@@ -4,17 +4,13 @@ test_run_readme.py has distributed_data_parallel.py, as its command is in run/RE
 """
 
 import pytest
-from conftest import ROOT, SHORT, Lesson, epochs, lesson_path, one_process, python_path
-from nodes import ADDRESSES, HOSTS
+from conftest import SHORT, Lesson, epochs, one_process
+from nodes import ADDRESSES
 
 
 def on_both(nodes, *words):
     """Run a lesson on each node, given by its name and its flags, to a good end. Returns what each has printed."""
-    jobs = []
-    for network, host, (name, *flags) in zip(nodes.names, HOSTS, words, strict=True):
-        path = lesson_path(name)
-        where = (ROOT / "tests" / "on_node.py", network, host)
-        jobs.append(Lesson(*where, path, *flags, env={"PYTHONPATH": python_path(path)}))
+    jobs = [Lesson(*each, node=(nodes, index)) for index, each in enumerate(words)]
     done = [job.wait() for job in jobs]
     assert [one.returncode for one in done] == [0, 0], done
     return done
