@@ -8,17 +8,15 @@ PBS_O_WORKDIR and PBS_JOBID.
 import os
 import re
 import signal
-import time
 
 import pytest
-from conftest import ROOT, SHORT, Job, epochs, one_process
-from nodes import HOSTS, Nodes, need
-from slurm import Slurm
+from conftest import LONG, ROOT, SHORT, Job, epochs, one_process
+from nodes import LIGHT, PLACES, Nodes, need
+from slurm import Slurm, wait_for
 from sshd import Sshd
 
 SCRIPT = ROOT / "run" / "pbs.sh"
 LESSON = "playground/distributed_data_parallel.py"
-LONG = (*SHORT[:-1], "100000")
 JOB = """\
 #!/usr/bin/env bash
 {directives}
@@ -42,45 +40,45 @@ def pbs(tmp_path_factory):
         yield slurm, sshd, folder
 
 
-def submit(pbs, *command, cwd=ROOT, **env):
+def submit(pbs, *command, flags=(), cwd=ROOT, **env):
     """Submit the job with all of qsub's environment. Returns its id and where its output will be."""
     slurm, sshd, folder = pbs
     output = folder / "output"
     output.unlink(missing_ok=True)
-    words = ("-V", "-j", "oe", "-o", output, folder / "job.sh", *command)
+    words = (*flags, "-V", "-j", "oe", "-o", output, folder / "job.sh", *command)
     return slurm.submit(*words, cwd=cwd, env={"SSH": sshd.command} | env, by="qsub"), output
 
 
-@pytest.mark.parametrize("lesson", [LESSON, "playground/distributed_data_parallel_torchrun.py"])
-def test_two_nodes(lesson, pbs):
-    """LESSON with its flags, on the nodes of the node file: single_gpu.py's numbers, and no process stays.
-
-    For one that spawns its ranks, and for one that torchrun starts.
-    """
-    job, output = submit(pbs, LESSON=" ".join(map(str, [lesson, *SHORT])))
-    shown = pbs[0].wait(job)
-    text = re.sub("^node[01]: ", "", output.read_text(), flags=re.M)
-    assert (shown["JobState"], shown["ExitCode"]) == ("COMPLETED", "0:0"), text
-    table = re.findall(r"^\d+ +(\d) +(\d) +cpu +\d+ +(\S+)$", text, re.M)
-    assert sorted(row[2] for row in table) == sorted(HOSTS * 2), text
-    assert epochs(text) == one_process(*SHORT)
+def test_training_until_a_rank_is_killed(pbs):
+    """A lesson that spawns its ranks, here one on each node: single_gpu.py's numbers. A killed rank: FAILED."""
+    lesson = " ".join(map(str, [LESSON, *SHORT[:-1], LONG[-1]]))
+    job, output = submit(pbs, flags=("-l", "nodes=2:ppn=1"), LESSON=lesson)
+    text = re.sub("^node[01]: ", "", wait_for(output, "^node0: epoch 1/.*\n"), flags=re.M)
+    table = re.findall(r"^(\d) +(\d) +(\d) +cpu +(\d+) +(\S+)$", text, re.M)
+    assert [(*row[:3], row[4]) for row in table] == [("0", "0", "0", "node0"), ("1", "1", "0", "node1")], text
+    assert epochs(text)[:1] == one_process(*SHORT)
+    os.kill(int(table[1][3]), signal.SIGKILL)
+    assert pbs[0].wait(job)["JobState"] == "FAILED", output.read_text()
     assert pbs[0].left() == []
 
 
-@pytest.mark.parametrize("how", ["rank", "qdel"])
-def test_the_end_of_one_is_the_end_of_all(how, pbs):
-    """A killed rank ends the job as FAILED, qdel as CANCELLED; nothing is left on either node."""
-    job, output = submit(pbs, LESSON, *LONG)  # this qsub passes arguments, others don't
-    end = time.monotonic() + 180
-    while not (output.exists() and re.search("^node0: epoch ", output.read_text(), re.M)):
-        assert time.monotonic() < end, output.read_text()
-        time.sleep(0.1)
-    if how == "rank":
-        os.kill(int(re.findall(r"(\d+) +node1$", output.read_text(), re.M)[-1]), signal.SIGKILL)
-    else:
-        assert pbs[0].command("qdel", job).returncode == 0
-    state = {"rank": "FAILED", "qdel": "CANCELLED"}[how]
-    assert pbs[0].wait(job)["JobState"] == state, output.read_text()
+def test_two_nodes(pbs):
+    """LESSON with its flags is started by torchrun on the nodes of the node file, two ranks on each; nothing stays."""
+    job, output = submit(pbs, LESSON=f"{LIGHT} --flag 7")
+    shown = pbs[0].wait(job)
+    text = output.read_text()
+    assert (shown["JobState"], shown["ExitCode"]) == ("COMPLETED", "0:0"), text
+    flags = ", flags ['--flag', '7']"
+    assert sorted(re.findall(r"^node\d: (rank .*)", text, re.M)) == [place + flags for place in PLACES], text
+    assert pbs[0].left() == []
+
+
+def test_qdel(pbs):
+    """It ends the ranks on both nodes."""
+    job, output = submit(pbs, LIGHT, "--wait")  # this qsub passes arguments, others don't
+    wait_for(output, r"^node\d: rank \d waits$", 4)
+    assert pbs[0].command("qdel", job).returncode == 0
+    assert pbs[0].wait(job)["JobState"] == "CANCELLED", output.read_text()
     assert pbs[0].left() == []
 
 
