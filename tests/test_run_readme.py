@@ -2,22 +2,24 @@
 
 import os
 import re
+import shlex
 import sys
 from pathlib import Path
 
 import pytest
-from conftest import LESSONS, ROOT, Job, epochs
+from conftest import LESSONS, ROOT, SHORT, Job, epochs, one_process
 from nodes import ADDRESSES, HOSTS, Nodes, need
 from slurm import Slurm
 from sshd import Sshd
+from test_nodes import on_both
 from test_pbs import JOB, SCRIPT
+from test_readme import COMMANDS
 from test_run_scripts import kind
 
 TEXT = (ROOT / "run" / "README.md").read_text()
 BLOCKS = re.findall(r"^```console\n(.*?)^```$", TEXT, re.M | re.S)
 TABLE = TEXT[TEXT.index("## Which launcher when") : TEXT.index("### Which lesson")]
 ROWS = re.findall(r"^\|[^|]*\|[^|]*\| `([^`]*)`", TABLE, re.M)
-SHORT_FLAGS = "--dataset digits --epochs 1 --batch_size 120 --device cpu"
 WITHOUT_A_WORD = ("lesson.sh", "quickstart.sh", "setup.sh", "test.sh")  # the others read it, or README.md has them
 PROGRAMS = {"sbatch": ("slurmctld",), "qsub": ("qsub", "generate_pbs_nodefile"), "run/mpirun.sh": ("mpirun.openmpi",)}
 PYTHON = f"""#!/bin/sh
@@ -106,24 +108,29 @@ def test_a_command_of_the_table_starts_its_lesson_on_both_nodes(command, cluster
         assert re.search(rf"on {host}: .*{lesson}", printed), printed
 
 
-def test_the_flags_for_two_terminals(cluster):
-    """The first row of the table, typed on both nodes, trains."""
-    command = ROWS[0].replace("10.0.0.1", ADDRESSES[0]) + f" {SHORT_FLAGS}"
-    jobs = [start(command.replace("-nr 0", f"-nr {index}"), cluster[0].enter(index)) for index in range(2)]
-    done = [job.wait() for job in jobs]
-    assert [one.returncode for one in done] == [0, 0], done
-    assert epochs(done[0].stdout)
+def test_the_flags_for_two_terminals(cluster, tmp_path):
+    """The first row of the table, typed on both nodes: two ranks on each print what one process prints.
+
+    That only node 0 saves is no difference.
+    """
+    python, path, *flags = shlex.split(ROWS[0].replace("10.0.0.1", ADDRESSES[0]))
+    assert (python, flags[4:6]) == ("python", ["-nr", "0"])
+    words = (ROOT / path, *flags, *SHORT)
+    done, _ = on_both(cluster[0], (*words, "-s", tmp_path / "c.pt"), (*words, "-nr", 1))
+    assert (tmp_path / "c.pt").exists()
+    assert [row.split()[-1] for row in done.stdout.splitlines()[1:5]] == ["node0", "node0", "node1", "node1"]
+    assert epochs(done.stdout) == one_process(*SHORT)
 
 
-def test_torchrun_on_one_node(tmp_path):
-    """The row of the table that uses nothing of run/, and torchrun with restarts, which is set apart in the text."""
+def test_torchrun_on_one_node():
+    """The row of the table that uses nothing of run/, and torchrun with restarts, which is set apart in the text.
+
+    They are the lessons' commands in README.md, all of which test_readme.py runs.
+    """
     alone = [row for row in ROWS if row.startswith("torchrun ")]
     restarts = re.findall(r"^    (TORCH_\w+=1 torchrun .*)$", TEXT, re.M)
-    assert (len(alone), len(restarts)) == (1, 1)
-    for command in (alone[0], f"{restarts[0]} --run_dir {tmp_path}"):
-        done = start(f"{command} {SHORT_FLAGS}").wait()
-        assert done.returncode == 0, done.stderr
-        assert epochs(done.stdout)
+    assert alone == [COMMANDS["distributed_data_parallel_torchrun"]]
+    assert restarts == [COMMANDS["distributed_data_parallel_resumable"]]
 
 
 def test_what_is_named_is_there():
