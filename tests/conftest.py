@@ -27,8 +27,9 @@ LONG = (*DIGITS, "--epochs", 100_000)
 FEWER = ("(1800, 200)", "(180, 30)")  # random images of the ResNet lesson; to replace in a copy
 ON_NODE = Path(__file__).parent / "on_node.py"
 STANDIN = Path(__file__).parent / "detectron2_standin"
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as under nohup; what is started here would inherit it
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+for number, action in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) == signal.SIG_IGN:  # as in the background, or under nohup: it would be inherited
+        signal.signal(number, action)
 FOUND = os.environ.setdefault("TESTS_FOUND_GPUS", os.environ.get("CUDA_VISIBLE_DEVICES", "all"))  # workers inherit it
 ALL_GPUS = {"CUDA_VISIBLE_DEVICES": None if FOUND == "all" else FOUND}  # for tests that are about GPUs
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # all others are about CPUs
