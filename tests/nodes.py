@@ -36,6 +36,7 @@ os.environ.get("RANK")  # as a lesson for launchers has it
 there = {{name: os.environ[name] for name in {[*TRAVEL, *STAYS]} if name in os.environ}}
 print(f"{{os.uname().nodename}}: {{there}}", flush=True)
 """
+PATIENT = ("--timeout", 300)  # for lessons: however busy the machine is, all ranks come
 LIGHT = "tests/light.py"  # a lesson for launchers that costs nothing, and what its ranks say on two nodes with two each
 PLACES = [
     f"rank {rank} of 4, on its node {rank % 2} of 2, node {node}, {host}"
@@ -62,7 +63,7 @@ def sh(*command) -> str:
 
 def read_until(job, pattern: str, count: int = 1) -> str:
     """Read what a Job prints until so many places match, and return it. The job is killed if they never come."""
-    text, guard = "", threading.Timer(300, job.kill)
+    text, guard = "", threading.Timer(600, job.kill)
     guard.start()
     try:
         for line in job.process.stdout:

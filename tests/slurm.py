@@ -59,6 +59,7 @@ class Slurm:
         try:
             files = [f"--{name}-file={self.folder}/munge.{name}" for name in ("key", "pid", "log", "seed")]
             self.start("munged", 0, "--foreground", "--force", f"--socket={self.folder}/munge.socket", *files)
+            self.wait_for_munge()
             self.start("slurmctld", 0, "-D", "-f", settings)
             for index, host in enumerate(HOSTS):
                 self.start("slurmd", index, "-D", "-N", host, "-f", settings)
@@ -74,6 +75,13 @@ class Slurm:
         command = [*self.nodes.enter(index), shutil.which(program), *flags]
         with (self.folder / f"{program}-{index}.log").open("w") as log:
             self.daemons.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
+
+    def wait_for_munge(self, seconds=300):
+        """Wait until munged listens: without it the others can't trust each other."""
+        end = time.monotonic() + seconds
+        while not (self.folder / "munge.socket").exists():
+            assert time.monotonic() < end, (self.folder / "munged-0.log").read_text()
+            time.sleep(0.05)
 
     def wait_until_idle(self, seconds=300):
         """Wait until both nodes are there and have nothing to do."""
@@ -112,7 +120,7 @@ class Slurm:
         done = self.command("scontrol", "--oneliner", "show", "job", job)
         return dict(pair.split("=", 1) for pair in done.stdout.split() if "=" in pair)
 
-    def wait(self, job, seconds=300):
+    def wait(self, job, seconds=600):
         """Wait for a job's end and until the nodes are free again. Returns what Slurm says about it."""
         end = time.monotonic() + seconds
         while (shown := self.show(job)).get("JobState") not in ENDED:
@@ -126,7 +134,7 @@ class Slurm:
         return self.nodes.left(self.own)  # slurmstepd tidies up after its ranks
 
 
-def wait_for(output, pattern, count=1, seconds=300):
+def wait_for(output, pattern, count=1, seconds=600):
     """Wait until a job's output matches so many times. Returns it."""
     end = time.monotonic() + seconds
     while not output.exists() or len(re.findall(pattern, output.read_text(), re.M)) < count:

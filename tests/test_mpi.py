@@ -6,7 +6,7 @@ import signal
 
 import pytest
 from conftest import LONG, ROOT, SHORT, Job, epochs, one_process
-from nodes import HOSTS, LIGHT, PLACES, STAYS, TRAVEL, VARIABLES, Nodes, need, read_until
+from nodes import HOSTS, LIGHT, PATIENT, PLACES, STAYS, TRAVEL, VARIABLES, Nodes, need, read_until
 from sshd import Sshd
 
 KINDS = {"mpirun.openmpi": "Open MPI", "mpiexec.hydra": "MPICH"}
@@ -37,7 +37,7 @@ def start(request, sshd):
 def test_training_until_a_rank_is_killed(start, tmp_path):
     """A rank on each node: single_gpu.py's numbers. SIGKILL to the other node's: nothing is left on either."""
     checkpoint = tmp_path / "a folder" / "c.pt"
-    job = start(LESSON, *SHORT[:-1], LONG[-1], "-s", checkpoint)
+    job = start(LESSON, *SHORT[:-1], LONG[-1], *PATIENT, "-s", checkpoint)
     text = read_until(job, r"^epoch 2/")
     assert checkpoint.exists()
     table = re.findall(r"^(\d) +(\d) +(\d) +cpu +(\d+) +(\S+)$", text, re.M)
@@ -69,7 +69,7 @@ def test_which_variables_travel(start, tmp_path):
 
 def test_a_point_to_point_lesson(start):
     """Ranks of two nodes send each other numbers; flags of the lesson's own are passed on."""
-    done = start("playground/blocking_p2p.py", "--device", "cpu", "--deadlock").wait()
+    done = start("playground/blocking_p2p.py", "--device", "cpu", "--deadlock", *PATIENT).wait()
     assert done.returncode == 0, done.stderr
     assert "rank 1: batch_isend_irecv: received 0" in done.stdout
 

@@ -11,7 +11,7 @@ import signal
 
 import pytest
 from conftest import LONG, ROOT, SHORT, Job, epochs, one_process
-from nodes import LIGHT, PLACES, Nodes, need
+from nodes import LIGHT, PATIENT, PLACES, Nodes, need
 from slurm import Slurm, wait_for
 from sshd import Sshd
 
@@ -51,7 +51,7 @@ def submit(pbs, *command, flags=(), cwd=ROOT, **env):
 
 def test_training_until_a_rank_is_killed(pbs):
     """A lesson that spawns its ranks, here one on each node: single_gpu.py's numbers. A killed rank: FAILED."""
-    lesson = " ".join(map(str, [LESSON, *SHORT[:-1], LONG[-1]]))
+    lesson = " ".join(map(str, [LESSON, *SHORT[:-1], LONG[-1], *PATIENT]))
     job, output = submit(pbs, flags=("-l", "nodes=2:ppn=1"), LESSON=lesson)
     text = re.sub("^node[01]: ", "", wait_for(output, "^node0: epoch 1/.*\n"), flags=re.M)
     table = re.findall(r"^(\d) +(\d) +(\d) +cpu +(\d+) +(\S+)$", text, re.M)

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from conftest import ROOT, SHORT, Job, epochs, one_process
-from nodes import HOSTS, LIGHT, PLACES, need
+from nodes import HOSTS, LIGHT, PATIENT, PLACES, need
 
 SCRIPT = "../run/rehearse_two_nodes.sh"  # as seen from tests/
 LESSON = "playground/distributed_data_parallel.py"
@@ -40,7 +40,7 @@ def lines(text, node):
 
 def test_the_lesson_gives_the_same_numbers_on_a_slow_network():
     """A rank on each node, 100 Mbit/s between them: what one process prints."""
-    done = rehearse(LESSON, *SHORT, BANDWIDTH="100mbit", GPUS="1").wait()
+    done = rehearse(LESSON, *SHORT, *PATIENT, BANDWIDTH="100mbit", GPUS="1").wait()
     assert done.returncode == 0, done.stdout + done.stderr
     table = lines(done.stdout, 0).splitlines()[1:3]
     assert [row.split()[-1] for row in table] == ["node0", "node1"]
@@ -60,7 +60,7 @@ def test_a_lesson_for_torchrun(tmp_path):
 
 def test_a_point_to_point_lesson():
     """It starts its ranks itself; its own flags are passed on."""
-    done = rehearse("playground/blocking_p2p.py", "--deadlock", GPUS="1").wait()
+    done = rehearse("playground/blocking_p2p.py", "--deadlock", *PATIENT, GPUS="1").wait()
     assert done.returncode == 0, done.stdout + done.stderr
     assert "node0: rank 1: batch_isend_irecv: received 0" in done.stdout
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from conftest import LESSONS, ROOT, SHORT, Job, epochs, one_process
-from nodes import ADDRESSES, HOSTS, Nodes, need
+from nodes import ADDRESSES, HOSTS, PATIENT, Nodes, need
 from slurm import Slurm
 from sshd import Sshd
 from test_nodes import on_both
@@ -46,7 +46,7 @@ def test_console_block(block):
     if "rehearse" in block:
         need("ip")
     for command, shown in re.findall(r"^\$ (.*)\n((?:[^$].*\n)*)", block, re.M):
-        done = start(command).wait()
+        done = start(command).wait(600)
         lines = [line for line in (done.stdout + done.stderr).splitlines() if not re.match(r"(node\d: )?\+ ", line)]
         shown, more, _ = shown.partition("...\n")
         if more:
@@ -115,7 +115,7 @@ def test_the_flags_for_two_terminals(cluster, tmp_path):
     """
     python, path, *flags = shlex.split(ROWS[0].replace("10.0.0.1", ADDRESSES[0]))
     assert (python, flags[4:6]) == ("python", ["-nr", "0"])
-    words = (ROOT / path, *flags, *SHORT)
+    words = (ROOT / path, *flags, *SHORT, *PATIENT)
     done, _ = on_both(cluster[0], (*words, "-s", tmp_path / "c.pt"), (*words, "-nr", 1))
     assert (tmp_path / "c.pt").exists()
     assert [row.split()[-1] for row in done.stdout.splitlines()[1:5]] == ["node0", "node0", "node1", "node1"]

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 from conftest import LONG, ROOT, SHORT, epochs, one_process
-from nodes import LIGHT, PLACES, Nodes
+from nodes import LIGHT, PATIENT, PLACES, Nodes
 from slurm import Slurm, wait_for
 
 TEMPLATES = ["run/slurm_srun.sbatch", "run/slurm_torchrun.sbatch"]
@@ -37,7 +37,7 @@ def submit_one_each(slurm, *words):
 def test_training_until_a_rank_is_killed(template, slurm, tmp_path):
     """A rank on each node: single_gpu.py's numbers. SIGKILL to the second: the job is FAILED, and nothing is left."""
     checkpoint = tmp_path / "a folder" / "c.pt"
-    job, output = submit_one_each(slurm, template, LESSON, *SHORT[:-1], LONG[-1], "-s", checkpoint)
+    job, output = submit_one_each(slurm, template, LESSON, *SHORT[:-1], LONG[-1], *PATIENT, "-s", checkpoint)
     text = wait_for(output, r"^epoch 2/")
     assert checkpoint.exists()
     table = re.findall(r"^(\d) +(\d) +(\d) +cpu +(\d+) +(\S+)$", text, re.M)
@@ -74,7 +74,8 @@ def test_the_threads_of_each_process(slurm, tmp_path):
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_a_point_to_point_lesson(template, slurm):
     """Ranks of two nodes send each other numbers; flags of the lesson's own are passed on."""
-    job, output = submit_one_each(slurm, template, "playground/blocking_p2p.py", "--device", "cpu", "--deadlock")
+    flags = ("--device", "cpu", "--deadlock", *PATIENT)
+    job, output = submit_one_each(slurm, template, "playground/blocking_p2p.py", *flags)
     assert slurm.wait(job)["JobState"] == "COMPLETED", output.read_text()
     assert "rank 1: batch_isend_irecv: received 0" in output.read_text()
     assert slurm.left() == []

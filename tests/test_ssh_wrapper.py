@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import LONG, ROOT, SHORT, Job, epochs, one_process
-from nodes import HOSTS, LIGHT, STAYS, TRAVEL, VARIABLES, Nodes, read_until
+from nodes import HOSTS, LIGHT, PATIENT, STAYS, TRAVEL, VARIABLES, Nodes, read_until
 from sshd import Sshd
 
 SCRIPT = ROOT / "run" / "two_nodes_ssh.sh"
@@ -52,7 +52,7 @@ def test_the_lesson_gives_the_same_numbers(sshd, tmp_path):
     (tmp_path / "a checkout").symlink_to(ROOT)
     checkpoint = tmp_path / "it's in $HOME  &c.pt"
     settings = {"CHECKOUT": str(tmp_path / "a checkout"), "GPUS": "1"}
-    done = start(sshd, LESSON, *SHORT, "-s", checkpoint, **settings).wait()
+    done = start(sshd, LESSON, *SHORT, *PATIENT, "-s", checkpoint, **settings).wait()
     assert done.returncode == 0, done.stdout + done.stderr
     printed = done.stdout.splitlines()
     assert [line.split()[-1] for line in printed[1:3]] == ["node0", "node1"]
@@ -72,7 +72,8 @@ def test_a_lesson_for_torchrun_until_a_rank_is_killed(sshd, tmp_path):
     (tmp_path / "python").write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} "$@"\n')
     (tmp_path / "python").chmod(0o755)
     checkpoint = tmp_path / "it's in $HOME  &c.pt"
-    flags, settings = (*SHORT[:-1], LONG[-1], "-s", checkpoint), {"PYTHON": str(tmp_path / "python"), "GPUS": "1"}
+    flags = (*SHORT[:-1], LONG[-1], *PATIENT, "-s", checkpoint)
+    settings = {"PYTHON": str(tmp_path / "python"), "GPUS": "1"}
     job = start(sshd, tmp_path / "my copy.py", *flags, **settings)
     printed = re.sub(r"^node[01]: ", "", read_until(job, r": epoch 2/"), flags=re.M)
     table = re.findall(r"^(\d) +(\d) +(\d) +cpu +(\d+) +(node\d)$", printed, re.M)
@@ -98,10 +99,10 @@ def test_torchrun_is_stopped(sign, sshd):
 
 def test_a_point_to_point_lesson(sshd):
     """It starts its ranks itself."""
-    done = start(sshd, "playground/blocking_p2p.py", "--device", "cpu", "--deadlock", GPUS="1").wait()
+    done = start(sshd, "playground/blocking_p2p.py", "--device", "cpu", "--deadlock", *PATIENT, GPUS="1").wait()
     assert done.returncode == 0, done.stdout + done.stderr
     assert "node0: rank 1: batch_isend_irecv: received 0" in done.stdout
-    assert "-n 2 -g 1 -nr 1 -ip node0 --port 8888 --device cpu --deadlock" in done.stderr
+    assert "-n 2 -g 1 -nr 1 -ip node0 --port 8888 --device cpu --deadlock --timeout 300" in done.stderr
 
 
 @pytest.mark.parametrize("by", ["launch", "torchrun"])

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 from conftest import LONG, ROOT, SHORT, Job, epochs, one_process
-from nodes import ADDRESSES, HOSTS, LIGHT, PLACES, read_until
+from nodes import ADDRESSES, HOSTS, LIGHT, PATIENT, PLACES, read_until
 
 LESSON = ("playground/distributed_data_parallel_torchrun.py", *SHORT)
 SPAWNING = ("playground/distributed_data_parallel.py", *SHORT)
@@ -16,7 +16,7 @@ SCRIPT = ROOT / "run" / "torchrun_node.sh"
 
 def start(nodes, index, node0, *command, **env):
     """Start the script on a node, with one process unless GPUS says otherwise."""
-    env = {"NODE0": node0, "GPUS": "1", "WAIT": "60"} | env
+    env = {"NODE0": node0, "GPUS": "1", "WAIT": "300"} | env
     return Job(*nodes.enter(index), SCRIPT, *(command or LESSON), env=env, cwd="/")
 
 
@@ -34,7 +34,7 @@ def test_training_with_a_restart(nodes):
 
     The next one that is killed ends both nodes, and no process stays.
     """
-    flags = (*LESSON[:-1], LONG[-1])
+    flags = (*LESSON[:-1], LONG[-1], *PATIENT)
     zero, one = (start(nodes, index, ADDRESSES[0], *flags, RESTARTS="1") for index in range(2))
     os.kill(zero.ranks(2)[1], signal.SIGKILL)  # the second in the table is on the other node
     pids = zero.ranks(2)
@@ -48,7 +48,7 @@ def test_training_with_a_restart(nodes):
 
 def test_a_point_to_point_lesson(nodes):
     """Node 0 given by name: ranks of two nodes send each other numbers; flags of the lesson's own are passed on."""
-    command = ("playground/nonblocking_p2p.py", "--device", "cpu")
+    command = ("playground/nonblocking_p2p.py", "--device", "cpu", *PATIENT)
     jobs = [start(nodes, index, HOSTS[0], *command) for index in range(2)]
     done = [job.wait() for job in jobs]
     assert [one.returncode for one in done] == [0, 0], done
