@@ -10,7 +10,7 @@ from nodes import ADDRESSES, PATIENT
 
 def on_both(nodes, *words):
     """Run a lesson on each node, given by its name and its flags, to a good end. Returns what each has printed."""
-    jobs = [Lesson(*each, node=(nodes, index)) for index, each in enumerate(words)]
+    jobs = [Lesson(name, *flags, node=(nodes, index)) for index, (name, *flags) in enumerate(words)]
     done = [job.wait() for job in jobs]
     assert [one.returncode for one in done] == [0, 0], done
     return done

@@ -58,6 +58,18 @@ def test_a_second_run_installs_nothing_and_passes_flags_on(checkout):
     assert "Installing" not in done.stderr
 
 
+def test_one_file_of_tests(checkout):
+    """run/test.sh runs all tests unless it is given some."""
+    python = checkout / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\necho "$*"\n')
+    python.chmod(0o755)
+    shutil.copy(checkout / "requirements.txt", checkout / ".venv" / "installed.txt")
+    for flags, tests in ((("-x",), "tests "), (("tests/test_data.py", "-x"), ""), (("-k", "parity"), "tests ")):
+        done = script(checkout / "run" / "test.sh", *flags)
+        assert done.stdout == f"-m pytest {tests}-n 4 --dist worksteal {' '.join(flags)}\n", done.stderr
+
+
 @pytest.mark.parametrize(("gpus", "device"), [(0, "--device cpu "), (1, "--device cpu "), (2, "")])
 def test_quickstart_counts_the_gpus_that_torch_can_use(gpus, device, checkout):
     """Whatever nvidia-smi lists: with fewer than two it is the CPU."""
