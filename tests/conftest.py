@@ -35,13 +35,6 @@ ALL_GPUS = {"CUDA_VISIBLE_DEVICES": None if FOUND == "all" else FOUND}  # for te
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # all others are about CPUs
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
-# Prints what a launcher says of a rank's place; and what it must say of two nodes with two ranks each.
-PLACE = """import os
-names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
-print("rank {} of {}, on its node {} of {}, node {}".format(*map(os.environ.get, names)))
-"""
-PLACES = [f"rank {rank} of 4, on its node {rank % 2} of 2, node {rank // 2}" for rank in range(4)]
-
 
 def real_detectron2() -> bool:
     """Whether the real detectron2 can be imported by the Python that runs the tests."""
