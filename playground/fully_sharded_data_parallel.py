@@ -4,7 +4,7 @@ Before a layer computes, the ranks gather its weights (all_gather), and free the
 at a time. backward() gathers them again, and leaves each rank the mean gradient of its share (reduce_scatter). That is
 1.5 times the bytes of DDP's all_reduce, or as many with --keep_weights, which holds all of them until backward().
 
-    torchrun --standalone --nproc-per-node 2 playground/fully_sharded_data_parallel.py --clip 1 -s plain.pt
+    torchrun --standalone --nproc-per-node 2 playground/fully_sharded_data_parallel.py --clip 1 -s checkpoints/fsdp.pt
     torchrun --standalone --nproc-per-node 2 playground/fully_sharded_data_parallel.py --run_dir runs/fsdp
     torchrun --standalone --nproc-per-node 4 playground/fully_sharded_data_parallel.py --run_dir runs/fsdp --epochs 5
 
@@ -89,7 +89,7 @@ def shard(model, args):
     fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(narrow, wide, output_dtype=wide))  # NEW: the root
 
 
-def run_epoch(model, loader, device, optimizer=None, clip=None):
+def run_epoch(model, loader, device, optimizer=None, clip=0.0):
     """Train, or test without an optimizer. Returns sums over the images of all ranks: loss, hits, images, norms."""
     model.train(optimizer is not None)
     loss_sum = hits = seen = norm_sum = 0
@@ -170,7 +170,7 @@ def main():
     add("--epochs", type=int, default=3)
     add("--batch_size", type=int, default=128, help="images in a step, over all ranks")
     add("--lr", type=float, default=1e-3, help="Adam's learning rate")
-    add("--clip", type=float, help="shorten the gradient to this length, if it is longer")
+    add("--clip", type=float, default=0.0, help="shorten gradients that are longer than this; 0: don't")
     add("--model", choices=MODELS, default="mlp")
     add("--width", type=int, help="neurons in each hidden layer; default: 64 (mlp), 120 (cnn)")
     add("--layers", type=int, help="hidden layers, the linear ones in cnn; default: 3 (mlp), 1 (cnn)")
@@ -189,8 +189,8 @@ def main():
     if args.batch_size % world_size:
         nearest = max(1, round(args.batch_size / world_size)) * world_size
         parser.error(f"--batch_size {args.batch_size} can't be shared by {world_size} processes: use {nearest}")
-    if not 0 <= args.dropout < 1 or (args.dropout and args.model != "cnn") or (args.clip or 1) <= 0:
-        parser.error("--dropout must be from 0 to below 1, and 0 without --model cnn; --clip must be more than 0")
+    if not 0 <= args.dropout < 1 or (args.dropout and args.model != "cnn") or not args.clip >= 0:
+        parser.error("--dropout must be from 0 to below 1, and needs --model cnn; --clip must be 0 or more")
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)  # one rank of a node at a time
     train(args)
 
