@@ -7,16 +7,17 @@ the pair began: the columns of all ranks add to the gradient of its input (https
     input -> rank 0: columns A0, ReLU, rows B0 -> \\
           -> rank 1: columns A1, ReLU, rows B1 ->  + all_reduce -> output, the same on all ranks
 
-By hand, and with PyTorch's DTensor, a tensor that knows how it is cut:
-
+By hand, and with DTensor, a tensor that knows how it is cut:
     torchrun --standalone --nproc-per-node 2 playground/tensor_parallel.py --compare
     torchrun --standalone --nproc-per-node 2 playground/tensor_parallel.py --compare --by dtensor
 
-Besides single_gpu.py's numbers it prints:
-    TODO
+Before single_gpu.py's numbers it prints:
+    outputs differ from the whole model's by 4e-08, gradients by 4e-09
+    all_reduce in forward: 2, in backward: 1  (predicted: 2 and 1, one for each pair of layers, none for images)
 
-Break it, in a copy beside it: (1) Seed with args.seed + rank. What does --by hand train, and what --by dtensor?
-(2) Seed `order` with args.seed + epoch + rank: who complains? (3) Leave register_hook out: what is still right?
+Break it, in a copy, with --compare: (1) Leave register_hook(add_up) out. What is still right? (2) Seed weights with
+args.seed + rank, by hand and by dtensor; then `order` instead. Who complains? (3) With --by dtensor, write `column + "x":
+Colwise...`, then also `row + "x": Rowwise...`: both are names that no layer has.
 """
 
 import argparse
@@ -136,9 +137,8 @@ def train(args):
     linear = [name for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)]
     mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
     for column, row in zip(linear[::2], linear[1::2], strict=False):  # NEW: a last one without a partner stays whole
-        pair = model.get_submodule(column), model.get_submodule(row)  # parallelize_module only warns of a wrong name
         if args.by == "hand":
-            cut_by_hand(*pair)
+            cut_by_hand(model.get_submodule(column), model.get_submodule(row))
         else:  # NEW: all of that is in PyTorch
             parallelize_module(model, mesh, {column: ColwiseParallel(), row: RowwiseParallel()})
     model = model.to(device)
