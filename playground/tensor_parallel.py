@@ -16,8 +16,8 @@ Before single_gpu.py's numbers it prints:
     all_reduce in forward: 2, in backward: 1  (predicted: 2 and 1, one for each pair of layers, none for images)
 
 Break it, in a copy, with --compare: (1) Leave register_hook(add_up) out. What is still right? (2) Seed weights with
-args.seed + rank, by hand and by dtensor; then `order` instead. Who complains? (3) With --by dtensor, write `column + "x":
-Colwise...`, then also `row + "x": Rowwise...`: both are names that no layer has.
+args.seed + rank, by hand and by dtensor; then `order` instead. Who complains? (3) With --by dtensor misspell a key of
+the plan (`column + "x": ...`), then both.
 """
 
 import argparse
