@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import DIGITS, epochs, free_port, lesson_path, python_path, torchrun, train
-from test_break_it import change, ends, losses, reference  # noqa: F401 - fixtures
+from test_break_it import change  # noqa: F401 - a fixture
 from test_errors import one_line
 from test_parity import assert_equal, result, single
 from torch.nn import functional as F
@@ -271,7 +271,7 @@ def test_ranks_drop_out_other_neurons(change, tmp_path):  # noqa: F811
         for count in counts:
             flags = ("--epochs", count, "--run_dir", tmp_path / name, "-s", tmp_path / f"{name}.pt")
             out = train(copy, *SHORT, *DROPOUT, *flags, processes=2).stdout
-            drawn.append(re.findall(r"0\.\d+", "".join(re.findall(r"^drawn: (.*)", out, re.M))))
+            drawn.append(re.findall(r"0\.\d+", " ".join(re.findall(r"^drawn: (.*)", out, re.M))))
         weights.append(torch.load(tmp_path / f"{name}.pt", weights_only=True)["model"])
     assert len(set(drawn[0])) == 4  # two ranks, two epochs
     assert drawn[1] == drawn[2] + drawn[3] == drawn[0]
@@ -307,33 +307,38 @@ def test_a_missing_piece_as_a_user_sees_it(broken):
     assert len(lines) == 1 and "__0_0.distcp" in lines[0]
 
 
+def two_epochs(copy):
+    """Run a changed copy of the lesson on two ranks. Returns its output."""
+    return train(copy, *SHORT, "--epochs", 2, processes=2).stdout
+
+
 def test_an_optimizer_made_too_early(change):  # noqa: F811
     """Exercise 1: it has the weights from before, which have no gradients any more: no error, and nothing moves."""
     made = "    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)"
     shard, late = "    shard(model, args)  # NEW", "  # NEW: after shard, of shards\n"
-    done = ends(change(LESSON, (made + late, ""), (shard, f"{made}\n{shard}")))
-    first, second = epochs(done.stdout)
+    out = two_epochs(change(LESSON, (made + late, ""), (shard, f"{made}\n{shard}")))
+    first, second = epochs(out)
     assert second["test"] == first["test"]
     assert second["loss"] == pytest.approx(first["loss"], abs=0.01)
-    rows, _ = tables(done.stdout)
-    assert rows["rank 0"][2] == 0
+    rows, _ = tables(out)
+    assert rows["rank 0"][2] == 0  # Adam has no state
 
 
-def test_only_the_root_is_sharded(change, reference):  # noqa: F811
+def test_only_the_root_is_sharded(change):  # noqa: F811
     """Exercise 2: the numbers are right, but all weights are gathered at once, in one message, until backward()."""
-    done = ends(change(LESSON, ("        if list(layer.parameters()):", "        if False:")))
-    assert [line["loss"] for line in epochs(done.stdout)] == pytest.approx(reference, abs=2e-4)
-    rows, messages = tables(done.stdout)
+    out = two_epochs(change(LESSON, ("        if list(layer.parameters()):", "        if False:")))
+    expected = [line["loss"] for line in single("--model", "mlp")[0]]
+    assert [line["loss"] for line in epochs(out)] == pytest.approx(expected, abs=2e-4)
+    rows, messages = tables(out)
     assert rows["rank 0"][4:] == [rows["DDP"][0]] * 4
     assert messages == [1, 1, 0]
 
 
-def test_another_seed_on_each_rank(change, reference):  # noqa: F811
-    """Exercise 3: a mixture of two models is trained; see also `pitfalls`."""
-    wrong = losses(
-        change(LESSON, ("torch.manual_seed(args.seed)  # NEW", "torch.manual_seed(args.seed + dist.get_rank())  # NEW"))
-    )
-    assert abs(wrong[0] - reference[0]) > 1e-3
+def test_another_seed_on_each_rank(change):  # noqa: F811
+    """Exercise 3: rows of two models are trained as one, see also `pitfalls`."""
+    old = "torch.manual_seed(args.seed)  # NEW"
+    out = two_epochs(change(LESSON, (old, "torch.manual_seed(args.seed + rank)  # NEW")))
+    assert abs(epochs(out)[0]["loss"] - single("--model", "mlp")[0][0]["loss"]) > 1e-3
 
 
 PITFALLS = """
