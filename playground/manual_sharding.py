@@ -6,12 +6,11 @@ With Adam in float32 a weight takes 16 bytes of each rank: 4 itself, 4 its gradi
     --stage 1    of Adam's averages, 8/n: reduce_scatter gives a rank its slice of the mean gradient, its Adam changes
                  that slice of the weights, and all_gather puts the slices of all ranks together
     --stage 2    and of the gradients, 4/n, as soon as backward() has one
-    --stage 3    and of the weights, 4/n: a layer's are put together for forward, and again for backward
+    --stage 3    and of the weights, 4/n and the layer at work: put together for forward, and again for backward
 
     torchrun --standalone --nproc-per-node 2 playground/manual_sharding.py --stage 2
 
-It prints single_gpu.py's numbers, and what it has counted, here 32 bytes of Adam's step counters more than the formula.
-Activations come on top and, at stage 3, the layer at work:
+It prints single_gpu.py's numbers, and what it has counted (no activations; 32 of the bytes are Adam's step counters):
     bytes     weights       gradients     Adam's state  together      for a weight  sent in a step
     rank 0    236,840       118,420       236,872       592,132       10.00         236,840
     formula   236,840       118,420       236,840       592,100       10.00         236,840
@@ -78,7 +77,8 @@ class Shard:
 
     def gather(self, *_):
         """Put the slices of all ranks together."""
-        self.whole.untyped_storage().resize_(self.whole.nbytes)
+        if self.stage == 3:  # then it was empty
+            self.whole.untyped_storage().resize_(self.whole.nbytes)
         self.weight.data = self.view
         dist.all_gather_single(self.whole, self.mine)
         self.sent.append(("all_gather", (self.world_size - 1) * self.mine.nbytes))
