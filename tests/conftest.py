@@ -177,6 +177,11 @@ def by_torchrun(name):
     return 'os.environ["LOCAL_RANK"]' in text and "mp.spawn(" not in text
 
 
+def talks(name):
+    """Whether a lesson sends numbers from rank to rank, and trains nothing."""
+    return "def talk(" in lesson_path(name).read_text()
+
+
 def each_epoch(name, statement, folder):
     """Copy a lesson into a folder, with a statement at the start of each epoch. Returns the copy's path."""
     copy, loop = folder / f"{name}.py", r"^    for epoch in range\(.*\):\n"

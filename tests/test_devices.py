@@ -12,13 +12,13 @@ import types
 
 import pytest
 import torch
-from conftest import DETECTRON2, LESSONS, ROOT, STANDIN, by_torchrun, run
+from conftest import DETECTRON2, LESSONS, ROOT, STANDIN, by_torchrun, run, talks
 
 OLD_DRIVER = "The NVIDIA driver on your system is too old (found version 12040). Please update it"
 STARTED = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-TRAINING = sorted(set(LESSONS) - {"blocking_p2p", "nonblocking_p2p", "compare"})
+TRAINING = [lesson for lesson in LESSONS if not talks(lesson) and lesson != "compare"]
 SPAWNING = ["manual_data_parallel", "distributed_data_parallel", "distributed_data_parallel2"]
-POINT_TO_POINT = ["blocking_p2p", "nonblocking_p2p"]
+TALKING = [lesson for lesson in LESSONS if talks(lesson)]
 
 
 @pytest.fixture
@@ -92,8 +92,8 @@ def one_line(done, *words):
 @pytest.mark.parametrize("lesson", LESSONS)
 def test_the_device(lesson, machine, chosen):
     """A GPU where one works, except where messages need two; the CPU where there is none, or its driver is too old."""
-    least = 2 if lesson in POINT_TO_POINT else 1
-    flags = ("--batch_size", 120) if lesson not in POINT_TO_POINT else ()
+    least = 2 if lesson in TALKING else 1
+    flags = ("--batch_size", 120) if lesson not in TALKING else ()
     for gpus, works in [(0, True), (1, False), (8, False), (1, True), (2, True), (8, True)]:
         machine(gpus, works)
         args = chosen(lesson, *flags)
@@ -104,13 +104,13 @@ def test_the_device(lesson, machine, chosen):
         assert chosen(lesson, *flags, "--device", "cpu").device == "cpu"
 
 
-@pytest.mark.parametrize("lesson", [*SPAWNING, *POINT_TO_POINT, "data_parallel", "compare"])
+@pytest.mark.parametrize("lesson", [*SPAWNING, *TALKING, "data_parallel", "compare"])
 def test_how_many_processes(lesson, machine, chosen):
     """All GPUs, or two processes without; of data_parallel.py, which has one process, all GPUs."""
-    flags = ("--batch_size", 120) if lesson not in POINT_TO_POINT else ()
+    flags = ("--batch_size", 120) if lesson not in TALKING else ()
     for gpus in (1, 2, 8):
         machine(gpus)
-        assert chosen(lesson, *flags).gpus == (max(gpus, 2) if lesson in POINT_TO_POINT else gpus)
+        assert chosen(lesson, *flags).gpus == (max(gpus, 2) if lesson in TALKING else gpus)
         if lesson != "data_parallel":
             assert chosen(lesson, *flags, "-g", 3, "--device", "cpu").gpus == 3
     for gpus, works in [(0, True), (1, False)]:
@@ -151,17 +151,17 @@ torch.cuda.is_available, torch.cuda.init, torch.cuda.device_count = is_available
     one_line(done, f"this machine has 0 GPUs that work ({OLD_DRIVER})")
 
 
-@pytest.mark.parametrize("lesson", [*SPAWNING, *POINT_TO_POINT, "data_parallel", "compare"])
+@pytest.mark.parametrize("lesson", [*SPAWNING, *TALKING, "data_parallel", "compare"])
 def test_more_processes_than_gpus(lesson, machine, main, chosen):
     """-g 9 on 8 GPUs, and 2 where one of two is visible: one line with the number that works."""
-    flags = ("--batch_size", 144) if lesson not in POINT_TO_POINT else ()
+    flags = ("--batch_size", 144) if lesson not in TALKING else ()
     machine(8)
     one_line(main(lesson, *flags, "--device", "cuda", "-g", 9), "9 GPUs are needed, this machine has 8", "use -g 8")
     os.environ["CUDA_VISIBLE_DEVICES"] = "5"
     one_line(main(lesson, *flags, "--device", "cuda", "-g", 2), "2 GPUs are needed, this machine has 1", "use -g 1")
 
 
-@pytest.mark.parametrize("lesson", [lesson for lesson in LESSONS if by_torchrun(lesson)] + POINT_TO_POINT)
+@pytest.mark.parametrize("lesson", [lesson for lesson in LESSONS if by_torchrun(lesson)] + TALKING)
 def test_more_processes_of_a_launcher_than_gpus(lesson, machine, main, chosen):
     """What counts is how many it has started here; without that number, the local rank."""
     machine(1)
@@ -170,7 +170,7 @@ def test_more_processes_of_a_launcher_than_gpus(lesson, machine, main, chosen):
         one_line(done, "2 GPUs are needed, this machine has 1", "use --nproc-per-node 1")
 
 
-@pytest.mark.parametrize("lesson", POINT_TO_POINT)
+@pytest.mark.parametrize("lesson", TALKING)
 def test_ranks_by_hand_on_machines_with_one_gpu(lesson, machine, main, monkeypatch):
     """Each starts one rank, whatever -g would be for a lesson that starts them itself."""
     machine(1)
@@ -211,7 +211,7 @@ def test_gloo_on_gpus(flags, refused, machine, main, chosen):
     """It has no send for GPU memory, but what data parallelism needs."""
     machine(2)
     given = ("--device", "cuda", "--backend", "gloo")
-    for lesson in POINT_TO_POINT:
+    for lesson in TALKING:
         one_line(main(lesson, *given), "gloo can't send GPU memory", "--backend nccl", "--device cpu")
     assert chosen("distributed_data_parallel", *given).backend == "gloo"
     if refused:

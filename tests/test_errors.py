@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from conftest import DETECTRON2, DIGITS, LESSONS, LONG, ROOT, SHORT, Lesson, by_torchrun, free_port, run
+from conftest import DETECTRON2, DIGITS, LESSONS, LONG, ROOT, SHORT, Lesson, by_torchrun, free_port, run, talks
 from nodes import need, sh
 
 from common.guard_rails import explained
@@ -153,7 +153,7 @@ def test_port_in_use():
 @pytest.mark.parametrize("lesson", ["distributed_data_parallel", "distributed_data_parallel2", "nonblocking_p2p"])
 def test_a_node_that_never_comes(lesson):
     """Node 0 waits --timeout seconds and names the nodes that are missing."""
-    own = () if "p2p" in lesson else DIGITS
+    own = () if talks(lesson) else DIGITS
     flags = (*own, "-n", 3, "-g", 2, "-nr", 0, "-ip", "127.0.0.2", "--port", free_port(), "--timeout", 5)
     flags += ("--batch_size", 120) if own else ()
     one_line(run(lesson, *flags, status=1), "nodes [1, 2] are missing after 5 s", "start every node")
@@ -162,7 +162,7 @@ def test_a_node_that_never_comes(lesson):
 @pytest.mark.parametrize("lesson", ["distributed_data_parallel2", "manual_data_parallel", "blocking_p2p"])
 def test_wrong_address(lesson):
     """Node 1 finds nobody where node 0 should be."""
-    own = () if "p2p" in lesson else DIGITS
+    own = () if talks(lesson) else DIGITS
     flags = (*own, "-n", 2, "-g", 1, "-nr", 1, "-ip", "127.0.0.3", "--port", free_port(), "--timeout", 5)
     one_line(run(lesson, *flags, status=1), "could not reach node 0 at 127.0.0.3", "check -ip, --port")
 
@@ -320,7 +320,7 @@ def test_a_rank_killed_on_another_node():
 @pytest.mark.parametrize("lesson", [*ONE_PROCESS[::2], *SPAWNING, "blocking_p2p", "distributed_data_parallel_torchrun"])
 def test_ctrl_c(lesson):
     """Ctrl-C goes to every process of the terminal's group: status 130 and one line."""
-    job = Lesson(lesson, *(() if "p2p" in lesson else LONG))
+    job = Lesson(lesson, *(() if talks(lesson) else LONG))
     if lesson in SPAWNING + POINT_TO_POINT:
         job.ranks(2)
     else:

@@ -11,7 +11,20 @@ import time
 
 import pytest
 import torch
-from conftest import DIGITS, LONG, ROOT, Job, Lesson, each_epoch, epochs, one_process, python_path, run, wait_for_epoch
+from conftest import (
+    DIGITS,
+    LONG,
+    ROOT,
+    Job,
+    Lesson,
+    each_epoch,
+    epochs,
+    one_process,
+    python_path,
+    run,
+    talks,
+    wait_for_epoch,
+)
 from nodes import ADDRESSES
 from test_errors import one_line, wait_for_line
 
@@ -38,7 +51,7 @@ def ends(nodes, *jobs):
 @pytest.mark.parametrize("lesson", [DDP, "distributed_data_parallel2", "blocking_p2p"])
 def test_a_wrong_address(lesson, nodes):
     """Nobody has the address on this network."""
-    own = () if "p2p" in lesson else SHORT
+    own = () if talks(lesson) else SHORT
     flags = (*own, "-n", 2, "-g", 1, "-nr", 1, "-ip", "10.77.0.9", "--timeout", 5)
     (done,) = ends(nodes, Lesson(lesson, *flags, node=(nodes, 1)))
     one_line(done, "could not reach node 0 at 10.77.0.9 in 5 s", "start it, check -ip, --port and the firewall")

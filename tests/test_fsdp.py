@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import DIGITS, epochs, free_port, lesson_path, python_path, torchrun, train
+from conftest import DIGITS, epochs, torchrun, train
 from test_break_it import change  # noqa: F401 - a fixture
 from test_errors import one_line
-from test_parity import assert_equal, result, single
+from test_parity import result, single
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, RandomSampler
-from warm import warm
 
 from common.data import load, whole_batch
 from common.models import MODELS
@@ -39,25 +38,8 @@ def layers_of(model):
 
 
 def failed(*flags, processes=1):
-    """Run the lesson by a warm start, which has to end with status 1. Returns it with stdout and stderr."""
-    path, folder = lesson_path(LESSON), Path(flags[flags.index("--run_dir") + 1])
-    environment = {"OMP_NUM_THREADS": "1"}
-    if processes > 1:
-        environment |= {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {} for rank in range(processes)]
-    done = warm([path, *flags], folder.parent, [environment | rank for rank in ranks], python_path(path))
-    assert done.returncode == 1, done.stdout + done.stderr
-    return done
-
-
-@pytest.mark.parametrize(
-    ("processes", "model", "flags"),
-    [(1, "mlp", ()), (2, "cnn", ()), (3, "mlp", ()), (3, "cnn", ("--keep_weights",)), (2, "mlp", ("--keep_weights",))],
-)
-def test_parity(processes, model, flags):
-    """The mean of the shards' gradients is that of one process: weights agree to 1e-12 in float64."""
-    found = result(LESSON, "--double", "--model", model, *flags, processes=processes)
-    assert_equal(found, single("--double", "--model", model), 1e-12)
+    """Run the lesson, which has to end with status 1. Returns it with stdout and stderr."""
+    return train(LESSON, *flags, processes=processes, status=1)
 
 
 @pytest.mark.parametrize(("model", "processes", "keep"), [("mlp", 3, False), ("cnn", 2, False), ("mlp", 2, True)])

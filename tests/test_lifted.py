@@ -7,11 +7,22 @@ import subprocess
 import sys
 
 import pytest
-from conftest import FEWER, LESSONS, SHORT, by_torchrun, epochs, free_port, lesson_path, one_process, torchrun, train
+from conftest import (
+    FEWER,
+    LESSONS,
+    SHORT,
+    by_torchrun,
+    epochs,
+    free_port,
+    lesson_path,
+    one_process,
+    talks,
+    torchrun,
+    train,
+)
 
 DISTRIBUTED = [name for name in LESSONS if "dist.init_process_group" in lesson_path(name).read_text()]
 DISTRIBUTED.append("distributed_data_parallel2")  # launch calls it
-NOT_FOR_DIGITS = ("p2p", "resnet")
 
 
 def text_of(lesson):
@@ -35,7 +46,7 @@ def flags_for(lesson, folder):
     own = ("--run_dir", folder / "run") if "resumable" in lesson else ()
     own += ("--out", folder / "out") if lesson == "profile_steps" else ()
     own += ("--port", free_port()) if '"--port"' in text_of(lesson) else ()  # without guard rails it is a fixed one
-    if "p2p" in lesson:
+    if talks(lesson):
         return own
     if "resnet" in lesson:
         return ("--dataset", "fake", "--device", "cpu", "--batch_size", 60, "--epochs", 1, "--workers", 1)
@@ -48,7 +59,7 @@ def test_a_lesson_runs_without_guard_rails(lesson, tmp_path):
     copy = tmp_path / f"{lesson}.py"
     copy.write_text(without_guard_rails(text_of(lesson)))
     done = train(copy, *flags_for(lesson, tmp_path), processes=2 if by_torchrun(lesson) else None)
-    if not any(part in lesson for part in NOT_FOR_DIGITS):
+    if not talks(lesson) and "resnet" not in lesson:
         assert epochs(done.stdout) == one_process(*SHORT)
 
 
@@ -65,10 +76,10 @@ def leaning(text):
 
 @pytest.mark.parametrize("lesson", [lesson for lesson in LESSONS if lesson != "compare"])
 def test_how_much_of_a_lesson_leans_on_this_project(lesson, record_property):
-    """At most 15 lines of code, 8 in the point-to-point lessons."""
+    """At most 15 lines of code, 8 in those that only talk."""
     count = len(leaning(text_of(lesson)))
     record_property(f"lines of {lesson}.py that name common or measure", count)
-    assert 0 < count <= (8 if "p2p" in lesson else 15)
+    assert 0 < count <= (8 if talks(lesson) else 15)
 
 
 IMPORTS = "from torchvision.datasets import FakeData\nfrom torchvision.transforms import ToTensor"
@@ -97,9 +108,9 @@ def test_a_lesson_lifted_into_a_project_of_its_own(lesson, tmp_path):
     changed = len(leaning(before)) - len(leaning(after))
     for pattern, mine in MINE.items():
         after, count = re.subn(pattern, mine, after, flags=re.M)
-        assert count == (1 if "p2p" not in lesson or "sys.path" in pattern else 0), pattern
+        assert count == (1 if not talks(lesson) or "sys.path" in pattern else 0), pattern
         changed += count
-    assert changed <= (8 if "p2p" in lesson else 16)
+    assert changed <= (8 if talks(lesson) else 16)
     code = after[after.index('"""', 3) + 3 :]
     assert "common" not in code and not leaning(after)
     copy = tmp_path / "mine.py"
@@ -107,12 +118,12 @@ def test_a_lesson_lifted_into_a_project_of_its_own(lesson, tmp_path):
     start = [sys.executable, "-I"]  # finds nothing beside the script and in no other folder of ours
     if by_torchrun(lesson):
         start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    flags = [] if "p2p" in lesson else ["--epochs", "2", "--batch_size", "100", "--device", "cpu"]
+    flags = [] if talks(lesson) else ["--epochs", "2", "--batch_size", "100", "--device", "cpu"]
     flags += ["--port", str(free_port())] if '"--port"' in after else []
     env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run([*start, copy, *flags], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    if "p2p" in lesson:
+    if talks(lesson):
         assert "rank 1: [0.0, 0.0, 0.0, 0.0] -> [0.0, 1.0, 2.0, 3.0]" in done.stdout
     else:
         assert len(epochs(done.stdout)) == 2

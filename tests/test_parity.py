@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import DIGITS, LESSONS, epochs, free_port, run, single_gpu, train
+from conftest import DIGITS, LESSONS, epochs, free_port, run, single_gpu, talks, train
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -35,6 +35,10 @@ VARIANTS = {  # flags of a lesson, and the numbers of processes; None: it takes 
         ("--schedule", "Interleaved1F1B"): (2,),
         ("--schedule", "InterleavedZeroBubble"): (2,),
     },
+    "manual_sharding": {(): (2, 4), ("--stage", 1): (3,), ("--stage", 2): (2,)},
+    "fully_sharded_data_parallel": {(): (1, 2, 3), ("--keep_weights",): (2,)},
+    "tensor_parallel": {(): (2, 4), ("--by", "dtensor"): (2,)},
+    "hybrid_parallel": {(): (2, 4), ("--mesh", "3x1"): (3,)},
     "profile_steps": {("--average", "ddp"): (2,), ("--average", "each"): (3,), ("--average", "bucket"): (2,)},
 }
 NO_PARITY = {"distributed_data_parallel_resnet"}  # batch norm: each rank normalises by its own images
@@ -72,7 +76,7 @@ def assert_equal(found, expected, apart):
 
 def test_all_training_lessons_are_here():
     """A lesson that trains has parity, or a reason why it can't."""
-    training = {lesson for lesson in LESSONS if "p2p" not in lesson} - {"single_gpu", "compare"}
+    training = {lesson for lesson in LESSONS if not talks(lesson)} - {"single_gpu", "compare"}
     assert training == VARIANTS.keys() | NO_PARITY
 
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import DETECTRON2, LESSONS, ROOT, STANDIN, epochs
+from conftest import DETECTRON2, LESSONS, ROOT, STANDIN, epochs, talks
 from nodes import need
 
 FOLDERS = (".", "playground", "tests", "run")
@@ -36,10 +36,15 @@ def commands(block):
     return found
 
 
+def trains(command):
+    """Whether a command runs a lesson that trains, or what else a README may show."""
+    return not any(talks(lesson) for lesson in re.findall(r"playground/(\w+)\.py", command))
+
+
 def start(command, mnist):
     """Start a command of a README in the checkout, with the data where the tests have it."""
     words = shlex.split(command.replace("10.0.0.1", "127.0.0.2"))
-    if "playground/" in command and "--dataset" not in command and "p2p" not in command or "quickstart" in command:
+    if "playground/" in command and "--dataset" not in command and trains(command) or "quickstart" in command:
         words += ["--data_dir", str(mnist)]
     path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
     env = {"PATH": path} | ({"PYTHONPATH": str(STANDIN)} if DETECTRON2 != "the real detectron2" else {})
@@ -61,7 +66,7 @@ def masked(line):
 @pytest.mark.parametrize("block", BLOCKS)
 def test_console_block(block, request):
     """Run the commands (those of several nodes at the same time) and compare what they print, line by line."""
-    needs_mnist = any("--dataset" not in command and "p2p" not in command for _, command, _ in commands(block))
+    needs_mnist = any("--dataset" not in command and trains(command) for _, command, _ in commands(block))
     mnist = request.getfixturevalue("mnist") if needs_mnist else None
     if "rehearse" in block:
         need("ip")
@@ -104,7 +109,7 @@ def test_parity_table(folder):
 def test_the_whole_parity_table():
     """It has every training lesson but ResNet-18's; both READMEs show the same numbers for the same run."""
     whole = {row[:3]: row[3:] for row in re.findall(PARITY, LESSONS_README, re.M)}
-    exempt = {"compare", "blocking_p2p", "nonblocking_p2p", "distributed_data_parallel_resnet"}
+    exempt = {lesson for lesson in LESSONS if talks(lesson)} | {"compare", "distributed_data_parallel_resnet"}
     assert {lesson for lesson, *_ in whole} == set(LESSONS) - exempt
     for lesson in ("manual_data_parallel", "distributed_data_parallel", "distributed_data_parallel_torchrun"):
         assert len([row for row in whole if row[0] == lesson]) >= 4, lesson
@@ -136,7 +141,7 @@ def test_every_lesson_has_a_command():
 @pytest.mark.parametrize("lesson", COMMANDS)
 def test_the_command_of_a_lesson_runs(lesson, tmp_path):
     """The commands of the lessons' table, on the digits."""
-    short = "" if "p2p" in lesson else " --epochs 1" if "resnet" in lesson else " --dataset digits --epochs 1"
+    short = "" if talks(lesson) else " --epochs 1" if "resnet" in lesson else " --dataset digits --epochs 1"
     short += f" --run_dir {tmp_path}" if "resumable" in lesson else ""
     short += f" --out {tmp_path}" if lesson in ("profile_steps", "compare") else ""
     short += " --only parity --lessons model_parallel" if lesson == "compare" else ""
@@ -209,7 +214,8 @@ def test_troubles():
     troubles = README.partition("## Troubleshooting")[2].partition("\n## ")[0]
     assert len(re.findall(r"^\| ", troubles, re.M)) - 1 >= 25
     for number, lesson in re.findall(r"break-it (\d) of `(\w+)\.py`", README):
-        assert f"\n  {number}. " in (ROOT / "playground" / f"{lesson}.py").read_text()
+        exercises = (ROOT / "playground" / f"{lesson}.py").read_text().partition("Break it, in a copy")[2]
+        assert f"\n  {number}. " in exercises or re.search(rf"\({number}\)\s", exercises)
 
 
 @pytest.mark.parametrize("host", ["docs.pytorch.org", "github.com", "pytorch.org", "docs.nvidia.com"])

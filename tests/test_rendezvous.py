@@ -4,7 +4,7 @@ import re
 import socket
 
 import pytest
-from conftest import SHORT, Lesson, epochs, free_port, one_process, run
+from conftest import SHORT, Lesson, epochs, free_port, one_process, run, talks
 from test_errors import one_line
 
 TRAINING = ["manual_data_parallel", "distributed_data_parallel"]
@@ -12,7 +12,7 @@ TRAINING = ["manual_data_parallel", "distributed_data_parallel"]
 
 def both_nodes(lesson, *flags, env=None):
     """Run a lesson as two nodes with one rank each; return node 0's output."""
-    flags = (*(() if "p2p" in lesson else SHORT), "-n", 2, "-g", 1, *flags)
+    flags = (*(() if talks(lesson) else SHORT), "-n", 2, "-g", 1, *flags)
     one = Lesson(lesson, *flags, "-nr", 1, env=env)
     done = run(lesson, *flags, "-nr", 0, env=env)
     assert one.wait().returncode == 0
@@ -57,7 +57,7 @@ def test_started_by_hand():
 def test_started_by_hand_and_alone(lesson):
     """Rank 1 meets nobody: one line, though it has no starter that would say it."""
     env = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    own = () if "p2p" in lesson else SHORT
+    own = () if talks(lesson) else SHORT
     done = run(lesson, *own, "--timeout", 3, env=env, status=1)
     line = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(line) == 1 and "start node 0, check -ip, --port" in line[0], done.stderr
@@ -67,7 +67,7 @@ def test_started_by_hand_and_alone(lesson):
 @pytest.mark.parametrize("lesson", ["distributed_data_parallel", "blocking_p2p"])
 def test_two_terminals_of_one_machine(lesson):
     """127.0.0.1 is an address: two nodes with two ranks each, typed side by side."""
-    flags = (*(() if "p2p" in lesson else SHORT), "-n", 2, "-g", 2, "-ip", "127.0.0.1", "--port", free_port())
+    flags = (*(() if talks(lesson) else SHORT), "-n", 2, "-g", 2, "-ip", "127.0.0.1", "--port", free_port())
     one = Lesson(lesson, *flags, "-nr", 1)
     done = run(lesson, *flags, "-nr", 0)
     assert one.wait().returncode == 0

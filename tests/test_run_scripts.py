@@ -97,7 +97,7 @@ def kind(path):
 def test_lessons_are_told_apart():
     """Those that start their ranks, those that a launcher starts, both, and single processes."""
     single = {"single_gpu", "data_parallel", "model_parallel", "compare"}
-    both = {"blocking_p2p", "nonblocking_p2p"}
+    both = {"blocking_p2p", "nonblocking_p2p", "collectives"}
     spawning = {"manual_data_parallel", "distributed_data_parallel", "distributed_data_parallel2"}
     for lesson in LESSONS:
         expected = ["itself"] * (lesson in both | spawning) + ["launcher"] * (lesson not in single | spawning)
