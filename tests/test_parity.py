@@ -38,7 +38,7 @@ VARIANTS = {  # flags of a lesson, and the numbers of processes; None: it takes 
     "manual_sharding": {(): (2, 4), ("--stage", 1): (3,), ("--stage", 2): (2,)},
     "fully_sharded_data_parallel": {(): (1, 2, 3), ("--keep_weights",): (2,)},
     "tensor_parallel": {(): (2, 4), ("--by", "dtensor"): (2,)},
-    "hybrid_parallel": {(): (2, 4), ("--mesh", "3x1"): (3,)},
+    "hybrid_parallel": {(): (2, 4)},
     "profile_steps": {("--average", "ddp"): (2,), ("--average", "each"): (3,), ("--average", "bucket"): (2,)},
 }
 NO_PARITY = {"distributed_data_parallel_resnet"}  # batch norm: each rank normalises by its own images
