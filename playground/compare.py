@@ -27,7 +27,8 @@ It prints a table and some sentences for each part, and writes results.json, fou
 What is approximate: a traced step takes longer than others, so look at its parts, not at its length. "Computing" is
 what is left after data and messages, with Python's own work; a message's time includes waiting for a rank that is late;
 gloo's threads share the cores with those that compute. A GPU's kernels may belong to the step before. Memory is that of
-the largest process, without the GPU's.
+the largest process, without the GPU's, up to the first epoch's end: a checkpoint may collect a model that was shared
+out. Its "messages" are those that a lesson counts: collectives of each rank in a step.
 
 Break it, in a copy beside it (cp playground/compare.py playground/broken.py):
   1. Give all runs OMP_NUM_THREADS "2" where it says "1", with two cores: one process gets faster. And the speed-up?
@@ -57,40 +58,48 @@ from common.data import DATA_DIR, fetch
 from common.guard_rails import check, explained
 from common.models import MODELS
 from measure.figures import draw_scaling, draw_speed, draw_steps, draw_widths
-from measure.processes import follow, last_words
+from measure.processes import follow, last_words, messages
 from measure.report import tell_parity, tell_scaling, tell_speed, tell_steps, tell_widths
 from measure.traces import step_times
 
 PARTS = ("parity", "scaling", "steps", "widths")
-LESSONS = (  # N: --gpus
+LESSONS = (  # N: --gpus; GRID: a mesh of so many ranks
     "single_gpu", "data_parallel", "manual_data_parallel -g N", "manual_data_parallel -g N --bucket",
     "distributed_data_parallel -g N", "distributed_data_parallel2 -g N", "distributed_data_parallel_torchrun",
     "distributed_data_parallel_resumable", "model_parallel", "model_parallel --pipelined", "pipeline_parallel",
+    "manual_sharding --stage 2", "manual_sharding --stage 3", "fully_sharded_data_parallel", "tensor_parallel",
+    "tensor_parallel --by dtensor", "hybrid_parallel --mesh GRID",
 )  # fmt: skip
 TORCHRUN = ("distributed_data_parallel_torchrun", "distributed_data_parallel_resumable", "pipeline_parallel",
+            "manual_sharding", "fully_sharded_data_parallel", "tensor_parallel", "hybrid_parallel",
             "profile_steps")  # it starts their processes  # fmt: skip
 PASSED_ON = ("device", "epochs", "batch_size", "lr", "model", "width", "layers", "dataset", "data_dir", "seed")
 CORES = len(os.sched_getaffinity(0))
 
 
-def fitting(gpus, shares, model, layers, batch_size):
-    """Return how many stages a pipeline over so many GPUs can have, and the nearest batch that can be cut as needed.
+def fitting(gpus, shares, model, width, layers, batch_size):
+    """Return how many stages, and how many pieces of a layer, so many GPUs can have, and the nearest batch that fits.
 
-    Of a model's layers each stage needs one with weights; of a batch each of 2, 4, ... processes needs the same share.
+    Each stage needs a layer with weights, each piece as many neurons, each of 2, 4, ... processes as many images.
     """
-    hidden, others = {"mlp": (3, 1), "cnn": (1, 3)}[model]
+    hidden, others, neurons = {"mlp": (3, 1, 64), "cnn": (1, 3, 120)}[model]
+    pieces = max(count for count in (1, 2, 4, 8) if count <= gpus and (width or neurons) % count == 0)
     least = math.lcm(*shares)
-    return min(gpus, (layers or hidden) + others), max(1, round(batch_size / least)) * least
+    return min(gpus, (layers or hidden) + others), pieces, max(1, round(batch_size / least)) * least
 
 
 def plan(args):
     """List the runs in their order: the part they are for, the lesson, its own flags, and what the part must know."""
-    runs, lessons = [], [words.replace("N", str(args.gpus)).split() for words in LESSONS]
+    grid = args.gpus if args.device == "cuda" else max(4, args.gpus)  # 2x2 on any CPU, however many cores it has
+    columns = 2 if grid % 2 == 0 and (args.width or 2) % 2 == 0 else 1
+    ranks = {"pipeline_parallel": args.stages, "tensor_parallel": args.pieces, "hybrid_parallel": grid}
+    blanks = {"N": str(args.gpus), "GRID": f"{grid // columns}x{columns}"}
+    runs, lessons = [], [[blanks.get(word, word) for word in words.split()] for words in LESSONS]
     chosen = [each for each in lessons if each[0] in ("single_gpu", *args.lessons)]  # the others are compared with it
     for kind, flags in (("float32", []), ("float64", ["--double", "--epochs", "1"])):
-        runs += [
-            {"part": "parity", "kind": kind, "lesson": name, "words": own, "flags": flags} for name, *own in chosen
-        ]
+        for name, *own in chosen:
+            more = ["--compare"] * (name == "tensor_parallel" and kind == "float64")  # counts messages, takes memory
+            runs.append({"part": "parity", "kind": kind, "lesson": name, "words": own, "flags": flags + more})
     ddp = {"lesson": "distributed_data_parallel", "words": ["-g", str(args.gpus)]}
     for count in args.processes:
         note = {"note": "more processes than cores"} if args.device == "cpu" and count > CORES else {}
@@ -110,7 +119,7 @@ def plan(args):
     for run in runs:
         run["name"] = " ".join([f"{run['lesson']}.py", *run["words"]])
         if run["lesson"] in TORCHRUN:
-            run["ranks"] = args.stages if run["lesson"] == "pipeline_parallel" else args.gpus
+            run["ranks"] = ranks.get(run["lesson"], args.gpus)
             run["name"] += f", {run['ranks']} process" + "es" * (run["ranks"] > 1)
     return [run for run in runs if run["part"] in args.only]
 
@@ -152,13 +161,14 @@ def execute(run, args, folder):
     run |= {name: epochs[-1][name] for name in ("loss", "train", "test")} | {"epochs": epochs, "failed": False}
     run |= {"images_per_s": median(epoch["images_per_s"] for epoch in later or epochs), "memory_mib": memory}
     run |= {"start_up_s": first["at"] - first["seconds"] - test, "test_s": test if later else None}
+    run |= {"messages": counted} if (counted := messages(folder)) else {}
     if run["lesson"] == "profile_steps":
         ranks = [step_times(json.loads(path.read_text())) for path in folder.glob("rank*.json")]
         run |= {name: mean(rank[name] for rank in ranks) for name in ranks[0]}
 
 
 def weight_differences(runs):
-    """Return the float32 runs, with the largest difference of their weights from single_gpu.py's in each dtype."""
+    """Return the float32 runs, with their weights' largest difference from single_gpu.py's, and messages of either."""
     kinds = {kind: [run for run in runs if run["kind"] == kind] for kind in ("float32", "float64")}
     for kind, (one, *others) in ((kind, each) for kind, each in kinds.items() if each and not each[0]["failed"]):
         for run in (one, *others):
@@ -168,6 +178,7 @@ def weight_differences(runs):
                 continue
             newest = [max(Path(each["folder"]).glob("*.pt")) for each in (run, one)]
             ours, its = [torch.load(path, map_location="cpu", weights_only=True)["model"] for path in newest]
+            row |= {"messages": run["messages"]} if "messages" in run else {}
             row[f"difference_{kind}"] = max((ours[name] - its[name]).abs().max().item() for name in its)
     return kinds["float32"]
 
@@ -256,7 +267,8 @@ def main():
     check(parser, args)  # guard rail
     shares = {args.gpus, *(args.processes if "scaling" in args.only else ())}
     shares |= {8} if "parity" in args.only else set()  # the pipeline's micro-batches
-    args.stages, nearest = fitting(args.gpus, shares, args.model, args.layers, args.batch_size or 128)
+    sizes = args.model, args.width, args.layers, args.batch_size or 128
+    args.stages, args.pieces, nearest = fitting(args.gpus, shares, *sizes)
     if args.batch_size not in (None, nearest):
         parser.error(f"--batch_size {args.batch_size} can't be cut into {sorted(shares)} equal parts: use {nearest}")
     args.batch_size = nearest

@@ -2,10 +2,12 @@
 
 import argparse
 import json
+import math
 import os
 import re
 import shutil
 import signal
+import sys
 import time
 
 import matplotlib.image
@@ -14,6 +16,7 @@ from conftest import DIGITS, ROOT, Lesson, alive, by_torchrun, epochs
 
 from playground.compare import LESSONS, PASSED_ON, TORCHRUN, by_width, execute, fitting, plan
 from playground.measure.figures import draw_widths
+from playground.measure.processes import follow, messages
 from playground.measure.report import tell_widths
 
 SHORT = (*DIGITS, "--batch_size", 120)
@@ -74,22 +77,97 @@ def test_the_numbers_are_the_lessons_own(tmp_path):
 @pytest.mark.parametrize("gpus", range(1, 9))
 @pytest.mark.parametrize("model", ["mlp", "cnn"])
 def test_sizes_that_fit(gpus, model):
-    """On 1 to 8 GPUs: each stage has a layer with weights, and a batch near 128 can be shared and cut into 8 pieces."""
-    stages, batch_size = fitting(gpus, [gpus, 8], model, None, 128)
+    """On 1 to 8 GPUs: each stage has a layer with weights, each piece as many neurons; the batch fits all."""
+    stages, pieces, batch_size = fitting(gpus, [gpus, 8], model, None, None, 128)
     assert stages == min(gpus, 4)
+    assert pieces == {3: 2, 5: 4, 6: 4, 7: 4}.get(gpus, gpus)
     assert batch_size % gpus == batch_size % 8 == 0 and 104 <= batch_size <= 152
-    assert fitting(gpus, [gpus], model, gpus, 128)[0] == gpus  # as many hidden layers are enough
+    assert fitting(gpus, [gpus], model, 100, gpus, 128)[:2] == (
+        gpus,
+        min(pieces, 4),
+    )  # as many hidden layers are enough
+    assert fitting(gpus, [gpus], model, 33, None, 128)[1] == 1
 
 
 def test_how_lessons_are_started():
     """By torchrun what takes its place from the environment; the pipeline with the stages that it can have."""
     assert set(TORCHRUN) == {name for name in (*(words.split()[0] for words in LESSONS), "profile_steps")
                              if by_torchrun(name)}  # fmt: skip
-    args = argparse.Namespace(gpus=6, stages=4, processes=[1, 6], widths=[64], device="cuda", batch_size=120)
-    runs = plan(argparse.Namespace(**vars(args), lessons=["pipeline_parallel"], only=["parity", "scaling"]))
-    names = [run["name"] for run in runs]
-    assert names[:2] == names[2:4] == ["single_gpu.py", "pipeline_parallel.py, 4 processes"]
-    assert names[4:] == [f"distributed_data_parallel.py -g {count}" for count in ("1", "6", "6 --batch_size 720")]
+    args = {"gpus": 6, "stages": 3, "pieces": 4, "processes": [1, 6], "widths": [64], "device": "cuda", "width": None}
+    args |= {"batch_size": 120, "only": ["parity", "scaling"]}
+    lessons = ["pipeline_parallel", "manual_sharding", "tensor_parallel", "hybrid_parallel"]
+    runs = plan(argparse.Namespace(**args, lessons=lessons))
+    names = ["single_gpu.py", "pipeline_parallel.py, 3 processes"]
+    names += [f"manual_sharding.py --stage {stage}, 6 processes" for stage in (2, 3)]
+    names += ["tensor_parallel.py, 4 processes", "tensor_parallel.py --by dtensor, 4 processes"]
+    names += ["hybrid_parallel.py --mesh 3x2, 6 processes"]
+    scaling = [f"distributed_data_parallel.py -g {count}" for count in ("1", "6", "6 --batch_size 720")]
+    assert [run["name"] for run in runs] == 2 * names + scaling
+    assert [run["lesson"] for run in runs if "--compare" in run.get("flags", [])] == ["tensor_parallel"] * 2
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "width", "mesh"),
+    [
+        ("cpu", 1, None, "2x2"),
+        ("cpu", 2, 64, "2x2"),
+        ("cpu", 2, 33, "4x1"),
+        ("cpu", 5, None, "5x1"),
+        ("cuda", 1, None, "1x1"),
+        ("cuda", 2, None, "1x2"),
+        ("cuda", 8, 120, "4x2"),
+        ("cuda", 7, 120, "7x1"),
+    ],
+)
+def test_the_mesh(device, gpus, width, mesh):
+    """Two columns where ranks and neurons are even, no more ranks than GPUs, and four on a CPU."""
+    args = {"gpus": gpus, "stages": 1, "pieces": 1, "processes": [1], "widths": [], "device": device, "width": width}
+    run = plan(argparse.Namespace(**args, batch_size=120, only=["parity"], lessons=["hybrid_parallel"]))[1]
+    assert run["words"] == ["--mesh", mesh] and run["ranks"] == math.prod(map(int, mesh.split("x")))
+
+
+@pytest.mark.parametrize(
+    ("said", "counted"),
+    [
+        ("messages in a step: 16 all_gather and 8 reduce_scatter; DDP: 1 all_reduce for each bucket", (16, 8, 0)),
+        ("messages of a step: 8 all_gather, 4 reduce_scatter, 0 all_reduce. DDP: an all_reduce", (8, 4, 0)),
+        ("all_reduce in forward: 2, in backward: 1  (predicted: 2 and 1, one for each pair)", (0, 0, 3)),
+        ("tp    all_reduce      3        4  35,328\ndp    all_gather      8        9  118,568", (8, 0, 3)),
+        ("epoch 1/2  loss 1.4064  train 72.43%  test 85.19%  0.52 s  115,200 images/s", (0, 0, 0)),
+    ],
+)
+def test_messages_that_lessons_count(said, counted, tmp_path):
+    """In each of their ways to say it, without what they say of DDP, and without predictions."""
+    (tmp_path / "out.txt").write_text(f"{said}\n")
+    of = {kind: int(count) for count, kind in (words.split() for words in messages(tmp_path).split(", ") if words)}
+    kinds = ("all_gather", "reduce_scatter", "all_reduce")
+    assert of == {kind: count for kind, count in zip(kinds, counted, strict=True) if count}
+
+
+def test_lessons_that_share_a_model_out(tmp_path):
+    """Each ends with one process's weights, and its row has the messages that it has counted itself."""
+    lessons = ("manual_sharding", "fully_sharded_data_parallel", "tensor_parallel", "hybrid_parallel")
+    done, results = compare(tmp_path, "--epochs", 1, "--only", "parity", "--lessons", *lessons)
+    _, *runs = [run for run in results["runs"] if run["kind"] == "float32"]
+    sharded = "8 all_gather, 4 reduce_scatter"
+    counted = ["8 all_gather, 8 reduce_scatter", "16 all_gather, 8 reduce_scatter", sharded, "3 all_reduce"]
+    counted += ["3 all_reduce", f"3 all_reduce, {sharded}"]
+    assert [run.get("messages") for run in runs] == counted
+    assert all(run["difference_float64"] < 1e-12 for run in runs)
+    assert "6 of 6 end with single_gpu.py's loss" in done.stdout
+
+
+def test_memory_is_of_before_a_checkpoint(tmp_path):
+    """What a lesson takes after its first epoch line does not count."""
+    code = """import time
+time.sleep(0.5)
+print("epoch 1/1  loss 1.0  train 1.00%  test 1.00%  0.50 s  100 images/s", flush=True)
+large = bytearray(300 * 2**20)
+time.sleep(0.5)
+"""
+    status, said, memory = follow([sys.executable, "-c", code], {}, tmp_path, 60)
+    assert status == 0 and len(said) == 1
+    assert 5 < memory < 100
 
 
 def test_scaling_on_one_core(tmp_path):

@@ -6,9 +6,11 @@ import re
 import signal
 import subprocess
 import time
+from collections import Counter
 from pathlib import Path
 
 EPOCH = r"epoch \d+/\d+  loss (\S+)  train (\S+)%  test (\S+)%  (\S+) s  (\S+) images/s"
+KINDS = "all_gather|reduce_scatter|all_reduce"
 NAMES = ("loss", "train", "test", "seconds", "images_per_s")
 
 
@@ -23,7 +25,7 @@ def follow(words: list[str], variables: dict[str, str], folder: Path, seconds: f
 
     Returns:
         Its status; a dict for each epoch line: NAMES, and "at", the seconds after which it appeared; the peak of
-        memory of its largest process, in MiB.
+        memory of its largest process up to the first of these lines, in MiB.
 
     Raises:
         TimeoutError: if it takes longer.
@@ -42,12 +44,13 @@ def follow(words: list[str], variables: dict[str, str], folder: Path, seconds: f
                 at = time.monotonic() - start
                 if at > seconds:
                     raise TimeoutError(f"took longer than {seconds} s: give it more with --timeout")
-                memory = max(memory, _peak_memory(process.pid))
+                peak = memory if epochs else max(memory, _peak_memory(process.pid))
                 ended = process.poll() is not None  # before reading: what it printed last is there then
                 for line in printed:
                     if found := re.match(EPOCH, line):
                         numbers = [float(text.replace(",", "")) for text in found.groups()]
                         epochs.append(dict(zip(NAMES, numbers, strict=True)) | {"at": at})
+                memory = memory if epochs else peak  # of before this line: now it may write a checkpoint
         finally:
             _end(process)
     return process.returncode, epochs, memory
@@ -60,6 +63,18 @@ def last_words(folder: Path) -> str:
         if said := [line for line in lines if re.match(sign, line)]:
             return said[-1]
     return ""
+
+
+def messages(folder: Path) -> str:
+    """Return the collectives of each rank in a step, as out.txt counts them, empty if it does not: "3 all_reduce"."""
+    text = re.sub("DDP: .*", "", (folder / "out.txt").read_text())
+    found = re.findall(rf"(\d+) ({KINDS})\b", text)  # 8 all_gather and 4 reduce_scatter
+    found += [(count, kind) for kind, count in re.findall(rf"({KINDS}) +(\d+) ", text)]  # a table's row
+    found += [(count, "all_reduce") for count in re.findall(r"(?:all_reduce in forward|, in backward): (\d+)", text)]
+    counts = Counter()
+    for count, kind in found:
+        counts[kind] += int(count)
+    return ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
 
 
 def _peak_memory(pid: int) -> float:

@@ -60,7 +60,8 @@ def tell_speed(runs: list[dict], args: argparse.Namespace) -> None:
     """Say what the same runs cost."""
     good = {run["lesson"]: run for run in runs if not run["failed"]}
     columns = {"lesson": "{name}", "images/s": "{images_per_s:,.0f}", "start-up s": "{start_up_s:.1f}"}
-    table("Speed, start-up, memory", runs, columns | {"peak memory MiB": "{memory_mib:,.0f}"})
+    columns |= {"peak memory MiB": "{memory_mib:,.0f}", "messages": "{messages}"}
+    table("Speed, start-up, memory", runs, columns)
     if args.epochs == 1:
         say("With one epoch the time of its test can't be told from the start-up, and is in it.")
     one, ddp = good.get("single_gpu"), good.get("distributed_data_parallel")
