@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import DIGITS, ROOT, epochs, single_gpu, torchrun, train
+from conftest import DIGITS, ROOT, epochs, single_gpu, train
 from test_timeline import ONE_STEP, assert_one_line, reference
 
 LESSON = "tensor_parallel"
@@ -41,6 +41,13 @@ def compared(out):
 def losses(out):
     """Return the losses of all epochs."""
     return [line["loss"] for line in epochs(out)]
+
+
+def fails(copy, *flags, processes):
+    """Run a copy, which must fail. Returns what its ranks said on stderr."""
+    with pytest.raises(AssertionError) as failed:
+        train(copy, *flags, processes=processes)
+    return str(failed.value)
 
 
 @pytest.fixture
@@ -153,16 +160,13 @@ def test_a_plan_that_names_no_layer(change):
     copy = change((old, '{column + "x": ColwiseParallel(), row + "x": RowwiseParallel()}'))
     flags = (*TWO_EPOCHS, "--by", "dtensor")
     assert len(epochs(train(copy, *flags, processes=2).stdout)) == 2
-    done = torchrun(copy, *flags, "--compare").wait(150)
-    assert done.returncode == 1
-    assert "Parallelize plan key '1x' could not be resolved" in done.stderr
-    told = re.findall(r"^error: .*", done.stderr, re.M)
+    said = fails(copy, *flags, "--compare", processes=2)
+    assert "Parallelize plan key '1x' could not be resolved" in said
+    told = re.findall(r"^ *(error: .*)", said, re.M)  # pytest indents it
     assert told == ["error: 0 of 2 pairs of layers are cut: make sure that each key of the plan is the name of a layer"]
 
 
 def test_a_plan_with_one_name_that_is_wrong(change):
     """Exercise 3: the next layer has rows for half of the outputs, and gets all of them."""
     copy = change(("{column: Colwise", '{column + "x": Colwise'))
-    done = torchrun(copy, *TWO_EPOCHS, "--by", "dtensor").wait(150)
-    assert done.returncode == 1
-    assert "same reduction dim" in done.stderr
+    assert "same reduction dim" in fails(copy, *TWO_EPOCHS, "--by", "dtensor", processes=2)
