@@ -23,7 +23,7 @@ from conftest import (
 
 DISTRIBUTED = [name for name in LESSONS if "dist.init_process_group" in lesson_path(name).read_text()]
 DISTRIBUTED.append("distributed_data_parallel2")  # launch calls it
-HELD = {"fully_sharded_data_parallel": 1, "hybrid_parallel": 2}  # groups of a mesh, which DTensor's caches keep
+HELD = {"fully_sharded_data_parallel": 1, "hybrid_parallel": 2}  # groups that DTensor's caches and CommDebugMode keep
 
 
 def text_of(lesson):
