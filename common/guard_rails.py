@@ -41,6 +41,7 @@ ADVICE = {  # what PyTorch says in an error of its own, and what to do about it
     "client socket|trying to connect|Ping failed": "start node 0, check -ip, --port and the firewall",
     "connectFullMesh": "let all TCP between the nodes pass; GLOO_SOCKET_IFNAME, file:// and restarts: run/README.md",
     "Duplicate GPU|using the same GPU": "use a smaller -g or --device cpu; NCCL_MULTI_RANK_GPU_ENABLE=1 allows it",
+    "allocate": "use a smaller --batch_size or --width, or share the model out: README.md, which parallelism when",
     "": LOST,
 }
 
@@ -168,9 +169,8 @@ def _difference(zero: dict, theirs: dict, who: str) -> str:
     for name in zero | theirs:
         if zero.get(name) != theirs.get(name) and not (name == "savefile" and "nodes" in zero):  # only node 0 uses it
             values = f"{zero.get(name)} on {who.split()[0]} 0, {theirs.get(name)} on {who}"
-            return (
-                f"{'--' * (name != 'lesson')}{name} differs: {values}: start every node with the same lesson and flags"
-            )
+            flag = name if name == "lesson" else f"--{name}"
+            return f"{flag} differs: {values}: start every node with the same lesson and flags"
     return ""
 
 
@@ -267,11 +267,11 @@ def _told(error: BaseException) -> str:
         return f"{who}{full[1]}: make room, or choose another --savefile or --run_dir"
     frames = list(re.finditer(r'^  File "(.*)", line \d+, in .*\n(?:    .*\n)*', text, re.M))
     kind, _, said = text[frames[-1].end() if frames else 0 :].strip().partition(": ")
-    own = kind.rpartition(".")[2] in ("DistNetworkError", "DistStoreError", "DistBackendError")
+    own = kind.rpartition(".")[2] in ("DistNetworkError", "DistStoreError", "DistBackendError", "OutOfMemoryError")
     if kind == "RuntimeError":
         in_torch = bool(frames) and Path(frames[-1][1]).is_relative_to(Path(torch.__file__).parent)
-        own = re.search(r"gloo/\S+\.cc:\d+\]", said) or (in_torch and re.search("Application timeout|NCCL", said))
+        own = re.search(r"gloo/\S+\.cc:\d+\]|DefaultCPUAllocator" + "|Application timeout|NCCL" * in_torch, said)
     if not own:
         return text.strip()
-    line = re.sub(r"^\[\S+\] ?", "", said.strip().partition("\n")[0])  # without the place in gloo's sources
+    line = re.sub(r"^\[[^]]+\] ?(err == 0\. )?", "", said.strip().partition("\n")[0])  # without the place in sources
     return f"{who}{line}: {next(advice for sign, advice in ADVICE.items() if re.search(sign, said))}"

@@ -1,0 +1,88 @@
+"""A model too large for one process, for real: each process may take so much memory, and no more.
+
+One process ends in a line about memory. Four that share out the model train it, each under the same limit. Layers are
+so wide that a weight has more than 32 MiB: what is smaller, glibc keeps when it is freed.
+"""
+
+import re
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ALL_GPUS, Lesson, epochs, ranks
+from test_gpu import SHARED, machine, need
+
+from common.guard_rails import explained
+
+ADVICE = "use a smaller --batch_size or --width, or share the model out: README.md, which parallelism when"
+WIDE = ("--dataset", "digits", "--batch_size", 240, "--epochs", 1, "--width", 3072, "--layers", 6)
+WEIGHTS = 784 * 3072 + 5 * 3072 * 3072 + 3072 * 10
+ROOM = 16 * WEIGHTS  # bytes: weights, gradients and Adam's state, but nothing else
+SHARING = ["fully_sharded_data_parallel", "tensor_parallel", "pipeline_parallel"]
+
+
+def limited(job):
+    """Let a process that has just started take so much more memory than it has, and no more. Returns its Job."""
+    pid = job.process.pid
+    has = int(re.search(r"VmData:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())[1]) * 1024
+    resource.prlimit(pid, resource.RLIMIT_DATA, (has + ROOM, has + ROOM))
+    return job
+
+
+def test_a_model_too_large_for_one_process():
+    """One process ends with status 1 and one line; four train it, in each way, with the same numbers."""
+    done = limited(Lesson("single_gpu", *WIDE, "--device", "cpu")).wait()
+    assert done.returncode == 1 and not done.stdout
+    (line,) = done.stderr.splitlines()
+    assert "can't allocate memory: you tried to allocate" in line and line.endswith(ADVICE)
+    trained = []
+    for lesson in SHARING:
+        jobs = [limited(job) for job in ranks(lesson, *WIDE, "--device", "cpu", "--timeout", 300, processes=4)]
+        ends = [job.wait(900) for job in jobs]
+        assert not any(end.returncode for end in ends), "\n".join(end.stderr for end in ends)
+        trained += epochs(ends[0].stdout)
+    assert trained == [pytest.approx(trained[0], abs=0.5)] * 3, trained
+    assert trained[1]["loss"] == pytest.approx(trained[0]["loss"], abs=2e-3)
+
+
+def test_a_model_too_large_for_one_gpu(tmp_path):
+    """The same on GPUs, where torch.cuda.set_per_process_memory_fraction sets the limit."""
+    need(1)
+    if machine()[0] < 2 and machine()[1] < [2, 30]:
+        pytest.skip("needs two GPUs, or NCCL 2.30, which can have two ranks on one")
+    room = 'torch.cuda.get_device_properties("cuda").total_memory'
+    start = f"import torch\nif torch.cuda.is_available():\n    share = {ROOM} / {room}\n"
+    for gpu in range(min(machine()[0], 2)):
+        start += f"    torch.cuda.set_per_process_memory_fraction(share, {gpu})\n"
+    (tmp_path / "sitecustomize.py").write_text(start)  # Python reads it when it starts
+    env = ALL_GPUS | (SHARED | {"LOCAL_RANK": "0"} if machine()[0] < 2 else {})
+    path = {"PYTHONPATH": str(tmp_path)}
+    done = Lesson("single_gpu", *WIDE, "--device", "cuda", env=ALL_GPUS | path, cold=True).wait()
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert "CUDA out of memory" in line and line.endswith(ADVICE)
+    for lesson in SHARING:
+        ends = [job.wait() for job in ranks(lesson, *WIDE, "--device", "cuda", env=env | path, cold=True)]
+        assert not any(end.returncode for end in ends), "\n".join(end.stderr for end in ends)
+        assert len(epochs(ends[0].stdout)) == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
+            "allocate 42 bytes. Error code 12 (Cannot allocate memory)"
+        ),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 42 bytes. GPU 0 has a total capacity of 1 GiB"),
+    ],
+)
+def test_what_pytorch_says_of_memory(error, capsys):
+    """One line with the bytes and what to do, without the place in PyTorch's sources."""
+    with pytest.raises(SystemExit) as end, explained():
+        raise error
+    line = capsys.readouterr().err.strip()
+    assert end.value.code == 1 and "\n" not in line
+    assert line.startswith(("error: DefaultCPUAllocator: can't", "error: CUDA out of memory"))
+    assert "allocate 42 bytes" in line and line.endswith(ADVICE)
