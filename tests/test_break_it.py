@@ -301,7 +301,8 @@ def test_a_profiler_without_steps(change, tmp_path):
 def scaling(copy):
     """Return what a copy of compare.py would run for the scaling with 1 and 2 processes: flags and threads of each."""
     code = """import argparse, json, compare
-args = argparse.Namespace(gpus=2, stages=2, lessons=[], processes=[1, 2], widths=[], only=["scaling"], batch_size=128)
+args = argparse.Namespace(gpus=2, stages=2, pieces=2, lessons=[], processes=[1, 2], widths=[], only=["scaling"])
+args.batch_size = 128
 vars(args).update({name: getattr(args, name, None) for name in compare.PASSED_ON})
 print(json.dumps([run["words"] + [compare.command(run, args, "folder")[1]] for run in compare.plan(args)]))
 """

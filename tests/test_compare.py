@@ -82,10 +82,8 @@ def test_sizes_that_fit(gpus, model):
     assert stages == min(gpus, 4)
     assert pieces == {3: 2, 5: 4, 6: 4, 7: 4}.get(gpus, gpus)
     assert batch_size % gpus == batch_size % 8 == 0 and 104 <= batch_size <= 152
-    assert fitting(gpus, [gpus], model, 100, gpus, 128)[:2] == (
-        gpus,
-        min(pieces, 4),
-    )  # as many hidden layers are enough
+    stages, narrow, _ = fitting(gpus, [gpus], model, 100, gpus, 128)
+    assert stages == gpus and narrow == min(pieces, 4)  # as many hidden layers are enough
     assert fitting(gpus, [gpus], model, 33, None, 128)[1] == 1
 
 
@@ -146,15 +144,13 @@ def test_messages_that_lessons_count(said, counted, tmp_path):
 
 def test_lessons_that_share_a_model_out(tmp_path):
     """Each ends with one process's weights, and its row has the messages that it has counted itself."""
-    lessons = ("manual_sharding", "fully_sharded_data_parallel", "tensor_parallel", "hybrid_parallel")
+    lessons = ("fully_sharded_data_parallel", "tensor_parallel")
     done, results = compare(tmp_path, "--epochs", 1, "--only", "parity", "--lessons", *lessons)
-    _, *runs = [run for run in results["runs"] if run["kind"] == "float32"]
-    sharded = "8 all_gather, 4 reduce_scatter"
-    counted = ["8 all_gather, 8 reduce_scatter", "16 all_gather, 8 reduce_scatter", sharded, "3 all_reduce"]
-    counted += ["3 all_reduce", f"3 all_reduce, {sharded}"]
-    assert [run.get("messages") for run in runs] == counted
+    one, *runs = [run for run in results["runs"] if run["kind"] == "float32"]
+    counted = ["8 all_gather, 4 reduce_scatter", "3 all_reduce", "3 all_reduce"]  # the last two in float64 only
+    assert "messages" not in one and [run.get("messages") for run in runs] == counted
     assert all(run["difference_float64"] < 1e-12 for run in runs)
-    assert "6 of 6 end with single_gpu.py's loss" in done.stdout
+    assert "3 of 3 end with single_gpu.py's loss" in done.stdout
 
 
 def test_memory_is_of_before_a_checkpoint(tmp_path):
