@@ -20,6 +20,11 @@ is measured in turn (A, B, A, B, ...); the table has the medians and their ratio
     two_processes
                 images/s of distributed_data_parallel.py with two processes, and of single_gpu.py, one thread in each
                 process, with work enough for a message to pay: --model cnn --batch_size 512
+    fsdp_cost   an epoch of fully_sharded_data_parallel.py with one rank, and of distributed_data_parallel_torchrun.py
+                with one, --width 1024; also told, but not judged: both with the default width, where a step has so
+                little to compute that it is Python's work which is compared
+    by_hand     an epoch of tensor_parallel.py with two ranks, by hand, and with DTensor (--by dtensor), --width 1024;
+                also told, but not judged: both with the default width
     loader_memory
                 how far single_gpu.py's data and a pass over its DataLoader raise the memory of a fresh process at the
                 peak, and the bytes of the images, float32, of training and test set
@@ -88,10 +93,11 @@ def run(*command: str | Path, **variables: str) -> tuple[float, str]:
     return seconds, output
 
 
-def run_lesson(name: str, data_dir: str, *flags: str, **variables: str) -> tuple[float, str]:
-    """Run a lesson on the CPU and MNIST, by its name in playground/. Returns what `run` does."""
+def run_lesson(name: str, data_dir: str, *flags: str, ranks: int = 0, **variables: str) -> tuple[float, str]:
+    """Run a lesson on the CPU and MNIST, by its name in playground/, or so many ranks by torchrun. Returns as `run`."""
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)) if ranks else ()
     common = ("--device", "cpu", "--dataset", "mnist", "--data_dir", data_dir, "--epochs", str(EPOCHS))
-    return run(ROOT / "playground" / f"{name}.py", *common, *flags, **variables)
+    return run(*torchrun, ROOT / "playground" / f"{name}.py", *common, *flags, **variables)
 
 
 def epoch_lines(output: str, epochs: int = EPOCHS) -> list[tuple[float, int]]:
@@ -101,21 +107,23 @@ def epoch_lines(output: str, epochs: int = EPOCHS) -> list[tuple[float, int]]:
     return [(float(test), int(speed.replace(",", ""))) for test, speed in found]
 
 
-def warm_speeds(name: str, data_dir: str, *flags: str, threads: int | None = None) -> list[int]:
+def warm_speeds(name: str, data_dir: str, *flags: str, threads: int | None = None, ranks: int = 0) -> list[int]:
     """Run a lesson and return the images/s of each epoch but the first.
 
     Args:
-        name, data_dir, flags: as for `run_lesson`.
-        threads: of the lesson, which its ranks share; None means as many as torch takes by default.
+        name, data_dir, flags, ranks: as for `run_lesson`.
+        threads: of the lesson, which its ranks share, or of each of torchrun's ranks; None means as many as torch takes
+            by default.
     """
-    _, output = run_lesson(name, data_dir, *flags, OMP_NUM_THREADS=str(threads or torch.get_num_threads()))
+    threads = threads or max(1, torch.get_num_threads() // (ranks or 1))  # torchrun's ranks don't share by themselves
+    _, output = run_lesson(name, data_dir, *flags, ranks=ranks, OMP_NUM_THREADS=str(threads))
     return [speed for _, speed in epoch_lines(output)[1:]]
 
 
-def epoch_seconds(name: str, data_dir: str, *flags: str) -> float:
+def epoch_seconds(name: str, data_dir: str, *flags: str, ranks: int = 0) -> float:
     """Run a lesson with the default batch size and return the median of the seconds that its warm epochs take."""
     # from images/s, because the seconds are printed with two decimals only
-    return median(TRAINED / speed for speed in warm_speeds(name, data_dir, *flags))
+    return median(TRAINED / speed for speed in warm_speeds(name, data_dir, *flags, ranks=ranks))
 
 
 def medians(name: str, repeats: int, *measurements: Callable[[], float]) -> list[float]:
@@ -313,6 +321,33 @@ def two_processes(data_dir: str, repeats: int) -> list[str]:
     return cells(what, f"{ddp:,.0f} images/s, {single:,.0f} images/s", ddp / single, at_least=1.7)
 
 
+def fsdp_cost(data_dir: str, repeats: int) -> list[str]:
+    """Compare an epoch of FSDP in a single rank with one of DDP, in seconds; tell those of narrow layers."""
+    lessons, wide = ("fully_sharded_data_parallel", "distributed_data_parallel_torchrun"), ("--width", "1024")
+    fsdp, ddp, *narrow = medians(
+        "fsdp_cost",
+        repeats,
+        *(lambda name=name: epoch_seconds(name, data_dir, *wide) for name in lessons),
+        *(lambda name=name: epoch_seconds(name, data_dir) for name in lessons),
+    )
+    what = "epoch of fully_sharded_data_parallel.py, of distributed_data_parallel_torchrun.py, one rank, --width 1024"
+    measured = f"{fsdp:.3f} s, {ddp:.3f} s; default width {narrow[0]:.3f} s, {narrow[1]:.3f} s"
+    return cells(what, measured, fsdp / ddp, at_most=1.3)
+
+
+def by_hand(data_dir: str, repeats: int) -> list[str]:
+    """Compare an epoch of tensor parallelism by hand with one of DTensor's, in seconds; tell those of narrow layers."""
+    kinds = [(by, flags) for flags in (("--width", "1024"), ()) for by in ("hand", "dtensor")]
+    seconds = [
+        lambda by=by, flags=flags: epoch_seconds("tensor_parallel", data_dir, "--by", by, *flags, ranks=2)
+        for by, flags in kinds
+    ]
+    hand, dtensor, *narrow = medians("by_hand", repeats, *seconds)
+    measured = f"{hand:.3f} s, {dtensor:.3f} s; default width {narrow[0]:.3f} s, {narrow[1]:.3f} s"
+    what = "epoch of tensor_parallel.py, 2 ranks, --width 1024, by hand, by DTensor"
+    return cells(what, measured, hand / dtensor, at_most=1.2)
+
+
 def loader_growth(data_dir: str) -> int:
     """Load MNIST and pass over single_gpu.py's DataLoader. Returns the growth of this process at its peak, in bytes."""
 
@@ -340,8 +375,11 @@ def loader_memory(data_dir: str, repeats: int) -> list[str]:
 
 
 ROWS = {
-    row.__name__: row for row in (end_to_end, epoch, loader, ddp_cost, start_up, bucket, two_processes, loader_memory)
-}
+    row.__name__: row
+    for row in (
+        end_to_end, epoch, loader, ddp_cost, start_up, bucket, two_processes, fsdp_cost, by_hand, loader_memory,
+    )
+}  # fmt: skip
 
 
 def machine() -> str:
