@@ -21,10 +21,10 @@ is measured in turn (A, B, A, B, ...); the table has the medians and their ratio
                 images/s of distributed_data_parallel.py with two processes, and of single_gpu.py, one thread in each
                 process, with work enough for a message to pay: --model cnn --batch_size 512
     fsdp_cost   an epoch of fully_sharded_data_parallel.py with one rank, and of distributed_data_parallel_torchrun.py
-                with one, --width 1024; also told, but not judged: both with the default width, where a step has so
-                little to compute that it is Python's work which is compared
-    by_hand     an epoch of tensor_parallel.py with two ranks, by hand, and with DTensor (--by dtensor), --width 1024;
-                also told, but not judged: both with the default width
+                with one, --width 1024 --batch_size 512; also told, but not judged: both with the defaults, where a step
+                has so little to compute that it is Python's work which is compared
+    by_hand     an epoch of tensor_parallel.py with two ranks, by hand, and with DTensor (--by dtensor), --width 1024
+                --batch_size 512; also told, but not judged: both with the defaults
     loader_memory
                 how far single_gpu.py's data and a pass over its DataLoader raise the memory of a fresh process at the
                 peak, and the bytes of the images, float32, of training and test set
@@ -62,6 +62,7 @@ CPU = torch.device("cpu")
 EPOCHS, BATCH_SIZE, LR = 3, 128, 1e-3  # the lessons' defaults
 TRAINED = 60_000 // BATCH_SIZE * BATCH_SIZE  # images in an epoch: drop_last drops the rest
 ADAM = {"lr": LR, "eps": 1e-6, "fused": True}  # the lessons' optimizer
+WIDE = ("--width", "1024", "--batch_size", "512")  # work enough for what sharding and cutting cost
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -323,28 +324,30 @@ def two_processes(data_dir: str, repeats: int) -> list[str]:
 
 def fsdp_cost(data_dir: str, repeats: int) -> list[str]:
     """Compare an epoch of FSDP in a single rank with one of DDP, in seconds; tell those of narrow layers."""
-    lessons, wide = ("fully_sharded_data_parallel", "distributed_data_parallel_torchrun"), ("--width", "1024")
+    lessons = ("fully_sharded_data_parallel", "distributed_data_parallel_torchrun")
     fsdp, ddp, *narrow = medians(
         "fsdp_cost",
         repeats,
-        *(lambda name=name: epoch_seconds(name, data_dir, *wide) for name in lessons),
+        *(lambda name=name: epoch_seconds(name, data_dir, *WIDE) for name in lessons),
         *(lambda name=name: epoch_seconds(name, data_dir) for name in lessons),
     )
-    what = "epoch of fully_sharded_data_parallel.py, of distributed_data_parallel_torchrun.py, one rank, --width 1024"
-    measured = f"{fsdp:.3f} s, {ddp:.3f} s; default width {narrow[0]:.3f} s, {narrow[1]:.3f} s"
+    what = (
+        f"epoch of fully_sharded_data_parallel.py, of distributed_data_parallel_torchrun.py, 1 rank; {' '.join(WIDE)}"
+    )
+    measured = f"{fsdp:.3f} s, {ddp:.3f} s; defaults {narrow[0]:.3f} s, {narrow[1]:.3f} s"
     return cells(what, measured, fsdp / ddp, at_most=1.3)
 
 
 def by_hand(data_dir: str, repeats: int) -> list[str]:
     """Compare an epoch of tensor parallelism by hand with one of DTensor's, in seconds; tell those of narrow layers."""
-    kinds = [(by, flags) for flags in (("--width", "1024"), ()) for by in ("hand", "dtensor")]
+    kinds = [(by, flags) for flags in (WIDE, ()) for by in ("hand", "dtensor")]
     seconds = [
         lambda by=by, flags=flags: epoch_seconds("tensor_parallel", data_dir, "--by", by, *flags, ranks=2)
         for by, flags in kinds
     ]
     hand, dtensor, *narrow = medians("by_hand", repeats, *seconds)
-    measured = f"{hand:.3f} s, {dtensor:.3f} s; default width {narrow[0]:.3f} s, {narrow[1]:.3f} s"
-    what = "epoch of tensor_parallel.py, 2 ranks, --width 1024, by hand, by DTensor"
+    measured = f"{hand:.3f} s, {dtensor:.3f} s; defaults {narrow[0]:.3f} s, {narrow[1]:.3f} s"
+    what = f"epoch of tensor_parallel.py by hand, with DTensor, 2 ranks; {' '.join(WIDE)}"
     return cells(what, measured, hand / dtensor, at_most=1.2)
 
 
