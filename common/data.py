@@ -23,8 +23,7 @@ from torch.utils.data import Dataset
 DATASETS = {"mnist": 60_000, "digits": 1_500}  # training images
 DATA_DIR = str(Path(__file__).resolve().parents[1] / "data")
 
-# bytes of each file: a header of 16 or 8 bytes, then one byte a pixel or label
-MNIST_FILES = {
+MNIST_FILES = {  # bytes of each: a header of 16 or 8 bytes, then one byte a pixel or label
     "train-images-idx3-ubyte": 16 + 60_000 * 28 * 28,
     "train-labels-idx1-ubyte": 8 + 60_000,
     "t10k-images-idx3-ubyte": 16 + 10_000 * 28 * 28,
@@ -41,8 +40,7 @@ class Images(Dataset):
     """
 
     def __init__(self, images: Tensor, labels: Tensor):
-        self.images = images
-        self.labels = labels
+        self.images, self.labels = images, labels
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -153,13 +151,12 @@ def _fetch_mnist(data_dir: Path) -> None:
     if all(_size(raw / name) == size for name, size in MNIST_FILES.items()):
         return
     data_dir.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(data_dir / ".lock")
+    lock, waited = FileLock(data_dir / ".lock"), False
     try:
         lock.acquire(timeout=0)
-        waited = False
     except Timeout:  # another process is at it: wait for what it brings
-        lock.acquire()
         waited = True
+        lock.acquire()
     try:
         if not all((raw / name).is_file() for name in MNIST_FILES):
             if waited:

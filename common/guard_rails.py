@@ -2,8 +2,7 @@
 
 A lesson has two or three lines of them, and runs without them as well: check(parser, args) refuses flags that can't
 work, meet(args) names nodes that are missing, are there twice or were started with other flags, and explained(), around
-main(), says in one line what ended a run, and ends what it has started. Importing this module also lets Ctrl-C end a
-rank that waits inside C++, and keeps libraries from logging around that line.
+main(), says in one line what ended a run and ends what it has started. Their import lets Ctrl-C end ranks inside C++.
 """
 
 import argparse
@@ -41,12 +40,15 @@ ADVICE = {  # what PyTorch says in an error of its own, and what to do about it
     "client socket|trying to connect|Ping failed": "start node 0, check -ip, --port and the firewall",
     "connectFullMesh": "let all TCP between the nodes pass; GLOO_SOCKET_IFNAME, file:// and restarts: run/README.md",
     "Duplicate GPU|using the same GPU": "use a smaller -g or --device cpu; NCCL_MULTI_RANK_GPU_ENABLE=1 allows it",
+    "plan key": "name the layers as model.named_modules() does",
     "allocate": "use a smaller --batch_size or --width, or share the model out: README.md, which parallelism when",
     "": LOST,
 }
 
 logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it logs each process it ends
 logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)  # it logs whole schedules
+logging.getLogger().addFilter(lambda record: "metadata is not found" not in str(record.msg))  # it is also an error
+warnings.filterwarnings("error", "Parallelize plan key")  # else a layer that it misspells stays whole on all ranks
 if any(word.endswith("cuda") for word in sys.argv):
     warnings.filterwarnings("ignore", "CUDA initialization")  # check says it in one line
 tqdm.set_lock(threading.RLock())  # Python warns of its default, a semaphore, when a process is killed
@@ -226,12 +228,13 @@ def explained() -> Iterator[None]:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # of the ranks: C++ back traces would bury the one line
     try:
         yield
-    except (Exception, KeyboardInterrupt) as error:
+    except SystemExit:
+        raise
+    except BaseException as error:  # PyTorch's CheckpointException is no Exception
         told = _told(_cause(error))
-        print(told, file=sys.stderr, flush=True)
-        if dist.is_initialized():
-            os._exit(130 if told == INTERRUPTED else 1)  # a thread of the group may abort Python's own way out
-        sys.exit(130 if told == INTERRUPTED else 1)
+        print(f"{told}\n", end="", file=sys.stderr, flush=True)  # in one piece
+        end = os._exit if dist.is_initialized() else sys.exit  # a thread of the group may abort Python's own way out
+        end(130 if told == INTERRUPTED else 1)
     finally:
         for process in multiprocessing.active_children():
             process.kill()
@@ -263,15 +266,15 @@ def _told(error: BaseException) -> str:
         if error.signal_name == "SIGABRT":
             advice = f"the ranks were in different collectives, a buffer had another size, or, with NCCL, {LOST}"
         return f"{who}{error.msg}: {advice if error.signal_name else 'look for its own words above'}"
-    if full := re.search(r"^OSError: \[Errno 28\] (.*)$", text, re.M):
-        return f"{who}{full[1]}: make room, or choose another --savefile or --run_dir"
+    if full := re.search(r"^OSError: \[Errno 28\] (.*)$|^RuntimeError: \[enforce .* (unexpected pos) ", text, re.M):
+        return f"{who}{full[1] or 'a file is cut short'}: make room, or choose another --savefile or --run_dir"
     frames = list(re.finditer(r'^  File "(.*)", line \d+, in .*\n(?:    .*\n)*', text, re.M))
     kind, _, said = text[frames[-1].end() if frames else 0 :].strip().partition(": ")
-    own = kind.rpartition(".")[2] in ("DistNetworkError", "DistStoreError", "DistBackendError", "OutOfMemoryError")
+    own = re.search("(Dist(Network|Store|Backend)|OutOfMemory)Error$", kind) or said.startswith("Parallelize plan key")
     if kind == "RuntimeError":
         in_torch = bool(frames) and Path(frames[-1][1]).is_relative_to(Path(torch.__file__).parent)
         own = re.search(r"gloo/\S+\.cc:\d+\]|DefaultCPUAllocator" + "|Application timeout|NCCL" * in_torch, said)
     if not own:
         return text.strip()
-    line = re.sub(r"^\[[^]]+\] ?(err == 0\. )?", "", said.strip().partition("\n")[0])  # without the place in sources
+    line = re.sub(r"^\[[^]]+\] ?(err == 0\. )?| in module \w+\($", "", said.strip().partition("\n")[0])  # no places
     return f"{who}{line}: {next(advice for sign, advice in ADVICE.items() if re.search(sign, said))}"

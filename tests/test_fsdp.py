@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import DIGITS, epochs, torchrun, train
+from nodes import need, sh
 from test_break_it import change  # noqa: F401 - a fixture
 from test_errors import one_line
 from test_parity import result, single
@@ -197,13 +198,30 @@ def test_a_piece_is_missing_or_damaged(damage, piece, words, broken):
     """One line names the folder; without it, the checkpoint before it is used."""
     damage(broken / "epoch-0002" / piece)
     done = failed(*SHORT, "--epochs", 2, "--double", "--run_dir", broken, processes=2)
-    (told,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert all(word in told for word in ("epoch-0002: ", *words, "delete it"))
-    if piece != ".metadata":  # of which PyTorch tells in its own words, too
-        one_line(done)
+    one_line(done, "epoch-0002: ", *words, "delete it")
     shutil.rmtree(broken / "epoch-0002")
     again = train(LESSON, *SHORT, "--epochs", 2, "--double", "--run_dir", broken, processes=2).stdout
     assert epochs(again) == epochs_of_two()[1:]
+
+
+def test_a_full_disk(tmp_path):
+    """No room for the next checkpoint: a line from each rank. With more room it goes on from the last whole one."""
+    need("mount")
+    folder = tmp_path / "small"
+    folder.mkdir()
+    sh("mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder)
+    try:
+        flags = (*SHORT, "--double", "--run_dir", folder / "run")
+        done = failed(*flags, "--epochs", 5, processes=2)
+        told = "make room, or choose another --savefile or --run_dir"
+        assert re.fullmatch(f"(error: (No space left on device|a file is cut short): {told}\n)+", done.stderr)
+        saved = len(epochs(done.stdout)) - 1
+        assert saved > 0
+        sh("mount", "-o", "remount,size=20m", folder)
+        again = train(LESSON, *flags, "--epochs", saved + 1, processes=3).stdout
+        assert epochs(again) == epochs(done.stdout)[saved:]
+    finally:
+        sh("umount", folder)
 
 
 def epochs_of_two():
