@@ -26,9 +26,11 @@ It prints a table and some sentences for each part, and writes results.json, fou
 
 What is approximate: a traced step takes longer than others, so look at its parts, not at its length. "Computing" is
 what is left after data and messages, with Python's own work; a message's time includes waiting for a rank that is late;
-gloo's threads share the cores with those that compute. A GPU's kernels may belong to the step before. Memory is that of
-the largest process, without the GPU's, up to the first epoch's end: a checkpoint may collect a model that was shared
-out. Its "messages" are those that a lesson counts: collectives of each rank in a step.
+gloo's threads share the cores with those that compute. A GPU's kernels may belong to the step before. Start-up is what
+comes before the first epoch's line, but for its training: the first test, too. Memory is that of the largest process,
+without the GPU's, up to that line: a checkpoint may collect a model that was shared out; and the C library keeps some
+of what was freed, unless MALLOC_MMAP_THRESHOLD_=1000000 is set (glibc). "Messages" are those that a lesson counts:
+collectives of each rank in a step.
 
 Break it, in a copy beside it (cp playground/compare.py playground/broken.py):
   1. Give all runs OMP_NUM_THREADS "2" where it says "1", with two cores: one process gets faster. And the speed-up?
@@ -157,10 +159,9 @@ def execute(run, args, folder):
         run["missing"] = "pip install" in run["note"]  # an optional package: no fault of the lesson
         return
     first, *later = epochs
-    test = later[0]["at"] - first["at"] - later[0]["seconds"] if later else 0  # one epoch: its test counts as start-up
     run |= {name: epochs[-1][name] for name in ("loss", "train", "test")} | {"epochs": epochs, "failed": False}
     run |= {"images_per_s": median(epoch["images_per_s"] for epoch in later or epochs), "memory_mib": memory}
-    run |= {"start_up_s": first["at"] - first["seconds"] - test, "test_s": test if later else None}
+    run |= {"start_up_s": first["at"] - first["seconds"]}
     run |= {"messages": counted} if (counted := messages(folder)) else {}
     if run["lesson"] == "profile_steps":
         ranks = [step_times(json.loads(path.read_text())) for path in folder.glob("rank*.json")]

@@ -55,10 +55,7 @@ def test_the_numbers_are_the_lessons_own(tmp_path):
         assert [{name: epoch[name] for name in ("loss", "train", "test")} for epoch in run["epochs"]] == said
         assert run["loss"] == said[-1]["loss"]
         assert run["images_per_s"] == run["epochs"][1]["images_per_s"] > 0
-        assert 0.5 < run["start_up_s"] < run["epochs"][0]["at"]
-        assert run["test_s"] == pytest.approx(
-            run["epochs"][1]["at"] - run["epochs"][0]["at"] - run["epochs"][1]["seconds"]
-        )
+        assert 0.5 < run["start_up_s"] == run["epochs"][0]["at"] - run["epochs"][0]["seconds"]
         assert 200 < run["memory_mib"] < 5000
         assert run["name"] in done.stdout
     assert all(len(run["epochs"]) == 1 and "--double" in run["command"] for run in double)
@@ -226,7 +223,6 @@ def test_what_fails_is_a_row(course, tmp_path):
     assert "There are no two lessons" in done.stdout
     names = f"data_parallel.py; {torchrun}.py, 2 processes; pipeline_parallel.py, 2 processes"
     assert done.stderr.strip() == f"error: failed: {names}"
-    assert "With one epoch" in done.stdout
 
 
 def test_a_lesson_that_hangs(course, tmp_path, monkeypatch):

@@ -62,8 +62,6 @@ def tell_speed(runs: list[dict], args: argparse.Namespace) -> None:
     columns = {"lesson": "{name}", "images/s": "{images_per_s:,.0f}", "start-up s": "{start_up_s:.1f}"}
     columns |= {"peak memory MiB": "{memory_mib:,.0f}", "messages": "{messages}"}
     table("Speed, start-up, memory", runs, columns)
-    if args.epochs == 1:
-        say("With one epoch the time of its test can't be told from the start-up, and is in it.")
     one, ddp = good.get("single_gpu"), good.get("distributed_data_parallel")
     if one and ddp:
         faster, later = ddp["images_per_s"] / one["images_per_s"], ddp["start_up_s"] - one["start_up_s"]
@@ -73,7 +71,7 @@ def tell_speed(runs: list[dict], args: argparse.Namespace) -> None:
             f"With DDP {args.gpus} processes train {faster:.2f} times as fast as one:",
             f"a step takes {after:.1f} ms in place of {before:.1f}.",
             "Averaging the gradients costs more than sharing the work saves." * (faster < 1),
-            f"Their first step comes {later:.1f} s later, as the ranks import torch after the command has.",
+            f"They start {later:.1f} s later, as the ranks import torch after the command has.",
             f"The largest process needs {larger:.2f} times the memory: each has a whole model and all of the data.",
         )
 
