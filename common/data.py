@@ -80,7 +80,8 @@ def fetch(dataset: str | None, data_dir: str | Path, batch_size: int = 1) -> str
             _fetch_mnist(Path(data_dir))
             dataset = "mnist"
         except (OSError, RuntimeError, http.client.HTTPException) as error:
-            reason = f"MNIST is not in {data_dir} and can't be fetched ({_last_words(error)})"
+            words = f"{type(error).__name__}: {error}".split()[-12:]  # the end of a failed download's message says why
+            reason = f"MNIST is not in {data_dir} and can't be fetched ({' '.join(words)})"
             if dataset == "mnist":
                 sys.exit(f"error: {reason}: copy its files to {data_dir}/MNIST/raw, or use --dataset digits")
             dataset = "digits"
@@ -122,11 +123,6 @@ def _normalised(pixels: Tensor, labels: Tensor, white: int, mean: float, std: fl
     if images.shape[2:] != (28, 28):
         images = F.interpolate(images, size=(28, 28), mode="bilinear")
     return Images(images.sub_(mean).div_(std), labels.long())
-
-
-def _last_words(error: Exception) -> str:
-    """Return the end of a failed download's message, which says why."""
-    return " ".join(f"{type(error).__name__}: {error}".split()[-12:])
 
 
 @contextlib.contextmanager

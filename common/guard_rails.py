@@ -22,6 +22,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -138,6 +139,8 @@ def meet(args: argparse.Namespace) -> None:
     """
     flags = {"lesson": Path(sys.argv[0]).name} | {k: v for k, v in vars(args).items() if k not in MAY_DIFFER}
     if dist.is_initialized():
+        seconds = timedelta(seconds=args.timeout)  # for the groups of a mesh, too: their own default is half an hour
+        dist.distributed_c10d.default_pg_timeout = dist.distributed_c10d.default_pg_nccl_timeout = seconds
         dist.all_gather_object(everyone := [None] * dist.get_world_size(), flags)
         told = [_difference(everyone[0], theirs, f"rank {rank}") for rank, theirs in enumerate(everyone)]
         if any(told):

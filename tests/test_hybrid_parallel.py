@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from conftest import DIGITS, epochs, single_gpu, train
+from conftest import DIGITS, epochs, ranks, single_gpu, train
 from test_tensor_parallel import change, fails  # noqa: F401 - change is a fixture
 from test_timeline import ONE_STEP, assert_one_line, reference
 
@@ -124,3 +124,19 @@ def test_fully_shard_before_the_pieces_are_cut(change):  # noqa: F811
     first = "    linear = [name for name, layer in model.named_modules()"
     copy = change((loop, ""), (first, loop + first), lesson=LESSON)
     assert "Cannot distribute a DTensor with device mesh" in fails(copy, *TWO_EPOCHS, processes=4)
+
+
+def test_a_rank_that_does_nothing(change):  # noqa: F811
+    """--timeout holds for the groups of both axes, too, whose own default is half an hour."""
+    line = "        sampler.set_epoch(epoch)"
+    copy = change((line, f"        time.sleep(9999 * (rank == 3))\n{line}"), lesson=LESSON)
+    jobs = ranks(copy, *TWO_EPOCHS, "--mesh", "2x2", "--timeout", 5, processes=4, cold=False)
+    try:
+        ends = [job.wait(200) for job in jobs[:3]]
+    finally:
+        for job in jobs:
+            job.kill()
+    assert [end.returncode for end in ends] == [1, 1, 1]
+    for end in ends:
+        assert re.fullmatch(r"error: .*another rank has ended, is in another collective, .*\n", end.stderr), end.stderr
+    assert any("Timed out" in end.stderr for end in ends)

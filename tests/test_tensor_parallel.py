@@ -65,6 +65,7 @@ def right():
         ("hand", 4, ("--layers", 5), (3, 2)),
         ("hand", 2, ("--layers", 2), (1, 0)),  # the third layer has no partner, and stays whole
         ("hand", 3, ("--model", "cnn"), (1, 1)),  # convolutions come before, and need the gradient
+        ("dtensor", 1, (), (0, 0)),  # a rank that is alone sends nothing
         ("dtensor", 2, (), (2, 1)),
         ("dtensor", 3, ("--width", 66), (2, 1)),
         ("dtensor", 2, ("--model", "cnn", "--layers", 2), (1, 1)),
