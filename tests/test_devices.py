@@ -186,6 +186,31 @@ def test_ranks_by_hand_on_machines_with_one_gpu(lesson, machine, main, monkeypat
     assert ranks == [(0, "cuda")]
 
 
+JOINING = [lesson for lesson in LESSONS if "init_process_group(" in (ROOT / "playground" / f"{lesson}.py").read_text()]
+
+
+@pytest.mark.parametrize("lesson", JOINING)
+def test_a_rank_has_the_gpu_of_its_local_rank(lesson, monkeypatch):
+    """The current GPU before it joins, which object collectives use, and the one that NCCL connects: local rank 1's."""
+    module, calls = importlib.import_module(lesson), []
+
+    def joined(backend, device_id=None, **_):
+        calls.append((backend, device_id))
+
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(device))
+    monkeypatch.setattr(torch.distributed, "init_process_group", joined)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", lambda everyone, mine: None)
+    flags = {"nr": 0, "gpus": 2, "nodes": 1, "ip": "127.0.0.1", "port": 1, "init_method": None, "gpu_ids": None}
+    args = argparse.Namespace(device="cuda", backend=None, timeout=60, **flags)
+    own, gpu = () if by_torchrun(lesson) else (1,), torch.device("cuda", 1)
+    assert module.join(*own, args)[:2] == (1, gpu)
+    assert calls == [gpu, ("nccl", gpu)]
+
+
 def test_devices_of_model_parallel(machine, main, chosen):
     """Only what works can be named."""
     machine(2)
