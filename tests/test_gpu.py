@@ -22,6 +22,7 @@ NAMES = ("cuda:0", "cuda:1")  # of the first two GPUs
 MESSAGE = "ncclDevKernel_"  # in the name of a message in a trace
 SHARED = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2"}  # two ranks on one GPU
 DIGITS = ("--dataset", "digits", "--batch_size", 120)
+ONE_EPOCH = (*DIGITS, "--epochs", 1)
 TWO_EPOCHS = (*DIGITS, "--epochs", 2)
 NUMBERS = [(("--model", "mlp"), 1e-5), (("--model", "cnn", "--double"), 1e-12)]  # and how far apart weights may be
 ONE_PROCESS = [
@@ -37,6 +38,13 @@ ONE_PROCESS = [
     ("model_parallel", ("--pipelined",)),
     ("model_parallel", ("--devices", "cpu", NAMES[0])),
     ("pipeline_parallel", ()),
+    ("manual_sharding", ("--stage", 1)),
+    ("manual_sharding", ("--stage", 2)),
+    ("manual_sharding", ("--stage", 3)),
+    ("fully_sharded_data_parallel", ()),
+    ("tensor_parallel", ("--by", "hand")),
+    ("tensor_parallel", ("--by", "dtensor")),
+    ("hybrid_parallel", ()),
     ("profile_steps", ()),
 ]
 TWO_RANKS = [
@@ -52,6 +60,15 @@ TWO_RANKS = [
     ("pipeline_parallel", ("--schedule", "1F1B")),
     ("pipeline_parallel", ("--schedule", "Interleaved1F1B")),
     ("pipeline_parallel", ("--schedule", "InterleavedZeroBubble")),
+    ("manual_sharding", ("--stage", 1)),
+    ("manual_sharding", ("--stage", 2)),
+    ("manual_sharding", ("--stage", 3)),
+    ("fully_sharded_data_parallel", ()),
+    ("fully_sharded_data_parallel", ("--keep_weights",)),
+    ("tensor_parallel", ("--by", "hand")),
+    ("tensor_parallel", ("--by", "dtensor")),
+    ("hybrid_parallel", ("--mesh", "2x1")),
+    ("hybrid_parallel", ("--mesh", "1x2")),
     ("profile_steps", ("--average", "ddp")),
     ("profile_steps", ("--average", "each")),
     ("profile_steps", ("--average", "bucket")),
@@ -252,6 +269,157 @@ def test_checkpoints_move_between_gpu_and_cpu(gpu, tmp_path):
         assert_as_on_the_cpu((folder / "log.txt").read_text(), folder, flags, 1e-12)
 
 
+def test_sharded_checkpoints_move_between_gpus_and_cpus(two_ranks, tmp_path):
+    """Two ranks on GPUs begin and three on the CPU go on, then the other way round: the numbers of a run that stays."""
+    lesson, flags = "fully_sharded_data_parallel", ("--model", "mlp", "--double")
+    for on_gpus in ((1, 2), (2, 1)):
+        folder, out = tmp_path / str(on_gpus[0]), ""
+        for number in (1, 2):
+            own = (*DIGITS, *flags, "--epochs", number, "--run_dir", folder, "-s", folder / "epoch-0002.pt")
+            if number == on_gpus[0]:
+                out += output(two_ranks(lesson, *own, *CUDA))
+            else:
+                out += train(lesson, *own, "--device", "cpu", processes=3).stdout
+        assert re.findall(r"^epoch (\d)", out, re.M) == ["1", "2"]
+        assert_as_on_the_cpu(out, folder, flags, 1e-12)
+
+
+def test_a_sharded_checkpoint_of_another_run(two_ranks, tmp_path):
+    """Both ranks end at once, with status 1 and one line between them."""
+    own = ("fully_sharded_data_parallel", *TWO_EPOCHS, *CUDA, "--timeout", 900, "--run_dir", tmp_path)
+    output(two_ranks(*own))
+    jobs = two_ranks(*own, "--lr", 0.5)
+    try:
+        done = [job.wait(300) for job in jobs]
+    finally:
+        for job in jobs:
+            job.kill()
+    assert [one.returncode for one in done] == [1, 1]
+    (line,) = "".join(one.stderr for one in done).strip().splitlines()
+    assert "epoch-0002: it was made with --lr 0.001: use its flags" in line
+
+
+def shown(out):
+    """Return the words of what a lesson prints besides who is who and its epochs, without the names of devices."""
+    lines = [line for line in out.splitlines() if not re.match(r"node |\d+ +\d+ +\d+ |epoch ", line)]
+    return [re.sub(r"cuda:\d|cpu", "", line).split() for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("lesson", "flags"),
+    [
+        ("collectives", ()),
+        ("manual_sharding", (*ONE_EPOCH, "--stage", 1)),
+        ("manual_sharding", (*ONE_EPOCH, "--stage", 2)),
+        ("manual_sharding", (*ONE_EPOCH, "--stage", 3)),
+        ("fully_sharded_data_parallel", ONE_EPOCH),
+        ("fully_sharded_data_parallel", (*ONE_EPOCH, "--model", "cnn")),
+        ("fully_sharded_data_parallel", (*ONE_EPOCH, "--keep_weights")),
+        ("fully_sharded_data_parallel", (*ONE_EPOCH, "--precision", "bf16")),
+        ("hybrid_parallel", (*ONE_EPOCH, "--mesh", "2x1")),
+        ("hybrid_parallel", (*ONE_EPOCH, "--mesh", "1x2")),
+    ],
+)
+def test_what_ranks_hold_and_send(lesson, flags, two_ranks):
+    """The tables are the CPU's: numbers before and after, bytes, and messages, whose names are the same with NCCL."""
+    found = shown(output(two_ranks(lesson, *flags, *CUDA)))
+    assert found == shown(train(lesson, *flags, "--device", "cpu", processes=2).stdout)
+    assert len(found) > 3
+
+
+def test_collectives_of_one_rank(gpu):
+    """A rank that is alone with its GPU: the CPU's tables."""
+    found = shown(output([Lesson("collectives", *CUDA, "-g", 1, env=ALL_GPUS, cold=True)]))
+    assert found == shown(train("collectives", "--device", "cpu", processes=1).stdout)
+    assert len(found) > 3
+
+
+def test_a_mesh_of_four_gpus(tmp_path):
+    """2x2: communicators along both axes, the CPU's numbers and tables."""
+    need(4)
+    lesson, flags = "hybrid_parallel", ("--model", "mlp", "--double")
+    own = (*TWO_EPOCHS, *flags, "--mesh", "2x2")
+    out = output(ranks(lesson, *own, *CUDA, *kept(lesson, tmp_path), processes=4, env=ALL_GPUS, cold=True))
+    assert_as_on_the_cpu(out, tmp_path, flags, 1e-12)
+    assert shown(out) == shown(train(lesson, *own, "--device", "cpu", processes=4).stdout)
+
+
+HELD = """            print("held:", torch.cuda.memory_allocated())
+            show_memory("""
+
+
+def test_shards_leave_room(two_ranks, tmp_path):
+    """What a GPU has handed out after a step: 2 bytes a weight less from stage to stage, 8 and a work space at last."""
+    path = changed("manual_sharding", tmp_path, "            show_memory(", HELD)
+    width, held = 4096, []
+    for stage in (1, 2, 3):
+        flags = (*ONE_EPOCH, "--width", width, "--layers", 2, "--stage", stage)
+        out = output(two_ranks(path, *flags, *CUDA))
+        held.append(int(re.search(r"^held: (\d+)$", out, re.M)[1]) / (width * (784 + width + 10)))
+    assert [held[0] - held[1], held[1] - held[2]] == pytest.approx([2, 2], abs=0.5)
+    assert 7.5 < held[2] < 11
+
+
+@pytest.mark.parametrize("by", ["hand", "dtensor"])
+@pytest.mark.parametrize(
+    ("flags", "apart", "messages"),
+    [((), 1e-5, [2, 1]), (("--double",), 1e-12, [2, 1]), (("--model", "cnn"), 1e-5, [1, 1])],
+)
+def test_a_step_in_pieces(flags, apart, messages, by, two_ranks):
+    """Pieces on GPUs against the whole model on the CPU: rounding is all that differs, and there is no TF32."""
+    from test_tensor_parallel import compared
+
+    out = output(two_ranks("tensor_parallel", *ONE_EPOCH, *CUDA, "--compare", "--by", by, *flags))
+    differences, counts = compared(out)
+    assert max(differences) < apart
+    assert counts == messages * 2
+
+
+def test_clipping(two_ranks, tmp_path):
+    """By the norm over both ranks: the CPU's norms and weights. The checkpoint is on the CPU already."""
+    lesson, flags = "fully_sharded_data_parallel", (*TWO_EPOCHS, "--double", "--clip", 0.5)
+    outs = [
+        output(two_ranks(lesson, *flags, *CUDA, "-s", tmp_path / "gpu.pt")),
+        train(lesson, *flags, "--device", "cpu", "-s", tmp_path / "cpu.pt", processes=2).stdout,
+    ]
+    found, expected = [[float(norm) for norm in re.findall(r"  norm ([\d.]+)$", out, re.M)] for out in outs]
+    assert found == pytest.approx(expected, abs=1.01e-4) and len(found) == 2
+    import torch
+
+    weights, right = [torch.load(tmp_path / name, weights_only=True)["model"] for name in ("gpu.pt", "cpu.pt")]
+    assert weights.keys() == right.keys()
+    for name, weight in right.items():
+        torch.testing.assert_close(weights[name], weight, atol=1e-12, rtol=0)
+
+
+def test_bfloat16(two_ranks, tmp_path):
+    """Losses near those of float32, and others; weights stay in float32."""
+    lesson = "fully_sharded_data_parallel"
+    out = output(two_ranks(lesson, *TWO_EPOCHS, *CUDA, "--precision", "bf16", *kept(lesson, tmp_path)))
+    import torch
+    from test_parity import single
+
+    for line, right in zip(epochs(out), single("--model", "mlp")[0], strict=True):
+        assert 1e-5 < abs(line["loss"] - right["loss"]) < 0.03
+    checkpoint = torch.load(tmp_path / "epoch-0002.pt", weights_only=True)
+    assert {weight.dtype for weight in checkpoint["model"].values()} == {torch.float32}
+
+
+DRAWN = """        dist.all_gather_object(drawn := [None] * world_size, torch.rand(1, device=device).item())
+        print("drawn:", *drawn)
+        start = time.perf_counter()
+"""
+
+
+def test_dropout(two_ranks, tmp_path):
+    """Each rank draws other numbers in each epoch, on its GPU; it trains all the same."""
+    path = changed("fully_sharded_data_parallel", tmp_path, "        start = time.perf_counter()\n", DRAWN)
+    out = output(two_ranks(path, *TWO_EPOCHS, *CUDA, "--model", "cnn", "--dropout", 0.5))
+    assert len(set(re.findall(r"0\.\d+", " ".join(re.findall(r"^drawn: (.*)", out, re.M))))) == 4
+    first, second = epochs(out)
+    assert second["loss"] < first["loss"]
+
+
 def test_who_waits_for_whom(two_ranks):
     """recv waits for a late sender. send does not wait for a late receiver: the message is only put into a queue."""
     out = output(two_ranks("blocking_p2p", *CUDA))
@@ -284,7 +452,9 @@ FAIL = """        if rank == 1 and epoch == 1:
         sampler.set_epoch(epoch)"""
 
 
-@pytest.mark.parametrize("lesson", ["distributed_data_parallel", "distributed_data_parallel_torchrun"])
+@pytest.mark.parametrize(
+    "lesson", ["distributed_data_parallel", "distributed_data_parallel_torchrun", "fully_sharded_data_parallel"]
+)
 def test_a_rank_that_fails_while_others_wait(lesson, two_ranks, tmp_path):
     """Its node ends at once, long before --timeout, with the rank's own error."""
     path = changed(lesson, tmp_path, "        sampler.set_epoch(epoch)", FAIL)
