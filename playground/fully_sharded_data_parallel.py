@@ -1,8 +1,8 @@
 """Fully sharded data parallelism (FSDP): each rank keeps a share of all weights, gradients and Adam's state.
 
 Before a layer computes, the ranks gather its weights (all_gather), and free them right after: one whole layer is there
-at a time. backward() gathers them again, and leaves each rank the mean gradient of its share (reduce_scatter). That is
-1.5 times the bytes of DDP's all_reduce, or as many with --keep_weights, which holds all of them until backward().
+at a time, and on GPUs the next one is on its way. backward() gathers them again, and leaves each rank the mean gradient
+of its share (reduce_scatter). That is 1.5 times DDP's bytes, or as many with --keep_weights: no second all_gather.
 
     torchrun --standalone --nproc-per-node 2 playground/fully_sharded_data_parallel.py --clip 1 -s checkpoints/fsdp.pt
     torchrun --standalone --nproc-per-node 2 playground/fully_sharded_data_parallel.py --run_dir runs/fsdp
@@ -150,7 +150,7 @@ def train(args):
             state = {"model": weights, "optimizer": moments, "epoch": epoch + 1, "args": vars(args)}
             dcp.save(state, checkpoint_id=f"{args.run_dir}/epoch-{epoch + 1:04}")  # NEW: each rank writes its shards
     if args.savefile:
-        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)  # NEW: all ranks send, rank 0 receives
+        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)  # NEW: all ranks gather it, rank 0 keeps it
         weights, moments = get_state_dict(model, optimizer, options=whole)
         if rank == 0:
             with open(f"{args.savefile}.tmp", "wb") as file:
