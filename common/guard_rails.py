@@ -46,8 +46,8 @@ ADVICE = {  # what PyTorch says in an error of its own, and what to do about it
     "": LOST,
 }
 
-logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it logs each process it ends
-logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)  # it logs whole schedules
+for name in ("multiprocessing.spawn", "distributed.pipelining", "distributed.tensor._redistribute"):
+    logging.getLogger(f"torch.{name}").setLevel(logging.CRITICAL)  # of processes ended, whole schedules, slow layouts
 logging.getLogger().addFilter(lambda record: "metadata is not found" not in str(record.msg))  # it is also an error
 warnings.filterwarnings("error", "Parallelize plan key")  # else a layer that it misspells stays whole on all ranks
 if any(word.endswith("cuda") for word in sys.argv):
@@ -81,8 +81,9 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     wanted, fewer = (here, f"--nproc-per-node {have}") if started else (args.gpus, f"-g {have}")
     if cuda and wanted > have:
         refuse(f"{wanted} GPUs are needed, this machine has {have}: use {fewer} or --device cpu")
-    if not 0 <= getattr(args, "lr", 0) < math.inf:
-        refuse(f"--lr {args.lr}: must be a number, 0 or more, as in --lr 1e-3")
+    for name in ("lr", "clip"):
+        if not 0 <= (value := getattr(args, name, 0)) < math.inf:
+            refuse(f"--{name} {value}: must be a number, 0 or more, as in --{name} 1e-3")
     if not -(2**63) <= getattr(args, "seed", 0) < 2**63:
         refuse(f"--seed {args.seed}: must be from -2**63 to 2**63 - 1")
     if getattr(args, "plot", None) and Path(args.plot).suffix not in (".png", ".pdf", ".svg"):

@@ -12,9 +12,9 @@ It prints who is who, and a table for each collective:
     rank 0: [10.0, 11.0] -> [30.0], sends 4 bytes
     rank 1: [20.0, 21.0] -> [32.0], sends 4 bytes
 
-The bytes are computed for the ring of nonblocking_p2p.py: a buffer has S bytes, a message one chunk of S/n. all_reduce
-takes 2(n-1) messages from each rank, so 2(n-1)/n S: less than 2 S, however many ranks there are. gloo and NCCL may take
-other routes. Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
+A buffer has S bytes, a chunk S/n. Bytes are those of a ring, as in nonblocking_p2p.py; of scatter, gather, all_to_all
+if chunks go straight to who wants them. all_reduce takes 2(n-1)/n S from each rank: less than 2 S, however many there
+are. gloo and NCCL may take other routes. Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
 
 Break it, in a copy, and run it with --timeout 5. Then put TORCH_DISTRIBUTED_DEBUG=DETAIL in front of the command, which
 makes PyTorch compare the ranks' calls:
@@ -133,9 +133,10 @@ def talk(local_rank, args):
         after, chunks = collective(numbers.clone(), rank, n)
         sent = f"sends {chunks * numbers.nbytes // n} bytes"
         report(f"{before} -> {after.tolist()}, {sent}", [f"{collective.__name__}: {collective.__doc__}"])
-    (chunk, _), whole = reduce_scatter(numbers, rank, n), torch.empty_like(numbers)
+    chunk, whole = reduce_scatter(numbers, rank, n)[0], torch.empty_like(numbers)
     dist.all_gather_single(whole, chunk)  # NEW: every chunk of the sum, each from the rank that has it
-    line = f"{before} -> {chunk.tolist()} -> {whole.tolist()}, as all_reduce: {whole.equal(after)}"
+    total, _ = all_reduce(numbers, rank, n)
+    line = f"{before} -> {chunk.tolist()} -> {whole.tolist()}, as all_reduce: {whole.equal(total)}"
     report(line, ["reduce_scatter, then all_gather: what all_reduce is made of"])
     dist.destroy_process_group()
 

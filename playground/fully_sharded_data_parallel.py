@@ -1,18 +1,15 @@
 """Fully sharded data parallelism (FSDP): each rank keeps a share of all weights, gradients and Adam's state.
 
-Before a layer computes, the ranks gather its weights (all_gather), and free them right after: one whole layer is there
-at a time, and on GPUs the next one is on its way. backward() gathers them again, and leaves each rank the mean gradient
-of its share (reduce_scatter). That is 1.5 times DDP's bytes, or as many with --keep_weights: no second all_gather.
+Before a layer computes, the ranks gather its weights (all_gather), and free them right after. backward() gathers them
+again, a layer ahead (GPUs always do), and leaves each rank the mean gradient of its share (reduce_scatter). So up to
+two layers are whole. It sends 1.5 times DDP's bytes, or as many with --keep_weights, which frees none until backward().
 
-    torchrun --standalone --nproc-per-node 2 playground/fully_sharded_data_parallel.py --clip 1 -s checkpoints/fsdp.pt
-    torchrun --standalone --nproc-per-node 2 playground/fully_sharded_data_parallel.py --run_dir runs/fsdp
+    torchrun --standalone --nproc-per-node 2 playground/fully_sharded_data_parallel.py --run_dir runs/fsdp -s fsdp.pt
     torchrun --standalone --nproc-per-node 4 playground/fully_sharded_data_parallel.py --run_dir runs/fsdp --epochs 5
 
-It prints single_gpu.py's lines, then what it counts in one more step:
+It prints single_gpu.py's lines (others with --clip 1), then what it counts in one more step:
     bytes   weights    gradients  Adam       together   gathered while layer 1 computes, layer 2, ...
     rank 0  118,420    118,420    236,872    473,712    200,960    16,640     16,640     2,600
-    rank 1  118,420    118,420    236,872    473,712    200,960    16,640     16,640     2,600
-    formula 118,420    118,420    236,840    473,680
     DDP     236,840    236,840    473,680    947,360
     messages of a step: 8 all_gather, 4 reduce_scatter, 0 all_reduce. DDP: an all_reduce for each 25 MB of gradients
 
@@ -62,18 +59,20 @@ def join(args):
 
 def newest_checkpoint(args, model, optimizer):
     """Go on from the newest checkpoint, whatever number of ranks wrote it. Returns how many epochs are done."""
-    if not (complete := sorted(path.parent for path in Path(args.run_dir).glob("epoch-*/.metadata"))):  # written last
+    if not (found := sorted(path.parent for path in Path(args.run_dir).glob("epoch-*/.metadata"))):  # it comes last
         return 0
     weights, moments = get_state_dict(model, optimizer)  # not in a new run: it makes Adam count a step
     state = {"model": weights, "optimizer": moments, "epoch": 0, "args": dict(vars(args))}
     try:
-        dcp.load(state, checkpoint_id=complete[-1])  # NEW: each rank reads its rows, whoever wrote them
-        then, names = state["args"], ("dataset", "lr", "seed", "double")
-        wrong = [f"it was made with --{name} {then[name]}" for name in names if then[name] != vars(args)[name]]
+        dcp.load(state, checkpoint_id=found[-1])  # NEW: each rank reads its rows, whoever wrote them
+        then, names = state["args"], ("dataset", "batch_size", "lr", "seed", "double")
+        wrong = [f"it was trained with --{name} {then[name]}" for name in names if then[name] != vars(args)[name]]
     except dcp.CheckpointException as error:
-        wrong = [(str(reason) or repr(reason)).splitlines()[0] for reason, _ in error.failures.values()]
+        wrong = [(str(reason) or repr(reason)).splitlines()[0].rstrip(".") for reason, _ in error.failures.values()]
     if wrong:
-        sys.exit(1 if dist.get_rank() else f"error: {complete[-1]}: {wrong[0]}: use its flags, or delete it")
+        sys.exit(1 if dist.get_rank() else f"error: {found[-1]}: {wrong[0]}: use its flags, or delete it if damaged")
+    if dist.get_rank() == 0:
+        print(f"{found[-1]}: {state['epoch']} of {args.epochs} epochs are done", flush=True)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     return state["epoch"]
 
@@ -81,12 +80,12 @@ def newest_checkpoint(args, model, optimizer):
 def shard(model, args):
     """Leave each rank its rows of each layer's weights; forward() and backward() gather them when they need them."""
     mesh = dist.init_device_mesh(args.device, (dist.get_world_size(),))  # NEW: all ranks, in a row
-    narrow, wide = (torch.bfloat16, torch.float32) if args.precision == "bf16" else (None, None)
+    narrow, wide = torch.bfloat16 if args.precision == "bf16" else None, torch.get_default_dtype()
     policy = MixedPrecisionPolicy(narrow, wide)  # NEW: to gather and compute in, to average gradients in
     for layer in (*model.stage1, *model.stage2):
         if list(layer.parameters()):
             fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=not args.keep_weights)
-    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(narrow, wide, output_dtype=wide))  # NEW: the root
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(output_dtype=wide))  # NEW: the root, last
 
 
 def run_epoch(model, loader, device, optimizer=None, clip=0.0):
@@ -152,9 +151,10 @@ def train(args):
     if args.savefile:
         whole = StateDictOptions(full_state_dict=True, cpu_offload=True)  # NEW: all ranks gather it, rank 0 keeps it
         weights, moments = get_state_dict(model, optimizer, options=whole)
+        state = {"model": weights, "optimizer": moments, "epoch": max(done, args.epochs), "args": vars(args)}
         if rank == 0:
             with open(f"{args.savefile}.tmp", "wb") as file:
-                torch.save({"model": weights, "optimizer": moments, "epoch": args.epochs, "args": vars(args)}, file)
+                torch.save(state, file)
             os.replace(f"{args.savefile}.tmp", args.savefile)  # a crash on the way leaves the last one whole
     show_sharding(model, optimizer, *next(iter(train_loader)))
     dist.destroy_process_group()
@@ -179,7 +179,7 @@ def main():
     add("--data_dir", default=DATA_DIR, help="default: data/ beside playground/")
     add("--seed", type=int, default=0)
     add("--double", action="store_true", help="float64: no rounding to be seen between the lessons")
-    add("--precision", choices=["bf16"], help="compute in bfloat16; shards, averages and Adam stay in float32")
+    add("--precision", choices=["bf16"], help="compute in bfloat16; shards, mean gradients and Adam keep their type")
     add("--keep_weights", action="store_true", help="from forward to backward: fewer messages, more memory")
     add("--run_dir", help="folder for sharded checkpoints, one an epoch; goes on from the newest")
     add("-s", "--savefile", help="write a checkpoint here at the end, of the form that all lessons load")
@@ -189,8 +189,8 @@ def main():
     if args.batch_size % world_size:
         nearest = max(1, round(args.batch_size / world_size)) * world_size
         parser.error(f"--batch_size {args.batch_size} can't be shared by {world_size} processes: use {nearest}")
-    if not 0 <= args.dropout < 1 or (args.dropout and args.model != "cnn") or not args.clip >= 0:
-        parser.error("--dropout must be from 0 to below 1, and needs --model cnn; --clip must be 0 or more")
+    if not 0 <= args.dropout < 1 or (args.dropout and args.model != "cnn"):
+        parser.error(f"--dropout {args.dropout}: must be from 0 to below 1, and needs --model cnn")
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)  # one rank of a node at a time
     train(args)
 

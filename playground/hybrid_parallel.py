@@ -1,15 +1,15 @@
 """Two kinds of parallelism on a mesh of ranks: tensor parallelism along one axis, FSDP along the other.
 
     --mesh 2x2      tp 0      tp 1
-            dp 0    rank 0    rank 1     a line is a tp group: it has the whole model in pieces and its own images
-            dp 1    rank 2    rank 3     a column is a dp group: its ranks share out one of the pieces by fully_shard
+            dp 0    rank 0    rank 1     a tp group (tensor parallel) has a whole model in pieces, and own images
+            dp 1    rank 2    rank 3     a dp group (data parallel), ranks 0 and 2, shares out a piece by fully_shard
 
 Why a tp group stays within a node: in the middle of forward() and backward() its ranks add up activations for each pair
 of layers, and the next layer needs the sum. They can only wait, so this takes the fastest links. torchrun numbers the
-ranks of a node one after the other: a line that is no longer than a node stays in it. A dp group gathers weights while
-an earlier layer computes, and scatters gradients while the next one does, so slower links between nodes will do.
+ranks of a node one after the other: a tp group stays within it if its size divides their number. A dp group gathers
+weights while an earlier layer computes, and scatters gradients while the next one does, so slower links will do.
 
-In a ring, with d lines and t columns, a rank sends in each step:
+In a ring, with a mesh of d x t ranks, a rank sends in each step:
     tp    2 (t-1)/t x what all pairs put out, and the gradients of what they take in: more for more images
     dp    3 (d-1)/d x the weights of its piece: gathered in forward and in backward, and then their gradients
 
@@ -70,10 +70,10 @@ def shard(model, mesh):
     """Cut the model into pieces along tp, and share out each piece along dp."""
     linear = [name for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)]
     for column, row in zip(linear[::2], linear[1::2], strict=False):
-        parallelize_module(model, mesh["tp"], {column: ColwiseParallel(), row: RowwiseParallel()})  # NEW: first
+        parallelize_module(model, mesh["tp"], {column: ColwiseParallel(), row: RowwiseParallel()})  # NEW: for DTensors
     for layer in (*model.stage1, *model.stage2):
         if list(layer.parameters()):
-            fully_shard(layer, mesh=mesh["dp"])  # NEW: then, so that weights know both axes
+            fully_shard(layer, mesh=mesh["dp"])  # NEW: it adds its axis to DTensors; parallelize_module could not
     fully_shard(model, mesh=mesh["dp"])
     warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # it is wary of views, and DTensors' outputs are views
 
@@ -173,14 +173,15 @@ def main():
     check(parser, args)  # guard rail
     world_size = int(os.environ["WORLD_SIZE"])
     meshes = [f"{world_size // tp}x{tp}" for tp in range(1, world_size + 1) if world_size % tp == 0]
-    args.mesh = args.mesh or meshes[1 - world_size % 2]
+    if args.mesh is None:
+        args.mesh = f"{world_size // 2}x2" if world_size % 2 == 0 else f"{world_size}x1"
     if args.mesh not in meshes:
         parser.error(f"--mesh {args.mesh} can't hold {world_size} processes: use --mesh {' or '.join(meshes)}")
     (dp, tp), width = map(int, args.mesh.split("x")), args.width or {"mlp": 64, "cnn": 120}[args.model]
-    for name, size, ranks in ("batch_size", args.batch_size, dp), ("width", width, tp):
+    for name, size, ranks, group in ("batch_size", args.batch_size, dp, "dp"), ("width", width, tp, "tp"):
         if size % ranks:
             nearest = max(1, round(size / ranks)) * ranks
-            parser.error(f"--{name} {size} can't be shared by {ranks} processes: use --{name} {nearest}")
+            parser.error(f"--{name} {size} can't be shared by {ranks} ranks of a {group} group: use --{name} {nearest}")
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)  # one rank of a node at a time
     train(args)
 

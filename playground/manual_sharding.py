@@ -24,6 +24,7 @@ import argparse
 import os
 import sys
 import time
+from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 
@@ -61,7 +62,7 @@ class Shard:
     """A weight of a layer, flat, and this rank's slice of it."""
 
     def __init__(self, weight, layer, args):
-        self.weight, self.stage, self.sent, self.world_size = weight, args.stage, [], dist.get_world_size()
+        self.weight, self.stage, self.sent, self.world_size = weight, args.stage, Counter(), dist.get_world_size()
         self.padding = (0, -weight.numel() % self.world_size)  # zeros at the end: all slices have the same size
         self.whole = F.pad(weight.detach().flatten(), self.padding)
         dist.broadcast(self.whole, src=0)  # all ranks start from rank 0's, as with DDP
@@ -77,11 +78,10 @@ class Shard:
 
     def gather(self, *_):
         """Put the slices of all ranks together."""
-        if self.stage == 3:  # then it was empty
-            self.whole.untyped_storage().resize_(self.whole.nbytes)
+        self.whole.untyped_storage().resize_(self.whole.nbytes)  # in stage 3 it was empty
         self.weight.data = self.view
         dist.all_gather_single(self.whole, self.mine)
-        self.sent.append(("all_gather", (self.world_size - 1) * self.mine.nbytes))
+        self.sent["all_gather", (self.world_size - 1) * self.mine.nbytes] += 1
 
     def drop(self, *_):
         """Free the weight. Autograd keeps a view of it for backward(), so the storage itself has to be emptied."""
@@ -93,7 +93,7 @@ class Shard:
         whole = F.pad(weight.grad.flatten(), self.padding)
         mine = whole.chunk(self.world_size)[dist.get_rank()]
         dist.reduce_scatter_single(mine, whole)
-        self.sent.append(("reduce_scatter", (self.world_size - 1) * mine.nbytes))
+        self.sent["reduce_scatter", (self.world_size - 1) * mine.nbytes] += 1
         mine /= self.world_size
         self.mine.grad = mine if self.stage == 1 else mine.clone()  # NEW: a view keeps the whole gradient in memory
         weight.grad = None

@@ -2,12 +2,12 @@
 
 Linear layers are cut in pairs. Columns of the first: each rank computes some of its outputs. Rows of the second: they
 take just these, and the pair's output is the sum over all ranks: one all_reduce. In backward() there is one more, where
-the pair began: the columns of all ranks add to the gradient of its input (https://arxiv.org/abs/1909.08053).
+the pair began: the columns of all ranks add to the gradient of its input (https://arxiv.org/abs/1909.08053). The sum
+needs none: its gradient is that of each of its parts.
 
     input -> rank 0: columns A0, ReLU, rows B0 -> \\
           -> rank 1: columns A1, ReLU, rows B1 ->  + all_reduce -> output, the same on all ranks
 
-By hand, and with DTensor, a tensor that knows how it is cut:
     torchrun --standalone --nproc-per-node 2 playground/tensor_parallel.py --compare
     torchrun --standalone --nproc-per-node 2 playground/tensor_parallel.py --compare --by dtensor
 
@@ -15,9 +15,9 @@ Before single_gpu.py's numbers it prints:
     outputs differ from the whole model's by 4e-08, gradients by 4e-09
     all_reduce in forward: 2, in backward: 1  (predicted: 2 and 1, one for each pair of layers, none for images)
 
-Break it, in a copy, with --compare: (1) Leave register_hook(add_up) out. What is still right? (2) Seed weights with
-args.seed + rank, by hand and by dtensor; then `order` instead. Who complains? (3) With --by dtensor misspell a key of
-the plan (`column + "x": ...`), then both.
+Break it, in a copy, with --compare: (1) Leave register_hook(add_up) out. What is still right? (2) Before load(...) seed
+with args.seed + rank, by hand and by dtensor; then `order` instead. Who complains? (3) With --by dtensor misspell a key
+of the plan (`column + "x": ...`), then both.
 """
 
 import argparse
@@ -61,14 +61,14 @@ def join(args):
 
 def cut_by_hand(column, row):
     """Keep this rank's piece of a pair of layers, and add up over all ranks where the pair ends and where it begins."""
-    for layer, name, dim in (column, "weight", 0), (column, "bias", 0), (row, "weight", 1):  # dim 0: outputs, 1: inputs
+    for layer, name, dim in (column, "weight", 0), (column, "bias", 0), (row, "weight", 1):  # (outputs, inputs)
         piece = getattr(layer, name).detach().chunk(dist.get_world_size(), dim)[dist.get_rank()]
         setattr(layer, name, torch.nn.Parameter(piece.clone()))
     if dist.get_rank() > 0:
         row.bias.requires_grad_(False).zero_()  # rank 0 adds it, once
 
     def add_up(gradient):
-        dist.all_reduce(gradient := gradient.clone())  # NEW: in backward: the columns of all ranks add to it
+        dist.all_reduce(gradient := gradient.clone())  # NEW: in backward: all ranks' columns add to it, in a copy
         return gradient
 
     def begin(_, inputs):
@@ -76,7 +76,7 @@ def cut_by_hand(column, row):
             inputs[0].register_hook(add_up)
 
     column.register_forward_pre_hook(begin)
-    row.register_forward_hook(lambda _, inputs, part: dist.all_reduce(part.detach()))  # NEW: in forward, in place
+    row.register_forward_hook(lambda _, inputs, part: dist.all_reduce(part.detach()))  # NEW: unseen by autograd
 
 
 def whole(piece, shape):
@@ -170,7 +170,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, usage=argparse.SUPPRESS)
     add = parser.add_argument
     add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--by", choices=["hand", "dtensor"], default="hand")
+    add("--by", choices=["hand", "dtensor"], default="hand", help="dtensor: tensors that know how they are cut")
     add("--compare", action="store_true", help="first compare a step with the whole model's")
     add("--timeout", type=int, default=60, help="seconds to wait for another rank")
     add("--epochs", type=int, default=3)

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import importlib
 import os
+import random
 import re
 import shutil
 import signal
@@ -233,9 +234,13 @@ def run(name, *flags, status=0, timeout=300, **options):
 
 
 def free_port():
-    """Return a port that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+    """Return a port that was free a moment ago, below those that the kernel gives to anybody's connections."""
+    while True:
+        with (
+            contextlib.suppress(OSError),
+            socket.create_server(("127.0.0.1", random.randint(10_000, 32_000))) as server,
+        ):
+            return server.getsockname()[1]
 
 
 def epochs(text):

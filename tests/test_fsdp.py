@@ -238,8 +238,8 @@ def epochs_of_two():
         (("--double", "--model", "cnn"), ("Missing key", "model.stage1.0.weight")),
         (("--double", "--width", 32), ("Size mismatch", "[64, 784]", "[32, 784]", "model.stage1.1.weight")),
         (("--double", "--layers", 4), ("model.stage1.5.weight",)),
-        (("--double", "--lr", 0.5), ("it was made with --lr 0.001",)),
-        ((), ("it was made with --double True",)),
+        (("--double", "--lr", 0.5), ("it was trained with --lr 0.001",)),
+        ((), ("it was trained with --double True",)),
     ],
 )
 def test_a_checkpoint_of_another_model(flags, words, run_dir):

@@ -296,7 +296,7 @@ def test_a_sharded_checkpoint_of_another_run(two_ranks, tmp_path):
             job.kill()
     assert [one.returncode for one in done] == [1, 1]
     (line,) = "".join(one.stderr for one in done).strip().splitlines()
-    assert "epoch-0002: it was made with --lr 0.001: use its flags" in line
+    assert "epoch-0002: it was trained with --lr 0.001: use its flags" in line
 
 
 def shown(out):

@@ -1,10 +1,11 @@
 """The hybrid lesson: gradients of one process on every mesh, who is where, who sends what, and its exercises."""
 
 import re
+import textwrap
 
 import pytest
 import torch
-from conftest import DIGITS, epochs, ranks, single_gpu, train
+from conftest import DIGITS, ROOT, epochs, ranks, single_gpu, train
 from test_tensor_parallel import change, fails  # noqa: F401 - change is a fixture
 from test_timeline import ONE_STEP, assert_one_line, reference
 
@@ -33,7 +34,8 @@ def test_gradients_are_those_of_one_process(processes, mesh, network, tmp_path):
     finally:
         torch.set_default_dtype(torch.float32)
     flags = [word for name, value in network.items() for word in (f"--{name}", value)]
-    train(LESSON, *ONE_STEP, *flags, "--mesh", mesh, "-s", tmp_path / "c.pt", processes=processes)
+    done = train(LESSON, *ONE_STEP, *flags, "--mesh", mesh, "-s", tmp_path / "c.pt", processes=processes)
+    assert not done.stderr
     checkpoint = torch.load(tmp_path / "c.pt", weights_only=True)
     assert set(checkpoint) == {"model", "optimizer", "epoch", "args"}
     assert list(checkpoint["model"]) == names
@@ -82,8 +84,8 @@ def test_who_is_where_and_who_sends_what(processes, flags, shape, messages):
     [
         (4, ("--mesh", "3x2"), ("--mesh 3x2 can't hold 4 processes", "--mesh 4x1 or 2x2 or 1x4")),
         (6, ("--mesh", "6"), ("6x1 or 3x2 or 2x3 or 1x6",)),
-        (3, ("--mesh", "1x3"), ("--width 64 can't be shared by 3 processes", "use --width 63")),
-        (7, (), ("--batch_size 120 can't be shared by 7 processes", "use --batch_size 119")),
+        (3, ("--mesh", "1x3"), ("--width 64 can't be shared by 3 ranks of a tp group", "use --width 63")),
+        (7, (), ("--batch_size 120 can't be shared by 7 ranks of a dp group", "use --batch_size 119")),
     ],
 )
 def test_flags_that_cannot_work(ranks, flags, words, main):
@@ -108,6 +110,21 @@ def test_clipping_where_some_weights_are_on_one_axis(change):  # noqa: F811
     assert "must have the same mesh" in fails(copy, *TWO_EPOCHS, "--model", "cnn", processes=4)
 
 
+def test_clipping_with_convolutions_whole_on_tp(change):  # noqa: F811
+    """Exercise 1: what its answer says, before the first fully_shard. The numbers are those of the FSDP lesson."""
+    answer = (ROOT / "playground" / "README.md").read_text()
+    [cure] = re.findall(r"^       (for layer in model.modules\(\):\n(?: {8,}.*\n)+)", answer, re.M)
+    cure = textwrap.indent(textwrap.dedent(f"       {cure}"), "    ")
+    first = "    for layer in (*model.stage1, *model.stage2):"
+    imported = "from torch.distributed.tensor.parallel import"
+    more = f"from torch.distributed.tensor import DTensor, Replicate, distribute_module\n{imported}"
+    copy = change((STEP, CLIP + STEP), (first, cure + first), (imported, more), lesson=LESSON)
+    found = epochs(train(copy, *TWO_EPOCHS, "--model", "cnn", processes=4).stdout)
+    flags = (*TWO_EPOCHS, "--model", "cnn", "--clip", 1)
+    expected = epochs(train("fully_sharded_data_parallel", *flags, processes=2).stdout)
+    assert [line["loss"] for line in found] == pytest.approx([line["loss"] for line in expected], abs=1.01e-4)
+
+
 def test_a_sampler_for_all_ranks(change):  # noqa: F811
     """Exercise 2: ranks of a tp group add up activations of different images, and nobody complains."""
     copy = change(("(train_set, dp_size, dp_rank, ", "(train_set, "), lesson=LESSON)
@@ -119,7 +136,7 @@ def test_fully_shard_before_the_pieces_are_cut(change):  # noqa: F811
     """Exercise 3: parallelize_module finds weights that are on the other axis already."""
     loop = """    for layer in (*model.stage1, *model.stage2):
         if list(layer.parameters()):
-            fully_shard(layer, mesh=mesh["dp"])  # NEW: then, so that weights know both axes
+            fully_shard(layer, mesh=mesh["dp"])  # NEW: it adds its axis to DTensors; parallelize_module could not
 """
     first = "    linear = [name for name, layer in model.named_modules()"
     copy = change((loop, ""), (first, loop + first), lesson=LESSON)

@@ -137,7 +137,8 @@ def watched(rank, world_size, port, stage, results):
     except RuntimeError as error:
         complaint = type(error).__name__
     results[rank] = {
-        "messages are what the lesson counts": noted == sorted(message for shard in shards for message in shard.sent),
+        "messages are what the lesson counts": noted
+        == sorted(message for shard in shards for message in shard.sent.elements()),
         "all_gather": sum(name == "all_gather" for name, _ in noted),
         "reduce_scatter": sum(name == "reduce_scatter" for name, _ in noted),
         "most layers whole": max(count for *_, count in messages),

@@ -36,7 +36,7 @@ BUILDS_ON = {
 MOST_LINES = {
     "blocking_p2p": 170, "nonblocking_p2p": 170, "single_gpu": 120, "data_parallel": 120, "manual_data_parallel": 195,
     "distributed_data_parallel": 170, "distributed_data_parallel_torchrun": 145, "model_parallel": 160, "compare": 300,
-    "collectives": 170, "hybrid_parallel": 190,
+    "collectives": 170,
 }  # fmt: skip
 NOT_IN_A_LESSON = [
     "TCPStore", "FileStore", "HashStore", "PrefixStore", "dist.rendezvous", "deadline", "sign_in", "meeting", "signal.",

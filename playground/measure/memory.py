@@ -23,12 +23,15 @@ def show_memory(stage: int, shards: list, optimizer: torch.optim.Optimizer, step
         stage: of ZeRO, 1 to 3.
         shards: a `Shard` of manual_sharding.py for each weight.
         optimizer: Adam.
-        steps: in which the shards' messages were sent.
+        steps: in which the shards' messages were sent, of which they count each name and size.
     """
     tensors = [tensor for shard in shards for tensor in (shard.weight, shard.whole, shard.mine)]
     state = [value for averages in optimizer.state.values() for value in averages.values()]
-    sent = [message for shard in shards for message in shard.sent]
-    mine = [held(tensors), held(tensor.grad for tensor in tensors), held(state), sum(size for _, size in sent) / steps]
+    kinds, sent = Counter(), 0
+    for (name, size), number in sum((shard.sent for shard in shards), Counter()).items():
+        kinds[name] += number
+        sent += number * size
+    mine = [held(tensors), held(tensor.grad for tensor in tensors), held(state), sent / steps]
     world_size = dist.get_world_size()
     everyone = [None] * world_size
     dist.all_gather_object(everyone, mine)
@@ -48,6 +51,5 @@ def show_memory(stage: int, shards: list, optimizer: torch.optim.Optimizer, step
     for name, row in rows.items():
         numbers = "".join(f"{number:<14,.0f}" for number in (*row[:3], sum(row[:3])))
         print(f"{name:<10}{numbers}{sum(row[:3]) / count:<14.2f}{row[3]:,.0f}")
-    kinds = Counter(name for name, _ in sent)
     each = " and ".join(f"{number // steps} {name}" for name, number in sorted(kinds.items()))
     print(f"messages in a step: {each}; DDP: 1 all_reduce for each bucket of gradients", flush=True)
