@@ -76,8 +76,8 @@ def alive(pid):
 class Job:
     """A command that runs in a session of its own, marked so that each of its processes can be found.
 
-    `env` has what differs from this process's variables; None: not set. `cold=False`: it is a script of Python with its
-    flags, to be forked rather than started (see warm.py).
+    `env` has what differs from this process's variables; None: not set. `cold=False`: it is a script or module of
+    Python with its flags, to be forked rather than started (see warm.py).
     """
 
     def __init__(self, *command, env=None, cwd=None, cold=True):
@@ -164,12 +164,12 @@ class Lesson(Job):
         super().__init__(*prefix, *[sys.executable] * cold, *there, path, *flags, env=env, cwd=cwd, cold=cold)
 
 
-def torchrun(name, *flags, processes=2, restarts=0, env=None):
+def torchrun(name, *flags, processes=2, restarts=0, env=None, cold=False):
     """Start a lesson on one node by torchrun, with so many processes and restarts. Returns its Job."""
     path = lesson_path(name)
     agent = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes, "--max-restarts", restarts]
     env = {"PYTHONPATH": python_path(path)} | (env or {})
-    return Job(sys.executable, *agent, path, *flags, env=env)
+    return Job(*[sys.executable] * cold, *agent, path, *flags, env=env, cold=cold)
 
 
 def by_torchrun(name):
@@ -195,7 +195,7 @@ def each_epoch(name, statement, folder):
 def wait_for_epoch(folder, number, job):
     """Wait until the resumable lesson has written this checkpoint, or a later one, to its run folder."""
     end = time.monotonic() + 300
-    while time.monotonic() < end and job.process.poll() is None:
+    while time.monotonic() < end and alive(job.process.pid):
         if any(int(path.stem[6:]) >= number for path in folder.glob("epoch-*.pt")):
             return
         time.sleep(0.05)

@@ -11,13 +11,14 @@ from conftest import (
     FEWER,
     LESSONS,
     SHORT,
+    Lesson,
     by_torchrun,
     epochs,
     free_port,
     lesson_path,
     one_process,
+    ranks,
     talks,
-    torchrun,
     train,
 )
 
@@ -156,12 +157,11 @@ def threads_left(lesson, text, folder):
     first = re.search(r"^(@record\n)?(def|@counted)", text, re.M).start()
     copy = folder / f"{lesson}.py"
     copy.write_text(text[:first] + COUNTED + text[first:])
-    if by_torchrun(lesson):
-        done = torchrun(copy, *flags_for(lesson, folder)).wait()
-    else:
-        done = train(copy, *flags_for(lesson, folder), cold=True)
-    assert done.returncode == 0, done.stderr
-    return [int(number) for number in re.findall(r"gloo threads: (\d+)", done.stdout)]
+    words = copy, *flags_for(lesson, folder)  # cold: what it imports, and when, matters
+    jobs = ranks(*words, cold=True) if by_torchrun(lesson) else [Lesson(*words, cold=True)]
+    done = [job.wait() for job in jobs]
+    assert not any(one.returncode for one in done), done
+    return [int(number) for one in done for number in re.findall(r"gloo threads: (\d+)", one.stdout)]
 
 
 @pytest.mark.parametrize("lesson", DISTRIBUTED)

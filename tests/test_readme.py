@@ -144,7 +144,7 @@ def test_the_command_of_a_lesson_runs(lesson, tmp_path):
     short = "" if talks(lesson) else " --epochs 1" if "resnet" in lesson else " --dataset digits --epochs 1"
     short += f" --run_dir {tmp_path}" if "resumable" in lesson else ""
     short += f" --out {tmp_path}" if lesson in ("profile_steps", "compare") else ""
-    short += " --only parity --lessons model_parallel" if lesson == "compare" else ""
+    short += " --only parity --lessons single_gpu" if lesson == "compare" else ""
     process = start(COMMANDS[lesson] + short, None)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err

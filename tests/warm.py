@@ -1,14 +1,16 @@
-"""Start lessons without starting Python: a process that has imported PyTorch forks one for each, and that its ranks.
+"""Start lessons without starting Python: a process that has imported PyTorch forks one for each, and what that starts.
 
-Such a run has its own session, pid, environment and output, and takes signals, like one from the command line. What
-differs: PyTorch has read its variables (TORCH_*, OMP_NUM_THREADS) before, ranks of mp.spawn are forked and torchrun's
-are not started at all, and at the end Python does not clean up. What is about these goes through the command line:
-`cold=True` in conftest.py.
+Such a run has its own session, pid, environment and output, and takes signals, like one from the command line. The
+ranks of mp.spawn are forked, too, and what starts a Python as a program: torchrun's ranks, compare.py's lessons. What
+differs: PyTorch has read its variables (TORCH_*, OMP_NUM_THREADS) before, and at the end Python does not clean up. What
+is about these goes through the command line: `cold=True` in conftest.py.
 """
 
 import atexit
 import concurrent.futures
+import ctypes
 import functools
+import gc
 import importlib
 import json
 import os
@@ -20,19 +22,23 @@ import sys
 import traceback
 from pathlib import Path
 
+libc = ctypes.CDLL(None)
+libc.getenv.restype = ctypes.c_void_p
+MARK = libc.getenv(b"PLAYGROUND_TEST")  # where the kernel reads it for /proc/<pid>/environ, which never changes
+
 
 class Warm:
     """A running script, with what the tests use of subprocess.Popen: pid, returncode, stdout, stderr, communicate.
 
     Args:
-        words: the script's path and its flags.
+        words: the script's path, or -m and a module, and its flags.
         env: its environment.
         cwd: its working directory; None: that of this process.
     """
 
     def __init__(self, words: list, env: dict[str, str], cwd: Path | None = None):
         self.args, self.returncode = [str(word) for word in words], None
-        request = {"words": self.args, "env": env, "cwd": str(cwd or Path.cwd())}
+        request = [self.args, env, str(cwd or Path.cwd())]
         pipes = [os.pipe() for _ in range(3)]
         socket.send_fds(_server(), [json.dumps(request).encode()], [write for _, write in pipes])
         for _, write in pipes:
@@ -56,6 +62,7 @@ def _server() -> socket.socket:
     """Start the process that forks, once for each worker of the tests. It ends when this end is closed."""
     mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     env = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}  # as guard_rails sets it for ranks
+    env["PLAYGROUND_TEST"] = "-" * 32  # room for the marks of its children
     process = subprocess.Popen([sys.executable, __file__, str(its.fileno())], env=env, pass_fds=[its.fileno()])
     atexit.register(process.kill)
     its.close()
@@ -64,9 +71,11 @@ def _server() -> socket.socket:
 
 def _serve(requests: socket.socket) -> None:
     """Import what all lessons need, then fork a process for each request, and another that waits for its end."""
+    subprocess.Popen = _Popen  # before torchrun's modules take it
     import sklearn.datasets  # noqa: F401
     import torch._dynamo
     import torch.distributed.checkpoint
+    import torch.distributed.launcher.api
     import torch.distributed.pipelining
     import torch.multiprocessing as mp
     import torch.utils.tensorboard  # noqa: F401
@@ -83,33 +92,53 @@ def _serve(requests: socket.socket) -> None:
         if os.fork() == 0:
             requests.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            pid = os.fork()
-            if pid == 0:
-                _be(**json.loads(request), streams=streams)
+            words, env, cwd = json.loads(request)
+            options = {"stdin": subprocess.DEVNULL, "stdout": streams[0], "stderr": streams[1]}
+            process = _Popen([sys.executable, *words], env=env, cwd=cwd, start_new_session=True, **options)
             os.close(streams[0])
             os.close(streams[1])
-            os.write(streams[2], f"{pid}\n".encode())
-            os.write(streams[2], f"{os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}\n".encode())
+            os.write(streams[2], f"{process.pid}\n".encode())
+            os.write(streams[2], f"{process.wait()}\n".encode())
             os._exit(0)
         for stream in streams:
             os.close(stream)
 
 
-def _be(words: list[str], env: dict[str, str], cwd: str, streams: list[int]) -> None:
-    """Be a Python that runs a script, with these streams as stdout, stderr and one to close."""
-    os.setsid()
-    for stream, number in ((os.open(os.devnull, os.O_RDONLY), 0), (streams[0], 1), (streams[1], 2)):
-        os.dup2(stream, number)
-        os.close(stream)
-    os.close(streams[2])
+class _Popen(subprocess.Popen):
+    """Stand for subprocess.Popen: a Python that would run a script or a module is this one, in a new process."""
+
+    def __init__(self, args, **options):
+        if args[0] == sys.executable and args[1] != "-c":
+            env = dict(options.get("env") or os.environ)
+            options["preexec_fn"] = functools.partial(_be, [str(word) for word in args[1:]], env)  # does not return
+        super().__init__(args, **options)
+
+
+def _be(words: list[str], env: dict[str, str]) -> None:
+    """Be a Python that was started with these words and this environment; Popen has set all else."""
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    gc.freeze()  # keep what has these files: their numbers are taken anew
+    gc.enable()
+    ctypes.memmove(MARK, env["PLAYGROUND_TEST"].encode(), 32)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     os.environ.clear()
     os.environ.update(env)
-    os.chdir(cwd)
-    sys.argv = words
-    sys.path[:0] = [str(Path(words[0]).parent), *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
+    at_once = words[0] == "-u"  # as torchrun has it
+    sys.stdout = open(1, "w", 1 if at_once else -1, closefd=False)
+    sys.stderr = open(2, "w", 1, errors="backslashreplace", closefd=False)
+    sys.argv = words[at_once:]
+    sys.path[:0] = [str(Path(sys.argv[0]).parent), *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
     status = 1
     try:
-        runpy.run_path(words[0], run_name="__main__")
+        if sys.argv[0] == "-m":
+            del sys.argv[0]
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(sys.argv[0], run_name="__main__")
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
