@@ -16,29 +16,33 @@ from test_gpu import SHARED, machine, need
 from common.guard_rails import explained
 
 ADVICE = "use a smaller --batch_size or --width, or share the model out: README.md, which parallelism when"
-WIDE = ("--dataset", "digits", "--batch_size", 240, "--epochs", 1, "--width", 3072, "--layers", 6)
-WEIGHTS = 784 * 3072 + 5 * 3072 * 3072 + 3072 * 10
-ROOM = 16 * WEIGHTS  # bytes: weights, gradients and Adam's state, but nothing else
+WIDE = ("--dataset", "digits", "--epochs", 1, "--width", 3072)
 SHARING = ["fully_sharded_data_parallel", "tensor_parallel", "pipeline_parallel"]
 
 
-def limited(job):
-    """Let a process that has just started take so much more memory than it has, and no more. Returns its Job."""
+def room(layers):
+    """Return the bytes that weights, gradients and Adam's state take, but nothing else."""
+    return 16 * (784 * 3072 + (layers - 1) * 3072 * 3072 + 3072 * 10)
+
+
+def limited(job, more):
+    """Let a process that has just started take so many more bytes than it has, and no more. Returns its Job."""
     pid = job.process.pid
     has = int(re.search(r"VmData:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())[1]) * 1024
-    resource.prlimit(pid, resource.RLIMIT_DATA, (has + ROOM, has + ROOM))
+    resource.prlimit(pid, resource.RLIMIT_DATA, (has + more, has + more))
     return job
 
 
 def test_a_model_too_large_for_one_process():
     """One process ends with status 1 and one line; four train it, in each way, with the same numbers."""
-    done = limited(Lesson("single_gpu", *WIDE, "--device", "cpu")).wait()
+    flags = (*WIDE, "--device", "cpu", "--batch_size", 480, "--layers", 5)  # with fewer, four have too little room
+    done = limited(Lesson("single_gpu", *flags), room(5)).wait()
     assert done.returncode == 1 and not done.stdout
     (line,) = done.stderr.splitlines()
     assert "can't allocate memory: you tried to allocate" in line and line.endswith(ADVICE)
     trained = []
     for lesson in SHARING:
-        jobs = [limited(job) for job in ranks(lesson, *WIDE, "--device", "cpu", "--timeout", 300, processes=4)]
+        jobs = [limited(job, room(5)) for job in ranks(lesson, *flags, "--timeout", 300, processes=4)]
         ends = [job.wait(900) for job in jobs]
         assert not any(end.returncode for end in ends), "\n".join(end.stderr for end in ends)
         trained += epochs(ends[0].stdout)
@@ -51,19 +55,20 @@ def test_a_model_too_large_for_one_gpu(tmp_path):
     need(1)
     if machine()[0] < 2 and machine()[1] < [2, 30]:
         pytest.skip("needs two GPUs, or NCCL 2.30, which can have two ranks on one")
-    room = 'torch.cuda.get_device_properties("cuda").total_memory'
-    start = f"import torch\nif torch.cuda.is_available():\n    share = {ROOM} / {room}\n"
+    total = 'torch.cuda.get_device_properties("cuda").total_memory'
+    start = f"import torch\nif torch.cuda.is_available():\n    share = {room(6)} / {total}\n"
     for gpu in range(min(machine()[0], 2)):
         start += f"    torch.cuda.set_per_process_memory_fraction(share, {gpu})\n"
     (tmp_path / "sitecustomize.py").write_text(start)  # Python reads it when it starts
     env = ALL_GPUS | (SHARED | {"LOCAL_RANK": "0"} if machine()[0] < 2 else {})
+    flags = (*WIDE, "--device", "cuda", "--batch_size", 240, "--layers", 6)
     path = {"PYTHONPATH": str(tmp_path)}
-    done = Lesson("single_gpu", *WIDE, "--device", "cuda", env=ALL_GPUS | path, cold=True).wait()
+    done = Lesson("single_gpu", *flags, env=ALL_GPUS | path, cold=True).wait()
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert "CUDA out of memory" in line and line.endswith(ADVICE)
     for lesson in SHARING:
-        ends = [job.wait() for job in ranks(lesson, *WIDE, "--device", "cuda", env=env | path, cold=True)]
+        ends = [job.wait() for job in ranks(lesson, *flags, env=env | path, cold=True)]
         assert not any(end.returncode for end in ends), "\n".join(end.stderr for end in ends)
         assert len(epochs(ends[0].stdout)) == 1
 
