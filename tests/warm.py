@@ -128,8 +128,8 @@ def _be(words: list[str], env: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(env)
     at_once = words[0] == "-u"  # as torchrun has it
-    sys.stdout = open(1, "w", 1 if at_once else -1, closefd=False)
-    sys.stderr = open(2, "w", 1, errors="backslashreplace", closefd=False)
+    sys.stdout = os.fdopen(1, "w", 1 if at_once else -1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
     sys.argv = words[at_once:]
     sys.path[:0] = [str(Path(sys.argv[0]).parent), *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
     status = 1
