@@ -19,10 +19,10 @@ each of their runs is a process of its own, through the other lesson's command l
 It prints a table and some sentences for each part, and writes results.json, four figures and what each run has left
 (output, checkpoint, traces for ui.perfetto.dev) into --out. A lesson that fails is a row with its error (times differ):
 
-    | lesson                                | images/s | start-up s | peak memory MiB | note |
-    | ------------------------------------- | -------- | ---------- | --------------- | ---- |
-    | single_gpu.py                         |  271,595 |        2.5 |             957 |      |
-    | distributed_data_parallel.py -g 2     |  142,499 |        4.4 |             961 |      |
+    | lesson                                      | images/s | start-up s | peak memory MiB | messages     | note |
+    | ------------------------------------------- | -------- | ---------- | --------------- | ------------ | ---- |
+    | single_gpu.py                               |  253,824 |        2.9 |             957 |            – |      |
+    | tensor_parallel.py, 2 processes             |   94,421 |        4.4 |             960 | 3 all_reduce |      |
 
 What is approximate: a traced step takes longer than others, so look at its parts, not at its length. "Computing" is
 what is left after data and messages, with Python's own work; a message's time includes waiting for a rank that is late;
