@@ -4,7 +4,7 @@ Before a layer computes, the ranks gather its weights (all_gather), and free the
 again, a layer ahead (GPUs always do), and leaves each rank the mean gradient of its share (reduce_scatter). So up to
 two layers are whole. It sends 1.5 times DDP's bytes, or as many with --keep_weights, which frees none until backward().
 
-    torchrun --standalone --nproc-per-node 2 playground/fully_sharded_data_parallel.py --run_dir runs/fsdp -s fsdp.pt
+    torchrun --standalone --nproc-per-node 2 playground/fully_sharded_data_parallel.py --run_dir runs/fsdp -s runs/f.pt
     torchrun --standalone --nproc-per-node 4 playground/fully_sharded_data_parallel.py --run_dir runs/fsdp --epochs 5
 
 It prints single_gpu.py's lines (others with --clip 1), then what it counts in one more step:
