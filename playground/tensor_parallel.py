@@ -61,7 +61,7 @@ def join(args):
 
 def cut_by_hand(column, row):
     """Keep this rank's piece of a pair of layers, and add up over all ranks where the pair ends and where it begins."""
-    for layer, name, dim in (column, "weight", 0), (column, "bias", 0), (row, "weight", 1):  # (outputs, inputs)
+    for layer, name, dim in (column, "weight", 0), (column, "bias", 0), (row, "weight", 1):  # shape: outputs, inputs
         piece = getattr(layer, name).detach().chunk(dist.get_world_size(), dim)[dist.get_rank()]
         setattr(layer, name, torch.nn.Parameter(piece.clone()))
     if dist.get_rank() > 0:
@@ -76,7 +76,7 @@ def cut_by_hand(column, row):
             inputs[0].register_hook(add_up)
 
     column.register_forward_pre_hook(begin)
-    row.register_forward_hook(lambda _, inputs, part: dist.all_reduce(part.detach()))  # NEW: unseen by autograd
+    row.register_forward_hook(lambda _, inputs, part: dist.all_reduce(part.detach()))  # NEW: in place, past autograd
 
 
 def whole(piece, shape):

@@ -1,11 +1,13 @@
 """Two nodes on one machine: network namespaces with addresses, host names and an interface of their own."""
 
+import contextlib
 import os
 import re
 import shutil
 import subprocess
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -59,6 +61,17 @@ def sh(*command) -> str:
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
     assert done.returncode == 0, f"{command}: {done.stderr}"
     return done.stdout
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[None]:
+    """Put a file system of this size, as in 4m, on a folder, as long as the context lasts."""
+    need("mount")
+    sh("mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder)
+    try:
+        yield
+    finally:
+        sh("umount", folder)
 
 
 def read_until(job, pattern: str, count: int = 1) -> str:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from conftest import DETECTRON2, DIGITS, LESSONS, LONG, ROOT, SHORT, Lesson, by_torchrun, free_port, run, talks
-from nodes import need, sh
+from nodes import small_disk
 
 from common.guard_rails import explained
 
@@ -498,9 +498,7 @@ def test_without_detectron2():
 
 def test_a_full_disk(tmp_path):
     """No room for the next checkpoint: one line from each kind of lesson, and the last checkpoint is whole."""
-    need("mount")
-    sh("mount", "-t", "tmpfs", "-o", "size=1100k", "tmpfs", tmp_path)
-    try:
+    with small_disk(tmp_path, "1100k"):
         flags = (*SHORT[:-1], 50, "-s", tmp_path / "c.pt")
         for lesson in ("single_gpu", "distributed_data_parallel"):
             run(lesson, *flags[:-2], "--epochs", 1, "-s", tmp_path / "c.pt")
@@ -509,5 +507,3 @@ def test_a_full_disk(tmp_path):
             torch.load(tmp_path / "c.pt", weights_only=True)
             for name in os.listdir(tmp_path):
                 (tmp_path / name).unlink()
-    finally:
-        sh("umount", tmp_path)

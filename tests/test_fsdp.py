@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import DIGITS, epochs, torchrun, train
-from nodes import need, sh
+from nodes import sh, small_disk
 from test_break_it import change  # noqa: F401 - a fixture
 from test_errors import one_line
 from test_parity import result, single
@@ -206,11 +206,9 @@ def test_a_piece_is_missing_or_damaged(damage, piece, words, broken):
 
 def test_a_full_disk(tmp_path):
     """No room for the next checkpoint: a line from each rank. With more room it goes on from the last whole one."""
-    need("mount")
     folder = tmp_path / "small"
     folder.mkdir()
-    sh("mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder)
-    try:
+    with small_disk(folder, "4m"):
         flags = (*SHORT, "--double", "--run_dir", folder / "run")
         done = failed(*flags, "--epochs", 5, processes=2)
         told = "make room, or choose another --savefile or --run_dir"
@@ -220,8 +218,6 @@ def test_a_full_disk(tmp_path):
         sh("mount", "-o", "remount,size=20m", folder)
         again = train(LESSON, *flags, "--epochs", saved + 1, processes=3).stdout
         assert epochs(again) == epochs(done.stdout)[saved:]
-    finally:
-        sh("umount", folder)
 
 
 def epochs_of_two():

@@ -4,10 +4,9 @@ import re
 import textwrap
 
 import pytest
-import torch
 from conftest import DIGITS, ROOT, epochs, ranks, single_gpu, train
-from test_tensor_parallel import change, fails  # noqa: F401 - change is a fixture
-from test_timeline import ONE_STEP, assert_one_line, reference
+from test_tensor_parallel import assert_whole, change, fails  # noqa: F401 - change is a fixture
+from test_timeline import ONE_STEP, assert_one_line
 
 LESSON = "hybrid_parallel"
 TWO_EPOCHS = (*DIGITS, "--batch_size", 120, "--epochs", 2)
@@ -28,22 +27,10 @@ ROW = r"^(tp|dp) +(all_reduce|all_gather|reduce_scatter) +(\d+) +(\d+) +([\d,]+)
 )
 def test_gradients_are_those_of_one_process(processes, mesh, network, tmp_path):
     """To 1e-12 after one step with all 1,500 images; the checkpoint has everything whole."""
-    torch.set_default_dtype(torch.float64)
-    try:
-        names, gradients = reference(**network)
-    finally:
-        torch.set_default_dtype(torch.float32)
     flags = [word for name, value in network.items() for word in (f"--{name}", value)]
     done = train(LESSON, *ONE_STEP, *flags, "--mesh", mesh, "-s", tmp_path / "c.pt", processes=processes)
     assert not done.stderr
-    checkpoint = torch.load(tmp_path / "c.pt", weights_only=True)
-    assert set(checkpoint) == {"model", "optimizer", "epoch", "args"}
-    assert list(checkpoint["model"]) == names
-    for place, (name, gradient) in enumerate(zip(names, gradients, strict=True)):
-        state = checkpoint["optimizer"]["state"][place]
-        assert state["step"] == 1
-        assert checkpoint["model"][name].shape == state["exp_avg_sq"].shape == gradient.shape
-        torch.testing.assert_close(state["exp_avg"] * 10, gradient, atol=1e-12, rtol=0)  # Adam's first average
+    assert_whole(tmp_path / "c.pt", network)
 
 
 def axes(out):

@@ -7,7 +7,7 @@ import signal
 import pytest
 import torch
 from conftest import DIGITS, LONG, Lesson, each_epoch, epochs, one_process, run, torchrun, train, wait_for_epoch
-from nodes import need, sh
+from nodes import sh, small_disk
 from test_errors import one_line, wait_for_line
 
 LESSON = "distributed_data_parallel_resumable"
@@ -98,11 +98,9 @@ def test_all_checkpoints_damaged(tmp_path):
 
 def test_a_full_disk(tmp_path):
     """No room for the next checkpoint: one line, the ones before it are whole, and with more room it goes on."""
-    need("mount")
     folder = tmp_path / "small"
     folder.mkdir()
-    sh("mount", "-t", "tmpfs", "-o", "size=1900k", "tmpfs", folder)
-    try:
+    with small_disk(folder, "1900k"):
         done = run(LESSON, *DIGITS, "--epochs", 5, "--run_dir", folder / "run", status=1)
         one_line(done, "No space left on device", "make room", "--run_dir")
         saved = sorted((folder / "run").glob("epoch-*.pt"))
@@ -113,8 +111,6 @@ def test_a_full_disk(tmp_path):
         done = run(LESSON, *DIGITS, "--epochs", 5, "--run_dir", folder / "run")
         assert f"{len(saved)} of 5 epochs are done" in done.stdout
         assert epochs(done.stdout)[-1] == one_process(*DIGITS, "--epochs", 5)[-1]
-    finally:
-        sh("umount", folder)
 
 
 def test_a_folder_that_can_not_be_made(main):

@@ -50,6 +50,23 @@ def fails(copy, *flags, processes):
     return str(failed.value)
 
 
+def assert_whole(path, network):
+    """After ONE_STEP a checkpoint has all weights and Adam's averages, those of plain PyTorch, to 1e-12."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        names, gradients = reference(**network)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    checkpoint = torch.load(path, weights_only=True)
+    assert set(checkpoint) == {"model", "optimizer", "epoch", "args"}
+    assert list(checkpoint["model"]) == names
+    for place, (name, gradient) in enumerate(zip(names, gradients, strict=True)):
+        state = checkpoint["optimizer"]["state"][place]
+        assert state["step"] == 1
+        assert checkpoint["model"][name].shape == state["exp_avg_sq"].shape == gradient.shape
+        torch.testing.assert_close(state["exp_avg"] * 10, gradient, atol=1e-12, rtol=0)  # Adam's first average
+
+
 @pytest.fixture
 def right():
     """The losses of single_gpu.py."""
@@ -90,21 +107,9 @@ def test_a_step_is_that_of_the_whole_model(by, processes, flags, messages):
 )
 def test_a_checkpoint_is_that_of_one_process(by, processes, network, tmp_path):
     """After a step with all images rank 0 has all weights and Adam's averages, those of plain PyTorch."""
-    torch.set_default_dtype(torch.float64)
-    try:
-        names, gradients = reference(**network)
-    finally:
-        torch.set_default_dtype(torch.float32)
     flags = [word for name, value in network.items() for word in (f"--{name}", value)]
     train(LESSON, *ONE_STEP, *flags, "--by", by, "-s", tmp_path / "c.pt", processes=processes)
-    checkpoint = torch.load(tmp_path / "c.pt", weights_only=True)
-    assert set(checkpoint) == {"model", "optimizer", "epoch", "args"}
-    assert list(checkpoint["model"]) == names
-    for place, (name, gradient) in enumerate(zip(names, gradients, strict=True)):
-        state = checkpoint["optimizer"]["state"][place]
-        assert state["step"] == 1
-        assert checkpoint["model"][name].shape == state["exp_avg_sq"].shape == gradient.shape
-        torch.testing.assert_close(state["exp_avg"] * 10, gradient, atol=1e-12, rtol=0)  # Adam's first average
+    assert_whole(tmp_path / "c.pt", network)
 
 
 @pytest.mark.parametrize(

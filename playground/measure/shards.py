@@ -1,4 +1,4 @@
-"""What each rank of a sharded model holds, in bytes, and the messages that a step takes: counted, not computed."""
+"""What each rank of a sharded model holds, in bytes, and the messages of a step: counted, beside the formulas."""
 
 import warnings
 

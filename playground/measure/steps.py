@@ -40,9 +40,9 @@ def compare_step(model: nn.Module, whole_model: nn.Module, images: Tensor, label
         pairs, first = 0, False  # a DTensor sends itself no messages
     if dist.get_rank() == 0:
         print("outputs differ from the whole model's by {:.0e}, gradients by {:.0e}".format(*furthest.tolist()))
-        counted, images = (forward.get_total_counts(), backward.get_total_counts()), ", none for images" * first
-        print(f"all_reduce in forward: {counted[0]}, in backward: {counted[1]}", end="  ")
-        print(f"(predicted: {pairs} and {pairs - first}, one for each pair of layers{images})", flush=True)
+        counted = f"all_reduce in forward: {forward.get_total_counts()}, in backward: {backward.get_total_counts()}"
+        each = "one for each pair of layers" + ", none for images" * first
+        print(f"{counted}  (predicted: {pairs} and {pairs - first}, {each})", flush=True)
     model.zero_grad()
 
 
