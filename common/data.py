@@ -1,6 +1,7 @@
 """MNIST, or scikit-learn's handwritten digits, as tensors in memory.
 
-`fetch` puts the files on disk (once per node), `load` reads them, `whole_batch` goes with the DataLoader:
+`fetch` puts the files on disk, once on each node. `load` reads them. `whole_batch` belongs to the
+DataLoader:
 
     DataLoader(train_set, batch_size=128, sampler=sampler, collate_fn=whole_batch)
 """
@@ -50,7 +51,7 @@ class Images(Dataset):
         return self.images[index], self.labels[index]
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        """Return a batch, (B, 1, 28, 28) and int64 (B,). DataLoader prefers this to B single reads."""
+        """Return a batch, (B, 1, 28, 28) and int64 (B,). DataLoader calls this if it is there."""
         index = torch.from_numpy(numpy.array(indices))  # faster than torch.tensor(indices)
         return self.images.index_select(0, index), self.labels.index_select(0, index)
 
@@ -61,10 +62,12 @@ def whole_batch(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def fetch(dataset: str | None, data_dir: str | Path, batch_size: int = 1) -> str:
-    """Make sure that the data is on disk and fills a batch. Safe to call from several processes at once.
+    """Make sure that the data is on disk and fills a batch.
+
+    Several processes may call it at the same time.
 
     Args:
-        dataset: "mnist", "digits" or None, which means MNIST if it can be had and digits otherwise.
+        dataset: "mnist", "digits" or None, which means MNIST if possible and digits otherwise.
         data_dir: folder for the files, in torchvision's layout (data_dir/MNIST/raw).
         batch_size: images in a step.
 
@@ -72,23 +75,27 @@ def fetch(dataset: str | None, data_dir: str | Path, batch_size: int = 1) -> str
         The data set to train on.
 
     Raises:
-        SystemExit: with one line, when a file is truncated, when MNIST was asked for and can't be had, or when the
-            training set is smaller than a batch.
+        SystemExit: with one line, if a file is truncated, if MNIST was asked for and cannot be
+            fetched, or if the training set is smaller than a batch.
     """
     if dataset != "digits":
         try:
             _fetch_mnist(Path(data_dir))
             dataset = "mnist"
         except (OSError, RuntimeError, http.client.HTTPException) as error:
-            words = f"{type(error).__name__}: {error}".split()[-12:]  # the end of a failed download's message says why
-            reason = f"MNIST is not in {data_dir} and can't be fetched ({' '.join(words)})"
+            words = f"{type(error).__name__}: {error}".split()
+            end = " ".join(words[-12:])  # a long message gives its reason at its end
+            reason = f"MNIST is not in {data_dir} and cannot be fetched ({end})"
             if dataset == "mnist":
-                sys.exit(f"error: {reason}: copy its files to {data_dir}/MNIST/raw, or use --dataset digits")
+                folder = f"{data_dir}/MNIST/raw"
+                sys.exit(f"error: {reason}: copy its files to {folder}, or use --dataset digits")
             dataset = "digits"
             if os.environ.get("LOCAL_RANK", "0") == "0":
-                print(f"WARNING: {reason}: training on scikit-learn's 1,797 digits instead", file=sys.stderr)
-    if batch_size > DATASETS[dataset]:
-        sys.exit(f"error: --batch_size must be at most {DATASETS[dataset]}, the training images of {dataset}")
+                instead = "training on scikit-learn's 1,797 digits instead"
+                print(f"WARNING: {reason}: {instead}", file=sys.stderr)
+    most = DATASETS[dataset]
+    if batch_size > most:
+        sys.exit(f"error: --batch_size must be at most {most}, the training images of {dataset}")
     return dataset
 
 
@@ -106,15 +113,16 @@ def load(dataset: str, data_dir: str | Path) -> tuple[Images, Images]:
         from torchvision.datasets import MNIST  # here, because digits do without it
 
         parts = [MNIST(data_dir, train=train) for train in (True, False)]
-        # mean and standard deviation over all pixels of the training images; below, of the resized ones
+        # The last two numbers are the mean and the standard deviation of all training pixels.
         return tuple(_normalised(part.data, part.targets, 255, 0.1307, 0.3081) for part in parts)
     from sklearn.datasets import load_digits
 
     digits = load_digits()
     images, labels = torch.tensor(digits.images), torch.tensor(digits.target)
-    # the writers follow each other in the file, so shuffle before cutting off a test set
+    # The digits of one writer follow each other in the file. So shuffle before the split.
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    return tuple(_normalised(images[part], labels[part], 16, 0.3051, 0.3245) for part in (order[:1500], order[1500:]))
+    parts = (order[:1500], order[1500:])
+    return tuple(_normalised(images[part], labels[part], 16, 0.3051, 0.3245) for part in parts)
 
 
 def _normalised(pixels: Tensor, labels: Tensor, white: int, mean: float, std: float) -> Images:
@@ -127,7 +135,7 @@ def _normalised(pixels: Tensor, labels: Tensor, white: int, mean: float, std: fl
 
 @contextlib.contextmanager
 def _patience(seconds: float) -> Iterator[None]:
-    """Let urllib give up after so many seconds without an answer; it would wait for ever."""
+    """Let urllib give up after so many seconds without an answer. By default it waits forever."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(seconds)
     try:
@@ -140,17 +148,18 @@ def _fetch_mnist(data_dir: Path) -> None:
     """Let torchvision download and unpack what is missing, in one process at a time.
 
     Raises:
-        OSError, RuntimeError: if a file is missing and can't be had.
+        OSError, RuntimeError: if a file is missing and cannot be fetched.
         SystemExit: if a file is damaged.
     """
     raw = data_dir / "MNIST" / "raw"
     if all(_size(raw / name) == size for name, size in MNIST_FILES.items()):
         return
     data_dir.mkdir(parents=True, exist_ok=True)
-    lock, waited = FileLock(data_dir / ".lock"), False
+    lock = FileLock(data_dir / ".lock")
+    waited = False
     try:
         lock.acquire(timeout=0)
-    except Timeout:  # another process is at it: wait for what it brings
+    except Timeout:  # another process is downloading the files now
         waited = True
         lock.acquire()
     try:
@@ -160,15 +169,23 @@ def _fetch_mnist(data_dir: Path) -> None:
             _download_mnist(data_dir, raw)
     finally:
         lock.release()
-    for path, size in ((raw / name, size) for name, size in MNIST_FILES.items()):
+    for name, size in MNIST_FILES.items():
+        path = raw / name
         if not path.is_file():
-            raise OSError(f"{path} did not come")
+            raise OSError(f"{path} was not downloaded")
         if _size(path) != size:
-            sys.exit(f"error: {path} has {_size(path):,} bytes, not {size:,}: delete it and start again")
+            sizes = f"{_size(path):,} bytes, not {size:,}"
+            sys.exit(f"error: {path} has {sizes}: delete it and start again")
 
 
 def _download_mnist(data_dir: Path, raw: Path) -> None:
-    """Download and unpack with torchvision. What came damaged is removed, what was damaged before is told."""
+    """Download and unpack the files with torchvision.
+
+    A damaged file is removed if it was downloaded just now, and named if it was there before.
+
+    Raises:
+        SystemExit: if a file was damaged before.
+    """
     from torchvision.datasets import MNIST
     from torchvision.datasets.utils import check_integrity
 
@@ -177,7 +194,8 @@ def _download_mnist(data_dir: Path, raw: Path) -> None:
         with _patience(10), contextlib.redirect_stdout(sys.stderr):
             MNIST(data_dir, download=True)
     except BaseException:
-        for path, md5 in ((raw / name, md5) for name, md5 in MNIST.resources):
+        for name, md5 in MNIST.resources:
+            path = raw / name
             if path.is_file() and not check_integrity(path, md5):
                 if path in before:
                     sys.exit(f"error: {path} is damaged: delete it and start again")

@@ -1,7 +1,7 @@
-"""The networks that the lessons train, an MLP and a CNN.
+"""The networks that the lessons train: an MLP and a CNN.
 
-Each is made of two stages, so that model_parallel.py can put them on two devices. A stage is an ordinary
-`nn.Sequential`; the names of the weights are the same wherever a stage lives.
+Each consists of two stages, so that model_parallel.py can put them on two devices. A stage is an
+ordinary `nn.Sequential`. The names of the parameters do not depend on where a stage is.
 """
 
 from itertools import chain, pairwise
@@ -9,8 +9,9 @@ from itertools import chain, pairwise
 import torch
 from torch import Tensor, nn
 
-# cuDNN would round the inputs of convolutions to 10 bits on newer GPUs (TF32): the lessons' numbers could not agree
-torch.backends.cudnn.allow_tf32 = False
+# On newer GPUs, cuDNN would round the inputs of convolutions to 10 bits (TF32). Then the lessons
+# could not compute the same numbers.
+torch.backends.cudnn.conv.fp32_precision = "ieee"
 
 
 class MLP(nn.Module):
@@ -30,18 +31,21 @@ class MLP(nn.Module):
         self.stage2 = nn.Sequential(*chain(*hidden[half:]), nn.Linear(sizes[-1], 10))
 
     def forward(self, images: Tensor) -> Tensor:
-        """Turn images, (N, 1, 28, 28), into class scores (logits), (N, 10), of the weights' dtype."""
+        """Turn images, (N, 1, 28, 28), into class scores (logits), (N, 10), of the same dtype."""
         return self.stage2(self.stage1(images))
 
 
 class CNN(nn.Module):
-    """A convolutional network of LeNet-5's size (LeCun et al., 1998): two convolutions, two linear layers.
+    """A convolutional network of LeNet-5's size (LeCun et al., 1998).
+
+    It has two convolutions and two linear layers.
 
     Args:
         width: neurons in each hidden linear layer; None: 120.
         layers: hidden linear layers; None: 1.
-        dropout: share of the hidden layer switched off at random in training. It is 0 because each process would draw
-            other random numbers than a single one does, and the lessons could not arrive at the same weights.
+        dropout: probability with which a neuron of a hidden layer is switched off in training. It
+            is 0 because each process draws other random numbers than a single one does, so the
+            lessons could not compute the same numbers.
     """
 
     def __init__(self, width: int | None = None, layers: int | None = None, dropout: float = 0.0):
@@ -59,7 +63,7 @@ class CNN(nn.Module):
         self.stage2 = nn.Sequential(nn.Flatten(), *chain(*hidden), nn.Linear(sizes[-1], 10))
 
     def forward(self, images: Tensor) -> Tensor:
-        """Turn images, (N, 1, 28, 28), into class scores (logits), (N, 10), of the weights' dtype."""
+        """Turn images, (N, 1, 28, 28), into class scores (logits), (N, 10), of the same dtype."""
         return self.stage2(self.stage1(images))
 
 
