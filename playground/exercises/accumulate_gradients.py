@@ -1,0 +1,39 @@
+"""Gradient accumulation with DDP: the gradient of a batch that does not fit into memory at once.
+
+Lesson: distributed_data_parallel_resnet.py.
+
+Write accumulate_gradients(model, images, labels, count). The model is wrapped by DDP. Its gradients
+are None. Each rank calls the function with its per-rank batch: images, and their labels. All ranks
+have the same number of images. The function splits the batch into `count` micro-batches, and fewer
+if there are fewer images. It computes one after the other, by forward() and backward(). The loss is
+F.cross_entropy. Afterwards each parameter.grad is the gradient of the mean loss of the global
+batch, as if each rank had computed its batch in one piece.
+
+It is good if
+- the gradients are right, also if `count` does not divide the number of images;
+- a micro-batch has at most ceil(images / count) images, and its backward() follows its forward(),
+  so that only one micro-batch is in memory at a time;
+- each gradient travels once: a rank sends the bytes of one all_reduce of all gradients;
+- the next call works as well.
+
+Check it:
+    python playground/exercises/accumulate_gradients.py            # what is wrong, or RIGHT
+    python playground/exercises/accumulate_gradients.py --trace    # which collectives a rank calls
+    python playground/exercises/accumulate_gradients.py --hint 1   # also 2 and 3
+    python playground/exercises/accumulate_gradients.py --answer
+"""
+
+from contextlib import nullcontext
+
+import torch
+from check import check
+from torch.nn import functional as F
+
+
+def accumulate_gradients(model, images, labels, count):
+    """Compute the gradient of the global batch in micro-batches, with one round of messages."""
+    raise NotImplementedError("your turn")
+
+
+if __name__ == "__main__":
+    check(__file__)

@@ -1,0 +1,88 @@
+"""How fault_newer_parameters is checked."""
+
+import torch
+import torch.distributed as dist
+from verdicts import difference
+
+NAME = "train"
+FAULT = "WRONG with 2 ranks, 1 step ... the parameters that rank 1 has after its own step"
+WORLD_SIZES = (2, 3, 4, 5)
+CASES = {"1 step": {"shape": (2,), "steps": 1}, "5 steps": {"shape": (2, 3), "steps": 5}}
+HINTS = (
+    "When do the numbers of a message leave the tensor: in isend, or later? What has happened to "
+    "the tensor until then?",
+    "Until request.wait() returns, the tensor that isend sends must not change. A clone() of it "
+    "can travel while the tensor itself changes. dist.batch_isend_irecv starts both messages.",
+    "message = a copy of the parameters\nrequest = start to send the copy\n"
+    "take a step, receive, and wait for the request, as before",
+)
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
+
+
+def start(rank, shape):
+    """Return the parameters of a rank at the start."""
+    return torch.full(shape, 10.0**rank)
+
+
+def goal(rank, shape):
+    """Return the numbers that the training on one rank alone would reach."""
+    return torch.full(shape, 3 * 10.0**rank)
+
+
+def run(train, shape, steps):
+    """Call the learner's function on this rank."""
+    rank = dist.get_rank()
+    parameters = start(rank, shape)
+    returned = train(parameters, lambda now: now - goal(rank, shape), steps)
+    return {"the parameters": parameters, "what is returned": returned}
+
+
+def own_step(parameters, rank, shape):
+    """Return the parameters of a rank after a step of its own."""
+    return parameters - 0.5 * (parameters - goal(rank, shape))
+
+
+def trained(world_size, shape, steps):
+    """Return the parameters of all ranks after training."""
+    now = [start(rank, shape) for rank in range(world_size)]
+    for _ in range(steps):
+        new = []
+        for rank in range(world_size):
+            new.append((own_step(now[rank], rank, shape) + now[rank - 1]) / 2)
+        now = new
+    return now
+
+
+def expected(rank, world_size, shape, steps):
+    """Return what run() should return."""
+    return {"the parameters": trained(world_size, shape, steps)[rank], "what is returned": None}
+
+
+def limits(rank, world_size, shape, steps):
+    """Return how much a rank may send."""
+    return {"messages": steps, "bytes": steps * start(rank, shape).nbytes}
+
+
+def explain(outcome):
+    """Put typical mistakes into words."""
+    if outcome.verdict != "WRONG":
+        return None
+    rank = outcome.rank
+    shape = outcome.case["shape"]
+    result = outcome.results[rank]
+    actual = result["the parameters"]
+    left = (rank - 1) % outcome.world_size
+    mine = start(rank, shape)
+    theirs = start(left, shape)
+    if result["what is returned"] is not None:
+        return "Change the parameters in place, and return nothing."
+    if not difference(actual, mine, TOLERANCE):
+        return "The tensor of the caller has not changed. Are the new numbers in another tensor?"
+    if any(message.kind == "barrier" for message in outcome.messages[rank]):
+        return "After a barrier all ranks have called isend, but the numbers may not have left."
+    if not difference(actual, own_step((mine + theirs) / 2, rank, shape), TOLERANCE):
+        return "This is right if the mean came first, and the step after it."
+    newer = (own_step(mine, rank, shape) + own_step(theirs, left, shape)) / 2
+    if not difference(actual, newer, TOLERANCE):
+        return f"Rank {rank} has received the parameters that rank {left} has after its own step."
+    return None

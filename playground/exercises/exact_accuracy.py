@@ -1,0 +1,39 @@
+"""The exact loss and accuracy, although the ranks have different numbers of images.
+
+Lesson: distributed_data_parallel.py.
+
+Write exact_accuracy(model, batches). The images of a test set are divided among the ranks. Each
+rank calls the function with its own batches, a list of pairs (images, labels). Batches may have
+different sizes. The ranks may have different numbers of batches, and a rank may have none. There is
+at least one image on some rank. The model is the same on all ranks, and not wrapped by DDP.
+
+On each rank it returns two numbers. The first is the mean of F.cross_entropy over all images of all
+ranks. The second is the fraction of these images that the model recognizes. It recognizes an image
+if logits.argmax(dim=1) is its label.
+
+It is good if
+- both numbers are those of a single process that tests all images;
+- the model computes in evaluation mode: dropout does nothing, and batch norm keeps its buffers;
+- autograd is off, so that a batch needs no memory for backward();
+- each rank sends one message of at most three numbers of 8 bytes.
+
+Check it:
+    python playground/exercises/exact_accuracy.py            # what is wrong, or RIGHT
+    python playground/exercises/exact_accuracy.py --trace    # which collectives each rank calls
+    python playground/exercises/exact_accuracy.py --hint 1   # also 2 and 3
+    python playground/exercises/exact_accuracy.py --answer
+"""
+
+import torch
+import torch.distributed as dist
+from check import check
+from torch.nn import functional as F
+
+
+def exact_accuracy(model, batches):
+    """Return the mean loss and the accuracy over all images of all ranks."""
+    raise NotImplementedError("your turn")
+
+
+if __name__ == "__main__":
+    check(__file__)

@@ -1,0 +1,49 @@
+"""Find the fault: some ranks receive parameters that are a step ahead.
+
+Lesson: nonblocking_p2p.py.
+
+train(parameters, gradient, steps) trains a copy of the parameters on each of two or more ranks, and
+pulls the copies together. In each step, a rank sends its parameters to its right neighbour and
+receives those of its left neighbour. While they travel, it takes a step of its own. Then it
+replaces its parameters with the mean of its own and the received ones:
+
+    new = ((old - 0.5 * gradient(old)) + old of the left neighbour) / 2
+
+But some ranks receive parameters with which the left neighbour has already taken its own step. Find
+the fault, and repair train.
+
+It is repaired if
+- the parameters are right on all ranks after any number of steps;
+- they are still changed in place, and nothing is returned;
+- each rank sends its parameters once in each step, and nothing else.
+
+Check it:
+    python playground/exercises/fault_newer_parameters.py            # what is wrong, or RIGHT
+    python playground/exercises/fault_newer_parameters.py --trace    # who sends what to whom
+    python playground/exercises/fault_newer_parameters.py --hint 1   # also 2 and 3
+    python playground/exercises/fault_newer_parameters.py --answer
+"""
+
+import torch
+import torch.distributed as dist
+from check import check
+
+
+def train(parameters, gradient, steps):
+    """Train a tensor in place. gradient(parameters) returns its gradient on this rank."""
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    right = (rank + 1) % world_size
+    left = (rank - 1) % world_size
+    received = torch.empty_like(parameters)
+    for _ in range(steps):
+        request = dist.isend(parameters, right)
+        parameters -= 0.5 * gradient(parameters)
+        dist.recv(received, left)
+        request.wait()
+        parameters += received
+        parameters /= 2
+
+
+if __name__ == "__main__":
+    check(__file__)

@@ -1,0 +1,41 @@
+"""Find the fault: the ranks count more test images than there are.
+
+Lesson: distributed_data_parallel.py.
+
+test(model, dataset) tests a model on all ranks together. Each rank tests a part of the data set,
+and the ranks add up their counts. Each image should be counted once. But some are counted twice.
+Find the fault, and repair test.
+
+It is repaired if
+- the counts are right on all ranks, with any number of images, also with fewer images than ranks;
+- each image is read on one rank only;
+- the parts are equal, or some ranks have one image more than others.
+
+Check it:
+    python playground/exercises/fault_too_many_images.py            # what is wrong, or RIGHT
+    python playground/exercises/fault_too_many_images.py --hint 1   # also 2 and 3
+    python playground/exercises/fault_too_many_images.py --answer
+"""
+
+import torch
+import torch.distributed as dist
+from check import check
+from torch.utils.data import DataLoader, DistributedSampler
+
+
+def test(model, dataset):
+    """Return how many images of the whole data set are recognized, and how many there are."""
+    sampler = DistributedSampler(dataset, shuffle=False)
+    loader = DataLoader(dataset, batch_size=4, sampler=sampler)
+    counts = torch.zeros(2, dtype=torch.int64)
+    with torch.no_grad():
+        for images, labels in loader:
+            predictions = model(images).argmax(dim=1)
+            counts[0] += (predictions == labels).sum()
+            counts[1] += len(labels)
+    dist.all_reduce(counts)
+    return counts.tolist()
+
+
+if __name__ == "__main__":
+    check(__file__)

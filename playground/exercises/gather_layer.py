@@ -1,0 +1,50 @@
+"""A layer whose parameters are whole only while it computes, as in stage 3 of ZeRO and in FSDP.
+
+Lesson: manual_sharding.py.
+
+Write the autograd function GatherLayer. Each rank has one shard of a layer's parameters: 1/n of the
+numbers, in the order of the ranks. Each rank also has inputs of its own.
+
+compute(inputs, flat) is the forward pass of the layer, in plain PyTorch. `flat` is a tensor with
+one axis that has all shards, one after another. Zeros at its end make all shards equally long, and
+compute() ignores them. It draws no random numbers.
+
+forward() gathers the shards, and returns what compute() returns. backward() gathers them again, and
+runs compute() again, because autograd records nothing inside forward().
+
+It is good if
+- the gradient of `shard` is this rank's shard of the mean gradient over all ranks. The gradient of
+  `inputs` is not averaged, because each rank has inputs of its own;
+- from forward() to backward(), and afterwards, this rank keeps its shard and `inputs`, but neither
+  the whole parameters nor what was computed from them;
+- a step sends two all_gathers and one reduce_scatter. If `shard` needs no gradient, because the
+  layer is frozen, there is no reduce_scatter. ctx.needs_input_grad tells this;
+- it is right for any layer, also if `inputs` are integers, and for any dtype of the parameters.
+
+Check it:
+    python playground/exercises/gather_layer.py            # what is wrong, or RIGHT
+    python playground/exercises/gather_layer.py --hint 1   # also 2 and 3
+    python playground/exercises/gather_layer.py --answer
+"""
+
+import torch
+import torch.distributed as dist
+from check import check
+
+
+class GatherLayer(torch.autograd.Function):
+    """A layer of which this rank keeps a shard. It is gathered in forward() and in backward()."""
+
+    @staticmethod
+    def forward(ctx, inputs, shard, compute):
+        """Return compute(inputs, flat), where flat has the shards of all ranks."""
+        raise NotImplementedError("your turn")
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """Return the gradients of inputs and shard, and None for compute."""
+        raise NotImplementedError("your turn")
+
+
+if __name__ == "__main__":
+    check(__file__)

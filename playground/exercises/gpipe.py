@@ -1,0 +1,48 @@
+"""A pipeline in the order of GPipe, by send and recv.
+
+Lesson: manual_pipeline.py.
+
+Write gpipe(stage, inputs, labels, shape, dtype). Each rank calls it with its own stage of a model.
+It computes the gradients of one step, as backward() does in a single process: `parameter.grad` of
+each parameter of its stage.
+
+    stage     a module: the part of the model that this rank computes
+    inputs    a list of tensors, the micro-batches. The same on all ranks; rank 0 computes with it
+    labels    a list of tensors, their labels. The same on all ranks; the last rank computes the
+              loss with it
+    shape     the shape of what this stage receives for one row of a micro-batch
+    dtype     the dtype of what this stage receives
+
+The loss is F.cross_entropy, the mean over all rows of all micro-batches. The last micro-batch may
+have fewer rows than the others.
+
+It is good if
+- the gradients are those of a single process, and each rank computes one forward pass for each
+  micro-batch;
+- it computes all forward passes first, and then all backward passes, so the ranks work at the same
+  time: 2(n + m - 2) rounds of messages for n ranks and m micro-batches;
+- only send, recv, isend and irecv are used. A rank sends one message for each micro-batch to the
+  next rank, and one to the previous rank;
+- any stage works: with frozen parameters only, with an output that is not contiguous, with integers
+  as the inputs of rank 0.
+
+Check it:
+    python playground/exercises/gpipe.py            # what is wrong, or RIGHT
+    python playground/exercises/gpipe.py --trace    # who sends what to whom
+    python playground/exercises/gpipe.py --hint 1   # also 2 and 3
+    python playground/exercises/gpipe.py --answer
+"""
+
+import torch
+import torch.distributed as dist
+from check import check
+from torch.nn import functional as F
+
+
+def gpipe(stage, inputs, labels, shape, dtype):
+    """Compute the gradients of this rank's stage in the order of GPipe."""
+    raise NotImplementedError("your turn")
+
+
+if __name__ == "__main__":
+    check(__file__)

@@ -1,0 +1,32 @@
+"""An all-reduce in a ring.
+
+Lesson: nonblocking_p2p.py.
+
+Write ring_all_reduce(tensor). Each rank calls it with a contiguous tensor of its own, of the same
+shape and dtype, which may have several axes. When it returns, the tensor of every rank is the sum
+over all ranks.
+
+It is good if
+- the sums are right for any length, also if there are more ranks than numbers;
+- only dist.isend and dist.irecv are used (or batch_isend_irecv, send, recv);
+- each rank sends at most 2(n-1) messages of at most ceil(S/n) numbers, for n ranks and S numbers.
+
+Check it:
+    python playground/exercises/ring_all_reduce.py            # what is wrong, or RIGHT
+    python playground/exercises/ring_all_reduce.py --trace    # who sends what to whom
+    python playground/exercises/ring_all_reduce.py --hint 1   # also 2 and 3
+    python playground/exercises/ring_all_reduce.py --answer
+"""
+
+import torch
+import torch.distributed as dist
+from check import check
+
+
+def ring_all_reduce(tensor):
+    """Replace a contiguous tensor by its sum over all ranks."""
+    raise NotImplementedError("your turn")
+
+
+if __name__ == "__main__":
+    check(__file__)

@@ -1,0 +1,41 @@
+"""A training that resumes from a file, with any number of ranks.
+
+Lesson: distributed_data_parallel_resumable.py.
+
+Write save_and_resume(path, model, optimizer, epochs, train_epoch). All ranks call it. It trains
+until `epochs` epochs are done, and saves a checkpoint to `path` after each epoch. If there is a
+file at `path` when it starts, it resumes from it.
+
+train_epoch(epoch) trains one epoch on all ranks, which therefore have equal parameters. Epochs are
+counted from 0. It draws the order of the images by torch.randperm(), which uses PyTorch's random
+numbers. Do not seed these between epochs. Their state, torch.get_rng_state(), is the same on all
+ranks.
+
+It is good if
+- a run that is killed and started again computes the same numbers as a run without a break:
+  parameters, buffers, the optimizer's state and the order of the images. The number of ranks may
+  differ;
+- no epoch that is saved is trained again;
+- the file at `path` is complete at any time, also if the run is killed while it saves;
+- only rank 0 writes files. All ranks need what is in the file.
+
+Check it:
+    python playground/exercises/save_and_resume.py            # what is wrong, or RIGHT
+    python playground/exercises/save_and_resume.py --hint 1   # also 2 and 3
+    python playground/exercises/save_and_resume.py --answer
+"""
+
+import os
+
+import torch
+import torch.distributed as dist
+from check import check
+
+
+def save_and_resume(path, model, optimizer, epochs, train_epoch):
+    """Train until `epochs` epochs are done. Resume from the file at `path`, if there is one."""
+    raise NotImplementedError("your turn")
+
+
+if __name__ == "__main__":
+    check(__file__)

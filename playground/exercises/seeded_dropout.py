@@ -1,0 +1,40 @@
+"""Dropout that differs between the ranks, and is the same after a restart.
+
+Lesson: fully_sharded_checkpoints.py.
+
+Write seeded_dropout(inputs, p, seed, step). It returns a new tensor like `inputs`, in which each
+number is replaced by 0 with the probability p, and is divided by 1 - p otherwise. Which numbers are
+dropped is random, but the same each time that this rank calls it with the same arguments.
+
+`seed` is the seed of the whole run, the same on all ranks. `step` counts the training steps from 0,
+also after a restart.
+
+It is good if
+- each number is dropped by itself, about p of them, for any p from 0 to below 1, any shape and any
+  float dtype;
+- no two calls on different ranks, or in different steps, drop the same numbers. A different seed
+  drops different numbers, too;
+- a run that is started again drops the same numbers as a run without a break;
+- PyTorch's own random numbers stay as they are. All ranks draw the same order of the images from
+  them, so dropout must not change them;
+- backward() passes a gradient to the numbers that were not dropped, divided by 1 - p;
+- the ranks send nothing.
+
+Check it:
+    python playground/exercises/seeded_dropout.py            # what is wrong, or RIGHT
+    python playground/exercises/seeded_dropout.py --hint 1   # also 2 and 3
+    python playground/exercises/seeded_dropout.py --answer
+"""
+
+import torch
+import torch.distributed as dist
+from check import check
+
+
+def seeded_dropout(inputs, p, seed, step):
+    """Drop numbers of `inputs` with the probability p. Differs between ranks and steps."""
+    raise NotImplementedError("your turn")
+
+
+if __name__ == "__main__":
+    check(__file__)

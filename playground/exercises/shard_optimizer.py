@@ -1,0 +1,57 @@
+"""Shard the state of an optimizer: each rank updates one shard of the parameters (ZeRO, stage 1).
+
+Lesson: manual_sharding.py.
+
+Write the class ShardedOptimizer. ShardedOptimizer(model, make_optimizer) is made once on each rank,
+with a copy of the same model. make_optimizer(tensors) returns an optimizer for a list of tensors.
+It may be any that updates each number by itself, such as SGD with momentum, Adam or AdamW.
+
+In each step, each rank computes its own gradients and then calls step(). This updates the
+parameters of the model on all ranks by the mean gradient, as a single process would. Call
+make_optimizer with this rank's shards only, so that it keeps 1/n of the state. The function
+padded(tensor) below is given. The class must work for any model:
+- A parameter may be frozen (requires_grad is False) or tied (two layers share it).
+- If a gradient is None on all ranks, the parameter stays as it is, and its state as well, as with
+  any optimizer. If it is None on some ranks, it counts as zero there.
+- The parameters may be float16. So divide before the gradients are added up, because the sum may be
+  too large for float16.
+- A parameter may have any size, also fewer numbers than there are ranks.
+
+It is good if
+- the parameters are right after each step, on all ranks;
+- the optimizer of a rank keeps state for at most ceil(S/n) of the S numbers of each parameter;
+- in a step, each rank sends the bytes of a reduce_scatter of the gradients and of an all_gather of
+  the parameters, each padded to a multiple of n. For each parameter 8 bytes more are allowed, to
+  find out which gradients exist.
+
+Check it:
+    python playground/exercises/shard_optimizer.py            # what is wrong, or RIGHT
+    python playground/exercises/shard_optimizer.py --trace    # which collectives each rank calls
+    python playground/exercises/shard_optimizer.py --hint 1   # also 2 and 3
+    python playground/exercises/shard_optimizer.py --answer
+"""
+
+import torch
+import torch.distributed as dist
+from check import check
+
+
+def padded(tensor):
+    """Return a copy with one axis, with zeros at its end, so that n divides its length."""
+    flat = tensor.detach().flatten()
+    zeros = flat.new_zeros(-len(flat) % dist.get_world_size())
+    return torch.cat([flat, zeros])
+
+
+class ShardedOptimizer:
+    """Updates all parameters of a model, but keeps only this rank's shard of the state."""
+
+    def __init__(self, model, make_optimizer):
+        raise NotImplementedError("your turn")
+
+    def step(self):
+        """Update the parameters by the mean gradient over all ranks."""
+
+
+if __name__ == "__main__":
+    check(__file__)

@@ -1,0 +1,57 @@
+"""A pair of linear layers that is split between the ranks, forward and backward.
+
+Lesson: tensor_parallel.py.
+
+Write the autograd function SplitPair. It computes linear(relu(linear(inputs))), and each rank has a
+shard of the parameters. A single process would compute the following. Here g is the gradient of the
+output, h is that of `hidden`, and .T swaps the rows and columns of a matrix:
+
+    forward     hidden = relu(inputs @ first.T + first_bias)
+                output = hidden @ second.T + second_bias
+
+    backward    of hidden:       h = g @ second, but 0 where hidden is 0
+                of inputs:       h @ first
+                of first:        h.T @ inputs
+                of first_bias:   the sum of h over the rows
+                of second:       g.T @ hidden
+                of second_bias:  the sum of g over the rows
+
+With n ranks, each rank has some rows of `first`, the numbers of `first_bias` for them, and the same
+columns of `second`. (nn.Linear stores a matrix transposed, so the lesson says columns and rows.)
+`inputs` and `second_bias` are the same on all ranks, and so is the gradient g.
+
+It is good if
+- each rank gets the whole output, the whole gradient of `inputs`, and the gradients of its shards;
+- it is right if a rank has no rows at all, and if a bias is None;
+- there is one all_reduce in forward and one in backward. If `inputs` needs no gradient, there is
+  none in backward: ctx.needs_input_grad[0] tells this.
+
+Check it:
+    python playground/exercises/split_pair.py            # what is wrong, or RIGHT
+    python playground/exercises/split_pair.py --trace    # who sends what to whom
+    python playground/exercises/split_pair.py --hint 1   # also 2 and 3
+    python playground/exercises/split_pair.py --answer
+"""
+
+import torch
+import torch.distributed as dist
+from check import check
+from torch.nn import functional as F
+
+
+class SplitPair(torch.autograd.Function):
+    """Two linear layers with ReLU between them, of which this rank has a shard."""
+
+    @staticmethod
+    def forward(ctx, inputs, first, first_bias, second, second_bias):
+        """Return the whole output, (N, out). `inputs` is (N, in), and a bias may be None."""
+        raise NotImplementedError("your turn")
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """Return the gradients of the five arguments, None for a bias that is None."""
+        raise NotImplementedError("your turn")
+
+
+if __name__ == "__main__":
+    check(__file__)
