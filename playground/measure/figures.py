@@ -1,49 +1,120 @@
-"""The figures of compare.py: readable without colour, drawn into files, so that no display is needed.
+"""The style of all figures of this course, and the figures of compare.py.
 
-Each function takes runs, or the rows of a table, and the path of a PNG. Runs that have failed are left out; if there is
-no other, there is no figure.
+All figures are drawn without a display. Each function that draws takes runs, or the rows of a
+table, and the path of a PNG. Runs that have failed are left out. If no run is left, no figure is
+drawn.
 """
 
 from pathlib import Path
 
 import matplotlib
+import numpy
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from PIL import Image
 
-plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "hatch.linewidth": 0.6})
-INK, GREY = "0.1", "0.8"
+# Colour-blind people can tell these colours apart. They are those of Okabe and Ito.
+BLUE = "#0072B2"
+ORANGE = "#E69F00"
+GREEN = "#009E73"
+SKY = "#56B4E9"
+PINK = "#CC79A7"
+INK = "0.1"  # a black that is a little lighter
+GREY = "0.85"
+WIDE = 8  # inches; with wider figures all letters are smaller
+PIXELS = 1000  # the width of each figure
+
+plt.rcParams["font.size"] = 12
+plt.rcParams["axes.titlesize"] = 12
+plt.rcParams["axes.labelsize"] = 12
+plt.rcParams["xtick.labelsize"] = 11
+plt.rcParams["ytick.labelsize"] = 11
+plt.rcParams["legend.fontsize"] = 12
+plt.rcParams["legend.frameon"] = False
+plt.rcParams["axes.spines.top"] = False
+plt.rcParams["axes.spines.right"] = False
+plt.rcParams["text.color"] = INK
+plt.rcParams["figure.constrained_layout.use"] = True
 
 
-def _save(figure: Figure, path: Path) -> None:
-    """Write a figure."""
-    figure.savefig(path, dpi=150, bbox_inches="tight")
+def new_figure(rows: int, columns: int, height: float, **options) -> tuple[Figure, numpy.ndarray]:
+    """Return a figure with panels in rows and columns, and an array of its panels.
+
+    Args:
+        rows, columns: of the array.
+        height: inches. The figure is WIDE inches wide, or as `figsize` says.
+        options: for pyplot.subplots.
+    """
+    options = {"figsize": (WIDE, height), "squeeze": False} | options
+    return plt.subplots(rows, columns, **options)
+
+
+def add_legend(figure: Figure, colours: dict[str, str], columns: int | None = None) -> None:
+    """Write the names of some colours above a figure, in so many columns or in one row."""
+    patches = []
+    for name, colour in colours.items():
+        patches.append(Patch(facecolor=colour, edgecolor=INK, linewidth=0.6, label=name))
+    figure.legend(handles=patches, loc="outside upper center", ncols=columns or len(patches))
+
+
+def save(figure: Figure, path: str | Path) -> None:
+    """Write a figure. Drawn again from the same numbers, a PNG has the same bytes."""
+    width, _ = figure.get_size_inches()
+    figure.savefig(path, dpi=PIXELS / width)
     plt.close(figure)
+    if Path(path).suffix == ".png":
+        with Image.open(path) as image:
+            few_colours = image.convert("RGB").quantize(colors=128)
+        few_colours.save(path, optimize=True)  # a third of the size, and without a version in it
 
 
 def _label(axes: Axes, ends: dict[str, tuple[float, float]]) -> None:
-    """Write the lines' names beside their right ends: the upper one's above, the lower one's below."""
-    for place, (text, end) in enumerate(sorted(ends.items(), key=lambda item: -item[1][1])):
-        axes.annotate(text, end, xytext=(9, 6 - 12 * place), textcoords="offset points", va="center")
+    """Write the names of two lines beside their right ends, the name of the upper line above."""
+    from_the_top = sorted(ends.items(), key=lambda item: -item[1][1])
+    for place, (text, end) in enumerate(from_the_top):
+        offset = (9, 7 - 14 * place)
+        axes.annotate(text, end, xytext=offset, textcoords="offset points", va="center")
+
+
+def _part_of_the_course(lesson: str) -> str:
+    """Return what a lesson does with the model."""
+    if lesson in ("single_gpu", "data_parallel", "model_parallel"):
+        return "one process"
+    if lesson in ("manual_sharding", "fully_sharded_data_parallel"):
+        return "model sharded"
+    if lesson in ("manual_pipeline", "pipeline_parallel", "tensor_parallel", "hybrid_parallel"):
+        return "model split"
+    return "model replicated"
 
 
 def draw_speed(runs: list[dict], path: Path) -> None:
-    """Draw images/s, start-up time and memory of each run as bars."""
+    """Draw images/s, start-up time and memory of each run as bars, in the order of the runs."""
     runs = [run for run in reversed(runs) if not run["failed"]]
     if not runs:
         return
-    figure, panels = plt.subplots(1, 3, sharey=True, figsize=(11, 1 + 0.35 * len(runs)))
-    columns = {"images_per_s": "images/s", "start_up_s": "start-up, s", "memory_mib": "peak memory, MiB"}
-    for panel, (name, title) in zip(panels, columns.items(), strict=True):
-        bars = panel.barh([run["name"] for run in runs], [run[name] for run in runs], color=GREY, edgecolor=INK)
-        panel.bar_label(bars, fmt="{:.1f}" if name == "start_up_s" else "{:,.0f}", padding=3)
+    colours = {"one process": GREY, "model replicated": BLUE}
+    colours |= {"model sharded": ORANGE, "model split": GREEN}
+    size = (11, 1.4 + 0.34 * len(runs))
+    figure, panels = new_figure(1, 3, 0, sharey=True, figsize=size)
+    columns = {"images_per_s": "images/s", "start_up_s": "start-up, s"}
+    columns["memory_mib"] = "peak memory, MiB"
+    names = [run["name"].replace(".py", "") for run in runs]
+    parts = [_part_of_the_course(run["lesson"]) for run in runs]
+    for panel, (column, title) in zip(panels[0], columns.items(), strict=True):
+        values = [run[column] for run in runs]
+        bars = panel.barh(names, values, color=[colours[part] for part in parts], edgecolor=INK)
+        seconds = column == "start_up_s"
+        panel.bar_label(bars, fmt="{:.1f}" if seconds else "{:,.0f}", padding=3)
         panel.set_xlabel(title)
-        panel.margins(x=0.3)
-        panel.locator_params(axis="x", nbins=3)
-        panel.xaxis.set_major_formatter("{x:g}" if name == "start_up_s" else "{x:,.0f}")
-    _save(figure, path)
+        panel.margins(x=0.4, y=0.01)
+        panel.locator_params(axis="x", nbins=2)
+        panel.xaxis.set_major_formatter("{x:g}" if seconds else "{x:,.0f}")
+    add_legend(figure, {part: colours[part] for part in colours if part in parts})
+    save(figure, path)
 
 
 def draw_scaling(runs: list[dict], path: Path) -> None:
@@ -52,62 +123,79 @@ def draw_scaling(runs: list[dict], path: Path) -> None:
     if not runs:
         return
     counts = sorted({run["processes"] for run in runs})
-    figure, axes = plt.subplots(figsize=(6, 4))
+    figure, [[axes]] = new_figure(1, 1, 4.5)
     axes.plot(counts, counts, ":", color=INK)
-    axes.annotate("ideal", (counts[-1], counts[-1]), xytext=(9, 0), textcoords="offset points", va="center")
+    end = (counts[-1], counts[-1])
+    axes.annotate("ideal", end, xytext=(9, 0), textcoords="offset points", va="center")
     ends = {}
-    kinds = (("strong", "o-", INK, "same batch for all"), ("weak", "s--", "white", "same batch for each"))
-    for kind, look, fill, text in kinds:
-        line = [(run["processes"], run["speed_up"]) for run in runs if run["kind"] == kind or run["processes"] == 1]
-        axes.plot(*zip(*line, strict=True), look, color=INK, markerfacecolor=fill)
+    for kind, look, colour, text in (
+        ("strong", "o-", BLUE, "same global batch"),
+        ("weak", "s--", ORANGE, "same per-rank batch"),
+    ):
+        line = []
+        for run in runs:
+            if run["kind"] == kind or run["processes"] == 1:
+                line.append((run["processes"], run["speed_up"]))
+        axes.plot(*zip(*line, strict=True), look, color=colour, linewidth=2, markersize=8)
         ends[text] = line[-1]
     _label(axes, ends)
-    axes.set(xlabel="processes", ylabel="speed-up over one process", ylim=(0, None), xticks=counts)
-    _save(figure, path)
+    axes.set_xlabel("processes")
+    axes.set_ylabel("speed-up over one process")
+    axes.set_xticks(counts)
+    axes.set_ylim(0, None)
+    save(figure, path)
 
 
 def draw_steps(runs: list[dict], path: Path) -> None:
-    """Draw each run's step as a bar, cut into what its time goes into."""
-    runs = [run | {"alone": run["compute"] - run["hidden"]} for run in reversed(runs) if not run["failed"]]
+    """Draw the step of each run as a bar with a section for each use of its time."""
+    runs = [run for run in reversed(runs) if not run["failed"]]
     if not runs:
         return
-    parts = {
-        "data": ("data", "0.4", ""),
-        "alone": ("computing", GREY, ""),
-        "hidden": ("computing that hides messages", GREY, "///"),
-        "exposed": ("messages", "white", "..."),
+    names = [run["name"].replace(", ", ",\n").replace(" --", "\n--") for run in runs]
+    sections = {  # the lengths of each section, and its colour
+        "data": ([run["data"] for run in runs], GREY),
+        "computing": ([run["compute"] - run["hidden"] for run in runs], BLUE),
+        "computing that hides messages": ([run["hidden"] for run in runs], SKY),
+        "messages": ([run["exposed"] for run in runs], ORANGE),
     }
-    figure, axes = plt.subplots(figsize=(9, 0.8 + 0.5 * len(runs)))
-    names, ends = [run["name"] for run in runs], [0.0] * len(runs)
-    for part, (text, color, hatch) in parts.items():
-        lengths = [run[part] for run in runs]
-        axes.barh(names, lengths, 0.6, left=ends, label=text, color=color, hatch=hatch, edgecolor=INK)
+    figure, [[axes]] = new_figure(1, 1, 1.4 + 0.8 * len(runs))
+    ends = [0.0] * len(runs)
+    for lengths, colour in sections.values():
+        axes.barh(names, lengths, 0.6, left=ends, color=colour, edgecolor=INK, linewidth=0.6)
         ends = [end + length for end, length in zip(ends, lengths, strict=True)]
     axes.set_xlabel("ms of a traced step")
-    axes.legend(ncols=4, loc="lower center", bbox_to_anchor=(0.4, 1), frameon=False)
-    _save(figure, path)
+    add_legend(figure, {name: colour for name, (_, colour) in sections.items()})
+    save(figure, path)
 
 
 def draw_widths(rows: list[dict], path: Path) -> None:
-    """Draw both speeds over the width and, below, the share of a step that goes into messages."""
-    lines = {
-        name: [(row["width"], row[name]) for row in rows if row[name] is not None]
-        for name in ("one", "several", "messages")
-    }
-    if not all(lines.values()):
-        return
-    figure, (speed, share) = plt.subplots(2, 1, sharex=True, figsize=(6, 5), height_ratios=(2, 1))
-    speed.plot(*zip(*lines["one"], strict=True), "o-", color=INK)
-    speed.plot(*zip(*lines["several"], strict=True), "s--", color=INK, markerfacecolor="white")
+    """Draw both speeds over the width, and below them the share of messages in a step."""
+    lines = {}
+    for name in ("one", "several", "messages"):
+        lines[name] = [(row["width"], row[name]) for row in rows if row[name] is not None]
+        if not lines[name]:
+            return
+    figure, panels = new_figure(2, 1, 6, sharex=True, height_ratios=(2, 1))
+    speed, share = panels[:, 0]
+    speed.plot(*zip(*lines["one"], strict=True), "o-", color=BLUE, linewidth=2, markersize=8)
+    speed.plot(*zip(*lines["several"], strict=True), "s--", color=ORANGE, linewidth=2, markersize=8)
     _label(speed, {"one process": lines["one"][-1], "DDP": lines["several"][-1]})
-    share.plot(*zip(*lines["messages"], strict=True), "^-", color=INK)
+    share.plot(*zip(*lines["messages"], strict=True), "^-", color=ORANGE, linewidth=2, markersize=8)
     speed.set(ylabel="images/s", xscale="log", yscale="log")
-    speed.margins(y=0.15)  # room for the lower one's name
-    for formatter in (speed.yaxis.set_major_formatter, speed.yaxis.set_minor_formatter):
-        formatter(lambda value, _: f"{value:,.0f}" if f"{value:e}"[0] in "125" else "")
+    speed.margins(y=0.15)  # room for the name of the lower line
+    speed.yaxis.set_major_formatter(_round_number)
+    speed.yaxis.set_minor_formatter(_round_number)
     widths = [row["width"] for row in rows]
     share.set_xticks(widths, widths)
     share.minorticks_off()
-    share.set(xlabel="width: neurons in each hidden layer", ylabel="share of a step\nfor messages", ylim=(0, 1))
+    share.set_xlabel("width: neurons in each hidden layer")
+    share.set_ylabel("share of messages\nin a step of DDP")
+    share.set_ylim(0, 1)
     share.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    _save(figure, path)
+    save(figure, path)
+
+
+def _round_number(value: float, _: int) -> str:
+    """Return the label of a tick: a number that begins with 1, 2 or 5; others get none."""
+    first_digit = f"{value:e}"[0]
+    return f"{value:,.0f}" if first_digit in "125" else ""

@@ -1,55 +1,157 @@
-"""What each rank holds in memory and sends in a step: counted, and by ZeRO's formulas."""
+"""What each rank of manual_sharding.py holds and sends: counted, and by the formulas of ZeRO."""
 
+import time
+import weakref
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+MESSAGES = {
+    "c10d._allgather_base_": "all_gather",
+    "c10d._reduce_scatter_base_": "reduce_scatter",
+    "c10d.allreduce_": "all_reduce",
+}
+COLUMNS = ["parameters", "gradients", "Adam's state", "together", "/parameter", "sent in a step"]
 
 
 def held(tensors: Iterable[Tensor | None]) -> int:
-    """Return the bytes that tensors keep in memory: the storages behind them, each once, whole, whoever shares it."""
-    storages = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    """Return the bytes that tensors keep in memory.
+
+    A tensor keeps the whole storage behind it, and a storage of several tensors counts once.
+    """
+    sizes = {}
+    for tensor in tensors:
+        if tensor is not None:
+            storage = tensor.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
 
 
-def show_memory(stage: int, shards: list, optimizer: torch.optim.Optimizer, steps: int) -> None:
-    """Print what each rank holds and has sent in a step, beside the formulas. All ranks call it, rank 0 prints.
+class Messages(TorchDispatchMode):
+    """While this is active, it counts the messages of this rank, and the bytes that it sends.
 
-    Call it after a step, while the gradients are there.
+    Attributes:
+        counts: how many collectives there were, by name.
+        sent: bytes that a rank sends if the ranks form a ring.
+        most_gathered: bytes of gathered tensors that were in memory at the same time, at most.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+        self.sent = 0.0
+        self.most_gathered = 0
+        self._gathered = []  # weak references, which do not keep memory from being freed
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        """PyTorch calls this in place of each operation."""
+        name = MESSAGES.get(str(operation.overloadpacket))
+        if name:
+            others = dist.get_world_size() - 1
+            output, *rest = args
+            self.counts[name] += 1
+            if name == "all_gather":
+                self.sent += others * rest[0].nbytes  # its own shard to all others
+                self._gathered.append(weakref.ref(output.untyped_storage()))
+                self.most_gathered = max(self.most_gathered, self.gathered())
+            elif name == "reduce_scatter":
+                self.sent += others * output.nbytes  # a shard to each of the others
+            else:
+                self.sent += 2 * others / dist.get_world_size() * output[0].nbytes
+        return operation(*args, **(kwargs or {}))
+
+    def gathered(self) -> int:
+        """Return the bytes of gathered tensors that are in memory now."""
+        time.sleep(0.01)  # gloo's thread may hold a tensor for a moment after its message
+        sizes = {}
+        for reference in self._gathered:
+            storage = reference()
+            if storage is not None:
+                sizes[storage.data_ptr()] = storage.nbytes()
+        return sum(sizes.values())
+
+
+def by_formula(stage: int, size: float, world_size: int) -> list[float]:
+    """Return what a rank holds of parameters, gradients and Adam's state, and what it sends.
+
+    Args:
+        stage: of ZeRO, 1 to 3; 0 is DDP.
+        size: bytes of all parameters.
+        world_size: number of ranks.
+    """
+    parameters = size / world_size if stage == 3 else size
+    gradients = size / world_size if stage >= 2 else size
+    state = 2 * size / world_size if stage >= 1 else 2 * size
+    messages = 3 if stage == 3 else 2
+    return [parameters, gradients, state, messages * size * (world_size - 1) / world_size]
+
+
+def show_memory(
+    stage: int, count: int, model: nn.Module, optimizer: Any, images: Tensor, labels: Tensor
+) -> None:
+    """Train one more step, and print what each rank holds and sends, beside the formulas.
+
+    All ranks call it, and rank 0 prints. Gradients are counted when backward() has ended.
 
     Args:
         stage: of ZeRO, 1 to 3.
-        shards: a `Shard` of manual_sharding.py for each weight.
-        optimizer: Adam.
-        steps: in which the shards' messages were sent, of which they count each name and size.
+        count: how many parameters (numbers) the whole model has.
+        model: the model, sharded.
+        optimizer: Stage1, Stage2 or, for stage 3, Adam.
+        images, labels: a batch of this rank, (B, 1, 28, 28) and int64 (B,).
     """
-    tensors = [tensor for shard in shards for tensor in (shard.weight, shard.whole, shard.mine)]
-    state = [value for averages in optimizer.state.values() for value in averages.values()]
-    kinds, sent = Counter(), 0
-    for (name, size), number in sum((shard.sent for shard in shards), Counter()).items():
-        kinds[name] += number
-        sent += number * size
-    mine = [held(tensors), held(tensor.grad for tensor in tensors), held(state), sent / steps]
-    world_size = dist.get_world_size()
-    everyone = [None] * world_size
-    dist.all_gather_object(everyone, mine)
-    if dist.get_rank() > 0:
-        return
-    count = sum(shard.view.numel() for shard in shards)
-    size = count * shards[0].view.element_size()  # of all weights
-    message = size * (world_size - 1) / world_size  # what a reduce_scatter or an all_gather of them sends
-    ddp = [size, size, 2 * size, 2 * message]
-    formula = [size, size, 2 * size / world_size, 2 * message]
-    if stage >= 2:
-        formula[1] /= world_size
-    if stage == 3:
-        formula[0], formula[3] = size / world_size, 3 * message
-    print("bytes     weights       gradients     Adam's state  together      for a weight  sent in a step")
-    rows = {f"rank {rank}": row for rank, row in enumerate(everyone)} | {"formula": formula, "DDP": ddp}
-    for name, row in rows.items():
-        numbers = "".join(f"{number:<14,.0f}" for number in (*row[:3], sum(row[:3])))
-        print(f"{name:<10}{numbers}{sum(row[:3]) / count:<14.2f}{row[3]:,.0f}")
-    each = " and ".join(f"{number // steps} {name}" for name, number in sorted(kinds.items()))
-    print(f"messages in a step: {each}; DDP: 1 all_reduce for each bucket of gradients", flush=True)
+    adam = getattr(optimizer, "optimizer", optimizer)
+    tensors = [*model.parameters()]
+    for group in adam.param_groups:
+        tensors += group["params"]
+    element_size = tensors[0].element_size()
+    with Messages() as messages:
+        optimizer.zero_grad()
+        F.cross_entropy(model(images), labels).backward()
+        gradients = held(tensor.grad for tensor in tensors)
+        optimizer.step()
+    state = []
+    for averages in adam.state.values():
+        state += averages.values()
+    own = [held(tensors), gradients, held(state), messages.sent]
+    rows = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, own)
+    if dist.get_rank() == 0:
+        size = count * element_size  # bytes of all parameters
+        formula = by_formula(stage, size, len(rows))
+        print_table(rows, formula, size, count)
+        most = messages.most_gathered
+        print(f"whole parameters in memory at the same time: at most {most:,} bytes")
+        print_messages(messages)
+
+
+def print_table(rows: list[list[float]], formula: list[float], size: int, count: int) -> None:
+    """Print what the ranks hold and send, and below it what the formulas say.
+
+    Args:
+        rows: for each rank the bytes of parameters, gradients and Adam's state, and the bytes sent.
+        formula: what each row should be.
+        size: bytes of all parameters.
+        count: how many parameters (numbers) that is.
+    """
+    named_rows = {f"rank {rank}": row for rank, row in enumerate(rows)}
+    named_rows["formula"] = formula
+    named_rows["DDP"] = by_formula(0, size, len(rows))
+    print("bytes     " + "".join(f"{column:<14}" for column in COLUMNS).rstrip())
+    for name, row in named_rows.items():
+        together = sum(row[:3])
+        numbers = "".join(f"{number:<14,.0f}" for number in [*row[:3], together])
+        print(f"{name:<10}{numbers}{together / count:<14.2f}{row[3]:,.0f}")
+
+
+def print_messages(messages: Messages) -> None:
+    """Print how many collectives of each kind there were."""
+    counted = [f"{messages.counts[name]} {name}" for name in MESSAGES.values()]
+    print(f"messages of a step: {', '.join(counted)}. DDP: one for each bucket", flush=True)

@@ -1,94 +1,156 @@
-"""Run a lesson as a process of its own: what it reports and when, how much memory it takes, how it ends."""
+"""Run a lesson as a process: what it prints and when, how much memory it takes, how it ends."""
 
 import contextlib
 import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections import Counter
 from pathlib import Path
 
+PROC = Path("/proc")  # only Linux has it
+GPU_MEMORY = Path(__file__).resolve().parent / "gpu_memory"
 EPOCH = r"epoch \d+/\d+  loss (\S+)  train (\S+)%  test (\S+)%  (\S+) s  (\S+) images/s"
 KINDS = "all_gather|reduce_scatter|all_reduce"
 NAMES = ("loss", "train", "test", "seconds", "images_per_s")
 
 
-def follow(words: list[str], variables: dict[str, str], folder: Path, seconds: float) -> tuple[int, list[dict], float]:
-    """Run a command to its end, or end it with all of its processes, and write what it prints to out.txt and err.txt.
+def follow(
+    words: list[str], variables: dict[str, str], folder: Path, seconds: float
+) -> tuple[int, list[dict], float]:
+    """Run a command to its end, and write what it prints to out.txt and err.txt.
+
+    If it takes too long, it is ended, and so are the processes that it has started.
 
     Args:
         words: the command line.
-        variables: of the environment, on top of ours.
+        variables: of the environment, in addition to those of this process.
         folder: for the two files.
         seconds: that it may take.
 
     Returns:
-        Its status; a dict for each epoch line: NAMES, and "at", the seconds after which it appeared; the peak of
-        memory of its largest process up to the first of these lines, in MiB.
+        Its status. A dict for each epoch line: NAMES, and "at", the seconds after which the line
+        appeared. The peak of the memory of its largest process in MiB: until the first of these
+        lines on Linux, until the end elsewhere.
 
     Raises:
         TimeoutError: if it takes longer.
     """
-    epochs, memory, start, ended = [], 0.0, time.monotonic(), False
+    epochs = []
+    memory = 0.0
+    start = time.monotonic()
     with (
         open(folder / "out.txt", "w") as out,
         open(folder / "err.txt", "w") as err,
         open(folder / "out.txt") as printed,
     ):
-        streams = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err}
-        process = subprocess.Popen(words, env=os.environ | variables, start_new_session=True, **streams)
+        process = subprocess.Popen(
+            words,
+            env=os.environ | variables,
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+        )
         try:
+            ended = False
             while not ended:
                 time.sleep(0.02)
                 at = time.monotonic() - start
                 if at > seconds:
-                    raise TimeoutError(f"took longer than {seconds} s: give it more with --timeout")
-                peak = memory if epochs else max(memory, _peak_memory(process.pid))
-                ended = process.poll() is not None  # before reading: what it printed last is there then
+                    raise TimeoutError(f"took longer than {seconds} s: use a larger --timeout")
+                peak = _peak_memory(process.pid)
+                # This comes before reading, so that nothing is missed that is printed at the end.
+                pid, status, usage = os.wait4(process.pid, os.WNOHANG)
+                ended = pid == process.pid
+                if ended:
+                    process.returncode = os.waitstatus_to_exitcode(status)
                 for line in printed:
-                    if found := re.match(EPOCH, line):
+                    found = re.match(EPOCH, line)
+                    if found:
                         numbers = [float(text.replace(",", "")) for text in found.groups()]
                         epochs.append(dict(zip(NAMES, numbers, strict=True)) | {"at": at})
-                memory = memory if epochs else peak  # of before this line: now it may write a checkpoint
+                # After its first epoch line, a lesson may need more memory for a checkpoint.
+                if not epochs:
+                    memory = max(memory, peak)
         finally:
             _end(process)
+    if not PROC.exists():
+        unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB elsewhere
+        memory = usage.ru_maxrss * unit / 2**20
     return process.returncode, epochs, memory
+
+
+def gpu_variables(folder: Path) -> dict[str, str]:
+    """Return the variables with which the processes of a run write their GPU memory to a folder."""
+    path = [str(GPU_MEMORY)]
+    if "PYTHONPATH" in os.environ:
+        path.append(os.environ["PYTHONPATH"])
+    return {"PYTHONPATH": os.pathsep.join(path), "GPU_MEMORY_FOLDER": str(folder)}
+
+
+def gpu_memory(folder: Path) -> float | None:
+    """Return the GPU memory, in MiB, of the process that took most. None: no GPU was used."""
+    peaks = [float(path.read_text()) for path in folder.glob("gpu_memory_*.txt")]
+    return max(peaks, default=None)
 
 
 def last_words(folder: Path) -> str:
     """Return the line of err.txt that says best why a lesson failed, empty if there is none."""
-    lines = [line.strip() for line in (folder / "err.txt").read_text().splitlines() if line.strip()]
-    for sign in (r"(\S+: )?error: ", r"(\[rank\d+\]: )?[\w.]+(Error|Exception)\b", ""):  # torchrun adds its report
-        if said := [line for line in lines if re.match(sign, line)]:
-            return said[-1]
+    lines = [line.strip() for line in (folder / "err.txt").read_text().splitlines()]
+    lines = [line for line in lines if line]
+    # The last line is often a part of torchrun's report, so lines that name an error come first.
+    for sign in (r"(\S+: )?error: ", r"(\[rank\d+\]: )?[\w.]+(Error|Exception)\b", ""):
+        found = [line for line in lines if re.match(sign, line)]
+        if found:
+            return found[-1]
     return ""
 
 
 def messages(folder: Path) -> str:
-    """Return the collectives of each rank in a step, as out.txt counts them, empty if it does not: "3 all_reduce"."""
+    """Return the collectives of each rank in a step, such as "3 all_reduce", that out.txt counts.
+
+    It is empty if a lesson does not count its messages.
+    """
     text = re.sub("DDP: .*", "", (folder / "out.txt").read_text())
-    found = re.findall(rf"(\d+) ({KINDS})\b", text)  # 8 all_gather and 4 reduce_scatter
-    found += [(count, kind) for kind, count in re.findall(rf"({KINDS}) +(\d+) ", text)]  # a table's row
-    found += [(count, "all_reduce") for count in re.findall(r"(?:all_reduce in forward|, in backward): (\d+)", text)]
+    # This finds "8 all_gather and 4 reduce_scatter", and then the rows of a table.
+    found = re.findall(rf"(\d+) ({KINDS})\b", text)
+    for kind, count in re.findall(rf"({KINDS}) +(\d+) ", text):
+        found.append((count, kind))
+    for count in re.findall(r"(?:all_reduce in forward|, in backward): (\d+)", text):
+        found.append((count, "all_reduce"))
     counts = Counter()
     for count, kind in found:
         counts[kind] += int(count)
     return ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
 
 
+def cores() -> int:
+    """Return how many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # only Linux has it
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def _peak_memory(pid: int) -> float:
     """Return the largest peak of memory of a process and those that it has started, in MiB."""
-    with contextlib.suppress(OSError):  # it has just ended
-        peak = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return max(int(peak[1]) / 1024 if peak else 0, *map(_peak_memory, children), 0)
-    return 0
+    peaks = [0.0]
+    with contextlib.suppress(OSError):  # it has just ended, or this is not Linux
+        peak = re.search(r"VmHWM:\s+(\d+) kB", (PROC / str(pid) / "status").read_text())
+        if peak:
+            peaks.append(int(peak[1]) / 1024)
+        children = (PROC / str(pid) / "task" / str(pid) / "children").read_text()
+        for child in children.split():
+            peaks.append(_peak_memory(int(child)))
+    return max(peaks)
 
 
 def _end(process: subprocess.Popen) -> None:
     """End a lesson that still runs, with all of its processes, and wait for it."""
-    for sign, seconds in ((signal.SIGTERM, 10), (signal.SIGKILL, None)):  # torchrun ends its ranks only at the first
+    # torchrun ends its ranks after SIGTERM. After SIGKILL it could not.
+    for number, seconds in ((signal.SIGTERM, 10), (signal.SIGKILL, None)):
         with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-            os.killpg(process.pid, sign)
+            os.killpg(process.pid, number)
             process.wait(seconds)

@@ -1,55 +1,123 @@
-"""What each rank of a sharded model holds, in bytes, and the messages of a step: counted, beside the formulas."""
+"""What each rank of fully_sharded_data_parallel.py holds and sends in a step: counted."""
 
-import warnings
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
+from measure.memory import Messages, by_formula, print_messages, print_table
 
-def show_sharding(model: nn.Module, optimizer: Optimizer, images: Tensor, labels: Tensor) -> None:
-    """Run forward and backward, but not the optimizer. Rank 0 prints what all ranks hold then, and the messages.
+COMPUTING = ("aten.addmm", "aten.mm", "aten.convolution", "aten.convolution_backward")
+
+
+class Gathered(Messages):
+    """While this is active, it counts messages, and what is gathered while a layer computes.
+
+    Attributes:
+        most: bytes of whole parameters, and of the buffers in which they arrive, for each direction
+            ("forward" or "backward") and layer.
+    """
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+        self.most = {"forward": {}, "backward": {}}
+        self._place = None
+        self._hooks = []
+        layers = [each for each in model.modules() if list(each.parameters(recurse=False))]
+        for number, layer in enumerate(layers, start=1):
+            self._hooks.append(layer.register_forward_pre_hook(self._start_forward(number)))
+            self._hooks.append(layer.register_forward_hook(self._watch_output(number)))
+
+    def _start_forward(self, number: int) -> Any:
+        """Return a hook that notes that the forward pass of a layer starts."""
+
+        def hook(*_):
+            self._place = ("forward", number)
+
+        return hook
+
+    def _watch_output(self, number: int) -> Any:
+        """Return a hook that lets the output note when backward() comes to its layer."""
+
+        def start_backward(_):
+            self._place = ("backward", number)
+
+        def hook(layer, inputs, output):
+            output.register_hook(start_backward)
+
+        return hook
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        """PyTorch calls this in place of each operation."""
+        if self._place and str(operation.overloadpacket) in COMPUTING:
+            # A parameter is a DTensor, of which this rank has a shard, unless it is gathered.
+            whole = [each for each in self.model.parameters() if not isinstance(each, DTensor)]
+            now = sum(each.nbytes for each in whole) + self.gathered()
+            direction, number = self._place
+            before = self.most[direction].get(number, 0)
+            self.most[direction][number] = max(before, now)
+        return super().__torch_dispatch__(operation, types, args, kwargs)
+
+    def remove_hooks(self) -> None:
+        """Remove the hooks from the layers."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def show_sharding(
+    model: nn.Module, optimizer: Optimizer, images: Tensor, labels: Tensor, keep_weights: bool
+) -> None:
+    """Run forward and backward once more, and print what each rank holds and sends.
+
+    All ranks call it, and rank 0 prints.
 
     Args:
-        model: sharded by fully_shard. All ranks must call this together.
-        optimizer: of the model; it has made a step.
-        images, labels: a batch, (N, 1, 28, 28) and int64 (N,).
+        model: sharded by fully_shard.
+        optimizer: Adam, which has made a step.
+        images, labels: a batch of this rank, (B, 1, 28, 28) and int64 (B,).
+        keep_weights: whether parameters are gathered once in a step, and not twice.
     """
-    device, gathered = next(model.parameters()).device, []
-    images, labels = images.to(device), labels.to(device)
-
-    def note(layer, _):
-        if list(layer.parameters(recurse=False)):  # they are plain tensors now, and DTensors, shards, as long as not
-            gathered.append(sum(weight.nbytes for weight in model.parameters() if not isinstance(weight, DTensor)))
-
-    hooks = [layer.register_forward_pre_hook(note) for layer in model.modules()]
-    for _ in range(2):  # the first step after a test gathers one layer too many
-        gathered.clear()
-        optimizer.zero_grad()
-        with warnings.catch_warnings(action="ignore"), CommDebugMode() as messages:  # whose hooks make FSDP warn
-            F.cross_entropy(model(images), labels).backward()
-    for hook in hooks:
-        hook.remove()
-    weights = list(model.parameters())  # now that backward() has freed the gathered ones
-    state = [value for values in optimizer.state.values() for value in values.values()]
-    held = [_bytes(part) for part in (weights, [weight.grad for weight in weights], state)]
-    dist.all_gather_object(rows := [None] * dist.get_world_size(), [*held, sum(held), *gathered])
+    optimizer.zero_grad()
+    F.cross_entropy(model(images), labels).backward()  # the first one after a test gathers more
+    optimizer.zero_grad()
+    counted = Gathered(model)
+    with counted:
+        F.cross_entropy(model(images), labels).backward()
+    counted.remove_hooks()
+    parameters = list(model.parameters())
+    gradients = [parameter.grad for parameter in parameters]
+    state = []
+    for averages in optimizer.state.values():
+        state += averages.values()
+    own = [_bytes(parameters), _bytes(gradients), _bytes(state), counted.sent]
+    rows = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, own)
     if dist.get_rank() > 0:
         return
-    whole = [sum(weight.nbytes for weight in weights) * share for share in (1, 1, 2, 4)]  # of all shards together
-    formula = [total // len(rows) for total in whole]  # in float32 (4 + 4 + 8) bytes a parameter / ranks
-    print("bytes   weights    gradients  Adam       together   gathered while layer 1 computes, layer 2, ...")
-    for name, row in [*((f"rank {rank}", row) for rank, row in enumerate(rows)), ("formula", formula), ("DDP", whole)]:
-        print(f"{name:<8}" + "".join(f"{count:<11,}" for count in row).rstrip())
-    counts = {str(name): count for name, count in messages.get_comm_counts().items()}
-    words = [("allgather", "all_gather"), ("reduce_scatter", "reduce_scatter"), ("allreduce", "all_reduce")]
-    told = (f"{sum(counts[name] for name in counts if part in name)} {word}" for part, word in words)
-    print(f"messages of a step: {', '.join(told)}. DDP: an all_reduce for each 25 MB of gradients", flush=True)
+    size = sum(parameter.nbytes for parameter in parameters)  # of all shards together
+    count = sum(parameter.numel() for parameter in parameters)
+    formula = by_formula(3, size, len(rows))
+    if keep_weights:  # one all_gather and one reduce_scatter send as much as in stage 2
+        formula[3] = by_formula(2, size, len(rows))[3]
+    print_table(rows, formula, size, count)
+    print(
+        "gathered  "
+        + "".join(f"{f'layer {number}':<14}" for number in counted.most["forward"]).rstrip()
+    )
+    for direction, most in counted.most.items():
+        print(
+            f"{direction:<10}" + "".join(f"{most[number]:<14,}" for number in sorted(most)).rstrip()
+        )
+    print_messages(counted)
 
 
 def _bytes(tensors: list[Tensor]) -> int:
-    """Return what tensors take on this rank: of a DTensor its own shard."""
-    return sum(t.to_local().nbytes if isinstance(t, DTensor) else t.nbytes for t in tensors)
+    """Return what tensors take on this rank. Of a DTensor it has its own shard."""
+    shards = [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
+    return sum(shard.nbytes for shard in shards)

@@ -1,96 +1,216 @@
-"""What a step of a model that is cut into pieces comes to, and its messages, beside what they should be."""
+"""A step of a model whose layers are split: its distance from the whole model, and its messages."""
 
-import os
-import warnings
+import platform
+from collections import Counter
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+COLLECTIVES = {  # PyTorch's names of the operations, without underscores
+    "allreduce": "all_reduce",
+    "allgatherbase": "all_gather",
+    "reducescatterbase": "reduce_scatter",
+}
+
+
+class Messages(TorchDispatchMode):
+    """While this is active, it counts the collectives in which this rank takes part.
+
+    Attributes:
+        counts: how many there were, by the name of the process group and of the collective.
+        sizes: bytes of all their tensors (of an all_gather's output, a reduce_scatter's input).
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+        self.sizes = Counter()
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        """PyTorch calls this in place of each operation."""
+        if DTensor in types:
+            return NotImplemented  # PyTorch then turns it into operations on plain tensors
+        namespace, _, name = str(operation.overloadpacket).partition(".")
+        collective = COLLECTIVES.get(name.replace("_", ""))
+        if "c10d" in namespace and collective:
+            tensor = args[1] if collective == "reduce_scatter" else args[0]
+            if isinstance(tensor, list):
+                [tensor] = tensor
+            self.counts[_group_name(args), collective] += 1
+            self.sizes[_group_name(args), collective] += tensor.nbytes
+        return operation(*args, **(kwargs or {}))
 
 
 def compare_step(model: nn.Module, whole_model: nn.Module, images: Tensor, labels: Tensor) -> None:
-    """Run a step of both models without changing weights; rank 0 prints how far they are apart, and what it took.
+    """Run a step of both models without changing parameters; rank 0 prints how far they are apart.
+
+    It also prints the messages of the step. All ranks must call this together.
 
     Args:
-        model: its weights are DTensors, or this rank's chunks of the whole model's, or as the whole model's.
-        whole_model: has the same weights in one piece, on the CPU.
-        images, labels: the batch, the same on all ranks, which must call this together.
+        model: its parameters are DTensors, this rank's shards, or whole.
+        whole_model: has the same parameters, all of them whole, on the CPU.
+        images, labels: a batch, (B, 1, 28, 28) and int64 (B,), the same on all ranks.
     """
     expected = whole_model(images)
     F.cross_entropy(expected, labels).backward()
     device = next(model.parameters()).device
-    with CommDebugMode() as forward:
+    with Messages() as forward:
         outputs = model(images.to(device))
-    with CommDebugMode() as backward:
+    with Messages() as backward:
         F.cross_entropy(outputs, labels.to(device)).backward()
-    apart = [torch.zeros(())]
-    for mine, weight in zip(model.parameters(), whole_model.parameters(), strict=True):
-        if mine.grad is not None:  # else this rank leaves it to another
-            gradient = mine.grad.full_tensor() if isinstance(mine.grad, DTensor) else mine.grad
-            apart.append((gradient.cpu() - _chunk_like(gradient, weight.grad)).abs().max())
-    furthest = torch.stack([(outputs.cpu() - expected).detach().abs().max(), max(apart)]).to(device)
-    dist.all_reduce(furthest, dist.ReduceOp.MAX)
+    gradients_apart = torch.zeros(())
+    for mine, whole in zip(model.parameters(), whole_model.parameters(), strict=True):
+        gradient = mine.grad
+        if gradient is None:
+            continue  # a frozen parameter
+        if isinstance(gradient, DTensor):
+            gradient = gradient.full_tensor()
+        distance = (gradient.cpu() - _shard_like(gradient, whole.grad)).abs().max()
+        gradients_apart = torch.maximum(gradients_apart, distance)
+    outputs_apart = (outputs.cpu() - expected).detach().abs().max()
+    apart = torch.stack([outputs_apart, gradients_apart]).to(device)
+    dist.all_reduce(apart, op=dist.ReduceOp.MAX)
+
     linear = [layer for layer in whole_model.modules() if isinstance(layer, nn.Linear)]
-    pairs, first = len(linear) // 2, next(whole_model.parameters()) is linear[0].weight
-    if dist.get_world_size() == 1 and any(isinstance(weight, DTensor) for weight in model.parameters()):
-        pairs, first = 0, False  # a DTensor sends itself no messages
+    in_forward = len(linear) // 2
+    in_backward = in_forward
+    if next(whole_model.parameters()) is linear[0].weight:
+        in_backward -= 1  # the first pair's input is the images, which need no gradient
+    by_dtensor = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    if by_dtensor and dist.get_world_size() == 1:
+        in_forward = 0  # DTensors leave out messages of a rank to itself
+        in_backward = 0
     if dist.get_rank() == 0:
-        print("outputs differ from the whole model's by {:.0e}, gradients by {:.0e}".format(*furthest.tolist()))
-        counted = f"all_reduce in forward: {forward.get_total_counts()}, in backward: {backward.get_total_counts()}"
-        each = "one for each pair of layers" + ", none for images" * first
-        print(f"{counted}  (predicted: {pairs} and {pairs - first}, {each})", flush=True)
+        print(
+            f"outputs differ from the whole model's by {apart[0]:.0e}, gradients by {apart[1]:.0e}"
+            f"\nall_reduce in forward: {forward.counts.total()}, in backward:"
+            f" {backward.counts.total()} (predicted: {in_forward} and {in_backward})",
+            flush=True,
+        )
     model.zero_grad()
 
 
 def show_axes(mesh: DeviceMesh, model: nn.Module, images: Tensor, labels: Tensor) -> None:
-    """Run a step of a model on a mesh without changing weights; rank 0 prints who is where, and who sends what.
+    """Run a step without changing parameters; rank 0 prints the mesh, and the messages by axis.
+
+    All ranks must call this together.
 
     Args:
-        mesh: has the axes "dp" (fully_shard) and "tp" (linear layers in pairs).
-        model: its weights are DTensors on this mesh.
-        images, labels: a batch, the same for the ranks of a tp group. All ranks must call this together.
+        mesh: has the axes "dp" (fully_shard) and "tp" (linear layers in pairs), or the axes
+            "replicate" and "shard" (fully_shard on both).
+        model: its parameters are DTensors on this mesh.
+        images, labels: a batch of this rank, (B, 1, 28, 28) and int64 (B,).
     """
-    images, labels = images.to(mesh.device_type), labels.to(mesh.device_type)
-    for _ in range(2):  # the first step after a test gathers one layer too many
+    images = images.to(mesh.device_type)
+    labels = labels.to(mesh.device_type)
+    for _ in range(2):  # the first step after a test gathers one layer more than the others
         model.zero_grad()
-        with warnings.catch_warnings(action="ignore"), CommDebugMode() as counted:  # whose hooks make FSDP warn
+        with Messages() as messages:
             F.cross_entropy(model(images), labels).backward()
     model.zero_grad()
-    pieces = [weight.to_local() for weight in model.parameters()]
-    me = f"rank {dist.get_rank()} ({os.uname().nodename}, {pieces[0].device})"
-    dist.all_gather_object(everyone := [None] * dist.get_world_size(), me)
-    if dist.get_rank() > 0:
-        return
-    rows, columns = mesh.shape
-    width = max(map(len, everyone)) + 3
-    print((" " * 6 + "".join(f"{f'tp {column}':<{width}}" for column in range(columns))).rstrip())
+    device = next(model.parameters()).to_local().device
+    places = [None] * dist.get_world_size()
+    dist.all_gather_object(places, f"rank {dist.get_rank()} ({platform.node()}, {device})")
+    if dist.get_rank() == 0:
+        _print_mesh(mesh, places)
+        if "tp" in mesh.mesh_dim_names:
+            rows = _predict_tp(mesh, model, images)
+        else:
+            rows = _predict_hsdp(mesh, model)
+        _print_messages(mesh, messages, rows)
+
+
+def _print_mesh(mesh: DeviceMesh, places: list[str]) -> None:
+    """Print a line for each row of the mesh."""
+    down, across = mesh.mesh_dim_names
+    width = max(map(len, places)) + 3
+    margin = len(down) + 4
+    names = [f"{across} {column}" for column in range(mesh.shape[1])]
+    print((" " * margin + "".join(name.ljust(width) for name in names)).rstrip())
     for row, ranks in enumerate(mesh.mesh.tolist()):
-        print(f"dp {row}  " + "".join(f"{everyone[rank]:<{width}}" for rank in ranks).rstrip())
-    layers = [layer for layer in model.modules() if list(layer.parameters(recurse=False))]
-    linear = [layer for layer in layers if isinstance(layer, nn.Linear)]
-    ends = [layer.out_features for layer in linear[1::2]]
-    begins = [layer.in_features for layer in linear[: 2 * len(ends) : 2] if layer is not layers[0]]
-    activations = len(images) * sum(ends + begins) * pieces[0].element_size()
-    weights = rows * sum(piece.nbytes for piece in pieces)
-    expected = [  # axis, collective, how many, bytes that all ranks of a group send in a ring
-        ("tp", "all_reduce", len(ends + begins), 2 * (columns - 1) * activations),
-        ("dp", "all_gather", 2 * len(layers), 2 * (rows - 1) * weights),
-        ("dp", "reduce_scatter", len(layers), (rows - 1) * weights),
-    ]
-    counts = {str(name).replace("_", ""): count for name, count in counted.get_comm_counts().items()}
-    print("axis  collective      counted  predicted  bytes from each rank")
-    for axis, name, number, total in expected:
+        line = "".join(places[rank].ljust(width) for rank in ranks).rstrip()
+        print(f"{down} {row}".ljust(margin) + line)
+
+
+def _print_messages(mesh: DeviceMesh, messages: Messages, rows: list) -> None:
+    """Print the table of messages, without the axes of a single rank."""
+    print("axis       collective      counted  predicted  bytes sent  predicted")
+    for axis, collective, number, size in rows:
         ranks = mesh[axis].size()
-        found = sum(count for key, count in counts.items() if name.replace("_", "") in key)
-        print(f"{axis:<6}{name:<16}{found:<9}{number * (ranks > 1):<11}{total // ranks:,}", flush=True)
+        if ranks == 1:
+            continue
+        name = (mesh[axis].get_group().group_name, collective)
+        in_ring = (ranks - 1) / ranks  # of the tensor, for a reduce_scatter and for an all_gather
+        if collective == "all_reduce":
+            in_ring *= 2  # it is both, one after the other
+        sent = messages.sizes[name] * in_ring
+        print(
+            f"{axis:<11}{collective:<16}{messages.counts[name]:<9}{number:<11}{sent:<12,.0f}"
+            f"{size * in_ring:,.0f}",
+            flush=True,
+        )
 
 
-def _chunk_like(mine: Tensor, whole: Tensor) -> Tensor:
-    """Return the chunk of a tensor that this rank should have, by the shape of what it has."""
+def _predict_tp(mesh: DeviceMesh, model: nn.Module, images: Tensor) -> list:
+    """Return axis, collective, how many there should be, and the bytes of all their tensors."""
+    layers = _layers(model)
+    linear = [layer for layer in layers if isinstance(layer, nn.Linear)]
+    numbers = 0  # for each image, of the outputs of all pairs and of the gradients of their inputs
+    count = 0
+    for column, row in zip(linear[::2], linear[1::2], strict=False):
+        numbers += row.out_features
+        count += 1
+        if column is not layers[0]:
+            numbers += column.in_features
+            count += 1
+    kept = 0  # bytes of the parameters in this rank's column of the mesh
+    for parameter in model.parameters():
+        on_both_axes = parameter.device_mesh.ndim == 2
+        if on_both_axes and parameter.placements[1].is_shard():
+            kept += parameter.nbytes // mesh["tp"].size()
+        else:
+            kept += parameter.nbytes  # the bias of a pair's second layer, and layers outside pairs
+    return [
+        ("tp", "all_reduce", count, numbers * len(images) * images.element_size()),
+        ("dp", "all_gather", 2 * len(layers), 2 * kept),
+        ("dp", "reduce_scatter", len(layers), kept),
+    ]
+
+
+def _predict_hsdp(mesh: DeviceMesh, model: nn.Module) -> list:
+    """Return axis, collective, how many there should be, and the bytes of all their tensors."""
+    count = len(_layers(model))
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    return [
+        ("shard", "all_gather", 2 * count, 2 * size),
+        ("shard", "reduce_scatter", count, size),
+        ("replicate", "all_reduce", count, size // mesh["shard"].size()),
+    ]
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    """Return the layers that have parameters."""
+    return [layer for layer in model.modules() if list(layer.parameters(recurse=False))]
+
+
+def _group_name(args: tuple) -> str:
+    """Return the name of the process group that is among a collective's arguments."""
+    for group in args:
+        if isinstance(group, torch.ScriptObject) and "ProcessGroup" in str(group._type()):
+            return dist.ProcessGroup.unbox(group).group_name
+    return args[-1]  # operations that DTensors call get the name itself
+
+
+def _shard_like(mine: Tensor, whole: Tensor) -> Tensor:
+    """Return this rank's shard of a tensor, split as `mine` is."""
     for dim, (size, whole_size) in enumerate(zip(mine.shape, whole.shape, strict=True)):
         if size != whole_size:
             return whole.chunk(dist.get_world_size(), dim)[dist.get_rank()]

@@ -1,29 +1,54 @@
-"""Who computes when: the timeline of a pipeline's step, as text and as a figure, and the share of time lost waiting."""
+"""The timeline of one step of a pipeline: when each rank, or each device, computes and waits.
 
-import os
+It is shown as text and as a figure, with the bubble: the share of the time that is lost by waiting.
+Calls makes such a timeline of point-to-point messages: when each rank is in which call.
+"""
+
+import platform
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
-from typing import NamedTuple
+from itertools import chain
+from typing import TYPE_CHECKING, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+
+if TYPE_CHECKING:  # importing these takes a second, and most lessons do not need them
+    from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 COLUMNS = 88  # of the text
-STEPS = 9  # that are watched; the one that takes the median time is shown
-Schedule = PipelineScheduleSingle | PipelineScheduleMulti
+STEPS = 9  # that are run; the one with the median time is shown
+METHODS = {  # of a PipelineStage, and what each of them computes
+    "forward_one_chunk": "forward",
+    "backward_one_chunk": "backward",
+    "backward_weight_one_chunk": "weights",
+}
+SIGNS = {
+    "forward": "0123456789",
+    "backward": "abcdefghijklmnopqrstuvwxyz",
+    "weights": "ABCDEFGHIJKLMNOPQRSTUVWXYZ",
+    "asleep": "z",
+    "send": "s",
+    "recv": "r",
+    "wait": "w",
+    "computing": "c",
+}
+Moment = float | torch.cuda.Event
 
 
 class Span(NamedTuple):
-    """A time in which one worker (a rank, or a device) computes.
+    """A time in which one worker (a rank, or a device) computes, or is in a call.
 
     worker: its number, from 0.
-    kind: "forward", "backward" (for the inputs, or for all) or "weights" (the backward pass of the weights alone).
-    micro_batch: which one, from 0.
-    start, end: in seconds since any moment that is the same for all workers.
+    kind: "forward", "backward" (for the inputs, or for all) or "weights" (for the parameters only).
+        For a call it is a kind of Calls.
+    micro_batch: its number, from 0. For a call it is 0.
+    start, end: in seconds, counted from a moment that is the same for all workers.
     """
 
     worker: int
@@ -33,107 +58,180 @@ class Span(NamedTuple):
     end: float
 
 
-def watch(schedule: Schedule, stages: list[PipelineStage], images: Tensor, labels: Tensor) -> list[Span]:
-    """Run steps of a pipeline, which leave its weights alone, and note when its stages compute.
+def watch(
+    schedule: "PipelineScheduleSingle | PipelineScheduleMulti",
+    stages: "list[PipelineStage]",
+    images: Tensor,
+    labels: Tensor,
+) -> list[Span]:
+    """Run some steps of a pipeline without an optimizer, and note when its stages compute.
+
+    All ranks have to call this together.
 
     Args:
-        schedule: has run no step yet. All ranks must call this together.
-        stages: this rank's.
+        schedule: runs the stages, and has run no step yet.
+        stages: those of this rank.
         images, labels: a batch.
 
     Returns:
-        The spans of all ranks, in the step that takes the median time.
+        The spans of all ranks in the step that takes the median time.
     """
-    marks, steps, device = [], [], stages[0].device
-    inputs, labels = [images.to(device)] if stages[0].is_first else [], labels.to(device)
+    device = stages[0].device
+    inputs = []
+    if stages[0].is_first:
+        inputs = [images.to(device)]
+    return watch_step(partial(schedule.step, *inputs, target=labels.to(device)), stages, METHODS)
 
-    def noted(compute, kind, micro_batch, *args, **kwargs):
-        start = _moment(device)
-        result = compute(micro_batch, *args, **kwargs)
-        marks.append((kind, micro_batch, start, _moment(device)))
-        return result
 
+def watch_step(step: Callable, stages: list, methods: dict[str, str]) -> list[Span]:
+    """Run a step of a pipeline some times, and note when its stages compute.
+
+    All ranks have to call this together.
+
+    Args:
+        step: runs all micro-batches of a batch, forward and backward.
+        stages: those of this rank. Each has a device.
+        methods: of a stage that compute, and what each of them computes. Their first argument is
+            the number of the micro-batch.
+
+    Returns:
+        The spans of all ranks in the step that takes the median time.
+    """
+    rank = dist.get_rank()
+    device = stages[0].device
+    one_clock = _on_one_node()
+    marks = []
     for stage in stages:
-        stage.forward_one_chunk = partial(noted, stage.forward_one_chunk, "forward")
-        stage.backward_one_chunk = partial(noted, stage.backward_one_chunk, "backward")
-        stage.backward_weight_one_chunk = partial(noted, stage.backward_weight_one_chunk, "weights")
-    dist.all_gather_object(hosts := [None] * dist.get_world_size(), os.uname().nodename)
+        for name, kind in methods.items():
+            note_calls(stage, name, kind, marks)
+    steps = []
     for _ in range(STEPS):
         marks.clear()
         dist.barrier()
         _synchronize(device)
         origin = _moment(device)
-        begun = time.perf_counter() if len(set(hosts)) == 1 else 0.0  # nodes have other clocks: count from the barrier
-        schedule.step(*inputs, target=labels)
+        # The clocks of two nodes differ. There, each rank counts from the end of the barrier.
+        begun = time.perf_counter() if one_clock else 0.0
+        step()
         _synchronize(device)
-        steps.append(
-            [
-                Span(dist.get_rank(), *what, begun + _seconds(origin, start), begun + _seconds(origin, end))
-                for *what, start, end in marks
-            ]
-        )
-    dist.all_gather_object(ranks := [None] * dist.get_world_size(), steps)
-    return _median([sum(step, []) for step in zip(*ranks, strict=True)])
+        spans = []
+        for kind, micro_batch, start, end in marks:
+            start = begun + _seconds(origin, start)
+            end = begun + _seconds(origin, end)
+            spans.append(Span(rank, kind, micro_batch, start, end))
+        steps.append(spans)
+    for stage in stages:
+        for name in methods:
+            delattr(stage, name)  # the method of its class is back
+    steps_of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(steps_of_ranks, steps)
+    whole_steps = []
+    for number in range(STEPS):
+        spans = []
+        for steps in steps_of_ranks:
+            spans += steps[number]
+        whole_steps.append(spans)
+    return _median(whole_steps)
 
 
-def watch_modules(step: Callable[[], object], modules: list[nn.Module], device: list[torch.device]) -> list[Span]:
-    """Run steps of one process, and note when each module computes, forward and backward.
+def _on_one_node() -> bool:
+    """Return whether all ranks are on the same node."""
+    hosts = [None] * dist.get_world_size()
+    dist.all_gather_object(hosts, platform.node())
+    return len(set(hosts)) == 1
+
+
+def note_calls(stage: object, name: str, kind: str, marks: list[tuple]) -> None:
+    """Make a method of a stage add to the marks: kind, micro-batch, and when it starts and ends."""
+    method = getattr(stage, name)
+
+    def noted(micro_batch, *args, **kwargs):
+        start = _moment(stage.device)
+        result = method(micro_batch, *args, **kwargs)
+        marks.append((kind, micro_batch, start, _moment(stage.device)))
+        return result
+
+    setattr(stage, name, noted)
+
+
+def watch_modules(
+    modules: list[nn.Module], devices: list[torch.device], step: Callable, *args
+) -> list[Span]:
+    """Run some steps of one process, and note when each module computes, forward and backward.
 
     Args:
-        step: runs all micro-batches of a batch through the modules, then backward.
-        modules: the stages; layers in them that come before the first one with weights are not timed in backward.
-        device: of each.
+        modules: the stages. The backward pass of the layers before the first one with parameters is
+            not timed.
+        devices: of each module.
+        step: runs all micro-batches of a batch through the modules, and then backward.
+        args: of the step.
 
     Returns:
         The spans of the step that takes the median time. Worker i is module i.
     """
-    marks, steps = [], []
+    starts = {}  # the moments, by worker, kind and micro-batch
+    ends = {}
+    done = [0] * len(modules)  # how many micro-batches each module has computed forward
 
-    def mark(worker, kind, micro_batch, border):
-        marks.append(((worker, kind, micro_batch), border, _moment(device[worker])))
+    def note(moments, worker, kind, micro_batch, *_):
+        moments[worker, kind, micro_batch] = _moment(devices[worker])
 
-    def current(worker):  # micro-batches whose forward pass has ended
-        return sum(key[:2] == (worker, "forward") and border == "end" for key, border, _ in marks)
-
-    def before(worker, module, inputs):
-        mark(worker, "forward", current(worker), "start")
-
-    def after(worker, module, inputs, output):
-        micro_batch = current(worker)
-        mark(worker, "forward", micro_batch, "end")
-        output.register_hook(lambda gradient: mark(worker, "backward", micro_batch, "start"))
+    def before_module(worker, module, inputs):
+        note(starts, worker, "forward", done[worker])
 
     def after_first_layer(worker, layer, inputs, output):
-        micro_batch = current(worker)
-        output.grad_fn.register_hook(lambda *gradients: mark(worker, "backward", micro_batch, "end"))
+        # This hook runs when the gradients of the layer have been computed.
+        output.grad_fn.register_hook(partial(note, ends, worker, "backward", done[worker]))
+
+    def after_module(worker, module, inputs, output):
+        note(ends, worker, "forward", done[worker])
+        # This hook runs when the gradient of the output has arrived.
+        output.register_hook(partial(note, starts, worker, "backward", done[worker]))
+        done[worker] += 1
 
     hooks = []
     for worker, module in enumerate(modules):
-        first = next(layer for layer in module.modules() if list(layer.parameters(recurse=False)))
-        hooks.append(module.register_forward_pre_hook(partial(before, worker)))
-        hooks.append(module.register_forward_hook(partial(after, worker)))
-        hooks.append(first.register_forward_hook(partial(after_first_layer, worker)))
+        layers = [layer for layer in module.modules() if list(layer.parameters(recurse=False))]
+        hooks.append(module.register_forward_pre_hook(partial(before_module, worker)))
+        hooks.append(layers[0].register_forward_hook(partial(after_first_layer, worker)))
+        hooks.append(module.register_forward_hook(partial(after_module, worker)))
+    steps = []
     for _ in range(STEPS):
-        marks.clear()
-        for worker in range(len(modules)):
-            _synchronize(device[worker])
-            mark(worker, "origin", 0, "start")
-        step()
-        for worker in range(len(modules)):
-            _synchronize(device[worker])
-        steps.append(_spans(marks))
+        starts.clear()
+        ends.clear()
+        done[:] = [0] * len(modules)
+        origins = []
+        for device in devices:
+            _synchronize(device)
+            origins.append(_moment(device))
+        step(*args)
+        for device in devices:
+            _synchronize(device)
+        steps.append(_spans(origins, starts, ends))
     for hook in hooks:
         hook.remove()
     return _median(steps)
 
 
+def _spans(origins: list[Moment], starts: dict, ends: dict) -> list[Span]:
+    """Make spans of the starts and ends, in seconds since the origin of each worker."""
+    spans = []
+    for (worker, kind, micro_batch), start in starts.items():
+        origin = origins[worker]
+        end = ends[worker, kind, micro_batch]
+        span = Span(worker, kind, micro_batch, _seconds(origin, start), _seconds(origin, end))
+        spans.append(span)
+    return spans
+
+
 def _median(steps: list[list[Span]]) -> list[Span]:
-    """Return the step that takes the median time. The first two are left out: they also start threads."""
-    return sorted(steps[2:], key=duration)[len(steps[2:]) // 2]
+    """Return the step with the median time, without the first two, which also start threads."""
+    by_time = sorted(steps[2:], key=duration)
+    return by_time[len(by_time) // 2]
 
 
-def _moment(device: torch.device) -> float | torch.cuda.Event:
-    """Return the time, or what notes it when a GPU comes to this point: Python only gives it its work in advance."""
+def _moment(device: torch.device) -> Moment:
+    """Return the time; on a GPU, an event that notes when the GPU has done what is queued now."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -141,26 +239,17 @@ def _moment(device: torch.device) -> float | torch.cuda.Event:
     return event
 
 
-def _seconds(origin: float | torch.cuda.Event, moment: float | torch.cuda.Event) -> float:
-    """Return the seconds between two moments of a device that has done all its work."""
-    return moment - origin if isinstance(moment, float) else origin.elapsed_time(moment) / 1000
+def _seconds(origin: Moment, moment: Moment) -> float:
+    """Return the seconds between two moments of a device whose queue is empty."""
+    if isinstance(moment, float):
+        return moment - origin
+    return origin.elapsed_time(moment) / 1000
 
 
 def _synchronize(device: torch.device) -> None:
-    """Wait until a GPU has done what it was given."""
+    """Wait until a GPU has done what is queued."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _spans(marks: list[tuple[tuple[str, str, int], str, float | torch.cuda.Event]]) -> list[Span]:
-    """Make spans of starts and ends, in seconds since each worker's origin."""
-    found = {(key, border): moment for key, border, moment in marks}
-
-    def seconds(key, border):
-        return _seconds(found[(key[0], "origin", 0), "start"], found[key, border])
-
-    keys = dict.fromkeys(key for key, _, _ in marks if key[1] != "origin")
-    return [Span(*key, seconds(key, "start"), seconds(key, "end")) for key in keys]
 
 
 def duration(spans: list[Span]) -> float:
@@ -172,34 +261,116 @@ def bubble(spans: list[Span], workers: int) -> float:
     """Return the share of the workers' time, 0 to 1, in which they wait.
 
     Args:
-        spans: of one step; those of one worker must not overlap.
+        spans: of one step. The spans of one worker must not overlap.
         workers: how many there are.
     """
-    return 1 - sum(span.end - span.start for span in spans) / (workers * duration(spans))
+    computing = sum(span.end - span.start for span in spans)
+    return 1 - computing / (workers * duration(spans))
 
 
-def as_text(spans: list[Span], names: list[str]) -> str:
-    """Return a line for each worker, from the start of the step on the left to its end on the right.
+class Calls:
+    """While this is active, it notes when this rank is in which call.
 
-    A digit is the forward pass of that micro-batch (its last digit), a letter the backward pass (a is micro-batch 0), a
-    capital the backward pass of the weights alone, and a dot is waiting.
+    The calls are time.sleep ("asleep"), dist.send, dist.recv, the wait() of a request, and one
+    function that computes ("computing"). All ranks must enter together, because a barrier comes
+    first. Times are counted from the end of the barrier, because the clocks of two nodes differ.
+
+    Args:
+        computing: this function, or None.
+    """
+
+    def __init__(self, computing: Callable | None = None):
+        self.spans = []
+        self._in_call = False
+        self._patches = ExitStack()
+        self._computing = computing
+
+    def __enter__(self) -> "Calls":
+        """Replace each function by one that also notes when it is called."""
+        dist.barrier()
+        self._origin = time.perf_counter()
+        for kind, place, name in (
+            ("asleep", time, "sleep"),
+            ("send", dist, "send"),
+            ("recv", dist, "recv"),
+            ("wait", dist.Work, "wait"),
+        ):
+            noted = self._noted(kind, getattr(place, name))
+            self._patches.enter_context(mock.patch.object(place, name, noted))
+        if self._computing:
+            # The other functions of its module find it under its name among these.
+            names = self._computing.__globals__
+            noted = self._noted("computing", self._computing)
+            patch = mock.patch.dict(names, {self._computing.__name__: noted})
+            self._patches.enter_context(patch)
+        return self
+
+    def __exit__(self, *error) -> None:
+        """Put the functions back."""
+        self._patches.close()
+
+    def _noted(self, kind: str, function: Callable) -> Callable:
+        """Return a function that does the same, and adds a span."""
+
+        def noted(*args, **kwargs):
+            if self._in_call:  # send and recv wait for a request
+                return function(*args, **kwargs)
+            self._in_call = True
+            start = time.perf_counter() - self._origin
+            try:
+                return function(*args, **kwargs)
+            finally:
+                end = time.perf_counter() - self._origin
+                self.spans.append(Span(dist.get_rank(), kind, 0, start, end))
+                self._in_call = False
+
+        return noted
+
+    def of_all_ranks(self) -> list[Span]:
+        """Return the spans of all ranks. All of them must call this together."""
+        spans_of_ranks = [None] * dist.get_world_size()
+        dist.all_gather_object(spans_of_ranks, self.spans)
+        return list(chain(*spans_of_ranks))
+
+    def show(self) -> None:
+        """Print a line for each rank, on rank 0. All ranks must call this together."""
+        spans = self.of_all_ranks()
+        if dist.get_rank() == 0:
+            names = [f"rank {rank}" for rank in range(dist.get_world_size())]
+            print(as_text(spans, names, columns=60), flush=True)
+
+
+def as_text(spans: list[Span], names: list[str], columns: int = COLUMNS) -> str:
+    """Return a line for each worker, from the start of the step on the left to its end.
+
+    A digit is the forward pass of the micro-batch with that number (its last digit). A letter is
+    the backward pass (a: micro-batch 0), and a capital letter is the part of it that computes the
+    gradients of the parameters. A dot is waiting.
+
+    For calls, the letters are z (asleep), s (in send), r (in recv), w (in wait) and c (computing).
 
     Args:
         spans: of one step.
         names: of the workers.
+        columns: the length of the lines, without names.
     """
-    first, column = min(span.start for span in spans), duration(spans) / COLUMNS
-    letters = "0123456789", "abcdefghijklmnopqrstuvwxyz", "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-    signs = dict(zip(("forward", "backward", "weights"), letters, strict=True))
+    first = min(span.start for span in spans)
+    column = duration(spans) / columns
     lines = []
     for worker, name in enumerate(names):
-        line, most = ["."] * COLUMNS, [column / 2] * COLUMNS  # a column shows what fills more than half of it
+        line = ["."] * columns
+        filled = [0.5] * columns  # a column shows what fills more than half of it
         for span in spans:
-            start, end = ((moment - first) / column for moment in (span.start, span.end))
-            for place in range(int(start), min(int(end) + 1, COLUMNS)) if span.worker == worker else ():
-                share = (min(end, place + 1) - max(start, place)) * column
-                if share > most[place]:
-                    line[place], most[place] = signs[span.kind][span.micro_batch % len(signs[span.kind])], share
+            if span.worker != worker:
+                continue
+            signs = SIGNS[span.kind]
+            start = (span.start - first) / column
+            end = (span.end - first) / column
+            for place in range(int(start), min(int(end) + 1, columns)):
+                share = min(end, place + 1) - max(start, place)
+                if share > filled[place]:
+                    filled[place] = share
+                    line[place] = signs[span.micro_batch % len(signs)]
         lines.append(f"{name} |{''.join(line)}|")
     return "\n".join(lines)
 
@@ -208,23 +379,32 @@ def show(steps: dict[tuple[str, int], list[Span]], names: list[str], plot: str |
     """Print the timelines of one or two steps and how much faster the first one is, and draw them.
 
     Args:
-        steps: the spans of each, by the name of its schedule and the number of micro-batches.
+        steps: the spans of each step, by the name of its schedule and the number of micro-batches.
         names: of the workers.
-        plot: path of a figure, or None.
+        plot: the path of a figure, or None.
     """
-    titles = {}
-    for (schedule, pieces), spans in steps.items():
-        title = f"{schedule}, {pieces} micro-batch{'es' * (pieces > 1)}: {duration(spans):.4f} s, bubble "
-        whose = "GPipe's " if "Interleaved" in schedule else ""  # with two stages on each rank the formula is another
-        formula = f"{whose}(p-1)/(m+p-1) = {(len(names) - 1) / (pieces + len(names) - 1):.2f}"
-        title += f"{bubble(spans, len(names)):.2f}, {formula}"
-        titles[title] = spans
+    spans_by_title = {}
+    for (schedule, micro_batches), spans in steps.items():
+        title = _title(schedule, micro_batches, spans, len(names))
+        spans_by_title[title] = spans
         print(title, as_text(spans, names), sep="\n", flush=True)
-    first, *second = map(duration, steps.values())
-    if second:
-        print(f"the first is {second[0] / first:.2f} times as fast as the second", flush=True)
+    if len(steps) == 2:
+        first, second = map(duration, steps.values())
+        print(f"the first is {second / first:.2f} times as fast as the second", flush=True)
     if plot:
-        draw(titles, names, plot)
+        draw(spans_by_title, names, plot)
+
+
+def _title(schedule: str, micro_batches: int, spans: list[Span], workers: int) -> str:
+    """Return the line above a timeline: the schedule, the time, the bubble and its formula."""
+    batches = "micro-batch" if micro_batches == 1 else "micro-batches"
+    formula = (workers - 1) / (micro_batches + workers - 1)
+    # The formula is that of one stage on each rank. These schedules have two.
+    whose = "GPipe's " if "Interleaved" in schedule else ""
+    return (
+        f"{schedule}, {micro_batches} {batches}: {duration(spans):.4f} s,"
+        f" bubble {bubble(spans, workers):.2f}, {whose}(p-1)/(m+p-1) = {formula:.2f}"
+    )
 
 
 def draw(steps: dict[str, list[Span]], names: list[str], path: str) -> None:
@@ -233,39 +413,33 @@ def draw(steps: dict[str, list[Span]], names: list[str], path: str) -> None:
     Args:
         steps: the spans of each step, by its title.
         names: of the workers.
-        path: of the figure; its ending says the format: .png, .pdf or .svg.
+        path: of the figure. Its suffix says the format: .png, .pdf or .svg.
     """
-    import matplotlib  # here, because it takes a second
+    # The import is here, because it takes a second.
+    from measure.figures import BLUE, GREEN, INK, ORANGE, add_legend, new_figure, save
 
-    matplotlib.use("Agg")  # no display needed
-    from matplotlib import pyplot
-    from matplotlib.patches import Patch
-
-    looks = {
-        "forward": {"facecolor": "white"},
-        "backward": {"facecolor": "lightgrey", "hatch": "////"},
-        "weights": {"facecolor": "grey"},
-    }
-    height = 0.9 + 0.45 * len(names)
-    figure, axes = pyplot.subplots(len(steps), sharex=True, figsize=(9, height * len(steps) + 0.6), squeeze=False)
+    colours = {"forward": BLUE, "backward": ORANGE, "weights": GREEN}
+    height = len(steps) * (0.7 + 0.5 * len(names)) + 0.9
+    figure, axes = new_figure(len(steps), 1, height, sharex=True)
     longest = max(duration(spans) for spans in steps.values())
+    kinds = set()
     for axis, (title, spans) in zip(axes[:, 0], steps.items(), strict=True):
         first = min(span.start for span in spans)
         for span in spans:
-            width = span.end - span.start
-            bar = {"left": (span.start - first) * 1000, "width": width * 1000, "edgecolor": "black", "linewidth": 0.6}
-            axis.barh(span.worker, height=0.8, **bar, **looks[span.kind])
-            if width > longest / 90 * len(str(span.micro_batch)):  # else the number would not fit
-                middle = (span.start + width / 2 - first) * 1000
-                box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
-                axis.text(middle, span.worker, span.micro_batch, ha="center", va="center", fontsize=7, bbox=box)
+            left = 1000 * (span.start - first)
+            width = 1000 * (span.end - span.start)
+            look = {"facecolor": colours[span.kind], "edgecolor": INK, "linewidth": 0.6}
+            axis.barh(span.worker, width, left=left, height=0.8, **look)
+            kinds.add(span.kind)
+            room = 1000 * longest / 50 * len(str(span.micro_batch))
+            if width > room:
+                middle = left + width / 2
+                colour = "white" if span.kind == "forward" else INK
+                look = {"ha": "center", "va": "center", "color": colour}
+                axis.text(middle, span.worker, span.micro_batch, **look)
         axis.set_yticks(range(len(names)), names)
-        axis.invert_yaxis()  # the first worker on top
-        axis.set_title(title, fontsize=9, loc="left")
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[-1, 0].set_xlabel("time (ms); the numbers are micro-batches, and where nothing is drawn a worker waits")
-    kinds = {span.kind for spans in steps.values() for span in spans}
-    patches = [Patch(edgecolor="black", label=kind, **look) for kind, look in looks.items() if kind in kinds]
-    figure.legend(handles=patches, loc="upper right", ncols=3, fontsize=8, frameon=False)
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
+        axis.invert_yaxis()  # the first worker is on top
+        axis.set_title(title, loc="left")
+    axes[-1, 0].set_xlabel("time (ms); the numbers are micro-batches, and a gap means waiting")
+    add_legend(figure, {kind: colours[kind] for kind in colours if kind in kinds})
+    save(figure, path)

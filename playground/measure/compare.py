@@ -1,0 +1,502 @@
+r"""What parallelism gains and costs: this tool runs the lessons with the same flags.
+
+Parallelism pays if it saves more computing than it costs in messages, in starting Python again, and
+in a second copy of the model. This cannot be predicted, but it can be measured. The tool has four
+parts. Each run is a process of its own, which is started by the command line of a lesson.
+
+  parity   The training lessons run, and the tool compares losses, accuracies and parameters. The
+           same runs show images/s, start-up time and memory. A second run of each lesson, one epoch
+           in float64, shows how much of the difference is rounding.
+  scaling  distributed_data_parallel.py runs with 1, 2, 4, ... processes. Strong scaling keeps the
+           global batch, and weak scaling keeps the per-rank batch.
+  steps    profile_steps.py shows where the time of a step goes: when DDP averages the gradients,
+           and when the lesson averages them by hand.
+  widths   A single process and DDP train wider and wider layers. The tool shows the width at which
+           DDP becomes faster.
+
+In the parts scaling and widths, each process computes with one thread.
+
+Run it:
+    python playground/measure/compare.py
+    python playground/measure/compare.py --dataset digits --epochs 2
+    python playground/measure/compare.py --only scaling --processes 1 2 4 8 --model cnn \
+        --batch_size 512
+    python playground/measure/compare.py --only widths --widths 64 256 1024 4096 --out wide
+
+The first command takes many minutes without a GPU, the second one some minutes.
+
+It prints a table and some sentences for each part (numbers will differ):
+    | lesson                                      | images/s | start-up s | peak memory MiB | ...
+    | ------------------------------------------- | -------- | ---------- | --------------- | ...
+    | single_gpu.py                               |  253,824 |        2.9 |             957 | ...
+    | tensor_parallel.py, 2 processes             |   94,421 |        4.4 |             960 | ...
+
+A lesson that fails has a row with its error. The folder --out gets results.json, four figures, and
+what each run has left: its output, its checkpoint, and traces for https://ui.perfetto.dev.
+
+What is approximate:
+  - A traced step takes longer than others. So compare the parts of a step, not its length.
+  - "Computing" is the rest of a step without data and messages, so it includes Python's own work.
+  - The time of a message includes waiting for a rank that is late. On CPUs, the threads that send
+    share the cores with those that compute. On GPUs, a kernel may belong to the step before.
+  - Start-up is the time to the first epoch line, without the training of that epoch. So it includes
+    the first test.
+  - Memory is that of the largest process, without the memory of GPUs. On Linux, it is measured
+    until the first epoch line, because a checkpoint may collect a sharded model afterwards. The C
+    library keeps some freed memory, unless MALLOC_MMAP_THRESHOLD_=1000000 is set (glibc).
+  - Memory on a GPU is what the tensors of a process take at most, until its end. PyTorch counts it
+    (torch.accelerator.max_memory_allocated).
+  - "Messages" are the collectives of each rank in a step, in lessons that count them.
+
+Try breaking it, in a copy:
+    cp playground/measure/compare.py playground/measure/broken.py
+  1. On a machine with two cores, write `threads = 2` instead of `threads = 1`. A single process
+     becomes faster. What happens to the speed-up?
+  2. In plan_scaling, leave out the line with "--batch_size". What is the difference between the
+     two kinds of scaling then?
+  3. In playground/measure/traces.py, let `minus` return union(spans). Which column of the table of
+     `--only steps` is 0 now, and why?
+"""
+
+import argparse
+import json
+import math
+import os
+import platform
+import re
+import shlex
+import shutil
+import signal
+import sys
+from datetime import datetime
+from pathlib import Path
+from statistics import mean, median
+
+import torch
+from tqdm import tqdm
+
+PLAYGROUND = Path(__file__).resolve().parents[1]
+sys.path.append(str(PLAYGROUND))  # find measure/ from any working directory
+sys.path.append(str(PLAYGROUND.parent))  # find common/
+from common.data import DATA_DIR, fetch
+from common.guard_rails import check, explained
+from common.models import MODELS
+from measure.figures import draw_scaling, draw_speed, draw_steps, draw_widths
+from measure.processes import cores, follow, gpu_memory, gpu_variables, last_words, messages
+from measure.report import tell_parity, tell_scaling, tell_speed, tell_steps, tell_widths
+from measure.traces import step_times
+
+PARTS = ("parity", "scaling", "steps", "widths")
+LESSONS = (  # N stands for --gpus, GRID for a mesh of as many ranks
+    "single_gpu",
+    "data_parallel",
+    "manual_data_parallel -g N",
+    "manual_data_parallel -g N --bucket",
+    "overlapped_data_parallel -g N",
+    "distributed_data_parallel -g N",
+    "distributed_data_parallel2 -g N",
+    "distributed_data_parallel_torchrun",
+    "distributed_data_parallel_resumable",
+    "manual_sharding --stage 2",
+    "manual_sharding --stage 3",
+    "fully_sharded_data_parallel",
+    "model_parallel",
+    "model_parallel --pipelined",
+    "manual_pipeline",
+    "pipeline_parallel",
+    "tensor_parallel",
+    "tensor_parallel --by dtensor",
+    "hybrid_parallel --mesh GRID",
+)
+TORCHRUN = (  # lessons whose processes are started by torchrun
+    "distributed_data_parallel_torchrun",
+    "distributed_data_parallel_resumable",
+    "profile_steps",
+    "manual_sharding",
+    "fully_sharded_data_parallel",
+    "manual_pipeline",
+    "pipeline_parallel",
+    "tensor_parallel",
+    "hybrid_parallel",
+)
+PASSED_ON = ("device", "epochs", "batch_size", "lr", "model", "width", "layers")
+PASSED_ON += ("dataset", "data_dir", "seed")
+HIDDEN_LAYERS = {"mlp": 3, "cnn": 1}  # without --layers
+OTHER_LAYERS = {"mlp": 1, "cnn": 3}  # the last layer; in cnn also two convolutions
+WIDTH = {"mlp": 64, "cnn": 120}  # without --width
+CORES = cores()
+
+
+def fitting_stages(gpus, model, layers):
+    """Return how many stages a pipeline of at most so many ranks can have: one for each layer."""
+    hidden = layers or HIDDEN_LAYERS[model]
+    return min(gpus, hidden + OTHER_LAYERS[model])
+
+
+def fitting_pieces(gpus, model, width):
+    """Return how many of at most so many ranks can split a layer into equal parts: 1, 2, 4 or 8."""
+    neurons = width or WIDTH[model]
+    return max(count for count in (1, 2, 4, 8) if count <= gpus and neurons % count == 0)
+
+
+def fitting_batch(counts, batch_size):
+    """Return the batch size nearest to this one that each of these counts divides."""
+    least = math.lcm(*counts)
+    return max(1, round(batch_size / least)) * least
+
+
+def fitting_mesh(device, gpus, width):
+    """Return the rows and columns of a mesh, with two columns if ranks and neurons are even."""
+    ranks = gpus
+    if device == "cpu":
+        ranks = max(4, gpus)  # 2 x 2 on any CPU
+    columns = 1
+    if ranks % 2 == 0 and (width or 2) % 2 == 0:
+        columns = 2
+    return ranks // columns, columns
+
+
+def plan(args):
+    """List the runs in their order.
+
+    Each is a dict: the part that it is for, the lesson, its own flags ("words"), and what the part
+    has to know about it.
+    """
+    runs = []
+    if "parity" in args.only:
+        runs += plan_parity(args)
+    if "scaling" in args.only:
+        runs += plan_scaling(args)
+    if "steps" in args.only:
+        for average in ("ddp", "each", "bucket"):
+            words = ["--average", average]
+            runs.append({"part": "steps", "lesson": "profile_steps", "words": words})
+    if "widths" in args.only:
+        runs += plan_widths(args)
+    rows, columns = fitting_mesh(args.device, args.gpus, args.width)
+    ranks = {
+        "manual_pipeline": args.stages,
+        "pipeline_parallel": args.stages,
+        "tensor_parallel": args.pieces,
+        "hybrid_parallel": rows * columns,
+    }
+    for run in runs:
+        run["name"] = " ".join([f"{run['lesson']}.py", *run["words"]])
+        if run["lesson"] in TORCHRUN:
+            run["ranks"] = ranks.get(run["lesson"], args.gpus)
+            run["name"] += ", 1 process" if run["ranks"] == 1 else f", {run['ranks']} processes"
+    return runs
+
+
+def plan_parity(args):
+    """List the runs of all lessons: first in float32, then one epoch of each in float64."""
+    rows, columns = fitting_mesh(args.device, args.gpus, args.width)
+    blanks = {"N": str(args.gpus), "GRID": f"{rows}x{columns}"}
+    runs = []
+    for kind, flags in (("float32", []), ("float64", ["--double", "--epochs", "1"])):
+        for line in LESSONS:
+            lesson, *words = [blanks.get(word, word) for word in line.split()]
+            if lesson != "single_gpu" and lesson not in args.lessons:
+                continue
+            more = []
+            if lesson == "tensor_parallel" and kind == "float64":
+                more = ["--compare"]  # counts messages; in float32 its memory would be measured
+            run = {"part": "parity", "kind": kind, "lesson": lesson, "words": words}
+            runs.append(run | {"flags": flags + more})
+    return runs
+
+
+def plan_scaling(args):
+    """List the runs of DDP with more and more processes."""
+    runs = []
+    for count in args.processes:
+        run = {"part": "scaling", "lesson": "distributed_data_parallel"}
+        run |= {"processes": count, "one_thread": True}
+        if args.device == "cpu" and count > CORES:
+            run["note"] = "more processes than cores"
+        words = ["-g", str(count)]
+        runs.append(run | {"kind": "strong", "words": words})
+        if count > 1:
+            words = words + ["--batch_size", str(count * args.batch_size)]
+            runs.append(run | {"kind": "weak", "words": words})
+    return runs
+
+
+def plan_widths(args):
+    """List the runs for each width: one process, several processes, and traced steps of these."""
+    runs = []
+    for width in args.widths:
+        size = ["--model", "mlp", "--width", str(width)]
+        several = ["-g", str(args.gpus), *size]
+        for kind, lesson, words in (
+            ("one", "single_gpu", size),
+            ("several", "distributed_data_parallel", several),
+            ("traced", "profile_steps", size),
+        ):
+            run = {"part": "widths", "kind": kind, "lesson": lesson, "words": words}
+            runs.append(run | {"width": width, "one_thread": True})
+    return runs
+
+
+def command(run, args, folder):
+    """Return the command line of a run, and the environment variables that it needs."""
+    start = [sys.executable]
+    threads = int(os.environ.get("OMP_NUM_THREADS", CORES))
+    if "ranks" in run:
+        count = run["ranks"]
+        start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+        # Lessons that start their own processes divide the cores by themselves.
+        threads = max(1, threads // count)
+    if run.get("one_thread"):
+        threads = 1  # otherwise a single process would use all cores
+    variables = {"OMP_NUM_THREADS": str(threads)}
+    if args.device == "cuda":
+        variables |= gpu_variables(folder)
+    keep = ["--savefile", f"{folder}/checkpoint.pt"]
+    if run["lesson"] == "distributed_data_parallel_resumable":
+        keep = ["--run_dir", str(folder)]
+    if run["lesson"] == "profile_steps":
+        keep = ["--out", str(folder), "--epochs", "1"]  # a trace has a few steps only
+    flags = []
+    for name in PASSED_ON:
+        value = getattr(args, name)
+        if value is not None:
+            flags.append(f"--{name}={value}")
+    lesson = str(PLAYGROUND / f"{run['lesson']}.py")
+    return [*start, lesson, *flags, *run["words"], *run.get("flags", []), *keep], variables
+
+
+def execute(run, args, folder):
+    """Run a lesson as a process, and add what it reports to the run. A note says why it failed."""
+    shutil.rmtree(folder, ignore_errors=True)  # the resumable lesson would resume an earlier run
+    folder.mkdir(parents=True)
+    words, variables = command(run, args, folder)
+    run["command"] = shlex.join(words)
+    run["variables"] = variables
+    run["folder"] = str(folder)
+    run["failed"] = True
+    try:
+        status, epochs, memory = follow(words, variables, folder, args.seconds)
+    except TimeoutError as error:
+        run["note"] = str(error)
+        return
+    if status or not epochs:
+        run["note"] = last_words(folder) or f"no epoch line, exit status {status}"
+        run["missing"] = "pip install" in run["note"]  # an optional package is no fault
+        return
+    run["failed"] = False
+    run["epochs"] = epochs
+    for name in ("loss", "train", "test"):
+        run[name] = epochs[-1][name]
+    # The first epoch also warms up.
+    timed = epochs[1:] or epochs
+    run["images_per_s"] = median(epoch["images_per_s"] for epoch in timed)
+    run["start_up_s"] = epochs[0]["at"] - epochs[0]["seconds"]
+    run["memory_mib"] = memory
+    on_gpu = gpu_memory(folder)
+    if on_gpu is not None:
+        run["gpu_memory_mib"] = on_gpu
+    counted = messages(folder)
+    if counted:
+        run["messages"] = counted
+    if run["lesson"] == "profile_steps":
+        traces = [json.loads(path.read_text()) for path in folder.glob("rank*.json")]
+        times = [step_times(trace) for trace in traces]
+        for name in times[0]:
+            run[name] = mean(of_rank[name] for of_rank in times)
+
+
+def add_differences(runs):
+    """Add to the float32 runs what each lesson's parameters differ by from those of single_gpu.py.
+
+    Returns the float32 runs. Those that have failed in float64 get a note.
+    """
+    rows = [run for run in runs if run["kind"] == "float32"]
+    by_name = {row["name"]: row for row in rows}
+    for kind in ("float32", "float64"):
+        same_kind = [run for run in runs if run["kind"] == kind]
+        if not same_kind or same_kind[0]["failed"]:
+            continue  # there is nothing to compare with
+        expected = parameters(same_kind[0])
+        for run in same_kind:
+            row = by_name[run["name"]]
+            if run["failed"]:
+                row.setdefault("note", f"{kind}: {run['note']}")
+                continue
+            found = parameters(run)
+            differences = []
+            for name, tensor in expected.items():
+                differences.append((found[name] - tensor).abs().max().item())
+            row[f"difference_{kind}"] = max(differences)
+            if "messages" in run:
+                row["messages"] = run["messages"]
+    return rows
+
+
+def parameters(run):
+    """Return the model in the newest checkpoint of a run."""
+    newest = max(Path(run["folder"]).glob("*.pt"))
+    return torch.load(newest, map_location="cpu", weights_only=True)["model"]
+
+
+def add_speed_ups(runs):
+    """Add to the runs of scaling how much faster than one process they are, and than the ideal."""
+    if not runs or runs[0]["failed"]:
+        return  # the first run has one process
+    for run in runs:
+        if not run["failed"]:
+            run["speed_up"] = run["images_per_s"] / runs[0]["images_per_s"]
+            run["efficiency"] = run["speed_up"] / run["processes"]
+
+
+def by_width(runs, args):
+    """Return a row for each width: images/s with one and several processes, share of messages."""
+    rows = []
+    for width in args.widths:
+        of_kind = {run["kind"]: run for run in runs if run["width"] == width}
+        row = {"width": width, "messages": None}
+        for kind in ("one", "several"):
+            row[kind] = of_kind.get(kind, {}).get("images_per_s")
+        traced = of_kind.get("traced", {})
+        if "step" in traced:
+            row["messages"] = traced["exposed"] / traced["step"]
+        notes = [run["note"] for run in of_kind.values() if "note" in run]
+        row["note"] = notes[0] if notes else ""
+        rows.append(row)
+    return rows
+
+
+def tell(runs, args, interrupted):
+    """Print the tables, write results.json and draw the figures."""
+    of_part = {}
+    for part in PARTS:
+        of_part[part] = [run for run in runs if run["part"] == part]
+    of_part["parity"] = add_differences(of_part["parity"])
+    add_speed_ups(of_part["scaling"])
+    widths = by_width(of_part["widths"], args)
+    if of_part["parity"]:
+        tell_parity(of_part["parity"], args)
+        tell_speed([run for run in of_part["parity"] if not run["failed"]], args)
+    if of_part["scaling"]:
+        tell_scaling(of_part["scaling"], args)
+    if of_part["steps"]:
+        tell_steps(of_part["steps"], args)
+    if of_part["widths"]:
+        tell_widths(widths, args)
+    gpus = []
+    if args.device == "cuda":
+        gpus = [torch.cuda.get_device_name(index) for index in range(args.gpus)]
+    results = {
+        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "machine": {"cpu": cpu_name(), "cores": CORES, "gpus": gpus},
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "interrupted": interrupted,
+        "flags": vars(args) | {"out": str(args.out)},
+        "runs": runs,
+        "widths": widths,
+    }
+    (args.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    draw_speed(of_part["parity"], args.out / "speed.png")
+    draw_scaling(of_part["scaling"], args.out / "scaling.png")
+    draw_steps(of_part["steps"], args.out / "steps.png")
+    draw_widths(widths, args.out / "widths.png")
+
+
+def cpu_name():
+    """Return what Linux says about the CPU, or its architecture."""
+    path = Path("/proc/cpuinfo")
+    found = None
+    if path.exists():
+        found = re.search(r"model name\s*: (.*)", path.read_text())
+    return found[1] if found else platform.machine()
+
+
+def complete(parser, args):
+    """Choose what was not given: numbers of processes and a batch that fit all runs."""
+    most = max(2, CORES)
+    default = 2
+    if args.device == "cuda":
+        most = torch.cuda.device_count()
+        default = most
+    if args.gpus is None:
+        args.gpus = default
+    if args.processes is None:
+        args.processes = [count for count in (2, 4, 8, 16, 32, 64) if count <= most]
+    args.processes = sorted({1, *args.processes})
+    args.widths = sorted(set(args.widths))
+    if min([*args.processes, *args.widths, args.seconds]) < 1:
+        parser.error("--processes, --widths and --timeout: must be 1 or more")
+    check(parser, args)  # guard rail: refuses impossible flags
+    args.stages = fitting_stages(args.gpus, args.model, args.layers)
+    args.pieces = fitting_pieces(args.gpus, args.model, args.width)
+    counts = {args.gpus}
+    if "scaling" in args.only:
+        counts |= set(args.processes)
+    if "parity" in args.only:
+        counts.add(8)  # micro-batches of the pipeline
+    nearest = fitting_batch(counts, args.batch_size or 128)
+    if args.batch_size not in (None, nearest):
+        wrong = f"--batch_size {args.batch_size} cannot be divided by each of {sorted(counts)}"
+        parser.error(f"{wrong}: use --batch_size {nearest}")
+    args.batch_size = nearest
+    args.out = Path(args.out)
+
+
+@explained  # guard rail: explains errors
+def main():
+    """Make the runs, one after the other, and report. After Ctrl-C report what there is."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage=argparse.SUPPRESS,
+    )
+    add = parser.add_argument
+    names = sorted({line.split()[0] for line in LESSONS})
+    add("--out", metavar="DIR", default="comparison", help="folder for all that is written")
+    add("--only", nargs="+", choices=PARTS, default=PARTS, help="some of the parts")
+    add("--lessons", nargs="+", choices=names, default=names, help="for parity, and single_gpu")
+    add(
+        "-g", "--gpus", type=int, help="processes of a lesson with several; default: all GPUs, or 2"
+    )
+    add("--processes", nargs="+", type=int, help="for scaling; default: up to all cores or GPUs")
+    add("--widths", nargs="+", type=int, default=[64, 256, 1024], help="for widths")
+    add("--timeout", dest="seconds", type=int, default=900, help="seconds that a run may take")
+    add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--epochs", type=int, default=3)
+    add("--batch_size", type=int, help="images in a step, over all ranks; default: 128 or near it")
+    add("--lr", type=float, default=1e-3, help="Adam's learning rate")
+    add("--model", choices=MODELS, default="mlp")
+    add("--width", type=int, help="neurons in each hidden layer; default: 64 (mlp), 120 (cnn)")
+    add("--layers", type=int, help="hidden linear layers; default: 3 (mlp), 1 (cnn)")
+    add("--dataset", choices=["mnist", "digits"], help="default: mnist, or digits without mnist")
+    add("--data_dir", default=DATA_DIR, help="default: data/ beside playground/")
+    add("--seed", type=int, default=0)
+    args = parser.parse_args()
+    complete(parser, args)
+    runs = []
+    interrupted = False
+    try:
+        args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
+        progress = tqdm(plan(args), disable=None)  # None: only on a terminal
+        for number, run in enumerate(progress, start=1):
+            progress.set_description(run["lesson"])
+            failed = [(other["part"], other["name"]) for other in runs if other["failed"]]
+            if (run["part"], run["name"]) in failed:
+                continue  # it would fail in float64, too
+            execute(run, args, args.out / "runs" / f"{number:02}")
+            runs.append(run)
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the report is written even after another one
+        interrupted = True
+    tell(runs, args, interrupted)
+    if interrupted:
+        print(f"interrupted: wrote what there is to {args.out}", file=sys.stderr)
+        return 130
+    failed = [run["name"] for run in runs if run["failed"] and not run.get("missing")]
+    if failed:
+        return f"error: failed: {'; '.join(failed)}"  # sys.exit prints it, and the status is 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

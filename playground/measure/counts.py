@@ -1,0 +1,539 @@
+"""What the pictures of pictures.py show: counted, or timed, while functions of the lessons run.
+
+in_ranks() starts the ranks. All other public functions except time_overlap() are called on each
+rank of a process group on CPUs, and return the same on all ranks: numbers and texts that JSON can
+hold.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+PLAYGROUND = Path(__file__).resolve().parents[1]
+sys.path.append(str(PLAYGROUND))  # find the lessons from any working directory
+sys.path.append(str(PLAYGROUND.parent))  # find common/
+import blocking_p2p
+import fully_sharded_data_parallel
+import hybrid_parallel
+import manual_pipeline
+import manual_sharding
+import nonblocking_p2p
+import pipeline_parallel
+import tensor_parallel
+
+from common.guard_rails import free_port
+from common.models import MLP
+from measure.memory import held
+from measure.shards import Gathered
+from measure.steps import Messages
+from measure.timeline import METHODS, Calls, note_calls
+from measure.traces import named, whole_steps
+
+CPU = torch.device("cpu")
+MICRO_BATCHES = 8
+WIDTH = 784  # as many neurons as an image has pixels, so all layers but the last one are equal
+
+
+def in_ranks(functions: dict[str, Callable[[], Any]], world_size: int) -> dict[str, Any]:
+    """Call functions on each rank of a new process group. Returns what they return on rank 0.
+
+    Args:
+        functions: by name. They are called one after the other.
+        world_size: number of ranks, which are processes on this machine.
+    """
+    with mp.Manager() as manager:
+        results = manager.dict()
+        mp.spawn(_call, (functions, world_size, free_port(), results), world_size)
+        return dict(results)
+
+
+def _call(rank: int, functions: dict, world_size: int, port: int, results: dict) -> None:
+    """Call the functions as one of the ranks."""
+    torch.set_num_threads(1)
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
+    for name, function in functions.items():
+        torch.manual_seed(0)
+        result = function()
+        if rank == 0:
+            results[name] = result
+    dist.destroy_process_group()
+
+
+def _of_all_ranks(own: Any) -> list:
+    """Return what each rank has."""
+    everything = [None] * dist.get_world_size()
+    dist.all_gather_object(everything, own)
+    return everything
+
+
+def _batch(size: int) -> tuple[Tensor, Tensor]:
+    """Return random images, (size, 1, 28, 28), and labels, int64 (size,)."""
+    return torch.rand(size, 1, 28, 28), torch.randint(10, (size,))
+
+
+def _forward_and_backward(model: nn.Module, images: Tensor, labels: Tensor) -> None:
+    """Compute the gradients of a batch."""
+    F.cross_entropy(model(images), labels).backward()
+
+
+# What each rank holds
+
+
+def count_memory() -> dict[str, list[dict[str, int]]]:
+    """Train one step in each way, and count the bytes that each rank holds.
+
+    Gradients are counted when backward() has ended. Activations are what autograd saves for
+    backward(), including the images. In the pipeline, which is GPipe, they are those of all
+    micro-batches, because no backward pass starts before the last forward pass.
+
+    Returns:
+        For each way a dict for each rank: "parameters", "gradients", "Adam's state", "activations".
+    """
+    ways = {
+        "one process": _one_process,
+        "DDP": _ddp,
+        "ZeRO 1": partial(_zero, manual_sharding.Stage1),
+        "ZeRO 2": partial(_zero, manual_sharding.Stage2),
+        "ZeRO 3: FSDP": _fsdp,
+        "pipeline": _pipeline,
+        "tensor": _tensor,
+        "mesh, 2 x 2": _mesh,
+    }
+    bytes_of = {}
+    for name, prepare in ways.items():
+        images, labels = _batch(512)
+        model = MLP(WIDTH, layers=4)
+        parameters, optimizer, compute = prepare(model, images, labels)
+        bytes_of[name] = _of_all_ranks(_count_step(parameters, optimizer, compute))
+    return bytes_of
+
+
+def _count_step(parameters: list, optimizer: Any, compute: Callable) -> dict[str, int]:
+    """Run a step, and return the bytes that this rank holds."""
+    saved = {}
+
+    def note(tensor):
+        storage = _local(tensor).untyped_storage()
+        saved[storage.data_ptr()] = storage
+        return tensor
+
+    adam = getattr(optimizer, "optimizer", optimizer)  # stages 1 and 2 of ZeRO have one inside
+    tensors = list(parameters)
+    for group in adam.param_groups:
+        tensors += group["params"]
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        compute()
+    # Autograd saves parameters as well. FSDP has freed those that it had gathered.
+    for tensor in tensors:
+        saved.pop(_local(tensor).untyped_storage().data_ptr(), None)
+    gradients = held(_local(tensor.grad) for tensor in tensors)
+    optimizer.step()
+    state = []
+    for averages in adam.state.values():
+        state += averages.values()
+    return {
+        "parameters": held(_local(tensor) for tensor in tensors),
+        "gradients": gradients,
+        "Adam's state": held(_local(tensor) for tensor in state),
+        "activations": sum(storage.nbytes() for storage in saved.values()),
+    }
+
+
+def _local(tensor: Tensor | None) -> Tensor | None:
+    """Return what this rank has of a tensor."""
+    if isinstance(tensor, DTensor):
+        with torch.no_grad():
+            return tensor.to_local()
+    return tensor
+
+
+def _adam(parameters: Any) -> torch.optim.Adam:
+    """Return the optimizer of the lessons."""
+    return torch.optim.Adam(parameters, lr=1e-3, eps=1e-6, fused=True)
+
+
+def _per_rank_batch(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return this rank's part of a batch, for data parallelism."""
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    return images[rank::world_size].contiguous(), labels[rank::world_size]
+
+
+def _one_process(model, images, labels):
+    """Every rank does the same, without messages."""
+    compute = partial(_forward_and_backward, model, images, labels)
+    return list(model.parameters()), _adam(model.parameters()), compute
+
+
+def _ddp(model, images, labels):
+    """Each rank has the whole model, and its part of the images."""
+    batch = _per_rank_batch(images, labels)
+    compute = partial(_forward_and_backward, DistributedDataParallel(model), *batch)
+    return list(model.parameters()), _adam(model.parameters()), compute
+
+
+def _zero(stage, model, images, labels):
+    """Stage 1 or 2 of manual_sharding.py."""
+    optimizer = stage(model, _adam)
+    compute = partial(_forward_and_backward, model, *_per_rank_batch(images, labels))
+    return list(model.parameters()), optimizer, compute
+
+
+def _fsdp(model, images, labels):
+    """Stage 3, as fully_sharded_data_parallel.py has it."""
+    _shard(model, keep_weights=False)
+    compute = partial(_forward_and_backward, model, *_per_rank_batch(images, labels))
+    return list(model.parameters()), _adam(model.parameters()), compute
+
+
+def _shard(model, keep_weights):
+    """Call shard() of fully_sharded_data_parallel.py."""
+    flags = argparse.Namespace(device="cpu", keep_weights=keep_weights)
+    fully_sharded_data_parallel.shard(model, flags)
+
+
+def _pipeline(model, images, labels):
+    """A stage for each rank, with GPipe, as manual_pipeline.py has it."""
+    layers = nn.Sequential(*model.stage1, *model.stage2)
+    part = manual_pipeline.cut(layers, dist.get_world_size())[dist.get_rank()]
+    stage = manual_pipeline.Stage(part, images[0], CPU)
+
+    def compute():
+        stage.begin(images, labels, MICRO_BATCHES)
+        manual_pipeline.gpipe(stage, MICRO_BATCHES)
+
+    return list(part.parameters()), _adam(part.parameters()), compute
+
+
+def _tensor(model, images, labels):
+    """Pairs of layers are split by hand, as in tensor_parallel.py. All ranks have all images."""
+    tensor_parallel.split_by_hand(model, tensor_parallel.find_pairs(model))
+    compute = partial(_forward_and_backward, model, images, labels)
+    return list(model.parameters()), _adam(model.parameters()), compute
+
+
+def _mesh(model, images, labels):
+    """Tensor parallelism along the rows of a mesh, FSDP along its columns (hybrid_parallel.py)."""
+    mesh = _two_rows(("dp", "tp"))
+    hybrid_parallel.split(model, mesh["tp"])
+    hybrid_parallel.shard(model, mesh["dp"])
+    row = mesh["dp"].get_local_rank()
+    rows = mesh["dp"].size()
+    batch = images[row::rows].contiguous(), labels[row::rows]
+    compute = partial(_forward_and_backward, model, *batch)
+    return list(model.parameters()), _adam(model.parameters()), compute
+
+
+def _two_rows(names):
+    """Return a mesh of all ranks with two rows."""
+    return dist.init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=names)
+
+
+# A ring all-reduce
+
+
+def count_ring() -> dict[str, list]:
+    """Add up a tensor with one number for each rank, by ring_all_reduce() of nonblocking_p2p.py.
+
+    Returns:
+        "sent": for each rank and step the number of the chunk that the rank sends.
+        "held": for each rank, at the start and after each step, a text for each chunk, such as
+            "013": it is the sum of the chunks of these ranks.
+    """
+    rank = dist.get_rank()
+    # Bit r of a chunk says whether the chunk of rank r has been added.
+    numbers = torch.full((dist.get_world_size(),), 2.0**rank)
+    sent = []
+    held_chunks = []
+    start_exchange = nonblocking_p2p.start_exchange
+
+    def noted(mine, theirs, right, left):
+        sent.append(mine.storage_offset())  # each chunk is one number
+        held_chunks.append(_added_ranks(numbers))
+        return start_exchange(mine, theirs, right, left)
+
+    with mock.patch.object(nonblocking_p2p, "start_exchange", noted):
+        nonblocking_p2p.ring_all_reduce(numbers)
+    held_chunks.append(_added_ranks(numbers))
+    return {"sent": _of_all_ranks(sent), "held": _of_all_ranks(held_chunks)}
+
+
+def _added_ranks(numbers: Tensor) -> list[str]:
+    """Return for each number the ranks whose bits are set in it."""
+    texts = []
+    for number in numbers.tolist():
+        bits = f"{int(number):b}"[::-1]
+        texts.append("".join(str(rank) for rank, bit in enumerate(bits) if bit == "1"))
+    return texts
+
+
+# FSDP over one step
+
+
+def count_fsdp() -> dict:
+    """Count the bytes of whole parameters on a rank while each of eight equal layers computes.
+
+    Returns:
+        "model": bytes of all parameters. "shard": bytes that this rank keeps.
+        "freed" and "kept" (with --keep_weights): bytes by direction ("forward", "backward"), for
+            the layers in their order, the first one first.
+    """
+    counts = {}
+    for name, keep_weights in (("freed", False), ("kept", True)):
+        model = MLP(WIDTH, layers=7)
+        _shard(model, keep_weights)
+        batch = _batch(8)
+        _forward_and_backward(model, *batch)  # the first step gathers more
+        gathered = Gathered(model)
+        with gathered:
+            _forward_and_backward(model, *batch)
+        gathered.remove_hooks()
+        counts[name] = {}
+        for direction, most in gathered.most.items():
+            counts[name][direction] = [most[layer] for layer in sorted(most)]
+    counts["model"] = sum(parameter.nbytes for parameter in model.parameters())
+    counts["shard"] = held(_local(parameter) for parameter in model.parameters())
+    return counts
+
+
+# Tensor parallelism
+
+
+def count_tensor() -> dict:
+    """Split a pair of layers as tensor_parallel.py does, and note shapes and messages.
+
+    Returns:
+        "x" and "y": the shapes of the input and of the output.
+        "ranks": for each rank the shapes of its "A", "x A" and "B".
+        "forward" and "backward": how many all_reduces there are, and the bytes of their tensors.
+    """
+    pair = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    tensor_parallel.split_by_hand(pair, [("0", "2")])
+    column, _, row = pair
+    inputs = torch.rand(120, 64, requires_grad=True)
+    with Messages() as forward:
+        output = pair(inputs)
+    with Messages() as backward:
+        output.sum().backward()
+    shapes = {"A": list(column.weight.T.shape), "x A": list(column(inputs).shape)}
+    shapes["B"] = list(row.weight.T.shape)
+    counts = {"x": list(inputs.shape), "y": list(output.shape), "ranks": _of_all_ranks(shapes)}
+    for name, messages in (("forward", forward), ("backward", backward)):
+        counts[name] = [messages.counts.total(), messages.sizes.total()]
+    return counts
+
+
+# Schedules of a pipeline
+
+
+def count_schedules() -> dict[str, list[str]]:
+    """Note in which order each rank computes in a step of pipeline_parallel.py.
+
+    Returns:
+        For each schedule a text for each rank, in PyTorch's own notation: "4F0" is the forward pass
+        of micro-batch 0 in stage 4. B is a backward pass. If it is split, I computes the gradient
+        of the input, and W computes those of the parameters.
+    """
+    torch.set_default_dtype(torch.float64)  # as in the lesson, because of a bug of PyTorch 2.9
+    orders = {}
+    for name, stages_per_rank in pipeline_parallel.STAGES_PER_RANK.items():
+        model = MLP(16, layers=7)
+        layers = nn.Sequential(*model.stage1, *model.stage2)
+        parts = pipeline_parallel.cut(layers, dist.get_world_size() * stages_per_rank)
+        schedule, stages = pipeline_parallel.pipeline(parts, CPU, name, MICRO_BATCHES)
+        marks = []
+        for stage in stages:
+            for method, kind in METHODS.items():
+                note_calls(stage, method, (stage.stage_index, kind), marks)
+        images, labels = _batch(2 * MICRO_BATCHES)
+        inputs = [images] if dist.get_rank() == 0 else []
+        schedule.step(*inputs, target=labels)
+        orders[name] = _of_all_ranks(_order(marks))
+    torch.set_default_dtype(torch.float32)
+    return orders
+
+
+def _order(marks: list[tuple]) -> str:
+    """Return what a rank has computed, in PyTorch's notation."""
+    split = set()
+    for (stage, kind), micro_batch, _, _ in marks:
+        if kind == "weights":
+            split.add((stage, micro_batch))
+    words = []
+    for (stage, kind), micro_batch, _, _ in marks:
+        letter = {"forward": "F", "backward": "B", "weights": "W"}[kind]
+        if kind == "backward" and (stage, micro_batch) in split:
+            letter = "I"
+        words.append(f"{stage}{letter}{micro_batch}")
+    return " ".join(words)
+
+
+# A mesh
+
+
+def count_mesh() -> list[dict]:
+    """Count what each rank of hybrid_parallel.py sends in a step on a mesh with two rows.
+
+    Returns:
+        A dict for each picture: "kind", "images" (in the global batch), "mesh" (the ranks of each
+        row), and "sent": for each axis the bytes that each rank sends.
+    """
+    pictures = []
+    two_kinds = _two_rows(("dp", "tp"))
+    for kind, images in (("tp", 128), ("tp", 1024), ("hsdp", 128)):
+        model = MLP()
+        if kind == "tp":
+            mesh = two_kinds
+            hybrid_parallel.split(model, mesh["tp"])
+            hybrid_parallel.shard(model, mesh["dp"])
+            batch = _batch(images // 2)
+        else:
+            mesh = _two_rows(("replicate", "shard"))
+            hybrid_parallel.shard(model, mesh)
+            batch = _batch(images // dist.get_world_size())
+        _forward_and_backward(model, *batch)  # the first step gathers more
+        with Messages() as messages:
+            _forward_and_backward(model, *batch)
+        sent = {}
+        for axis in mesh.mesh_dim_names:
+            own = round(_sent(messages, mesh[axis].get_group()))
+            sent[axis] = _of_all_ranks(own)
+        picture = {"kind": kind, "images": images, "mesh": mesh.mesh.tolist(), "sent": sent}
+        pictures.append(picture)
+    return pictures
+
+
+def _sent(messages: Messages, group: dist.ProcessGroup) -> float:
+    """Return the bytes that this rank has sent in a group, if its ranks form a ring."""
+    ranks = group.size()
+    total = 0
+    for (name, collective), size in messages.sizes.items():
+        if name == group.group_name:
+            rounds = 2 if collective == "all_reduce" else 1
+            total += rounds * (ranks - 1) / ranks * size
+    return total
+
+
+# Who waits for whom
+
+
+def time_calls() -> dict[str, list[list]]:
+    """Note when two ranks are in which call, in exchanges of both point-to-point lessons.
+
+    Returns:
+        For each exchange a list of [rank, kind of the call, start, end], in seconds.
+    """
+    rank = dist.get_rank()
+    other = 1 - rank
+    blocking_p2p.relay(rank, CPU)  # connects the ranks
+    exchanges = {}
+    for late in (0, 1):
+        with Calls() as calls:
+            blocking_p2p.relay(rank, CPU, late)
+        exchanges[f"rank {late} is late"] = calls.of_all_ranks()
+    for exchange in (nonblocking_p2p.blocking, nonblocking_p2p.nonblocking):
+        mine = torch.zeros(2)
+        theirs = torch.zeros(2)
+        with Calls(computing=nonblocking_p2p.work) as calls:
+            if rank == 0:
+                time.sleep(0.5)
+            exchange(rank, mine, theirs, other, other)
+        exchanges[exchange.__name__] = calls.of_all_ranks()
+    rows = {}
+    for name, spans in exchanges.items():
+        rows[name] = []
+        for span in sorted(spans):
+            rows[name].append([span.worker, span.kind, round(span.start, 4), round(span.end, 4)])
+    return rows
+
+
+# Overlap
+
+
+def time_overlap(flags: tuple[str, ...]) -> dict[str, dict[str, list]]:
+    """Trace steps of profile_steps.py with DDP: with buckets of 1 MiB, and with a single bucket.
+
+    Args:
+        flags: more flags of the lesson.
+
+    Returns:
+        For both, the step of rank 0 that takes the median time: "forward", "backward", "optimizer"
+        ([start, end]) and "messages" (one [start, end] each), in ms from its start.
+    """
+    steps = {}
+    for name, mebibytes in (("buckets of 1 MiB", 1), ("one bucket", 1000)):
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+            command += ["--nproc-per-node", "2", str(PLAYGROUND / "profile_steps.py")]
+            command += ["--device", "cpu", "--out", folder, "--bucket_cap_mb", str(mebibytes)]
+            subprocess.run([*command, *flags], check=True, stdout=subprocess.DEVNULL)
+            trace = json.loads(Path(folder, "rank0.json").read_text())
+        found = [_parts_of_step(trace, *step) for step in whole_steps(trace)]
+        found.sort(key=lambda parts: parts["optimizer"][1])
+        steps[name] = found[len(found) // 2]
+    return steps
+
+
+def _parts_of_step(trace: dict, start: float, end: float) -> dict[str, list]:
+    """Return when a step of a trace computes and sends, in ms from its start."""
+
+    def inside(pattern):
+        spans = []
+        for first, last in sorted(named(trace, pattern)):
+            if start <= first < end:
+                spans.append([round((first - start) / 1000, 2), round((last - start) / 1000, 2)])
+        return spans
+
+    forward = inside(r"\w+ DistributedDataParallel\.forward")
+    backward = inside("cpu_op autograd::engine::evaluate_function")
+    optimizer = inside(r"user_annotation Optimizer\.step")
+    return {
+        "forward": [forward[0][0], backward[0][0]],  # and the loss
+        "backward": [backward[0][0], max(last for _, last in backward)],
+        "optimizer": optimizer[0],
+        "messages": inside("user_annotation gloo:"),
+    }
+
+
+# All of them
+
+IN_RANKS = {  # the number of ranks, and what is counted with it
+    2: {"waits": time_calls, "tensor": count_tensor},
+    4: {
+        "holds": count_memory,
+        "ring": count_ring,
+        "fsdp": count_fsdp,
+        "schedules": count_schedules,
+        "mesh": count_mesh,
+    },
+}
+WIDE = ("--dataset", "digits", "--batch_size", "240", "--width", "1024", "--layers", "5")
+
+
+def count(names: list[str]) -> dict[str, Any]:
+    """Return what the pictures with these names show."""
+    counts = {}
+    for world_size, functions in IN_RANKS.items():
+        wanted = {name: function for name, function in functions.items() if name in names}
+        if wanted:
+            counts |= in_ranks(wanted, world_size)
+    if "overlap" in names:
+        counts["overlap"] = time_overlap(WIDE)
+    return counts
