@@ -1,35 +1,62 @@
-"""Blocking point-to-point: processes with a rank, send and recv, and who waits for whom.
+"""Blocking point-to-point messages: ranks, a process group, send and recv, and deadlock.
 
-A distributed program is one script that runs in several processes at once, on one machine (a node) or on many. Each
-process has a rank, from 0 to world_size - 1, and a local rank on its node. They meet at an address that all know and
-form a process group (`join`). A backend carries its messages: gloo between CPUs, NCCL between GPUs. Then one rank sends
-a tensor, and another, with a buffer of that shape and dtype, receives it. On CPUs both calls block: recv until the
-numbers are here, send until the other rank receives them.
+A distributed program is one script that runs in several processes at the same time, on one machine
+or on several. A machine is called a node. The number of all processes is the world size. Each
+process has a rank, which is its number over all nodes, from 0 to world size - 1. Its local rank is
+its number on its own node.
 
+Processes share no memory, so they exchange data as messages. First they find each other at an
+address that is given to all of them (the rendezvous), and form a process group. That is what
+init_process_group() does, in the function join below. A backend carries the messages: gloo between
+CPUs, NCCL between GPUs.
+
+Then one rank can call send, and another rank can call recv. recv writes into a tensor that exists
+already, the buffer. It must have the shape and the dtype of the tensor that is sent. On CPUs both
+calls block: recv returns when the data has arrived, and send returns when the other rank receives.
+
+Run it:
     python playground/blocking_p2p.py              # two processes, started by this script
-    python playground/blocking_p2p.py -g 3         # three: the numbers go from 0 to 1 to 2
-    python playground/blocking_p2p.py --deadlock
-    python playground/blocking_p2p.py -n 2 -g 1 -nr 0 -ip <ip of node 0>    # rank 0 here, and on node 1 with -nr 1
+    python playground/blocking_p2p.py -g 3         # three: the numbers go from 0 to 1, then to 2
+    python playground/blocking_p2p.py --deadlock   # all ranks wait for each other; then three cures
 
-Or start each rank by hand, in a terminal of its own: type the first line in both, then one of the others in each:
+Run it on two nodes, each command on its own node:
+    python playground/blocking_p2p.py -n 2 -g 1 -nr 0 -ip <ip of node 0>
+    python playground/blocking_p2p.py -n 2 -g 1 -nr 1 -ip <ip of node 0>
 
+Or start each rank by hand. Open two terminals, and type the export line in both. Then type the
+first RANK line in one terminal, and the second one in the other:
     export WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=8888
     RANK=0 LOCAL_RANK=0 python playground/blocking_p2p.py
     RANK=1 LOCAL_RANK=1 python playground/blocking_p2p.py
 
-It prints who is who, and then, on CPUs (on GPUs send only puts the message into a queue):
-
-    rank 0 comes a second late:
+It prints a table of the ranks, and then, on CPUs:
+    rank 0 starts a second late:
     rank 0: [0.0, 1.0, 2.0, 3.0] -> [0.0, 1.0, 2.0, 3.0], 0.0 s in recv, 0.0 s in send
     rank 1: [0.0, 0.0, 0.0, 0.0] -> [0.0, 1.0, 2.0, 3.0], 1.0 s in recv, 0.0 s in send
+    rank 0 |zzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzz|
+    rank 1 |rrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrr|
 
-Break it, in a copy (cp playground/blocking_p2p.py playground/broken.py). Which rank says what, and why?
-  1. Give rank 1 a buffer of three numbers.
-  2. Let rank 1 receive from `src=1`, itself.
+Each line with numbers shows a rank's four numbers before and after the calls. Rank 0 only sends, so
+its numbers do not change. Rank 1 spends a second in recv, because rank 0 has not sent yet. Then the
+lesson repeats this, and rank 1 starts a second late. Now rank 0 spends the second in send. On GPUs,
+send only adds the message to a queue and returns at once.
+
+The lines with letters show the same second from left to right: z means that a rank sleeps, r that
+it is in recv, and s that it is in send.
+
+Try breaking it, in a copy (cp playground/blocking_p2p.py playground/broken.py):
+  1. Give rank 1 a buffer of three numbers. Which rank fails, and with what message?
+  2. Let rank 1 receive from `src=1`, which is itself. Which rank fails, and with what message?
+
+Now write it yourself: swap_with_neighbour.py and tree_broadcast.py in playground/exercises/.
+README.md in that folder says how.
+
+The next lesson, nonblocking_p2p.py, computes while a message is on its way.
 """
 
 import argparse
 import os
+import platform
 import sys
 import time
 from datetime import timedelta
@@ -40,130 +67,193 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
-from common.guard_rails import check, explained, meet
+from common.guard_rails import check, explained
+from common.roll_call import meet
+from measure.timeline import Calls
 
 
 def join(local_rank, args):
-    """Join the process group and print who is who. Returns this process's rank and its device."""
-    rank, world_size = args.nr * args.gpus + local_rank, args.nodes * args.gpus
-    init_method = args.init_method or f"tcp://{args.ip}:{args.port}"
-    if "RANK" in os.environ:  # started by hand: the environment says who this is, and where to meet
-        rank, world_size, init_method = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "env://"
-        local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    device = torch.device("cuda", local_rank) if args.device == "cuda" else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # else every rank would also use GPU 0
+    """Join the process group and print the table of ranks. Returns this rank and its device."""
+    # The nodes before this one have args.gpus ranks each.
+    rank = args.nr * args.gpus + local_rank
+    # The shell sets LOCAL_RANK if each rank is started by hand.
+    local_rank = int(os.environ.get("LOCAL_RANK", local_rank))
+    if args.device == "cuda":
+        gpu = torch.device("cuda", local_rank)
+        device = gpu
+        backend = "nccl"
+        torch.cuda.set_device(gpu)  # otherwise every rank would also take memory on GPU 0
+    else:
+        gpu = None
+        device = torch.device("cpu")
+        backend = "gloo"
     dist.init_process_group(
-        args.backend or ("nccl" if device.type == "cuda" else "gloo"),  # the backend, which carries messages
-        init_method=init_method,  # where the processes meet: rank 0 listens at this address, the others connect to it
-        rank=rank,  # which process this is, 0 to world_size - 1: no two may have the same
-        world_size=world_size,  # how many must come: the call returns when all of them have
-        timeout=timedelta(seconds=args.timeout),  # to meet, and for each message: gloo raises then, NCCL ends the rank
-        device_id=device if device.type == "cuda" else None,  # this process's GPU: NCCL connects at once, not later
+        args.backend or backend,
+        # The address of the rendezvous: rank 0 listens there, and the other ranks connect to it.
+        init_method=args.init_method or f"tcp://{args.ip}:{args.port}",
+        rank=rank,  # this process; no two processes may have the same rank
+        world_size=args.nodes * args.gpus,  # all processes; the call returns when all have joined
+        # How long to wait for the other ranks, here and in each message. After this time, gloo
+        # raises an error, and NCCL ends the process.
+        timeout=timedelta(seconds=args.timeout),
+        device_id=gpu,  # NCCL then starts here, and not later, at the first message
     )
-    node, title = os.environ.get("GROUP_RANK", args.nr), ["node  rank  local_rank  device  pid     host"]
-    report(f"{node:<6}{rank:<6}{local_rank:<12}{device!s:<8}{os.getpid():<8}{os.uname().nodename}", title)
+    row = f"{args.nr:<6}{rank:<6}{local_rank:<12}{device!s:<8}{os.getpid():<8}{platform.node()}"
+    if rank == 0:
+        print("node  rank  local_rank  device  pid     host", flush=True)
+    report(row)
     return rank, device
 
 
-def report(line, title=()):
-    """Print every rank's line, in the order of the ranks."""
+def report(line):
+    """Print one line from each rank, in the order of the ranks.
+
+    all_gather_object is a collective: all ranks call it together, and each one receives the objects
+    of all ranks. The lesson collectives.py explains such calls.
+    """
     lines = [None] * dist.get_world_size()
-    dist.all_gather_object(lines, line)  # a collective: all ranks call it, each gets what all have given
+    dist.all_gather_object(lines, line)
     if dist.get_rank() == 0:
-        print(*title, *lines, sep="\n", flush=True)
+        print(*lines, sep="\n", flush=True)
 
 
 def now(device):
-    """Return the time in seconds. A GPU runs behind the Python code: wait until it has done what it was told."""
+    """Return the time in seconds. GPU calls are asynchronous, so wait until they are done."""
     if device.type == "cuda":
         torch.cuda.current_stream().synchronize()
     return time.perf_counter()
 
 
 def relay(rank, device, late=None):
-    """Pass four numbers from rank 0 to rank 1, on to rank 2 and so on; one may be late. Returns what this rank saw."""
-    numbers = torch.arange(4.0, device=device) if rank == 0 else torch.zeros(4, device=device)
+    """Pass four numbers from rank 0 to rank 1, then to rank 2 and so on. One rank may start late.
+
+    Returns a line with the buffer before and after, and the seconds in each call.
+    """
+    if rank == 0:
+        numbers = torch.arange(4.0, device=device)
+    else:
+        numbers = torch.zeros(4, device=device)  # the buffer: same shape and dtype
     before = numbers.tolist()
-    time.sleep(1 if rank == late else 0)
+    if rank == late:
+        time.sleep(1)
     start = now(device)
     if rank > 0:
-        dist.recv(numbers, src=rank - 1)  # comes back when the numbers are here
+        dist.recv(numbers, src=rank - 1)  # returns when the data has arrived
     received = now(device)
     if rank < dist.get_world_size() - 1:
-        dist.send(numbers, dst=rank + 1)  # on CPUs it comes back when they are received, on GPUs at once
-    times = f"{received - start:.1f} s in recv, {time.perf_counter() - received:.1f} s in send"
+        dist.send(numbers, dst=rank + 1)  # on CPUs, returns when the other rank receives
+    sent = time.perf_counter()  # does not wait for the GPU, to show that send returns at once
+    times = f"{received - start:.1f} s in recv, {sent - received:.1f} s in send"
     return f"rank {rank}: {before} -> {numbers.tolist()}, {times}"
 
 
 def exchange(order, rank, device, group=None):
-    """Send my rank to the right neighbour and receive the left one's, in one of four orders. Returns what came."""
-    right, left = (rank + 1) % dist.get_world_size(), (rank - 1) % dist.get_world_size()
-    mine, theirs = torch.tensor([rank], device=device), torch.tensor([-1], device=device)
-    if order == "all send first" or (order == "even ranks send first" and rank % 2 == 0):
-        dist.send(mine, right, group)
-        dist.recv(theirs, left, group)
-    elif order == "even ranks send first":  # an odd rank receives first: that breaks the circle
-        dist.recv(theirs, left, group)
-        dist.send(mine, right, group)
-    elif order == "isend and irecv":  # both start, and neither blocks (on NCCL, long messages need the next order)
-        for request in [dist.isend(mine, right, group), dist.irecv(theirs, left, group)]:
+    """Send this rank's number to the right neighbour and receive the left neighbour's.
+
+    The ranks form a ring: the right neighbour of the last rank is rank 0. There are four ways to
+    order the two calls. Returns the number that was received.
+    """
+    right = (rank + 1) % dist.get_world_size()
+    left = (rank - 1) % dist.get_world_size()
+    mine = torch.tensor([rank], device=device)
+    theirs = torch.tensor([-1], device=device)
+    if order == "all ranks send first":
+        # A deadlock: each send blocks until the right neighbour receives, but that rank is in its
+        # own send.
+        dist.send(mine, dst=right, group=group)
+        dist.recv(theirs, src=left, group=group)
+    elif order == "even ranks send first":
+        # An odd rank receives first, so its left neighbour can finish its send.
+        if rank % 2 == 0:
+            dist.send(mine, dst=right)
+            dist.recv(theirs, src=left)
+        else:
+            dist.recv(theirs, src=left)
+            dist.send(mine, dst=right)
+    elif order == "isend and irecv":
+        # Neither call blocks. Each returns a request at once, and wait() blocks until the message
+        # is complete. This cure works with gloo. With NCCL, use the next one.
+        requests = [dist.isend(mine, dst=right), dist.irecv(theirs, src=left)]
+        for request in requests:
             request.wait()
-    else:  # the same, handed to the backend together
-        operations = [dist.P2POp(dist.isend, mine, right, group), dist.P2POp(dist.irecv, theirs, left, group)]
+    else:
+        # The same, but the backend gets both operations in one call. NCCL needs this, because it
+        # otherwise runs one operation after the other.
+        operations = [dist.P2POp(dist.isend, mine, right), dist.P2POp(dist.irecv, theirs, left)]
         for request in dist.batch_isend_irecv(operations):
             request.wait()
     return theirs.item()
 
 
+def show_deadlock(rank, device):
+    """Make all ranks wait for each other for three seconds. Then show three cures."""
+    # A second process group of all ranks, in which a message may take three seconds at most.
+    impatient = dist.new_group(backend="gloo", timeout=timedelta(seconds=3))
+    try:
+        received = exchange("all ranks send first", rank, torch.device("cpu"), impatient)
+        report(f"rank {rank}: received {received}")
+    except RuntimeError:  # gloo raises it after three seconds, or when the other rank has given up
+        right = (rank + 1) % dist.get_world_size()
+        report(f"rank {rank}: DEADLOCK: rank {right} did not receive, because it was in send, too")
+    for order in ("even ranks send first", "isend and irecv", "batch_isend_irecv"):
+        received = exchange(order, rank, device)
+        report(f"rank {rank}: {order}: received {received}")
+
+
+@explained  # guard rail: explains errors
 def talk(local_rank, args):
-    """Show who waits for whom; with --deadlock, how all can wait for each other and how not."""
+    """Show which rank waits in which call, or, with --deadlock, how all ranks can wait forever."""
     rank, device = join(local_rank, args)
     if args.deadlock:
-        impatient = dist.new_group(backend="gloo", timeout=timedelta(seconds=3))  # all ranks, in a second group
-        try:
-            report(f"rank {rank}: {exchange('all send first', rank, torch.device('cpu'), impatient)}")
-        except RuntimeError:  # gloo's: it has waited for 3 s, or the other rank gave up before
-            who = (rank + 1) % dist.get_world_size()
-            report(f"rank {rank}: DEADLOCK: rank {who} receives only after its own send, which waits like mine")
-        for order in ("even ranks send first", "isend and irecv", "batch_isend_irecv"):
-            report(f"rank {rank}: {order}: received {exchange(order, rank, device)}")
+        show_deadlock(rank, device)
     else:
-        relay(rank, device)  # only to connect the ranks, which takes NCCL a while
+        relay(rank, device)  # connects each pair of ranks, which takes NCCL a while the first time
         for late in (0, 1):
             if rank == 0:
-                print(f"rank {late} comes a second late:", flush=True)
-            report(relay(rank, device, late))
+                print(f"rank {late} starts a second late:", flush=True)
+            with Calls() as calls:  # notes when this rank is in which call
+                line = relay(rank, device, late)
+            report(line)
+            calls.show()
     dist.destroy_process_group()
 
 
+@explained  # guard rail: explains errors
 def main():
-    """Read the flags and start this node's ranks."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, usage=argparse.SUPPRESS)
+    """Read the flags and start the ranks of this node."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage=argparse.SUPPRESS,
+    )
     add = parser.add_argument
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    add("-n", "--nodes", type=int, default=1, help="machines")
-    add("-g", "--gpus", type=int, default=max(gpus, 2), help="processes on each; default: its GPUs, or 2")
-    add("-nr", "--nr", type=int, default=0, help="number of this machine, from 0")
-    add("-ip", "--ip", default="127.0.0.1", help="address of machine 0")
-    add("--port", type=int, default=8888, help="of machine 0; a single machine chooses a free one")
-    add("--init_method", metavar="URL", help="tcp://..., env:// or file:///a/new/file in place of -ip and --port")
+    add("-n", "--nodes", type=int, default=1, help="number of nodes")
+    add(
+        "-g", "--gpus", type=int, default=max(gpus, 2), help="processes on each; default: GPUs or 2"
+    )
+    add("-nr", "--nr", type=int, default=0, help="number of this node, from 0")
+    add("-ip", "--ip", default="127.0.0.1", help="address of node 0")
+    add("--port", type=int, default=8888, help="port of node 0; with -n 1, any free port")
+    add("--init_method", metavar="URL", help="replaces -ip, --port: tcp://..., env://, file:///...")
     add("--device", choices=["cpu", "cuda"], default="cuda" if gpus > 1 else "cpu")
     add("--backend", choices=["gloo", "nccl", "mpi"], help="default: nccl on GPUs, gloo on CPUs")
     add("--timeout", type=int, default=60, help="seconds to wait for another rank")
-    add("--deadlock", action="store_true", help="let all send before they receive; then three cures")
+    add("--deadlock", action="store_true", help="let all ranks send first; then three cures")
     args = parser.parse_args()
-    check(parser, args)  # guard rail
+    check(parser, args)  # guard rail: refuses impossible flags
+    if "RANK" in os.environ:
+        # This rank was started by hand, so it counts as a node of its own, with one process.
+        args.nodes = int(os.environ["WORLD_SIZE"])
+        args.gpus = 1
+        args.nr = int(os.environ["RANK"])
+        args.init_method = "env://"  # the address is in MASTER_ADDR and MASTER_PORT
     if args.nodes * args.gpus < 2:
         parser.error("a message needs two processes: use -g 2")
-    meet(args)  # guard rail
-    if "RANK" in os.environ:
-        talk(0, args)
-    else:
-        mp.spawn(talk, (args,), args.gpus)  # talk(0, args), talk(1, args), ... each in a process of its own
+    meet(args)  # guard rail: finds the other nodes
+    # Calls talk(0, args), talk(1, args) and so on, each in a process of its own.
+    mp.spawn(talk, (args,), args.gpus)
 
 
 if __name__ == "__main__":
-    with explained():  # guard rail
-        main()
+    main()

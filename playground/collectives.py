@@ -1,31 +1,49 @@
 """Collectives: calls that all ranks make together, and what each rank holds before and after.
 
-Each of n ranks has a buffer of n numbers, cut into n chunks: chunk r belongs to rank r. That is how later lessons share
-out a model. All ranks must call the same collectives, in the same order, with tensors of the same size.
+send and recv concern two ranks. A collective concerns all ranks, so every rank must call it. All
+ranks must also call the same collectives in the same order, with tensors of the same size.
 
-    python playground/collectives.py          # two processes, started by this script
-    python playground/collectives.py -g 3     # any number; several nodes and by hand as in blocking_p2p.py
+Here each of n ranks has a tensor of n numbers. The tensor is split into n chunks, of one number
+each. In some collectives each rank gets one chunk only. Then rank r gets chunk r. S is the size of
+the tensor in bytes, so a chunk has S/n bytes.
 
-It prints who is who, and a table for each collective:
+Run it:
+    python playground/collectives.py         # two processes, started by this script
+    python playground/collectives.py -g 3    # any number of processes
 
-    reduce_scatter: Each rank gets its chunk of the sum over all ranks; each sends (n-1)/n S.
+It runs on two nodes, or with ranks that you start by hand, in the same way as blocking_p2p.py.
+
+It prints a table of the ranks. Then it prints for each collective what every rank holds before and
+after the call:
+    reduce_scatter: Each rank gets its chunk of the sum over all ranks; each rank sends (n-1)/n S.
     rank 0: [10.0, 11.0] -> [30.0], sends 4 bytes
     rank 1: [20.0, 21.0] -> [32.0], sends 4 bytes
 
-A buffer has S bytes, a chunk S/n. Bytes are those of a ring, as in nonblocking_p2p.py; of scatter, gather, all_to_all
-if chunks go straight to who wants them. all_reduce takes 2(n-1)/n S from each rank: less than 2 S, however many there
-are. gloo and NCCL may take other routes. Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
+The bytes are computed, not measured. They are right if the messages travel around a ring, as in
+nonblocking_p2p.py. For scatter, gather and all_to_all, they are right if the messages go straight
+to their destination. gloo and NCCL may choose other routes. NCCL's own tests use the same formulas:
+https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
 
-Break it, in a copy, and run it with --timeout 5. Then put TORCH_DISTRIBUTED_DEBUG=DETAIL in front of the command, which
-makes PyTorch compare the ranks' calls:
-  1. A rank that skips one: in all_reduce write `if rank == 0:` before the call. Who waits, and for whom?
-  2. Another order: in all_reduce make `ones = torch.ones_like(mine)`. Let rank 0 all-reduce `mine` and then `ones`, the
-     others `ones` and then `mine`. What is the sum now, and who complains?
-  3. Another size: let rank 0 give only `mine[:1]`, first in broadcast, then in all_reduce. Which of them do you notice?
+Try breaking it, in a copy (cp playground/collectives.py playground/broken.py). Run each
+exercise with --timeout 5. Then run it again with TORCH_DISTRIBUTED_DEBUG=DETAIL in front of the
+command, because PyTorch then compares the calls of the ranks.
+  1. Let one rank skip a call: in all_reduce, write `if rank == 0:` before it. Where does each rank
+     wait?
+  2. Change the order: in all_reduce, add `ones = torch.ones_like(mine)`. Let rank 0 reduce `mine`
+     and then `ones`, and the other ranks `ones` and then `mine`. What are the sums? Is there an
+     error?
+  3. Change the size: let rank 0 pass only `mine[:1]`, first in broadcast, then in all_reduce. Which
+     of the two ends with an error?
+
+Now write it yourself: reduce_scatter.py and all_gather.py in playground/exercises/. One program
+there has a fault: fault_never_returns.py.
+
+The next lesson, single_gpu.py, is the plain training loop that later lessons change.
 """
 
 import argparse
 import os
+import platform
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -35,136 +53,193 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
-from common.guard_rails import check, explained, meet
+from common.guard_rails import check, explained
+from common.roll_call import meet
 
 
 def join(local_rank, args):
-    """Join the process group and print who is who. Returns this process's rank and its device."""
-    rank, world_size = args.nr * args.gpus + local_rank, args.nodes * args.gpus
-    init_method = args.init_method or f"tcp://{args.ip}:{args.port}"  # where all meet: rank 0 listens there
-    if "RANK" in os.environ:  # started by hand: the environment says who this is, and where to meet
-        rank, world_size, init_method = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "env://"
-        local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    device = torch.device("cuda", local_rank) if args.device == "cuda" else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # else every rank would also use GPU 0
+    """Join the process group and print the table of ranks. Returns this rank and its device."""
+    # The nodes before this one have args.gpus ranks each.
+    rank = args.nr * args.gpus + local_rank
+    # The shell sets LOCAL_RANK if each rank is started by hand.
+    local_rank = int(os.environ.get("LOCAL_RANK", local_rank))
+    if args.device == "cuda":
+        gpu = torch.device("cuda", local_rank)
+        device = gpu
+        backend = "nccl"
+        torch.cuda.set_device(gpu)  # otherwise every rank would also take memory on GPU 0
+    else:
+        gpu = None
+        device = torch.device("cpu")
+        backend = "gloo"
     dist.init_process_group(
-        args.backend or ("nccl" if device.type == "cuda" else "gloo"),  # what carries the messages
-        init_method=init_method,
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=args.timeout),  # to meet, and of each message
-        device_id=device if device.type == "cuda" else None,
+        args.backend or backend,
+        # The address of the rendezvous: rank 0 listens there, and the other ranks connect to it.
+        init_method=args.init_method or f"tcp://{args.ip}:{args.port}",
+        rank=rank,  # this process; no two processes may have the same rank
+        world_size=args.nodes * args.gpus,  # all processes; the call returns when all have joined
+        # How long to wait for the other ranks, here and in each message. After this time, gloo
+        # raises an error, and NCCL ends the process.
+        timeout=timedelta(seconds=args.timeout),
+        device_id=gpu,  # NCCL then starts here, and not later, at the first message
     )
-    node, title = os.environ.get("GROUP_RANK", args.nr), ["node  rank  local_rank  device  pid     host"]
-    report(f"{node:<6}{rank:<6}{local_rank:<12}{device!s:<8}{os.getpid():<8}{os.uname().nodename}", title)
+    row = f"{args.nr:<6}{rank:<6}{local_rank:<12}{device!s:<8}{os.getpid():<8}{platform.node()}"
+    if rank == 0:
+        print("node  rank  local_rank  device  pid     host", flush=True)
+    report(row)
     return rank, device
 
 
-def report(line, title=()):
-    """Print every rank's line, in the order of the ranks."""
+def report(line):
+    """Print one line from each rank, in the order of the ranks.
+
+    all_gather_object is a collective: all ranks call it together, and each one receives the objects
+    of all ranks. The lesson collectives.py explains such calls.
+    """
     lines = [None] * dist.get_world_size()
-    dist.all_gather_object(lines, line)  # a collective: all ranks call it, each gets what all have given
+    dist.all_gather_object(lines, line)
     if dist.get_rank() == 0:
-        print(*title, *lines, sep="\n", flush=True)
+        print(*lines, sep="\n", flush=True)
 
 
-# NEW: one collective each; it returns what this rank holds afterwards, and how many chunks it sends on a ring
+# NEW: each of the following functions shows one collective. It returns what this rank holds after
+# the call, and how many chunks this rank sends.
 def broadcast(mine, rank, n):
-    """Rank 0's numbers go to all; each rank but the last passes them on, S bytes."""
+    """All ranks get rank 0's numbers; each rank except the last sends S."""
     dist.broadcast(mine, src=0)
-    return mine, n if rank < n - 1 else 0
+    sent = n if rank < n - 1 else 0
+    return mine, sent
 
 
 def scatter(mine, rank, n):
     """Each rank gets its chunk of rank 0's numbers; rank 0 sends (n-1)/n S."""
     chunk = torch.empty_like(mine[:1])
-    dist.scatter(chunk, list(mine.chunk(n)) if rank == 0 else None, src=0)
-    return chunk, n - 1 if rank == 0 else 0
+    chunks = list(mine.chunk(n)) if rank == 0 else None
+    dist.scatter(chunk, chunks, src=0)
+    sent = n - 1 if rank == 0 else 0
+    return chunk, sent
 
 
 def gather(mine, rank, n):
-    """Rank 0 gets each rank's own chunk; the others send S/n."""
-    whole = torch.empty_like(mine) if rank == 0 else mine[:0]
-    dist.gather(mine.chunk(n)[rank], list(whole.chunk(n)) if rank == 0 else None, dst=0)
-    return whole, 1 if rank > 0 else 0
+    """Rank 0 gets chunk r of each rank r; each other rank sends S/n."""
+    if rank == 0:
+        whole = torch.empty_like(mine)
+        chunks = list(whole.chunk(n))  # views, so gather writes into `whole`
+    else:
+        whole = mine[:0]  # empty, because this rank gets nothing
+        chunks = None
+    dist.gather(mine.chunk(n)[rank], chunks, dst=0)
+    sent = 1 if rank > 0 else 0
+    return whole, sent
 
 
 def all_gather(mine, rank, n):
-    """All ranks get each rank's own chunk; each sends (n-1)/n S."""
+    """All ranks get chunk r of each rank r; each rank sends (n-1)/n S."""
     whole = torch.empty_like(mine)
-    dist.all_gather_single(whole, mine.chunk(n)[rank])  # older name: all_gather_into_tensor; all_gather wants a list
+    # PyTorch 2.15 recommends the newer name all_gather_single, which version 2.9 lacks.
+    dist.all_gather_into_tensor(whole, mine.chunk(n)[rank])
     return whole, n - 1
 
 
 def reduce(mine, rank, n):
-    """Rank 0 gets the sum over all ranks; each other rank adds its numbers and passes them on, S bytes."""
-    dist.reduce(mine, dst=0)  # op=dist.ReduceOp.MAX, .MIN, .PRODUCT, ... in place of the sum
-    return mine if rank == 0 else mine[:0], n if rank > 0 else 0  # what is left in the others' buffers is undefined
+    """Rank 0 gets the sum over all ranks; each other rank sends S."""
+    dist.reduce(mine, dst=0)  # op=dist.ReduceOp.MAX would give the maximum instead of the sum
+    if rank == 0:
+        return mine, 0
+    return mine[:0], n  # the numbers that are left in `mine` are undefined, so they are not shown
 
 
 def reduce_scatter(mine, rank, n):
-    """Each rank gets its chunk of the sum over all ranks; each sends (n-1)/n S."""
+    """Each rank gets its chunk of the sum over all ranks; each rank sends (n-1)/n S."""
     chunk = torch.empty_like(mine[:1])
-    dist.reduce_scatter_single(chunk, mine)  # older name: reduce_scatter_tensor; reduce_scatter wants a list
+    # PyTorch 2.15 recommends the newer name reduce_scatter_single, which version 2.9 lacks.
+    dist.reduce_scatter_tensor(chunk, mine)
     return chunk, n - 1
 
 
 def all_to_all(mine, rank, n):
-    """Rank r gets chunk r of each rank, as if rows became columns; each sends (n-1)/n S."""
+    """Rank r gets chunk r of each rank, as if rows became columns; each rank sends (n-1)/n S."""
     whole = torch.empty_like(mine)
     dist.all_to_all_single(whole, mine)
     return whole, n - 1
 
 
 def all_reduce(mine, rank, n):
-    """All ranks get the sum over all ranks; each sends 2(n-1)/n S."""
+    """All ranks get the sum over all ranks; each rank sends 2(n-1)/n S."""
     dist.all_reduce(mine)
     return mine, 2 * (n - 1)
 
 
+COLLECTIVES = [
+    broadcast,
+    scatter,
+    gather,
+    all_gather,
+    reduce,
+    reduce_scatter,
+    all_to_all,
+    all_reduce,
+]
+
+
+@explained  # guard rail: explains errors
 def talk(local_rank, args):
     """Show each collective as a table, then an all_reduce that is made of two others."""
     rank, device = join(local_rank, args)
     n = dist.get_world_size()
-    numbers = torch.arange(float(n), device=device) + 10 * (rank + 1)  # rank 0: 10, 11, ...; rank 1: 20, 21, ...
-    before = f"rank {rank}: {numbers.tolist()}"
-    for collective in (broadcast, scatter, gather, all_gather, reduce, reduce_scatter, all_to_all, all_reduce):
+    numbers = torch.arange(float(n), device=device) + 10 * (rank + 1)  # on rank 0: 10, 11, ...
+    before = numbers.tolist()
+    for collective in COLLECTIVES:
         after, chunks = collective(numbers.clone(), rank, n)
-        sent = f"sends {chunks * numbers.nbytes // n} bytes"
-        report(f"{before} -> {after.tolist()}, {sent}", [f"{collective.__name__}: {collective.__doc__}"])
-    chunk, whole = reduce_scatter(numbers, rank, n)[0], torch.empty_like(numbers)
-    dist.all_gather_single(whole, chunk)  # NEW: every chunk of the sum, each from the rank that has it
+        sent = chunks * numbers.nbytes // n
+        if rank == 0:
+            print(f"{collective.__name__}: {collective.__doc__}", flush=True)
+        report(f"rank {rank}: {before} -> {after.tolist()}, sends {sent} bytes")
+    chunk, _ = reduce_scatter(numbers, rank, n)
+    whole = torch.empty_like(numbers)
+    # NEW: each rank sends its chunk of the sum, so all ranks have the whole sum.
+    dist.all_gather_into_tensor(whole, chunk)
     total, _ = all_reduce(numbers, rank, n)
-    line = f"{before} -> {chunk.tolist()} -> {whole.tolist()}, as all_reduce: {whole.equal(total)}"
-    report(line, ["reduce_scatter, then all_gather: what all_reduce is made of"])
+    equal = whole.equal(total)
+    if rank == 0:
+        print("reduce_scatter, then all_gather: together they are an all_reduce", flush=True)
+    report(f"rank {rank}: {before} -> {chunk.tolist()} -> {whole.tolist()}, as all_reduce: {equal}")
     dist.destroy_process_group()
 
 
+@explained  # guard rail: explains errors
 def main():
-    """Read the flags and start this node's ranks."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, usage=argparse.SUPPRESS)
+    """Read the flags and start the ranks of this node."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage=argparse.SUPPRESS,
+    )
     add = parser.add_argument
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    add("-n", "--nodes", type=int, default=1, help="machines")
-    add("-g", "--gpus", type=int, default=max(gpus, 2), help="processes on each; default: its GPUs, or 2")
-    add("-nr", "--nr", type=int, default=0, help="number of this machine, from 0")
-    add("-ip", "--ip", default="127.0.0.1", help="address of machine 0")
-    add("--port", type=int, default=8888, help="of machine 0; a single machine chooses a free one")
-    add("--init_method", metavar="URL", help="tcp://..., env:// or file:///a/new/file in place of -ip and --port")
+    add("-n", "--nodes", type=int, default=1, help="number of nodes")
+    add(
+        "-g", "--gpus", type=int, default=max(gpus, 2), help="processes on each; default: GPUs or 2"
+    )
+    add("-nr", "--nr", type=int, default=0, help="number of this node, from 0")
+    add("-ip", "--ip", default="127.0.0.1", help="address of node 0")
+    add("--port", type=int, default=8888, help="port of node 0; with -n 1, any free port")
+    add("--init_method", metavar="URL", help="replaces -ip, --port: tcp://..., env://, file:///...")
     add("--device", choices=["cpu", "cuda"], default="cuda" if gpus > 1 else "cpu")
     add("--backend", choices=["gloo", "nccl", "mpi"], help="default: nccl on GPUs, gloo on CPUs")
     add("--timeout", type=int, default=60, help="seconds to wait for another rank")
     args = parser.parse_args()
-    check(parser, args)  # guard rail
-    meet(args)  # guard rail
+    check(parser, args)  # guard rail: refuses impossible flags
     if "RANK" in os.environ:
-        talk(0, args)
-    else:
-        mp.spawn(talk, (args,), args.gpus)  # talk(0, args), talk(1, args), ... each in a process of its own
+        # This rank was started by hand, so it counts as a node of its own, with one process.
+        args.nodes = int(os.environ["WORLD_SIZE"])
+        args.gpus = 1
+        args.nr = int(os.environ["RANK"])
+        args.init_method = "env://"  # the address is in MASTER_ADDR and MASTER_PORT
+    meet(args)  # guard rail: finds the other nodes
+    # Calls talk(0, args), talk(1, args) and so on, each in a process of its own.
+    mp.spawn(talk, (args,), args.gpus)
 
 
 if __name__ == "__main__":
-    with explained():  # guard rail
-        main()
+    main()

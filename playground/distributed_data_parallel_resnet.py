@@ -1,31 +1,56 @@
-"""A real model: ResNet-18 on CIFAR-10, with pretrained weights, gradient accumulation and batch norm under DDP.
+r"""A real model: ResNet-18 on CIFAR-10, with pretrained parameters, accumulation and batch norm.
 
-Three things are new with a model of this size. A batch may not fit into memory: --accumulate computes it in pieces,
-whose gradients add up; DDP would average them after each piece, no_sync() makes it wait for the last. Training need not
-begin at zero: --pretrained takes weights that were trained on ImageNet. And batch norm keeps running averages in
-buffers, which no gradient changes: DDP copies rank 0's to all ranks before a step, so they come from rank 0's images
-only (nn.SyncBatchNorm, on GPUs, would use those of all). The first run downloads the data: give it --timeout 600.
+Three things are new with a model of this size.
 
-    torchrun --standalone --nproc-per-node 2 playground/distributed_data_parallel_resnet.py --pretrained
-    torchrun --standalone --nproc-per-node 2 playground/distributed_data_parallel_resnet.py --accumulate 4
-    torchrun --standalone --nproc-per-node 3 playground/distributed_data_parallel_resnet.py --gpu_ids 1,6,3 \\
-        --batch_size 126
-    python playground/distributed_data_parallel_resnet.py --dataset fake    # random images: only to see it run
+A batch may need more memory than there is. --accumulate splits it into micro-batches and adds up
+their gradients. DDP would average the gradients after every micro-batch. no_sync() delays this
+until the last micro-batch.
 
-It prints who is who, how a batch is cut, and a line an epoch (this is --dataset fake; times will differ):
+Training need not begin with random parameters. --pretrained begins with parameters that were
+trained on ImageNet.
 
-    global batch 128 = 2 ranks x 64 images, in 4 pieces
+Batch norm keeps running averages of its inputs in buffers, which are tensors without a gradient.
+DDP copies the buffers of rank 0 to all ranks before each step, so these averages come from the
+images of rank 0 alone. (nn.SyncBatchNorm, on GPUs, uses the images of all ranks.)
+
+Run it. (Add --timeout 600 the first time, because the other ranks wait for the download.)
+    torchrun --standalone --nproc-per-node 2 \
+        playground/distributed_data_parallel_resnet.py --pretrained
+
+Run it with four micro-batches in each step:
+    torchrun --standalone --nproc-per-node 2 \
+        playground/distributed_data_parallel_resnet.py --accumulate 4
+
+Run it on GPUs that you choose: local rank 0 gets GPU 1, local rank 1 GPU 6, local rank 2 GPU 3.
+    torchrun --standalone --nproc-per-node 3 \
+        playground/distributed_data_parallel_resnet.py --gpu_ids 1,6,3 --batch_size 126
+
+Run it on random images, without a download:
+    python playground/distributed_data_parallel_resnet.py --dataset fake
+
+It prints the table of ranks, then how a batch is split, then a line for each epoch. Two ranks with
+--dataset fake and --accumulate 4 printed (numbers will differ):
+    global batch 128 = 2 ranks x 64 images, on each rank in 4 micro-batches
     epoch 1/3  loss 2.4936  train 9.84%  test 9.50%  9.71 s  185 images/s
 
-Each rank normalises by the mean of its own images, so here the numbers change a little with the number of ranks.
+In training, batch norm uses the mean over the images that one rank processes at a time. So the
+losses change a little with the number of ranks and of micro-batches. Such a deep network also
+amplifies rounding errors, so the losses differ from one processor to another.
 
-Break it, in a copy:
-  1. Leave no_sync() out, with --double --accumulate 8. Do the numbers change? Compare the seconds.
-  2. Leave out the factor `len(labels) / len(batch[1])`. What does Adam make of gradients that are 4 times as large?
+Try breaking it, in a copy:
+  1. Replace `model.no_sync()` with `nullcontext()`, and run it with --double --accumulate 8. Do the
+     losses change? Compare the seconds.
+  2. Replace `(loss * fraction).backward()` with `loss.backward()`, and run it with --accumulate 4.
+     What does Adam make of gradients that are four times as large?
+
+Now write it yourself: accumulate_gradients.py in playground/exercises/.
+
+The next lesson, profile_steps.py, measures where the time of a step goes.
 """
 
 import argparse
 import os
+import platform
 import sys
 import time
 from contextlib import nullcontext
@@ -41,127 +66,207 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 from torchvision.datasets import CIFAR10, FakeData
 from torchvision.models import ResNet18_Weights, resnet18
-from torchvision.transforms import Compose, Normalize, ToTensor
+from torchvision.transforms import Compose, ConvertImageDtype, Normalize, PILToTensor
 from tqdm import tqdm
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
 from common.data import DATA_DIR
-from common.guard_rails import check, explained, meet
+from common.guard_rails import check, explained
+from common.roll_call import meet
 
 
 def join(args):
-    """Join the process group and print who is who. Returns this process's rank and its device."""
+    """Join the process group and print the table of ranks. Returns this rank and its device."""
     local_rank = int(os.environ["LOCAL_RANK"])
-    number = args.gpu_ids[local_rank] if args.gpu_ids else local_rank  # NEW: 1,6,3: local rank 0 has GPU 1, and so on
-    gpu = torch.device("cuda", number) if args.device == "cuda" else None
-    if gpu:
-        torch.cuda.set_device(gpu)  # else every rank would also use GPU 0
-    dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(seconds=args.timeout), device_id=gpu)
-    rank, device, node = dist.get_rank(), gpu or torch.device("cpu"), os.environ.get("GROUP_RANK", "0")
-    me = f"{node:<6}{rank:<6}{local_rank:<12}{device!s:<8}{os.getpid():<8}{os.uname().nodename}"
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, me)
+    if args.device == "cuda":
+        # NEW: --gpu_ids 1,6,3 gives GPU 1 to local rank 0, GPU 6 to local rank 1, and so on.
+        number = args.gpu_ids[local_rank] if args.gpu_ids else local_rank
+        gpu = torch.device("cuda", number)
+        device = gpu
+        backend = "nccl"
+        torch.cuda.set_device(gpu)  # otherwise every rank would also take memory on GPU 0
+    else:
+        gpu = None
+        device = torch.device("cpu")
+        backend = "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=gpu)
+    rank = dist.get_rank()
+    node = os.environ.get("GROUP_RANK", "0")
+    row = f"{node:<6}{rank:<6}{local_rank:<12}{device!s:<8}{os.getpid():<8}{platform.node()}"
+    rows = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, row)
     if rank == 0:
-        print("node  rank  local_rank  device  pid     host", *everyone, sep="\n", flush=True)
+        print("node  rank  local_rank  device  pid     host", *rows, sep="\n", flush=True)
     return rank, device
 
 
+def gpu_numbers(text):
+    """Turn the text 1,6,3 into a list of numbers."""
+    return [int(number) for number in text.split(",")]
+
+
 def download(args):
-    """Let torchvision fetch what is not on disk yet."""
+    """Let torchvision download what is not on disk yet."""
     try:
         if args.dataset == "cifar10":
             CIFAR10(args.data_dir, download=True)
         if args.pretrained:
             ResNet18_Weights.DEFAULT.get_state_dict(progress=False, check_hash=True)
     except (OSError, RuntimeError) as error:
-        places = f"CIFAR-10 to {args.data_dir}, {ResNet18_Weights.DEFAULT.url} to ~/.cache/torch/hub/checkpoints"
-        sys.exit(f"error: can't fetch ({error}): copy {places}; or use --dataset fake, or leave --pretrained out")
+        url = ResNet18_Weights.DEFAULT.url
+        sys.exit(
+            f"error: cannot download ({error}): copy CIFAR-10 to {args.data_dir} and {url} to"
+            " ~/.cache/torch/hub/checkpoints; or use --dataset fake, or omit --pretrained"
+        )
 
 
 def load(args):
-    """Return training and test set: of pairs of an image, (3, 32, 32), and its class, 0 to 9."""
-    # the means and standard deviations of ImageNet, which the pretrained weights expect
-    transform = Compose([ToTensor(), Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))])
+    """Return the training set and the test set: images of shape (3, 32, 32) and their classes."""
+    transform = Compose(
+        [
+            PILToTensor(),
+            # NEW: the type is named, because a DataLoader's worker may have a different default.
+            ConvertImageDtype(torch.get_default_dtype()),
+            # NEW: the pretrained parameters expect ImageNet's means and standard deviations.
+            Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+        ]
+    )
     if args.dataset == "cifar10":
-        return [CIFAR10(args.data_dir, train, transform) for train in (True, False)]
-    return [FakeData(size, (3, 32, 32), 10, transform, random_offset=size) for size in (1800, 200)]
+        train_set = CIFAR10(args.data_dir, train=True, transform=transform)
+        test_set = CIFAR10(args.data_dir, train=False, transform=transform)
+    else:
+        train_size = 1800
+        test_size = 200
+        shape = (3, 32, 32)
+        # NEW: image i is made with the seed i + random_offset. So the seeds of the two sets are
+        # 1800 to 3599 and 200 to 399, and no image is in both.
+        train_set = FakeData(train_size, shape, 10, transform, random_offset=train_size)
+        test_set = FakeData(test_size, shape, 10, transform, random_offset=test_size)
+    return train_set, test_set
 
 
 def run_epoch(model, loader, device, optimizer=None, accumulate=1):
-    """Train, or test without an optimizer. Returns sums over the images of all ranks: loss, hits, images."""
-    model.train(optimizer is not None)
-    loss_sum = hits = seen = 0
-    for batch in loader:
-        if optimizer:
+    """Train, or only test if there is no optimizer.
+
+    Returns three sums over the images of all ranks: the losses, the images that were recognized,
+    the images.
+    """
+    training = optimizer is not None
+    model.train(training)
+    # The sums stay on the device. Reading them in each step would make Python wait for the GPU.
+    totals = torch.zeros(3, dtype=torch.float64, device=device)
+    for images, labels in loader:
+        images = images.to(device, non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
+        if training:
             optimizer.zero_grad()
-        pieces = list(
-            zip(*(tensor.to(device, non_blocking=True).tensor_split(accumulate) for tensor in batch), strict=True)
-        )
-        for number, (images, labels) in enumerate(pieces, start=1):
-            wait = optimizer and number < len(pieces)  # NEW: average the gradients once, with the last piece
-            with model.no_sync() if wait else nullcontext(), torch.set_grad_enabled(optimizer is not None):
-                logits = model(images)  # NEW: inside no_sync(), too: DDP makes its preparations here
-                loss = F.cross_entropy(logits, labels)
-                if optimizer:
-                    (loss * len(labels) / len(batch[1])).backward()  # NEW: a mean over the batch, not over the piece
-            loss_sum += loss.detach().double() * len(labels)
-            hits += (logits.argmax(dim=1) == labels).sum()
-            seen += len(labels)
-        if optimizer:
+        # NEW: the micro-batches have almost the same size, and none of them is empty.
+        count = min(accumulate, len(labels))
+        micro_batches = zip(images.tensor_split(count), labels.tensor_split(count), strict=True)
+        for number, (micro_images, micro_labels) in enumerate(micro_batches, start=1):
+            # NEW: DDP decides in forward() whether it will average the gradients in backward(). So
+            # no_sync() encloses both. Only the last micro-batch is computed without it.
+            if training and number < count:
+                context = model.no_sync()
+            else:
+                context = nullcontext()
+            with context, torch.set_grad_enabled(training):
+                logits = model(micro_images)
+                loss = F.cross_entropy(logits, micro_labels)
+                if training:
+                    # NEW: the loss is a mean over the micro-batch. Weighted by its fraction of the
+                    # batch, the losses add up to the mean over the batch, and so do the gradients.
+                    fraction = len(micro_labels) / len(labels)
+                    (loss * fraction).backward()
+            totals[0] += loss.detach() * len(micro_labels)
+            totals[1] += (logits.argmax(dim=1) == micro_labels).sum()
+            totals[2] += len(micro_labels)
+        if training:
             optimizer.step()
-    totals = torch.tensor([loss_sum, hits, seen], dtype=torch.float64, device=device)
     dist.all_reduce(totals)
     return totals.tolist()
 
 
 @record
 def train(args):
-    """Train, test and report, one line an epoch."""
+    """Train and test, and print one line for each epoch."""
     rank, device = join(args)
-    meet(args)  # guard rail
+    meet(args)  # guard rail: compares the flags of the ranks
     world_size = dist.get_world_size()
-    torch.set_default_dtype(torch.float64 if args.double else torch.float32)  # of weights and images
+    torch.set_default_dtype(torch.float64 if args.double else torch.float32)
     torch.manual_seed(args.seed)
     train_set, test_set = load(args)
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
-    share = args.batch_size // world_size
-    options = {"num_workers": args.workers, "pin_memory": device.type == "cuda"}  # NEW: workers transform the images
-    train_loader = DataLoader(train_set, share, sampler=sampler, drop_last=True, **options)
-    mine = range(rank, len(test_set), world_size)  # no padding: each test image counts exactly once
-    test_loader = DataLoader(test_set, 1000, sampler=mine, **options)
-    model = resnet18(weights=ResNet18_Weights.DEFAULT if args.pretrained and rank == 0 else None)
-    model.fc = nn.Linear(model.fc.in_features, 10)  # NEW: 10 classes in place of ImageNet's 1000
-    model = DistributedDataParallel(model.to(device))  # gives all ranks rank 0's weights
+    per_rank_batch = args.batch_size // world_size
+    pin_memory = device.type == "cuda"  # a GPU copies from pinned memory while Python continues
+    train_loader = DataLoader(
+        train_set,
+        per_rank_batch,
+        sampler=sampler,
+        drop_last=True,
+        num_workers=args.workers,  # NEW: processes that read and transform the images
+        pin_memory=pin_memory,
+    )
+    # Each test image counts once. DistributedSampler would repeat some to make the parts equal.
+    test_indices = range(rank, len(test_set), world_size)
+    test_loader = DataLoader(
+        test_set, 1000, sampler=test_indices, num_workers=args.workers, pin_memory=pin_memory
+    )
+    weights = None
+    if args.pretrained and rank == 0:
+        weights = ResNet18_Weights.DEFAULT  # NEW: on rank 0 only, because DDP sends its parameters
+    model = resnet18(weights=weights)
+    model.fc = nn.Linear(model.fc.in_features, 10)  # NEW: 10 classes instead of ImageNet's 1000
+    model = model.to(device)
+    model = DistributedDataParallel(model)
     if rank == 0:
-        cut = f"{world_size} ranks x {share} images, in {args.accumulate} pieces"
-        print(f"global batch {args.batch_size} = {cut}", flush=True)
+        ranks = f"{world_size} ranks x {per_rank_batch} images"
+        print(
+            f"global batch {args.batch_size} = {ranks},"
+            f" on each rank in {args.accumulate} micro-batches",
+            flush=True,
+        )
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
 
     for epoch in range(args.epochs):
-        sampler.set_epoch(epoch)  # another order in each epoch, the same in each run
+        # The order differs from epoch to epoch, and it is the same on all ranks and in each run.
+        sampler.set_epoch(epoch)
         start = time.perf_counter()
-        bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)  # None: only on a terminal
-        loss, hits, seen = run_epoch(model, bar, device, optimizer, args.accumulate)
+        hidden = None if rank == 0 else True  # None: the bar is hidden if there is no terminal
+        progress = tqdm(train_loader, leave=False, disable=hidden)
+        loss_sum, hits, seen = run_epoch(model, progress, device, optimizer, args.accumulate)
         seconds = time.perf_counter() - start
-        for buffer in model.module.buffers():  # NEW: test with the averages that are saved, rank 0's
+        # NEW: test with the running averages of rank 0 on all ranks, because these are saved.
+        for buffer in model.module.buffers():
             dist.broadcast(buffer, src=0)
         _, test_hits, test_seen = run_epoch(model.module, test_loader, device)
         if rank == 0:
-            line = f"epoch {epoch + 1}/{args.epochs}  loss {loss / seen:.4f}  train {hits / seen:.2%}"
-            line += f"  test {test_hits / test_seen:.2%}  {seconds:.2f} s  {seen / seconds:,.0f} images/s"
-            print(line, flush=True)
+            print(
+                f"epoch {epoch + 1}/{args.epochs}  loss {loss_sum / seen:.4f}"
+                f"  train {hits / seen:.2%}  test {test_hits / test_seen:.2%}"
+                f"  {seconds:.2f} s  {seen / seconds:,.0f} images/s",
+                flush=True,
+            )
         if rank == 0 and args.savefile:
             state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
+            state |= {"epoch": epoch + 1, "args": vars(args)}
             with open(f"{args.savefile}.tmp", "wb") as file:
-                torch.save(state | {"epoch": epoch + 1, "args": vars(args)}, file)
-            os.replace(f"{args.savefile}.tmp", args.savefile)  # a crash on the way leaves the last one whole
+                torch.save(state, file)
+            # The last checkpoint stays whole even if this run is killed while it writes.
+            os.replace(f"{args.savefile}.tmp", args.savefile)
+    # DDP refers to the group, so delete DDP first. Otherwise the process may hang.
+    del model
     dist.destroy_process_group()
 
 
+@explained  # guard rail: explains errors
 def main():
-    """Read the flags and be one of the ranks."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, usage=argparse.SUPPRESS)
+    """Read the flags, make sure that the data is there, and train as one of the ranks."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage=argparse.SUPPRESS,
+    )
     add = parser.add_argument
     add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     add("--timeout", type=int, default=60, help="seconds to wait for another rank")
@@ -171,28 +276,38 @@ def main():
     add("--dataset", choices=["cifar10", "fake"], default="cifar10", help="fake: random images")
     add("--data_dir", default=DATA_DIR, help="default: data/ beside playground/")
     add("--seed", type=int, default=0)
-    add("--double", action="store_true", help="float64: no rounding to be seen between the lessons")
-    add("--pretrained", action="store_true", help="begin with ImageNet's weights (a slow download: raise --timeout)")
-    add("--accumulate", type=int, default=1, help="compute each rank's share in so many pieces, which saves memory")
-    add("--workers", type=int, default=2, help="processes of each rank that read and transform images")
-    add("--gpu_ids", type=lambda text: [int(gpu) for gpu in text.split(",")], help="GPUs of this node, as in 1,6,3")
-    add("-s", "--savefile", help="write a checkpoint here after each epoch")
+    add("--double", action="store_true", help="compute in float64")
+    add("--pretrained", action="store_true", help="begin with parameters trained on ImageNet")
+    add("--accumulate", type=int, default=1, help="micro-batches in a step, to save memory")
+    add("--workers", type=int, default=2, help="processes of each rank that read the images")
+    add("--gpu_ids", type=gpu_numbers, help="GPUs of this node's processes, as in 1,6,3")
+    add("-s", "--savefile", help="write a checkpoint to this file after each epoch")
     args = parser.parse_args()
-    check(parser, args)  # guard rail
+    check(parser, args)  # guard rail: refuses impossible flags
     world_size = int(os.environ["WORLD_SIZE"])
     if args.batch_size % world_size:
         nearest = max(1, round(args.batch_size / world_size)) * world_size
-        parser.error(f"--batch_size {args.batch_size} can't be shared by {world_size} processes: use {nearest}")
+        parser.error(
+            f"--batch_size {args.batch_size} cannot be divided by {world_size} processes:"
+            f" use --batch_size {nearest}"
+        )
     if args.batch_size // world_size < 2 * args.accumulate:
-        parser.error(f"--accumulate {args.accumulate}: batch norm needs pieces of two images or more")
-    ids, gpus = args.gpu_ids or [], torch.cuda.device_count() if args.device == "cuda" else 0
-    if ids and not int(os.environ.get("LOCAL_WORLD_SIZE", 1)) <= len({*ids} & {*range(gpus)}) == len(ids):
-        parser.error(f"--gpu_ids {ids}: name a GPU for each process, none twice; there are {gpus} GPUs, from 0")
+        parser.error(f"--accumulate {args.accumulate}: batch norm needs two images at a time")
+    if args.gpu_ids:
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        gpus = torch.cuda.device_count() if args.device == "cuda" else 0
+        repeated = len(set(args.gpu_ids)) < len(args.gpu_ids)
+        unknown = [number for number in args.gpu_ids if number not in range(gpus)]
+        if repeated or unknown or len(args.gpu_ids) < processes:
+            parser.error(
+                f"--gpu_ids {args.gpu_ids}: name a GPU for each process, and none twice;"
+                f" there are {gpus} GPUs, numbered from 0"
+            )
+    # NEW: one process of each node downloads. The others wait for it in join().
     if os.environ["LOCAL_RANK"] == "0":
-        download(args)  # NEW: once per node; the other ranks wait in join
+        download(args)
     train(args)
 
 
 if __name__ == "__main__":
-    with explained():  # guard rail
-        main()
+    main()

@@ -1,29 +1,49 @@
-"""Runs that last: checkpoints that are resumed, a log and curves, restarts by torchrun, nodes that come and go.
+r"""Runs that survive failures: resuming from checkpoints, a log, curves, restarts by torchrun.
 
-A long run often ends before it is done: a process dies, a node is lost, the job's time is up. So rank 0 keeps a folder
-with a log, TensorBoard's curves and the last three checkpoints, and each start goes on from the newest. torchrun makes
-the new start by itself: when a rank dies it ends the others and starts all again, --max-restarts times at most. Its
-store, where ranks look each other up, would still have the dead ones' addresses: the variable gives each start its own.
+A long run often ends too early: a process dies, a node fails, or the job reaches its time limit. So
+rank 0 keeps a folder with a log, curves for TensorBoard and the last three checkpoints. A run that
+is started again resumes from the newest checkpoint. torchrun can restart the ranks. When one of
+them dies, torchrun ends the others and starts all of them again, up to --max-restarts times.
 
-    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc-per-node 2 --max-restarts 3 \\
-        playground/distributed_data_parallel_resumable.py
-    python playground/distributed_data_parallel_resumable.py --epochs 5    # go on, in a single process
-    tensorboard --logdir runs
-    NODE0=<ip> NODES=1:2 RESTARTS=3 run/torchrun_node.sh playground/distributed_data_parallel_resumable.py    # on each
+Run it with restarts:
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc-per-node 2 \
+        --max-restarts 3 playground/distributed_data_parallel_resumable.py
 
-The last one starts with one node, and takes in a second whenever it comes. --run_dir must be a folder that all of them
-see, and --batch_size one that any number of processes can share. A second start says (times will differ):
+The ranks look up each other's addresses in a store, which is a small server. By default, torchrun
+keeps the store when it restarts the ranks, although it contains the addresses of dead processes.
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives the ranks a new store each time.
 
-    runs/mlp-mnist: 3 of 5 epochs are done (--run_dir: start another run)
+Resume it with more epochs, here in a single process:
+    python playground/distributed_data_parallel_resumable.py --epochs 5
+
+It prints the table of ranks, and then where it resumes (times will differ):
+    runs/mlp-mnist: 3 of 5 epochs are done (another --run_dir starts another run)
     epoch 4/5  loss 0.0968  train 96.97%  test 96.65%  1.49 s  40,152 images/s
 
-Break it, in a copy:
-  1. Kill a rank, by its pid in the table. Compare the last lines with those of a run without the kill.
-  2. Leave the optimizer out of what is loaded. Why do the losses differ after a second start?
+Look at the curves in a browser:
+    tensorboard --logdir runs
+
+Run it on one or two nodes, with the same command on each:
+    NODE0=<ip> NODES=1:2 RESTARTS=3 \
+        run/torchrun_node.sh playground/distributed_data_parallel_resumable.py
+
+This starts with one node. A second node may join later, and it may leave again. --run_dir must be a
+folder that both nodes share. The number of processes must divide --batch_size both times: with one
+node, and with two.
+
+Try breaking it, in a copy:
+  1. Run it with restarts, and kill a rank by its process id, which is in the table. Compare the
+     last lines with those of a run without the kill.
+  2. Comment out `optimizer.load_state_dict(...)`, and resume a run. Why do the losses differ?
+
+Now write it yourself: save_and_resume.py in playground/exercises/.
+
+The next lesson, distributed_data_parallel_resnet.py, trains a larger model on colour images.
 """
 
 import argparse
 import os
+import platform
 import sys
 import time
 from datetime import timedelta
@@ -40,134 +60,197 @@ from tqdm import tqdm
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
 from common.data import DATA_DIR, fetch, load, whole_batch
-from common.guard_rails import check, explained, meet
+from common.guard_rails import check, explained
 from common.models import MODELS
+from common.roll_call import meet
+
+# NEW: the numbers depend on these flags, so a run must be resumed with the same ones.
+MUST_AGREE = ["model", "width", "layers", "dataset", "batch_size", "lr", "seed", "double"]
 
 
 def join(args):
-    """Join the process group and print who is who. Returns this process's rank and its device."""
+    """Join the process group and print the table of ranks. Returns this rank and its device."""
     local_rank = int(os.environ["LOCAL_RANK"])
-    gpu = torch.device("cuda", local_rank) if args.device == "cuda" else None
-    if gpu:
-        torch.cuda.set_device(gpu)  # else every rank would also use GPU 0
-    dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(seconds=args.timeout), device_id=gpu)
-    rank, device, node = dist.get_rank(), gpu or torch.device("cpu"), os.environ.get("GROUP_RANK", "0")
-    me = f"{node:<6}{rank:<6}{local_rank:<12}{device!s:<8}{os.getpid():<8}{os.uname().nodename}"
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, me)
+    if args.device == "cuda":
+        gpu = torch.device("cuda", local_rank)
+        device = gpu
+        backend = "nccl"
+        torch.cuda.set_device(gpu)  # otherwise every rank would also take memory on GPU 0
+    else:
+        gpu = None
+        device = torch.device("cpu")
+        backend = "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=gpu)
+    rank = dist.get_rank()
+    node = os.environ.get("GROUP_RANK", "0")
+    row = f"{node:<6}{rank:<6}{local_rank:<12}{device!s:<8}{os.getpid():<8}{platform.node()}"
+    rows = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, row)
     if rank == 0:
-        print("node  rank  local_rank  device  pid     host", *everyone, sep="\n", flush=True)
+        print("node  rank  local_rank  device  pid     host", *rows, sep="\n", flush=True)
     return rank, device
 
 
 def log(args, line):
-    """Print a line and add it to the run folder's log."""
+    """Print a line, and append it to the log in the run's folder."""
     print(line, flush=True)
     with open(f"{args.run_dir}/log.txt", "a") as file:
         print(line, file=file)
 
 
 def newest_checkpoint(args):
-    """Return the last checkpoint, or the one before it if that is damaged, and so on; None if there has been none."""
-    paths = sorted(Path(args.run_dir).glob("epoch-*.pt"))
-    while paths:
-        path = paths.pop()
+    """Return the path of the newest checkpoint that can be read, or None if there is none."""
+    paths = sorted(Path(args.run_dir).glob("epoch-*.pt"), reverse=True)  # the newest first
+    for path in paths:
         try:
-            state = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:  # which one depends on where the damage is
-            if not paths:
-                sys.exit(f"error: {path} is damaged, and there is none before it: choose another --run_dir")
-            log(args, f"WARNING: {path} is damaged ({type(error).__name__}): using the one before it")
+            # NEW: with mmap=True a tensor is read only when it is used, so this check is fast.
+            state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        except Exception as error:  # its type depends on the damage
+            kind = type(error).__name__
+            log(args, f"WARNING: {path} is damaged ({kind}): trying the one before it")
             continue
-        for name in ("model", "width", "layers", "dataset", "batch_size", "lr", "seed", "double"):
-            if (then := state["args"][name]) != vars(args)[name]:  # the numbers depend on it
-                sys.exit(f"error: {path} was trained with --{name} {then}: use that, or choose another --run_dir")
-        log(args, f"{args.run_dir}: {state['epoch']} of {args.epochs} epochs are done (--run_dir: start another run)")
-        return state
+        for name in MUST_AGREE:
+            before = state["args"][name]
+            now = getattr(args, name)
+            if before != now:
+                sys.exit(
+                    f"error: {path} was trained with {name}={before}, not {now}:"
+                    " use the same flags, or another --run_dir"
+                )
+        done = f"{state['epoch']} of {args.epochs} epochs are done"
+        log(args, f"{args.run_dir}: {done} (another --run_dir starts another run)")
+        return str(path)
+    if paths:  # a new run would remove these files, and perhaps they can be repaired
+        sys.exit(f"error: all checkpoints in {args.run_dir} are damaged: use another --run_dir")
+    return None
 
 
 def run_epoch(model, loader, device, optimizer=None):
-    """Train, or test without an optimizer. Returns sums over the images of all ranks: loss, hits, images."""
-    model.train(optimizer is not None)
-    loss_sum = hits = seen = 0
+    """Train, or only test if there is no optimizer.
+
+    Returns three sums over the images of all ranks: the losses, the images that were recognized,
+    the images.
+    """
+    training = optimizer is not None
+    model.train(training)
+    # The sums stay on the device. Reading them in each step would make Python wait for the GPU.
+    totals = torch.zeros(3, dtype=torch.float64, device=device)
     for images, labels in loader:
-        images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-        with torch.set_grad_enabled(optimizer is not None):
+        images = images.to(device, non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
+        with torch.set_grad_enabled(training):
             logits = model(images)
             loss = F.cross_entropy(logits, labels)
-        if optimizer:
+        if training:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        loss_sum += loss.detach().double() * len(labels)
-        hits += (logits.argmax(dim=1) == labels).sum()
-        seen += len(labels)
-    totals = torch.tensor([loss_sum, hits, seen], dtype=torch.float64, device=device)
+        totals[0] += loss.detach() * len(labels)
+        totals[1] += (logits.argmax(dim=1) == labels).sum()
+        totals[2] += len(labels)
     dist.all_reduce(totals)
     return totals.tolist()
 
 
 def save(args, epoch, model, optimizer):
     """Write a checkpoint, and remove all but the last three."""
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch, "args": vars(args)}
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    state |= {"epoch": epoch, "args": vars(args)}
     with open(f"{args.run_dir}/unfinished.pt", "wb") as file:
         torch.save(state, file)
-        os.fsync(file.fileno())  # NEW: before it gets its name: the machine may die, too
+        # NEW: the data reaches the disk before the file gets its name, because the node may fail.
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(f"{args.run_dir}/unfinished.pt", f"{args.run_dir}/epoch-{epoch:04}.pt")
-    for old in sorted(Path(args.run_dir).glob("epoch-*.pt"))[:-3]:
-        old.unlink()
+    paths = sorted(Path(args.run_dir).glob("epoch-*.pt"))
+    for path in paths[:-3]:
+        path.unlink()
 
 
 @record
 def train(args):
-    """Train, test and report, one line an epoch."""
+    """Train and test, and print one line for each epoch."""
     rank, device = join(args)
-    meet(args)  # guard rail
+    meet(args)  # guard rail: compares the flags of the ranks
     world_size = dist.get_world_size()
-    torch.set_default_dtype(torch.float64 if args.double else torch.float32)  # of weights and images
+    torch.set_default_dtype(torch.float64 if args.double else torch.float32)
     torch.manual_seed(args.seed)
     train_set, test_set = load(args.dataset, args.data_dir)
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
-    share = args.batch_size // world_size
-    options = {"collate_fn": whole_batch, "pin_memory": device.type == "cuda"}  # pinned: a GPU reads it by itself
-    train_loader = DataLoader(train_set, share, sampler=sampler, drop_last=True, **options)
-    mine = range(rank, len(test_set), world_size)  # no padding: each test image counts exactly once
-    test_loader = DataLoader(test_set, 1000, sampler=mine, **options)
+    per_rank_batch = args.batch_size // world_size
+    pin_memory = device.type == "cuda"  # a GPU copies from pinned memory while Python continues
+    train_loader = DataLoader(
+        train_set,
+        per_rank_batch,
+        sampler=sampler,
+        drop_last=True,
+        collate_fn=whole_batch,  # our data sets return whole batches already
+        pin_memory=pin_memory,
+    )
+    # Each test image counts once. DistributedSampler would repeat some to make the parts equal.
+    test_indices = range(rank, len(test_set), world_size)
+    test_loader = DataLoader(
+        test_set, 1000, sampler=test_indices, collate_fn=whole_batch, pin_memory=pin_memory
+    )
     model = MODELS[args.model](args.width, args.layers).to(device)
     model = DistributedDataParallel(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
-    found = [newest_checkpoint(args) if rank == 0 else None]
-    dist.broadcast_object_list(found, device=device)  # NEW: one reads, all get the same
-    if found[0]:  # NEW: all ranks go on from there
-        model.module.load_state_dict(found[0]["model"])
-        optimizer.load_state_dict(found[0]["optimizer"])
-    done = found[0]["epoch"] if found[0] else 0  # NEW: the sampler makes each epoch's order from its number
-    curves = SummaryWriter(args.run_dir, purge_step=done + 1) if rank == 0 else None  # NEW: no epoch twice
+    # NEW: rank 0 chooses the checkpoint for all ranks. If every rank looked into a network folder,
+    # the nodes might see different files for some seconds.
+    chosen = [None]
+    if rank == 0:
+        chosen = [newest_checkpoint(args)]
+    dist.broadcast_object_list(chosen, device=device)  # NEW: sends a path, not the checkpoint
+    path = chosen[0]
+    done = 0  # epochs
+    if path:
+        # NEW: each rank reads the file itself. With mmap=True, it reads a tensor of the file only
+        # when the tensor is copied into the model.
+        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        model.module.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        done = state["epoch"]
+    if rank == 0:
+        # NEW: the run may have ended after it drew the points of an epoch, and before it saved the
+        # checkpoint. purge_step hides these points.
+        curves = SummaryWriter(args.run_dir, purge_step=done + 1)
 
+    # NEW: epochs that are done are not repeated.
     for epoch in range(done, args.epochs):
-        sampler.set_epoch(epoch)  # another order in each epoch, the same in each run
+        # The order differs from epoch to epoch, and it is the same on all ranks and in each run.
+        sampler.set_epoch(epoch)
         start = time.perf_counter()
-        bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)  # None: only on a terminal
-        loss, hits, seen = run_epoch(model, bar, device, optimizer)
+        hidden = None if rank == 0 else True  # None: the bar is hidden if there is no terminal
+        progress = tqdm(train_loader, leave=False, disable=hidden)
+        loss_sum, hits, seen = run_epoch(model, progress, device, optimizer)
         seconds = time.perf_counter() - start
         _, test_hits, test_seen = run_epoch(model.module, test_loader, device)
         if rank == 0:
-            line = f"epoch {epoch + 1}/{args.epochs}  loss {loss / seen:.4f}  train {hits / seen:.2%}"
-            line += f"  test {test_hits / test_seen:.2%}  {seconds:.2f} s  {seen / seconds:,.0f} images/s"
-            log(args, line)
-            curves.add_scalar("loss", loss / seen, epoch + 1)
+            log(
+                args,
+                f"epoch {epoch + 1}/{args.epochs}  loss {loss_sum / seen:.4f}"
+                f"  train {hits / seen:.2%}  test {test_hits / test_seen:.2%}"
+                f"  {seconds:.2f} s  {seen / seconds:,.0f} images/s",
+            )
+            curves.add_scalar("loss", loss_sum / seen, epoch + 1)
             curves.add_scalar("accuracy/train", hits / seen, epoch + 1)
             curves.add_scalar("accuracy/test", test_hits / test_seen, epoch + 1)
             curves.add_scalar("images per second", seen / seconds, epoch + 1)
             curves.flush()
             save(args, epoch + 1, model.module, optimizer)
+    # DDP refers to the group, so delete DDP first. Otherwise the process may hang.
+    del model
     dist.destroy_process_group()
 
 
+@explained  # guard rail: explains errors
 def main():
-    """Read the flags and be one of the ranks."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, usage=argparse.SUPPRESS)
+    """Read the flags, make sure that the data is there, and train as one of the ranks."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage=argparse.SUPPRESS,
+    )
     add = parser.add_argument
     add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     add("--timeout", type=int, default=60, help="seconds to wait for another rank")
@@ -176,24 +259,28 @@ def main():
     add("--lr", type=float, default=1e-3, help="Adam's learning rate")
     add("--model", choices=MODELS, default="mlp")
     add("--width", type=int, help="neurons in each hidden layer; default: 64 (mlp), 120 (cnn)")
-    add("--layers", type=int, help="hidden layers, the linear ones in cnn; default: 3 (mlp), 1 (cnn)")
-    add("--dataset", choices=["mnist", "digits"], help="default: mnist, or digits where it can't be had")
+    add("--layers", type=int, help="hidden linear layers; default: 3 (mlp), 1 (cnn)")
+    add("--dataset", choices=["mnist", "digits"], help="default: mnist, or digits without mnist")
     add("--data_dir", default=DATA_DIR, help="default: data/ beside playground/")
     add("--seed", type=int, default=0)
-    add("--double", action="store_true", help="float64: no rounding to be seen between the lessons")
-    add("--run_dir", help="folder for log, curves and checkpoints; default: runs/<model>-<dataset>")
+    add("--double", action="store_true", help="compute in float64, so that lessons agree exactly")
+    add("--run_dir", help="folder of the run; default: runs/<model>-<dataset>")
     args = parser.parse_args()
-    check(parser, args)  # guard rail
+    check(parser, args)  # guard rail: refuses impossible flags
     world_size = int(os.environ["WORLD_SIZE"])
     if args.batch_size % world_size:
         nearest = max(1, round(args.batch_size / world_size)) * world_size
-        parser.error(f"--batch_size {args.batch_size} can't be shared by {world_size} processes: use {nearest}")
-    args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)  # one rank of a node at a time
-    args.run_dir = args.run_dir or f"runs/{args.model}-{args.dataset}"
+        parser.error(
+            f"--batch_size {args.batch_size} cannot be divided by {world_size} processes:"
+            f" use --batch_size {nearest}"
+        )
+    # The ranks of a node fetch the data one at a time, so it is downloaded once.
+    args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
+    if args.run_dir is None:
+        args.run_dir = f"runs/{args.model}-{args.dataset}"
     os.makedirs(args.run_dir, exist_ok=True)
     train(args)
 
 
 if __name__ == "__main__":
-    with explained():  # guard rail
-        main()
+    main()

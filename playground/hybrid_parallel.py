@@ -1,33 +1,83 @@
-"""Two kinds of parallelism on a mesh of ranks: tensor parallelism along one axis, FSDP along the other.
+"""A mesh of ranks: one kind of parallelism along its rows, and a second kind along its columns.
 
-    --mesh 2x2      tp 0      tp 1
-            dp 0    rank 0    rank 1     a tp group (tensor parallel) has a whole model in pieces, and own images
-            dp 1    rank 2    rank 3     a dp group (data parallel), ranks 0 and 2, shares out a piece by fully_shard
+A mesh is a grid of ranks. Its two axes have names. The ranks of a row form a process group, and so
+do the ranks of a column. A message along an axis stays inside one of these groups. --mesh 2x2 means
+two rows of two ranks. With --kind tp, the axes are called tp and dp:
 
-Why a tp group stays within a node: in the middle of forward() and backward() its ranks add up activations for each pair
-of layers, and the next layer needs the sum. They can only wait, so this takes the fastest links. torchrun numbers the
-ranks of a node one after the other: a tp group stays within it if its size divides their number. A dp group gathers
-weights while an earlier layer computes, and scatters gradients while the next one does, so slower links will do.
+            tp 0      tp 1
+    dp 0    rank 0    rank 1
+    dp 1    rank 2    rank 3
 
-In a ring, with a mesh of d x t ranks, a rank sends in each step:
-    tp    2 (t-1)/t x what all pairs put out, and the gradients of what they take in: more for more images
-    dp    3 (d-1)/d x the weights of its piece: gathered in forward and in backward, and then their gradients
+The tp axis runs along a row: ranks 0 and 1 form a tp group, and ranks 2 and 3 form a second one.
+The dp axis runs along a column: ranks 0 and 2 form a dp group, and so do ranks 1 and 3.
 
+--kind tp combines tensor parallelism (tp) with FSDP, which is a kind of data parallelism (dp). The
+ranks of a row split each layer, as in tensor_parallel.py, and process the same images. Each row
+processes its own images. The ranks of a column have the same part of each layer. They shard this
+part with fully_shard, as in fully_sharded_data_parallel.py. So a parameter is divided twice. For
+example, the first layer has 64 outputs, so its weight has the shape (64, 784). Splitting leaves
+each rank the numbers for 32 outputs, and sharding leaves it those for 16 outputs.
+
+--kind hsdp uses FSDP along both axes (hybrid sharded data parallelism). The axes are called
+replicate and shard, and each rank processes its own images. The ranks of a row shard the whole
+model. So each row is a replica of the model, and the ranks of a column have the same shards. They
+average the gradients of these shards with an all_reduce. With this kind, --mesh 1x4 is FSDP alone,
+and --mesh 4x1 sends as many bytes as DDP.
+
+collectives.py shows what each of n ranks sends. In an all_reduce of S bytes it is 2 (n-1)/n S. In
+an all_gather or a reduce_scatter it is (n-1)/n S. So on a mesh with d rows of t ranks, each rank
+sends this in a step:
+
+    --kind tp
+        tp           2 (t-1)/t A, where A is the bytes of the outputs of all pairs, and of the
+                     gradients of their inputs (the images need none)
+        dp           3 (d-1)/d of the bytes of the parameters that splitting leaves to a rank
+    --kind hsdp
+        shard        3 (t-1)/t of the bytes of all parameters
+        replicate    2 (d-1)/d of the bytes of one shard's gradients
+
+The factor 3 counts an all_gather for forward(), an all_gather for backward(), and a reduce_scatter
+of the gradients. Only what is sent along tp grows with the number of images. playground/pictures.md
+draws what travels along each axis.
+
+A row should lie inside a node, because the links inside a node are faster. With --kind tp, the
+ranks of a row wait for each message, because a pair of layers needs the sum that the pair before it
+has computed. The ranks of a column can be on different nodes, because FSDP can send messages while
+layers compute. With --kind hsdp, a rank sends more bytes along its row than along its column.
+
+torchrun gives the ranks of a node consecutive numbers. So all rows lie inside nodes if the length
+of a row divides the number of ranks on a node. For example, rows of 2 lie inside nodes of 4 ranks.
+
+Run it:
     torchrun --standalone --nproc-per-node 4 playground/hybrid_parallel.py
-    torchrun --standalone --nproc-per-node 4 playground/hybrid_parallel.py --mesh 1x4 --batch_size 1024
+    torchrun --standalone --nproc-per-node 4 playground/hybrid_parallel.py --mesh 1x4
+    torchrun --standalone --nproc-per-node 4 playground/hybrid_parallel.py --kind hsdp
 
-After single_gpu.py's numbers it prints who is where, as above, and the messages of a step:
-    axis  collective      counted  predicted  bytes from each rank
-    tp    all_reduce      3        3          35,328
-    dp    all_gather      8        8          118,568
-    dp    reduce_scatter  4        4          59,284
+It prints the same numbers as single_gpu.py. Then it prints the mesh, as above, and it counts the
+messages of one more step:
+    axis       collective      counted  predicted  bytes sent  predicted
+    tp         all_reduce      3        3          35,328      35,328
+    dp         all_gather      8        8          118,568     118,568
+    dp         reduce_scatter  4        4          59,284      59,284
 
-Break it, in a copy: (1) Before optimizer.step() write torch.nn.utils.clip_grad_norm_(model.parameters(), 1). Try it
-with --model mlp, then cnn. (2) Leave `dp_size, dp_rank, ` out. Who complains? (3) In shard, call fully_shard first.
+With --kind hsdp it counts:
+    shard      all_gather      8        8          236,840     236,840
+    shard      reduce_scatter  4        4          118,420     118,420
+    replicate  all_reduce      4        4          118,420     118,420
+
+Try breaking it, in a copy (cp playground/hybrid_parallel.py playground/broken.py):
+  1. Before `optimizer.step()`, write `torch.nn.utils.clip_grad_norm_(model.parameters(), 1)`. Does
+     it work with --model mlp, and with --model cnn?
+  2. In `DistributedSampler(...)`, leave out `dp_size, dp_rank, `. Is there an error?
+  3. Call `shard(model, mesh["dp"])` before `split(model, mesh["tp"])`. Is there an error?
+
+This is the last lesson. README.md says which kind of parallelism is right for which model.
 """
 
 import argparse
+import logging
 import os
+import platform
 import sys
 import time
 import warnings
@@ -36,6 +86,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -45,147 +96,228 @@ from tqdm import tqdm
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
 from common.data import DATA_DIR, fetch, load, whole_batch
-from common.guard_rails import check, explained, meet
+from common.guard_rails import check, explained
 from common.models import MODELS
+from common.roll_call import meet
 from measure.steps import show_axes
 
 
 def join(args):
-    """Join the process group and print who is who. Returns this process's rank and its device."""
+    """Join the process group and print the table of ranks. Returns this rank and its device."""
     local_rank = int(os.environ["LOCAL_RANK"])
-    gpu = torch.device("cuda", local_rank) if args.device == "cuda" else None
-    if gpu:
-        torch.cuda.set_device(gpu)  # else every rank would also use GPU 0
-    dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(seconds=args.timeout), device_id=gpu)
-    rank, device, node = dist.get_rank(), gpu or torch.device("cpu"), os.environ.get("GROUP_RANK", "0")
-    me = f"{node:<6}{rank:<6}{local_rank:<12}{device!s:<8}{os.getpid():<8}{os.uname().nodename}"
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, me)
+    if args.device == "cuda":
+        gpu = torch.device("cuda", local_rank)
+        device = gpu
+        backend = "nccl"
+        torch.cuda.set_device(gpu)  # otherwise every rank would also take memory on GPU 0
+    else:
+        gpu = None
+        device = torch.device("cpu")
+        backend = "gloo"
+    # The address, the rank and the world size come from the environment.
+    dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=gpu)
+    rank = dist.get_rank()
+    node = os.environ.get("GROUP_RANK", "0")
+    row = f"{node:<6}{rank:<6}{local_rank:<12}{device!s:<8}{os.getpid():<8}{platform.node()}"
+    rows = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, row)
     if rank == 0:
-        print("node  rank  local_rank  device  pid     host", *everyone, sep="\n", flush=True)
+        print("node  rank  local_rank  device  pid     host", *rows, sep="\n", flush=True)
     return rank, device
 
 
-def shard(model, mesh):
-    """Cut the model into pieces along tp, and share out each piece along dp."""
+def split(model, mesh):
+    """Split the pairs of linear layers over the ranks of a row, as tensor_parallel.py does."""
     linear = [name for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)]
+    plan = {}
     for column, row in zip(linear[::2], linear[1::2], strict=False):
-        parallelize_module(model, mesh["tp"], {column: ColwiseParallel(), row: RowwiseParallel()})  # NEW: for DTensors
+        plan[column] = ColwiseParallel()
+        plan[row] = RowwiseParallel()
+    parallelize_module(model, mesh, plan)
+    # PyTorch 2.15 warns about two things that are correct here: the output of a layer is a view,
+    # and a DTensor on two axes needs two messages to become whole.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module")
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
+
+
+def shard(model, mesh):
+    """Shard the parameters of each layer over a mesh of one axis, or replicate and shard over two.
+
+    fully_sharded_data_parallel.py explains why the model itself comes last.
+    """
     for layer in (*model.stage1, *model.stage2):
         if list(layer.parameters()):
-            fully_shard(layer, mesh=mesh["dp"])  # NEW: it adds its axis to DTensors; parallelize_module could not
-    fully_shard(model, mesh=mesh["dp"])
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # it is wary of views, and DTensors' outputs are views
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
 
 
 def run_epoch(model, loader, device, dp_group, optimizer=None):
-    """Train, or test without an optimizer. Returns sums over the images of all ranks: loss, hits, images."""
-    model.train(optimizer is not None)
-    loss_sum = hits = seen = 0
+    """Train, or only test if there is no optimizer.
+
+    Returns three sums over all images: the losses, the images that were recognized, the images.
+    """
+    training = optimizer is not None
+    model.train(training)
+    # The sums stay on the device. Reading them in each step would make Python wait for the GPU.
+    totals = torch.zeros(3, dtype=torch.float64, device=device)
     for images, labels in loader:
-        images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-        with torch.set_grad_enabled(optimizer is not None):
+        images = images.to(device, non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
+        with torch.set_grad_enabled(training):
             logits = model(images)
             loss = F.cross_entropy(logits, labels)
-        if optimizer:
+        if training:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        loss_sum += loss.detach().double() * len(labels)
-        hits += (logits.argmax(dim=1) == labels).sum()
-        seen += len(labels)
-    totals = torch.tensor([loss_sum, hits, seen], dtype=torch.float64, device=device)
-    dist.all_reduce(totals, group=dp_group)  # NEW: each image once: a tp group's ranks have the same ones
+        totals[0] += loss.detach() * len(labels)
+        totals[1] += (logits.argmax(dim=1) == labels).sum()
+        totals[2] += len(labels)
+    dist.all_reduce(totals, group=dp_group)  # NEW: the ranks of a tp group have the same images
     return totals.tolist()
 
 
 def save(args, epoch, model, optimizer):
-    """Join the pieces of all ranks, and let rank 0 write a checkpoint like those of the other lessons."""
-    weights = {name: weight.full_tensor() for name, weight in model.state_dict().items()}  # NEW: from both axes
-    state = {"model": weights, "optimizer": optimizer.state_dict()}
-    for i, moments in state["optimizer"]["state"].items():
-        whole = {name: moments[name].full_tensor() for name in ("exp_avg", "exp_avg_sq")}
-        state["optimizer"]["state"][i] = moments | whole
+    """Write a checkpoint that the other lessons can load. All ranks call it, and rank 0 writes."""
+    # Each tensor is gathered, and moved to the CPU of rank 0 before the next one is gathered.
+    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights, averages = get_state_dict(model, optimizer, options=whole)
+    state = {"model": weights, "optimizer": averages, "epoch": epoch, "args": vars(args)}
     if dist.get_rank() == 0:
         with open(f"{args.savefile}.tmp", "wb") as file:
-            torch.save(state | {"epoch": epoch, "args": vars(args)}, file)
-        os.replace(f"{args.savefile}.tmp", args.savefile)  # a crash on the way leaves the last one whole
+            torch.save(state, file)
+        # The last checkpoint stays whole even if this run is killed while it writes.
+        os.replace(f"{args.savefile}.tmp", args.savefile)
 
 
-@record
+@record  # torchrun's report then contains the traceback of the rank that failed first
 def train(args):
-    """Train, test and report, one line an epoch; then show who sends what."""
+    """Train and test, and print one line for each epoch. Then show the messages of a step."""
     rank, device = join(args)
-    meet(args)  # guard rail
-    torch.set_default_dtype(torch.float64 if args.double else torch.float32)  # of weights and images
+    meet(args)  # guard rail: compares the flags of the ranks
+    torch.set_default_dtype(torch.float64 if args.double else torch.float32)
     torch.manual_seed(args.seed)
     train_set, test_set = load(args.dataset, args.data_dir)
-    shape = tuple(map(int, args.mesh.split("x")))
-    mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("dp", "tp"))  # NEW: the grid, rank after rank
-    dp_group, dp_rank, dp_size = mesh["dp"].get_group(), mesh["dp"].get_local_rank(), mesh["dp"].size()
-    # NEW: the ranks of a tp group have the same dp_rank, and read the same images
-    sampler = DistributedSampler(train_set, dp_size, dp_rank, seed=args.seed, drop_last=True)
-    options = {"collate_fn": whole_batch, "pin_memory": device.type == "cuda"}  # pinned: a GPU reads it by itself
-    train_loader = DataLoader(train_set, args.batch_size // dp_size, sampler=sampler, drop_last=True, **options)
-    mine = range(dp_rank, len(test_set), dp_size)  # no padding: each test image counts exactly once
-    test_loader = DataLoader(test_set, 1000, sampler=mine, **options)
+    rows, columns = map(int, args.mesh.split("x"))
     model = MODELS[args.model](args.width, args.layers)
-    shard(model, mesh)
+    if args.kind == "tp":
+        # NEW: the first row of the mesh has the ranks 0, 1, ..., and the next row those after them
+        mesh = dist.init_device_mesh(device.type, (rows, columns), mesh_dim_names=("dp", "tp"))
+        dp_group = mesh["dp"].get_group()
+        dp_rank = mesh["dp"].get_local_rank()
+        dp_size = rows
+        split(model, mesh["tp"])
+        # NEW: shard() comes second. It can shard what is split, but split() cannot split shards.
+        shard(model, mesh["dp"])
+    else:
+        names = ("replicate", "shard")
+        mesh = dist.init_device_mesh(device.type, (rows, columns), mesh_dim_names=names)
+        dp_group = None  # all ranks
+        dp_rank = rank
+        dp_size = rows * columns
+        shard(model, mesh)  # NEW: with two axes, fully_shard replicates over the first one
+    for group in mesh.get_all_groups():
+        # NEW: the groups of a mesh have PyTorch's own timeouts: 30 minutes (gloo) or 10 (NCCL)
+        group.set_timeout(timedelta(seconds=args.timeout))
+    # NEW: the ranks of a tp group have the same dp_rank, so they read the same images
+    sampler = DistributedSampler(train_set, dp_size, dp_rank, seed=args.seed, drop_last=True)
+    per_rank_batch = args.batch_size // dp_size
+    pin_memory = device.type == "cuda"  # a GPU copies from pinned memory while Python continues
+    train_loader = DataLoader(
+        train_set,
+        per_rank_batch,
+        sampler=sampler,
+        drop_last=True,
+        collate_fn=whole_batch,  # our data sets return whole batches already
+        pin_memory=pin_memory,
+    )
+    # Each test image counts once. DistributedSampler would repeat some to make the parts equal.
+    test_indices = range(dp_rank, len(test_set), dp_size)
+    test_loader = DataLoader(
+        test_set, 1000, sampler=test_indices, collate_fn=whole_batch, pin_memory=pin_memory
+    )
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
 
     for epoch in range(args.epochs):
-        sampler.set_epoch(epoch)  # another order in each epoch, the same in each run
+        # The order differs from epoch to epoch, and it is the same on all ranks and in each run.
+        sampler.set_epoch(epoch)
         start = time.perf_counter()
-        bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)  # None: only on a terminal
-        loss, hits, seen = run_epoch(model, bar, device, dp_group, optimizer)
+        hidden = None if rank == 0 else True  # None: the bar is hidden if there is no terminal
+        progress = tqdm(train_loader, leave=False, disable=hidden)
+        loss_sum, hits, seen = run_epoch(model, progress, device, dp_group, optimizer)
         seconds = time.perf_counter() - start
         _, test_hits, test_seen = run_epoch(model, test_loader, device, dp_group)
         if rank == 0:
-            line = f"epoch {epoch + 1}/{args.epochs}  loss {loss / seen:.4f}  train {hits / seen:.2%}"
-            line += f"  test {test_hits / test_seen:.2%}  {seconds:.2f} s  {seen / seconds:,.0f} images/s"
-            print(line, flush=True)
+            print(
+                f"epoch {epoch + 1}/{args.epochs}  loss {loss_sum / seen:.4f}"
+                f"  train {hits / seen:.2%}  test {test_hits / test_seen:.2%}"
+                f"  {seconds:.2f} s  {seen / seconds:,.0f} images/s",
+                flush=True,
+            )
         if args.savefile:
             save(args, epoch + 1, model, optimizer)
     show_axes(mesh, model, *next(iter(train_loader)))
     dist.destroy_process_group()
 
 
+@explained  # guard rail: explains errors
 def main():
-    """Read the flags and be one of the ranks."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, usage=argparse.SUPPRESS)
+    """Read the flags, make sure that the data is there, and train as one of the ranks."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage=argparse.SUPPRESS,
+    )
     add = parser.add_argument
     add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--mesh", metavar="DPxTP", help="default: two columns for an even number of ranks, else one")
+    add("--kind", choices=["tp", "hsdp"], default="tp", help="what the axes of the mesh are")
+    add("--mesh", help="rows x ranks in a row; default: rows of two ranks if possible, else of one")
     add("--timeout", type=int, default=60, help="seconds to wait for another rank")
     add("--epochs", type=int, default=3)
     add("--batch_size", type=int, default=128, help="images in a step, over all ranks")
     add("--lr", type=float, default=1e-3, help="Adam's learning rate")
     add("--model", choices=MODELS, default="mlp")
     add("--width", type=int, help="neurons in each hidden layer; default: 64 (mlp), 120 (cnn)")
-    add("--layers", type=int, help="hidden layers, the linear ones in cnn; default: 3 (mlp), 1 (cnn)")
-    add("--dataset", choices=["mnist", "digits"], help="default: mnist, or digits where it can't be had")
+    add("--layers", type=int, help="hidden linear layers; default: 3 (mlp), 1 (cnn)")
+    add("--dataset", choices=["mnist", "digits"], help="default: mnist, or digits without mnist")
     add("--data_dir", default=DATA_DIR, help="default: data/ beside playground/")
     add("--seed", type=int, default=0)
-    add("--double", action="store_true", help="float64: no rounding to be seen between the lessons")
-    add("-s", "--savefile", help="write a checkpoint here after each epoch")
+    add("--double", action="store_true", help="compute in float64, so that lessons agree exactly")
+    add("-s", "--savefile", help="write a checkpoint to this file after each epoch")
     args = parser.parse_args()
-    check(parser, args)  # guard rail
+    check(parser, args)  # guard rail: refuses impossible flags
     world_size = int(os.environ["WORLD_SIZE"])
-    meshes = [f"{world_size // tp}x{tp}" for tp in range(1, world_size + 1) if world_size % tp == 0]
+    meshes = []
+    for columns in range(1, world_size + 1):
+        if world_size % columns == 0:
+            meshes.append(f"{world_size // columns}x{columns}")
     if args.mesh is None:
         args.mesh = f"{world_size // 2}x2" if world_size % 2 == 0 else f"{world_size}x1"
     if args.mesh not in meshes:
-        parser.error(f"--mesh {args.mesh} can't hold {world_size} processes: use --mesh {' or '.join(meshes)}")
-    (dp, tp), width = map(int, args.mesh.split("x")), args.width or {"mlp": 64, "cnn": 120}[args.model]
-    for name, size, ranks, group in ("batch_size", args.batch_size, dp, "dp"), ("width", width, tp, "tp"):
-        if size % ranks:
-            nearest = max(1, round(size / ranks)) * ranks
-            parser.error(f"--{name} {size} can't be shared by {ranks} ranks of a {group} group: use --{name} {nearest}")
-    args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)  # one rank of a node at a time
+        parser.error(
+            f"--mesh {args.mesh} does not have {world_size} processes: use --mesh"
+            f" {' or '.join(meshes)}"
+        )
+    rows, columns = map(int, args.mesh.split("x"))
+    default_width = {"mlp": 64, "cnn": 120}[args.model]
+    width = args.width or default_width
+    if args.kind == "tp" and width % columns:
+        nearest = max(1, round(width / columns)) * columns
+        parser.error(
+            f"--width {width} cannot be divided by the {columns} ranks of a row:"
+            f" use --width {nearest}"
+        )
+    dp_size = rows if args.kind == "tp" else world_size
+    if args.batch_size % dp_size:
+        nearest = max(1, round(args.batch_size / dp_size)) * dp_size
+        parser.error(
+            f"--batch_size {args.batch_size} cannot be divided by {dp_size} rows or ranks:"
+            f" use --batch_size {nearest}"
+        )
+    # The ranks of a node fetch the data one at a time, so it is downloaded once.
+    args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 
 
 if __name__ == "__main__":
-    with explained():  # guard rail
-        main()
+    main()

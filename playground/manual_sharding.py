@@ -1,200 +1,487 @@
-"""Sharding by hand, the three stages of ZeRO: the ranks share out what DDP keeps whole on each of them.
+"""Sharding by hand: ZeRO's three stages, one after the other.
 
-With Adam in float32 a weight takes 16 bytes of each rank: 4 itself, 4 its gradient, 8 Adam's two averages. ZeRO
-(https://arxiv.org/abs/1910.02054) cuts these into n slices, for n ranks, and a rank keeps only its own:
+DDP replicates everything. With Adam in float32, every parameter costs each rank 16 bytes: 4 for its
+value, 4 for its gradient, and 8 for Adam's two averages. ZeRO (https://arxiv.org/abs/1910.02054)
+saves memory in three stages. It lays the numbers of the parameters one after the other, and cuts
+them into as many shards as there are ranks, all of the same length. Each rank keeps one shard. With
+n ranks, each rank then keeps this much for a parameter from one step to the next:
 
-    --stage 1    of Adam's averages, 8/n: reduce_scatter gives a rank its slice of the mean gradient, its Adam changes
-                 that slice of the weights, and all_gather puts the slices of all ranks together
-    --stage 2    and of the gradients, 4/n, as soon as backward() has one
-    --stage 3    and of the weights, 4/n and the layer at work: put together for forward, and again for backward
+    --stage 1    8 + 8/n bytes: Adam's averages are sharded
+    --stage 2    4 + 12/n bytes: the gradients are sharded as well
+    --stage 3    16/n bytes: the parameters are sharded as well
 
+A step of stage 1 has three parts:
+  1. After backward(), a reduce_scatter gives each rank the mean gradient of its shard.
+  2. The optimizer of the rank updates this shard.
+  3. An all_gather gives every rank the updated shards of all ranks.
+
+Together, a reduce_scatter and an all_gather send as much as one all_reduce (collectives.py). So
+stages 1 and 2 send as much as DDP. Stage 3 sends 1.5 times as much, because it gathers the
+parameters twice in each step: for the forward pass and for backward().
+
+Stages 2 and 3 shard each parameter separately. So a gradient can be averaged, or a parameter
+gathered, without the others.
+
+All stages work with any optimizer that updates each number separately, such as Adam, AdamW or SGD.
+An optimizer that needs the norm of a whole tensor would see only a shard of it.
+
+Stage 3 is what PyTorch calls FSDP, the next lesson. FSDP does three things better:
+  - It gathers the parameters of a layer again in backward(), and computes nothing twice. This
+    lesson can gather them again only by running the layer's forward() a second time.
+  - It gathers the next layer while the current one computes (prefetching). Here each layer waits.
+  - It sends one message for each layer. Here it is one for each parameter.
+
+Run it:
     torchrun --standalone --nproc-per-node 2 playground/manual_sharding.py --stage 2
 
-It prints single_gpu.py's numbers, and what it has counted (no activations; 32 of the bytes are Adam's step counters):
-    bytes     weights       gradients     Adam's state  together      for a weight  sent in a step
-    rank 0    236,840       118,420       236,872       592,132       10.00         236,840
+It prints the same numbers as single_gpu.py. Then it counts what the ranks hold and send in one more
+step:
+    bytes     parameters    gradients     Adam's state  together      /parameter    sent in a step
+    rank 0    236,840       118,420       236,872       592,132       10.00         236,872
     formula   236,840       118,420       236,840       592,100       10.00         236,840
     DDP       236,840       236,840       473,680       947,360       16.00         236,840
 
-Break it, in a copy: (1) Give Adam `model.parameters()` in place of the slices. What is trained, and what tells you so?
-(2) Comment out `dist.broadcast(...)` and seed with `args.seed + rank`. Whose weights do the ranks begin with?
+The last two columns are the bytes for each parameter, and the bytes that a rank sends in a step.
+The row "formula" follows from the list above. Adam's state has 32 bytes more than the formula,
+because Adam counts its steps. The ranks send 32 bytes more, because they tell each other which
+parameters have a gradient.
+
+Try breaking it, in a copy (cp playground/manual_sharding.py playground/broken.py):
+  1. In Stage2, give the optimizer `self.parameters` in place of `self.shards`. What is trained with
+     --stage 2, and which column of the table shows it?
+  2. Comment out the two lines of the broadcast, and seed with `args.seed + rank`. Which parameters
+     do the ranks start with?
+  3. Comment out `layer.forward = ...`, and run it with --stage 3 --width 512. The last two lines
+     show the whole parameters in memory and the messages of a step. What changes in them?
+
+Now write it yourself: shard_optimizer.py and gather_layer.py in playground/exercises/.
+
+The next lesson, fully_sharded_data_parallel.py, leaves stage 3 to PyTorch.
 """
 
 import argparse
 import os
+import platform
 import sys
 import time
-from collections import Counter
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn import functional as F
+from torch.nn.utils import parametrize, vector_to_parameters
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler
 from tqdm import tqdm
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
 from common.data import DATA_DIR, fetch, load, whole_batch
-from common.guard_rails import check, explained, meet
+from common.guard_rails import check, explained
 from common.models import MODELS
+from common.roll_call import meet
 from measure.memory import show_memory
 
 
 def join(args):
-    """Join the process group and print who is who. Returns this process's rank and its device."""
+    """Join the process group and print the table of ranks. Returns this rank and its device."""
     local_rank = int(os.environ["LOCAL_RANK"])
-    gpu = torch.device("cuda", local_rank) if args.device == "cuda" else None
-    if gpu:
-        torch.cuda.set_device(gpu)  # else every rank would also use GPU 0
-    dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(seconds=args.timeout), device_id=gpu)
-    rank, device, node = dist.get_rank(), gpu or torch.device("cpu"), os.environ.get("GROUP_RANK", "0")
-    me = f"{node:<6}{rank:<6}{local_rank:<12}{device!s:<8}{os.getpid():<8}{os.uname().nodename}"
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, me)
+    if args.device == "cuda":
+        gpu = torch.device("cuda", local_rank)
+        device = gpu
+        backend = "nccl"
+        torch.cuda.set_device(gpu)  # otherwise every rank would also take memory on GPU 0
+    else:
+        gpu = None
+        device = torch.device("cpu")
+        backend = "gloo"
+    # The address, the rank and the world size come from the environment.
+    dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=gpu)
+    rank = dist.get_rank()
+    node = os.environ.get("GROUP_RANK", "0")
+    row = f"{node:<6}{rank:<6}{local_rank:<12}{device!s:<8}{os.getpid():<8}{platform.node()}"
+    rows = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, row)
     if rank == 0:
-        print("node  rank  local_rank  device  pid     host", *everyone, sep="\n", flush=True)
+        print("node  rank  local_rank  device  pid     host", *rows, sep="\n", flush=True)
     return rank, device
 
 
-class Shard:
-    """A weight of a layer, flat, and this rank's slice of it."""
+def flat_copy(tensors):
+    """Copy tensors into one flat tensor.
 
-    def __init__(self, weight, layer, args):
-        self.weight, self.stage, self.sent, self.world_size = weight, args.stage, Counter(), dist.get_world_size()
-        self.padding = (0, -weight.numel() % self.world_size)  # zeros at the end: all slices have the same size
-        self.whole = F.pad(weight.detach().flatten(), self.padding)
-        dist.broadcast(self.whole, src=0)  # all ranks start from rank 0's, as with DDP
-        weight.data = self.view = self.whole[: weight.numel()].view_as(weight)
-        self.mine = self.whole.chunk(self.world_size)[dist.get_rank()]  # NEW: a view: Adam's changes are the weight's
-        weight.register_post_accumulate_grad_hook(self.average)  # NEW: backward() calls it when the gradient is there
-        if args.stage == 3:
-            self.mine = self.mine.clone()  # NEW: all that stays
-            self.drop()
-            layer.register_forward_pre_hook(self.gather)
-            layer.register_forward_hook(self.drop)
-            layer.register_full_backward_pre_hook(self.gather)  # NEW: average() drops it again
-
-    def gather(self, *_):
-        """Put the slices of all ranks together."""
-        self.whole.untyped_storage().resize_(self.whole.nbytes)  # in stage 3 it was empty
-        self.weight.data = self.view
-        dist.all_gather_single(self.whole, self.mine)
-        self.sent["all_gather", (self.world_size - 1) * self.mine.nbytes] += 1
-
-    def drop(self, *_):
-        """Free the weight. Autograd keeps a view of it for backward(), so the storage itself has to be emptied."""
-        self.whole.untyped_storage().resize_(0)
-        self.weight.data = self.weight.new_empty(0)  # whoever uses it before the next gather() gets an error
-
-    def average(self, weight):
-        """Keep this rank's slice of the mean gradient."""
-        whole = F.pad(weight.grad.flatten(), self.padding)
-        mine = whole.chunk(self.world_size)[dist.get_rank()]
-        dist.reduce_scatter_single(mine, whole)
-        self.sent["reduce_scatter", (self.world_size - 1) * mine.nbytes] += 1
-        mine /= self.world_size
-        self.mine.grad = mine if self.stage == 1 else mine.clone()  # NEW: a view keeps the whole gradient in memory
-        weight.grad = None
-        if self.stage == 3:
-            self.drop()
+    Zeros at its end make its length a multiple of the number of ranks, so that all shards have the
+    same length.
+    """
+    flat = [tensor.detach().flatten() for tensor in tensors]
+    length = sum(len(each) for each in flat)
+    missing = -length % dist.get_world_size()  # how many numbers the next multiple is away
+    zeros = flat[0].new_zeros(missing)
+    return torch.cat([*flat, zeros])
 
 
-def run_epoch(model, loader, device, optimizer=None, shards=()):
-    """Train, or test without an optimizer. Returns sums over the images of all ranks: loss, hits, images."""
-    model.train(optimizer is not None)
-    loss_sum = hits = seen = 0
+def own_shard(flat):
+    """Return the shard of a flat tensor that this rank keeps, as a view."""
+    return flat.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def shard_of_mean(tensors):
+    """Average flat copies of tensors over all ranks. Returns this rank's shard of the mean."""
+    flat = flat_copy(tensors)
+    flat /= dist.get_world_size()  # the sum over the ranks is then the mean
+    shard = torch.empty_like(own_shard(flat))
+    dist.reduce_scatter_tensor(shard, flat)  # adds over all ranks; each rank gets only its shard
+    return shard
+
+
+def gradient_of(parameter):
+    """Return the gradient of a parameter, or zeros if this rank has not used the parameter."""
+    if parameter.grad is None:
+        return torch.zeros_like(parameter)
+    return parameter.grad
+
+
+def used_on_any_rank(used, device):
+    """Return, for each parameter, 1 if it was used on any rank, and 0 if it was not."""
+    used = torch.tensor(used, dtype=torch.int32, device=device)
+    dist.all_reduce(used, op=dist.ReduceOp.MAX)
+    return used.tolist()
+
+
+class Stage1:
+    """Shard the optimizer's state: each rank updates one shard of the parameters.
+
+    A training loop uses it like an optimizer.
+    """
+
+    def __init__(self, model, make_optimizer):
+        self.parameters = [each for each in model.parameters() if each.requires_grad]
+        if len({parameter.dtype for parameter in self.parameters}) > 1:
+            sys.exit("error: stage 1 puts all parameters into a tensor of one dtype: use --stage 2")
+        # NEW: one flat tensor has the values of all parameters, which become views of it.
+        self.flat = flat_copy(self.parameters)
+        vector_to_parameters(self.flat, self.parameters)
+        self.shard = own_shard(self.flat)
+        # NEW: the optimizer gets this rank's shard only, so it keeps 1/n of the state. For a model
+        # that uses all its parameters, make_optimizer([self.shard]) would do. An optimizer takes
+        # any tensor that has a .grad.
+        self.views = self.split(self.shard)
+        self.optimizer = make_optimizer(self.views)
+
+    def split(self, shard):
+        """Return the part of each parameter that lies in this shard, as a view.
+
+        The optimizer gets these parts instead of one tensor, so it can skip a parameter that has no
+        gradient. If no part of a parameter lies in this shard, its view is empty.
+        """
+        views = []
+        # start and end are the positions of a parameter, counted from the first number of this
+        # shard. Positions in the shards of earlier ranks are negative. A slice that reaches beyond
+        # the end of the shard stops there.
+        start = -dist.get_rank() * len(shard)
+        for parameter in self.parameters:
+            end = start + parameter.numel()
+            views.append(shard[max(0, start) : max(0, end)])
+            start = end
+        return views
+
+    def zero_grad(self):
+        """Free the gradients of the step before."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def step(self):
+        """Update this rank's shard by the mean gradient, and gather the updated shards."""
+        gradients = shard_of_mean([gradient_of(parameter) for parameter in self.parameters])
+        used = [parameter.grad is not None for parameter in self.parameters]
+        used = used_on_any_rank(used, self.flat.device)
+        for view, gradient, is_used in zip(self.views, self.split(gradients), used, strict=True):
+            view.grad = gradient if is_used else None
+        self.optimizer.step()
+        self.optimizer.zero_grad()  # frees this rank's shard of the gradients
+        # NEW: gathers the updated shards into self.flat. The parameters are views of it, and so is
+        # self.shard: the input may be a part of the output.
+        dist.all_gather_into_tensor(self.flat, self.shard)
+
+
+class Stage2:
+    """Shard the gradients as well: average each one as soon as backward() has computed it.
+
+    A training loop uses it like an optimizer, with one backward() for each step.
+    """
+
+    def __init__(self, model, make_optimizer):
+        trained = [each for each in model.parameters() if each.requires_grad]
+        self.parameters = trained[::-1]  # backward() computes the gradient of the last one first
+        self.flat = []
+        self.shards = []
+        for position, parameter in enumerate(self.parameters):
+            flat = flat_copy([parameter])  # as in stage 1, but one for each parameter
+            vector_to_parameters(flat, [parameter])
+            self.flat.append(flat)
+            self.shards.append(own_shard(flat))
+            # NEW: backward() calls this function as soon as the parameter has its gradient.
+            parameter.register_post_accumulate_grad_hook(partial(self.average_ready, position))
+        self.optimizer = make_optimizer(self.shards)
+        self.zero_grad()
+
+    def average_ready(self, position, parameter):
+        """Average the gradients that are ready, in the order of the list, which all ranks share.
+
+        Ranks may compute gradients in different orders, because their images may use different
+        layers. So a gradient waits until those before it in the list are averaged.
+        """
+        if position < self.next:  # this gradient of the step has been averaged already
+            raise RuntimeError("stage 2 needs step() and zero_grad() before the next backward()")
+        while self.next < len(self.parameters) and self.parameters[self.next].grad is not None:
+            self.average_next()
+
+    def average_next(self):
+        """Average the next gradient of the list, and keep only this rank's shard of it."""
+        parameter = self.parameters[self.next]
+        self.used[self.next] = parameter.grad is not None
+        self.shards[self.next].grad = shard_of_mean([gradient_of(parameter)])
+        parameter.grad = None  # NEW: frees the whole gradient while backward() continues
+        self.next += 1
+
+    def zero_grad(self):
+        """Free the gradients of the step before."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.optimizer.zero_grad()
+        self.next = 0  # position in self.parameters of the gradient that is averaged next
+        self.used = [False] * len(self.parameters)
+
+    def step(self):
+        """Update this rank's shards by the mean gradients, and gather the updated shards."""
+        while self.next < len(self.parameters):
+            self.average_next()  # the hooks waited for a gradient that never came
+        used = used_on_any_rank(self.used, self.flat[0].device)
+        for shard, is_used in zip(self.shards, used, strict=True):
+            if not is_used:
+                shard.grad = None
+        self.optimizer.step()
+        for flat, shard in zip(self.flat, self.shards, strict=True):
+            dist.all_gather_into_tensor(flat, shard)
+
+
+class Gather(torch.autograd.Function):
+    """Forward: gathers a parameter from its shards. Backward: averages and shards its gradient.
+
+    shard_parameters(), below, explains how stage 3 uses this class and the next one.
+    """
+
+    @staticmethod
+    def forward(ctx, shard, shape):
+        """Gather the shards of all ranks."""
+        flat = shard.new_empty(len(shard) * dist.get_world_size())
+        dist.all_gather_into_tensor(flat, shard)
+        return flat[: shape.numel()].view(shape)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """Average the gradient over all ranks. The shape needs no gradient."""
+        return shard_of_mean([gradient]), None
+
+
+class GatherWhenRead(nn.Module):
+    """Makes `layer.weight` a computed value: PyTorch calls forward(shard) when it is read."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.shape = shape
+
+    def forward(self, shard):
+        """Return the whole parameter."""
+        return Gather.apply(shard, self.shape)
+
+
+def shard_parameters(model):
+    """Stage 3: shard the parameters as well. A layer gathers them each time it computes.
+
+    Three parts of PyTorch work together:
+
+      - A parametrization replaces the parameter of a layer with its shard. Each time the layer
+        reads layer.weight, PyTorch calls GatherWhenRead.forward(), which gathers the shards.
+      - Gather is an autograd function, so backward() calls Gather.backward(). This averages the
+        gradient of the whole parameter over the ranks, and returns a shard of it.
+      - checkpoint() frees the whole parameter after forward(), and gathers it again in backward().
+
+    As with FSDP, all ranks must run the same layers. A rank that leaves one out does not take part
+    in its messages, and the others wait for it.
+    """
+    shapes = {}
+    for parameter in model.parameters():  # a parameter that two layers share is here once
+        shapes[parameter] = parameter.shape
+        parameter.data = own_shard(flat_copy([parameter])).clone()  # NEW: all that this rank keeps
+    for layer in list(model.modules()):
+        own = list(layer.named_parameters(recurse=False, remove_duplicate=False))
+        if not own:
+            continue
+        # checkpoint(), below, runs forward() twice, so batch norm would count each batch twice.
+        if getattr(layer, "track_running_stats", False):
+            sys.exit("error: stage 3 would update the averages of batch norm twice: use --stage 2")
+        for name, parameter in own:
+            gather = GatherWhenRead(shapes[parameter])
+            # unsafe=True lets the shard and the parameter differ in shape.
+            parametrize.register_parametrization(layer, name, gather, unsafe=True)
+        # NEW: autograd would keep the whole parameters for backward(). checkpoint() writes no file:
+        # it keeps only the input of the layer. In backward() it runs forward() again, and this
+        # gathers the parameters again.
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def run_epoch(model, loader, device, optimizer=None):
+    """Train, or only test if there is no optimizer.
+
+    Returns three sums over the images of all ranks: the losses, the images that were recognized,
+    the images.
+    """
+    training = optimizer is not None
+    model.train(training)
+    # The sums stay on the device. Reading them in each step would make Python wait for the GPU.
+    totals = torch.zeros(3, dtype=torch.float64, device=device)
     for images, labels in loader:
-        images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-        with torch.set_grad_enabled(optimizer is not None):
+        images = images.to(device, non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
+        with torch.set_grad_enabled(training):
             logits = model(images)
             loss = F.cross_entropy(logits, labels)
-        if optimizer:
+        if training:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            for shard in shards:
-                shard.gather()  # NEW: each rank has changed its slice of the weights
-        loss_sum += loss.detach().double() * len(labels)
-        hits += (logits.argmax(dim=1) == labels).sum()
-        seen += len(labels)
-    totals = torch.tensor([loss_sum, hits, seen], dtype=torch.float64, device=device)
+        totals[0] += loss.detach() * len(labels)
+        totals[1] += (logits.argmax(dim=1) == labels).sum()
+        totals[2] += len(labels)
     dist.all_reduce(totals)
     return totals.tolist()
 
 
+def whole_state(model, names):
+    """Collect the tensors with these names on the CPU of rank 0, one at a time. Returns a dict.
+
+    All ranks must call it, because in stage 3 they gather each parameter. The dict is empty on all
+    ranks except rank 0.
+    """
+    state = {}
+    for name in names:
+        path, _, attribute = name.rpartition(".")
+        with torch.no_grad():
+            tensor = getattr(model.get_submodule(path), attribute)  # in stage 3, this gathers it
+        if dist.get_rank() == 0:
+            state[name] = tensor.detach().to("cpu", copy=True)
+        del tensor  # so that it is freed before the next one is gathered
+    return state
+
+
 @record
 def train(args):
-    """Train, test and report, one line an epoch."""
+    """Train and test, and print one line for each epoch."""
     rank, device = join(args)
-    meet(args)  # guard rail
+    meet(args)  # guard rail: compares the flags of the ranks
     world_size = dist.get_world_size()
-    torch.set_default_dtype(torch.float64 if args.double else torch.float32)  # of weights and images
+    torch.set_default_dtype(torch.float64 if args.double else torch.float32)
     torch.manual_seed(args.seed)
     train_set, test_set = load(args.dataset, args.data_dir)
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
-    share = args.batch_size // world_size
-    options = {"collate_fn": whole_batch, "pin_memory": device.type == "cuda"}  # pinned: a GPU reads it by itself
-    train_loader = DataLoader(train_set, share, sampler=sampler, drop_last=True, **options)
-    mine = range(rank, len(test_set), world_size)  # no padding: each test image counts exactly once
-    test_loader = DataLoader(test_set, 1000, sampler=mine, **options)
+    per_rank_batch = args.batch_size // world_size
+    pin_memory = device.type == "cuda"  # a GPU copies from pinned memory while Python continues
+    train_loader = DataLoader(
+        train_set,
+        per_rank_batch,
+        sampler=sampler,
+        drop_last=True,
+        collate_fn=whole_batch,  # our data sets return whole batches already
+        pin_memory=pin_memory,
+    )
+    # Each test image counts once. DistributedSampler would repeat some to make the parts equal.
+    test_indices = range(rank, len(test_set), world_size)
+    test_loader = DataLoader(
+        test_set, 1000, sampler=test_indices, collate_fn=whole_batch, pin_memory=pin_memory
+    )
     model = MODELS[args.model](args.width, args.layers).to(device)
-    shards = [Shard(weight, layer, args) for layer in model.modules() for weight in layer.parameters(recurse=False)]
-    optimizer = torch.optim.Adam([shard.mine for shard in shards], lr=args.lr, eps=1e-6, fused=True)  # NEW: of slices
+    for tensor in model.state_dict().values():
+        dist.broadcast(tensor, src=0)  # all ranks start with the parameters of rank 0, as with DDP
+    names = list(model.state_dict())
+    count = sum(parameter.numel() for parameter in model.parameters())
+    make_optimizer = partial(torch.optim.Adam, lr=args.lr, eps=1e-6, fused=True)
+    if args.stage == 1:
+        optimizer = Stage1(model, make_optimizer)
+    elif args.stage == 2:
+        optimizer = Stage2(model, make_optimizer)
+    else:
+        shard_parameters(model)
+        optimizer = make_optimizer(model.parameters())  # NEW: they are shards now
 
     for epoch in range(args.epochs):
-        sampler.set_epoch(epoch)  # another order in each epoch, the same in each run
+        # The order differs from epoch to epoch, and it is the same on all ranks and in each run.
+        sampler.set_epoch(epoch)
         start = time.perf_counter()
-        bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)  # None: only on a terminal
-        loss, hits, seen = run_epoch(model, bar, device, optimizer, shards if args.stage < 3 else ())
+        hidden = None if rank == 0 else True  # None: the bar is hidden if there is no terminal
+        progress = tqdm(train_loader, leave=False, disable=hidden)
+        loss_sum, hits, seen = run_epoch(model, progress, device, optimizer)
         seconds = time.perf_counter() - start
-        if epoch == 0:
-            show_memory(args.stage, shards, optimizer, len(train_loader))
         _, test_hits, test_seen = run_epoch(model, test_loader, device)
         if rank == 0:
-            line = f"epoch {epoch + 1}/{args.epochs}  loss {loss / seen:.4f}  train {hits / seen:.2%}"
-            line += f"  test {test_hits / test_seen:.2%}  {seconds:.2f} s  {seen / seconds:,.0f} images/s"
-            print(line, flush=True)
-        for shard in shards if args.savefile else ():
-            shard.gather()  # NEW: on all ranks
+            print(
+                f"epoch {epoch + 1}/{args.epochs}  loss {loss_sum / seen:.4f}"
+                f"  train {hits / seen:.2%}  test {test_hits / test_seen:.2%}"
+                f"  {seconds:.2f} s  {seen / seconds:,.0f} images/s",
+                flush=True,
+            )
+        if args.savefile:
+            # NEW: without the optimizer's state, which is sharded. (A later lesson saves it.)
+            state = {"model": whole_state(model, names), "epoch": epoch + 1, "args": vars(args)}
         if rank == 0 and args.savefile:
-            state = {"model": model.state_dict()}  # NEW: without Adam's averages, of which each rank has a slice
             with open(f"{args.savefile}.tmp", "wb") as file:
-                torch.save(state | {"epoch": epoch + 1, "args": vars(args)}, file)
-            os.replace(f"{args.savefile}.tmp", args.savefile)  # a crash on the way leaves the last one whole
+                torch.save(state, file)
+            # The last checkpoint stays whole even if this run is killed while it writes.
+            os.replace(f"{args.savefile}.tmp", args.savefile)
+    images, labels = next(iter(train_loader))
+    show_memory(args.stage, count, model, optimizer, images.to(device), labels.to(device))
     dist.destroy_process_group()
 
 
+@explained  # guard rail: explains errors
 def main():
-    """Read the flags and be one of the ranks."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, usage=argparse.SUPPRESS)
+    """Read the flags, make sure that the data is there, and train as one of the ranks."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage=argparse.SUPPRESS,
+    )
     add = parser.add_argument
     add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     add("--timeout", type=int, default=60, help="seconds to wait for another rank")
-    add("--stage", type=int, choices=[1, 2, 3], default=3, help="1: Adam's state, 2: also gradients, 3: also weights")
+    add("--stage", type=int, choices=[1, 2, 3], default=3, help="what is sharded: see above")
     add("--epochs", type=int, default=3)
     add("--batch_size", type=int, default=128, help="images in a step, over all ranks")
     add("--lr", type=float, default=1e-3, help="Adam's learning rate")
     add("--model", choices=MODELS, default="mlp")
     add("--width", type=int, help="neurons in each hidden layer; default: 64 (mlp), 120 (cnn)")
-    add("--layers", type=int, help="hidden layers, the linear ones in cnn; default: 3 (mlp), 1 (cnn)")
-    add("--dataset", choices=["mnist", "digits"], help="default: mnist, or digits where it can't be had")
+    add("--layers", type=int, help="hidden linear layers; default: 3 (mlp), 1 (cnn)")
+    add("--dataset", choices=["mnist", "digits"], help="default: mnist, or digits without mnist")
     add("--data_dir", default=DATA_DIR, help="default: data/ beside playground/")
     add("--seed", type=int, default=0)
-    add("--double", action="store_true", help="float64: no rounding to be seen between the lessons")
-    add("-s", "--savefile", help="write a checkpoint here after each epoch")
+    add("--double", action="store_true", help="compute in float64, so that lessons agree exactly")
+    add("-s", "--savefile", help="write a checkpoint to this file after each epoch")
     args = parser.parse_args()
-    check(parser, args)  # guard rail
+    check(parser, args)  # guard rail: refuses impossible flags
     world_size = int(os.environ["WORLD_SIZE"])
     if args.batch_size % world_size:
         nearest = max(1, round(args.batch_size / world_size)) * world_size
-        parser.error(f"--batch_size {args.batch_size} can't be shared by {world_size} processes: use {nearest}")
-    args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)  # one rank of a node at a time
+        parser.error(
+            f"--batch_size {args.batch_size} cannot be divided by {world_size} processes:"
+            f" use --batch_size {nearest}"
+        )
+    # The ranks of a node fetch the data one at a time, so it is downloaded once.
+    args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 
 
 if __name__ == "__main__":
-    with explained():  # guard rail
-        main()
+    main()

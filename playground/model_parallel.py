@@ -1,33 +1,53 @@
 """Model parallelism: one model on two devices, with and without pipelining.
 
-A model that is too large for one GPU can be cut in two. Its first half, stage1, lives on one GPU and stage2 on another.
-What stage1 puts out (the activations) travels to the second GPU, and its gradient travels back. That gives room, not
-speed, because one GPU always waits for the other. With --pipelined the batch goes through in pieces (micro-batches):
-the first GPU works on the next piece while the second one works on the piece before. With p stages and m micro-batches
-each GPU still waits for (p-1)/(m+p-1) of the time, the bubble (GPipe, https://arxiv.org/abs/1811.06965).
+A model that is too large for one GPU can be split. This lesson puts its first half, stage1, on one
+GPU and its second half, stage2, on another. The output of stage1 (the activations) is copied to the
+second GPU, and the gradient of the activations is copied back. This saves memory, not time, because
+one GPU always waits for the other.
 
-    python playground/model_parallel.py    # on two GPUs; with fewer, both stages on one device
+With --pipelined, each batch is split into smaller parts, the micro-batches. The first GPU computes
+a micro-batch while the second GPU computes the one before. A single process can do this, because
+each GPU works through a queue of operations, which CUDA calls a stream. Python only puts operations
+into the queues and does not wait for their results.
+
+How long does each GPU wait? Suppose that every stage takes one turn for a micro-batch, and that
+messages take no time. With p stages and m micro-batches, the last stage starts p - 1 turns after
+the first one. So the forward passes take m + p - 1 turns. Each GPU computes in m of them and is
+idle in p - 1 of them, which is (p-1)/(m+p-1) of the time. The same holds for the backward passes.
+This idle part of the time is called the bubble (GPipe, https://arxiv.org/abs/1811.06965).
+
+This lesson is for understanding. The next one has a process for each stage, as real pipelines do.
+
+Run it:
+    python playground/model_parallel.py
     python playground/model_parallel.py --pipelined --micro_batches 8 --plot timeline.png
     python playground/model_parallel.py --devices cuda:0 cpu
 
-It prints single_gpu.py's numbers, and at the end a timeline of one step (times will differ):
+It uses two GPUs if there are two. Otherwise both stages are on one device. Then nothing overlaps,
+so pipelining only adds work.
 
+It prints the same numbers as single_gpu.py (times will differ):
     stage1 on cpu, stage2 on cpu
     epoch 1/3  loss 0.3960  train 88.26%  test 93.96%  0.55 s  109,000 images/s
 
-With both stages on one device nothing overlaps, and pipelining only adds work: the timeline shows it.
+It ends with a timeline of one step, like the one that manual_pipeline.py shows. A row is a device.
+A digit is the forward pass of the micro-batch with that number, a letter is its backward pass (a:
+micro-batch 0), and a dot is waiting.
 
-Break it, in a copy beside it:
-  1. Leave out `.to(devices[1])` after stage1. What does PyTorch say with two GPUs, and why nothing on the CPU alone?
-  2. In run_epoch, add up the mean losses of the micro-batches (split logits and labels with tensor_split, as forward
-     does): how many times too large are the gradients, and why does Adam hardly mind?
+Try breaking it, in a copy (cp playground/model_parallel.py playground/broken.py):
+  1. Leave out `.to(devices[1])` after stage1. What does PyTorch say with two GPUs, and why does it
+     say nothing if there is only the CPU?
+  2. In run_epoch, split logits and labels with tensor_split, as forward splits the images. Then add
+     up the mean losses of the micro-batches. How many times too large are the gradients, and why
+     does Adam hardly react to that?
+
+The next lesson, manual_pipeline.py, has a process for each stage.
 """
 
 import argparse
 import os
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -44,117 +64,157 @@ from measure.timeline import show, watch_modules
 
 def forward(model, images, devices, micro_batches):
     """Run both stages, each on its own device. Returns the logits, (N, 10), on the second one."""
+    images = images.to(devices[0], non_blocking=True)
     logits = []
-    for piece in images.to(devices[0], non_blocking=True).tensor_split(micro_batches):  # NEW: one if not pipelined
-        activations = model.stage1(piece).to(devices[1])  # NEW: GPUs only queue this work, so Python goes on
-        logits.append(model.stage2(activations))  # NEW: for the second GPU, while the first does the next piece
-    return torch.cat(logits)  # one loss for the whole batch, so its gradients are those of the batch in one piece
+    # NEW: without pipelining, there is one micro-batch, the whole batch. On GPUs, Python only
+    # queues the operations in this loop. So the first GPU can compute the next micro-batch while
+    # the second GPU computes this one.
+    for micro_batch in images.tensor_split(micro_batches):
+        activations = model.stage1(micro_batch).to(devices[1])
+        logits.append(model.stage2(activations))
+    # The loss is computed once for the whole batch, so micro-batches do not change the gradients.
+    return torch.cat(logits)
 
 
 def run_epoch(model, loader, devices, micro_batches, optimizer=None):
-    """Train, or test without an optimizer. Returns sums over all images: loss, hits (right guesses), images."""
-    model.train(optimizer is not None)
-    loss_sum = hits = seen = 0
+    """Train, or only test if there is no optimizer.
+
+    Returns three sums over all images: the losses, the images that were recognized, the images.
+    """
+    training = optimizer is not None
+    model.train(training)
+    # The sums stay on the device. Reading them in each step would make Python wait for the GPU.
+    totals = torch.zeros(3, dtype=torch.float64, device=devices[1])
     for images, labels in loader:
-        labels = labels.to(devices[1], non_blocking=True)  # NEW: the loss is computed where stage2 is
-        with torch.set_grad_enabled(optimizer is not None):
+        labels = labels.to(devices[1], non_blocking=True)  # NEW: the loss is computed after stage2
+        with torch.set_grad_enabled(training):
             logits = forward(model, images, devices, micro_batches)
             loss = F.cross_entropy(logits, labels)
-        if optimizer:
+        if training:
             optimizer.zero_grad()
-            loss.backward()  # NEW: finds the way back through both devices by itself
+            loss.backward()  # NEW: autograd copies gradients between the devices by itself
             optimizer.step()
-        loss_sum += loss.detach().double() * len(labels)
-        hits += (logits.argmax(dim=1) == labels).sum()
-        seen += len(labels)
-    return loss_sum.item(), hits.item(), seen
+        totals[0] += loss.detach() * len(labels)
+        totals[1] += (logits.argmax(dim=1) == labels).sum()
+        totals[2] += len(labels)
+    return totals.tolist()
 
 
-def observe(model, batch, devices, micro_batches, plot):
-    """Show when each stage computes, with micro-batches and with the batch in one piece."""
-    images, labels, steps = batch[0], batch[1].to(devices[1]), {}
+def observe(model, images, labels, devices, micro_batches, plot):
+    """Show when each stage computes: first with the micro-batches, then with the whole batch."""
+    labels = labels.to(devices[1])
 
-    def step(pieces):
-        F.cross_entropy(forward(model, images, devices, pieces), labels).backward()
+    def step(count):
+        logits = forward(model, images, devices, count)
+        F.cross_entropy(logits, labels).backward()
 
-    for pieces in sorted({micro_batches, 1}, reverse=True):
-        steps["one process", pieces] = watch_modules(partial(step, pieces), [model.stage1, model.stage2], devices)
+    stages = [model.stage1, model.stage2]
+    steps = {}  # (who runs the stages, how many micro-batches) -> when each stage computed
+    steps["one process", micro_batches] = watch_modules(stages, devices, step, micro_batches)
+    if micro_batches > 1:
+        steps["one process", 1] = watch_modules(stages, devices, step, 1)
     show(steps, ["stage1", "stage2"], plot)
     if devices[0] == devices[1]:
-        print(f"Both stages are on {devices[0]}, in one process: nothing can overlap. With a process for each it does:")
-        print("torchrun --standalone --nproc-per-node 2 playground/pipeline_parallel.py", flush=True)
+        print(f"Both stages are on {devices[0]}, in one process, so nothing can overlap.")
+        print("With a process for each stage, the stages do overlap:")
+        print(
+            "torchrun --standalone --nproc-per-node 2 playground/pipeline_parallel.py", flush=True
+        )
 
 
 def train(args):
-    """Train, test and report, one line an epoch; then show who computes when."""
-    devices, micro_batches = [torch.device(name) for name in args.devices], args.micro_batches if args.pipelined else 1
-    torch.set_default_dtype(torch.float64 if args.double else torch.float32)  # of weights and images
+    """Train and test, and print one line for each epoch. Then show when each stage computes."""
+    devices = [torch.device(name) for name in args.devices]
+    micro_batches = args.micro_batches if args.pipelined else 1
+    torch.set_default_dtype(torch.float64 if args.double else torch.float32)
     torch.manual_seed(args.seed)
     train_set, test_set = load(args.dataset, args.data_dir)
-    order = torch.Generator()
-    sampler = RandomSampler(train_set, generator=order)
-    pinned = any(device.type == "cuda" for device in devices)  # a GPU reads pinned memory by itself
-    options = {"collate_fn": whole_batch, "pin_memory": pinned}
-    train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True, **options)
-    test_loader = DataLoader(test_set, 1000, **options)
+    generator = torch.Generator()
+    sampler = RandomSampler(train_set, generator=generator)
+    on_gpu = [device.type == "cuda" for device in devices]
+    pin_memory = any(on_gpu)  # a GPU copies from pinned memory while Python continues
+    train_loader = DataLoader(
+        train_set,
+        args.batch_size,
+        sampler=sampler,
+        drop_last=True,
+        collate_fn=whole_batch,  # our data sets return whole batches already
+        pin_memory=pin_memory,
+    )
+    test_loader = DataLoader(test_set, 1000, collate_fn=whole_batch, pin_memory=pin_memory)
     model = MODELS[args.model](args.width, args.layers)
-    model.stage1.to(devices[0])  # NEW: each stage moves to its own device
+    model.stage1.to(devices[0])  # NEW: each stage has its own device
     model.stage2.to(devices[1])
     print(f"stage1 on {devices[0]}, stage2 on {devices[1]}", flush=True)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
 
     for epoch in range(args.epochs):
-        order.manual_seed(args.seed + epoch)  # another order in each epoch, the same in each run
+        # The order differs from epoch to epoch, and it is the same in each run.
+        generator.manual_seed(args.seed + epoch)
         start = time.perf_counter()
-        bar = tqdm(train_loader, leave=False, disable=None)  # None: only on a terminal
-        loss, hits, seen = run_epoch(model, bar, devices, micro_batches, optimizer)
+        progress = tqdm(train_loader, leave=False, disable=None)  # None: shown only on a terminal
+        loss_sum, hits, seen = run_epoch(model, progress, devices, micro_batches, optimizer)
         seconds = time.perf_counter() - start
         _, test_hits, test_seen = run_epoch(model, test_loader, devices, micro_batches)
-        line = f"epoch {epoch + 1}/{args.epochs}  loss {loss / seen:.4f}  train {hits / seen:.2%}"
-        line += f"  test {test_hits / test_seen:.2%}  {seconds:.2f} s  {seen / seconds:,.0f} images/s"
-        print(line, flush=True)
+        print(
+            f"epoch {epoch + 1}/{args.epochs}  loss {loss_sum / seen:.4f}"
+            f"  train {hits / seen:.2%}  test {test_hits / test_seen:.2%}"
+            f"  {seconds:.2f} s  {seen / seconds:,.0f} images/s",
+            flush=True,
+        )
         if args.savefile:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            state |= {"epoch": epoch + 1, "args": vars(args)}
             with open(f"{args.savefile}.tmp", "wb") as file:
-                torch.save(state | {"epoch": epoch + 1, "args": vars(args)}, file)
-            os.replace(f"{args.savefile}.tmp", args.savefile)  # a crash on the way leaves the last one whole
-    observe(model, next(iter(train_loader)), devices, micro_batches, args.plot)
+                torch.save(state, file)
+            # The last checkpoint stays whole even if this run is killed while it writes.
+            os.replace(f"{args.savefile}.tmp", args.savefile)
+    images, labels = next(iter(train_loader))
+    observe(model, images, labels, devices, micro_batches, args.plot)
 
 
+@explained  # guard rail: explains errors
 def main():
     """Read the flags, make sure that the data is there, and train."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, usage=argparse.SUPPRESS)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage=argparse.SUPPRESS,
+    )
     add = parser.add_argument
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    names = ["cpu", *(f"cuda:{number}" for number in range(gpus))]
-    add("--device", choices=["cpu", "cuda"], default="cuda" if gpus else "cpu")
-    add("--devices", nargs=2, choices=names, help="of stage1 and stage2; default: the first two GPUs, or one twice")
-    add("--pipelined", action="store_true", help="cut each batch into micro-batches")
-    add("--micro_batches", type=int, default=4, help="how many, with --pipelined")
+    names = ["cpu"] + [f"cuda:{number}" for number in range(gpus)]
+    add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    add(
+        "--devices", nargs=2, choices=names, help="for stage1 and stage2; default: two GPUs, if any"
+    )
+    add("--pipelined", action="store_true", help="split each batch into micro-batches")
+    add("--micro_batches", type=int, default=4, help="micro-batches in a batch, with --pipelined")
     add("--plot", metavar="PNG", help="draw the timeline into this file")
     add("--epochs", type=int, default=3)
     add("--batch_size", type=int, default=128, help="images in a step")
     add("--lr", type=float, default=1e-3, help="Adam's learning rate")
     add("--model", choices=MODELS, default="mlp")
     add("--width", type=int, help="neurons in each hidden layer; default: 64 (mlp), 120 (cnn)")
-    add("--layers", type=int, help="hidden layers, the linear ones in cnn; default: 3 (mlp), 1 (cnn)")
-    add("--dataset", choices=["mnist", "digits"], help="default: mnist, or digits where it can't be had")
+    add("--layers", type=int, help="hidden linear layers; default: 3 (mlp), 1 (cnn)")
+    add("--dataset", choices=["mnist", "digits"], help="default: mnist, or digits without mnist")
     add("--data_dir", default=DATA_DIR, help="default: data/ beside playground/")
     add("--seed", type=int, default=0)
-    add("--double", action="store_true", help="float64: no rounding to be seen between the lessons")
-    add("-s", "--savefile", help="write a checkpoint here after each epoch")
+    add("--double", action="store_true", help="compute in float64, so that lessons agree exactly")
+    add("-s", "--savefile", help="write a checkpoint to this file after each epoch")
     args = parser.parse_args()
-    if args.devices is None:
-        args.devices = ["cuda:0", "cuda:1"] if args.device == "cuda" and gpus > 1 else [args.device] * 2
-    check(parser, args)  # guard rail
-    if args.pipelined and args.micro_batches > args.batch_size:
-        most = args.batch_size
-        parser.error(f"--micro_batches {args.micro_batches}: {most} images make {most} pieces at most: use {most}")
+    if args.devices is None and args.device == "cuda" and gpus > 1:
+        args.devices = ["cuda:0", "cuda:1"]
+    elif args.devices is None:
+        args.devices = [args.device, args.device]
+    check(parser, args)  # guard rail: refuses impossible flags
+    most = args.batch_size
+    if args.pipelined and args.micro_batches > most:
+        wrong = f"--micro_batches {args.micro_batches}: a batch of {most} images has at most {most}"
+        parser.error(f"{wrong}: use --micro_batches {most}")
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 
 
 if __name__ == "__main__":
-    with explained():  # guard rail
-        main()
+    main()

@@ -1,23 +1,62 @@
-"""Non-blocking point-to-point: isend and irecv, working while a message travels, and a ring over all ranks.
+"""Non-blocking point-to-point messages: isend, irecv, and a ring that sums tensors.
 
-isend and irecv come back at once with a request, and the message travels while this process works. Until request.wait()
-has come back the buffer belongs to the message: don't change what you send, don't read what you receive.
-The ring passes chunks around until each rank has the sum of all: an all-reduce, made of messages between neighbours.
+On CPUs, send and recv block: Python waits until the message has been received. isend and irecv only
+start a message. Each of them returns a request at once, so Python can compute while the message is
+on its way. request.wait() blocks until the message is complete. Until then, do not change the
+tensor that you send, and do not read the buffer that you receive into.
 
-    python playground/nonblocking_p2p.py          # two processes, started by this script
-    python playground/nonblocking_p2p.py -g 4     # a ring of four; several nodes and by hand as in blocking_p2p.py
+On a GPU, even wait() does not block Python. Python only adds work to queues, and the GPU processes
+each queue in order. Such a queue is called a CUDA stream. NCCL's messages have a stream of their
+own. wait() makes the stream of the computations wait for the message, and Python continues at once.
 
-Rank 0 comes half a second late, and each rank has half a second of work. It prints who is who, and then:
+The second part of this lesson is a ring. Each rank sends to its right neighbour and receives from
+its left neighbour, until every rank has the sum over all ranks. This is called an all-reduce.
 
-    blocking, rank 1: [-1.0, -1.0] -> [0.0, 0.0] in 1.0 s, 0.5 s of it not working, 52,598 matrix products
-    nonblocking, rank 1: [-1.0, -1.0] -> [0.0, 0.0] in 0.5 s, 0.0 s of it not working, 51,611 matrix products
+The ring sends few bytes. With n ranks, the tensor is split into n chunks, so a chunk has 1/n of the
+bytes. In each step, every rank sends one chunk to the right. The receiver adds its own numbers, and
+sends this partial sum in the next step. After n - 1 steps, a partial sum has visited all ranks, so
+it is complete. In n - 1 more steps, the complete sums travel around the ring to all ranks. So each
+rank sends 2(n-1)/n of the tensor's bytes. That is less than twice the tensor, however many ranks
+there are. playground/pictures.md draws the steps with four ranks.
+
+Run it:
+    python playground/nonblocking_p2p.py         # two processes, started by this script
+    python playground/nonblocking_p2p.py -g 4    # a ring of four
+
+It runs on two nodes, or with ranks that you start by hand, in the same way as blocking_p2p.py.
+
+It prints a table of the ranks, and then, on CPUs (the numbers of products will differ):
+    blocking, rank 0: [-1.0, -1.0] -> [1.0, 1.0] in 1.0 s, 0.5 s of it idle, 25,491 products
+    blocking, rank 1: [-1.0, -1.0] -> [0.0, 0.0] in 1.0 s, 0.5 s of it idle, 25,630 products
+    rank 0 |zzzzzzzzzzzzzzzzzzzzzzzzzzzzzzcccccccccccccccccccccccccccccc|
+    rank 1 |rrrrrrrrrrrrrrrrrrrrrrrrrrrrrrcccccccccccccccccccccccccccccc|
+    nonblocking, rank 0: [-1.0, -1.0] -> [1.0, 1.0] in 1.0 s, 0.5 s of it idle, 25,604 products
+    nonblocking, rank 1: [-1.0, -1.0] -> [0.0, 0.0] in 0.5 s, 0.0 s of it idle, 25,611 products
+    rank 0 |zzzzzzzzzzzzzzzzzzzzzzzzzzzzzzcccccccccccccccccccccccccccccc|
+    rank 1 |cccccccccccccccccccccccccccccc..............................|
+    ring, rank 0: [0.0, 1.0, 2.0, 3.0, 4.0] -> [0.0, 3.0, 6.0, 9.0, 12.0], as dist.all_reduce: True
     ring, rank 1: [0.0, 2.0, 4.0, 6.0, 8.0] -> [0.0, 3.0, 6.0, 9.0, 12.0], as dist.all_reduce: True
 
-Break it, in a copy: fill `mine` with 9s right after batch_isend_irecv. Which rank gets them, and why?
+Rank 0 sleeps for half a second first, and each rank multiplies matrices for half a second. With
+blocking calls, rank 1 first waits for rank 0, and then computes. With non-blocking calls, rank 1
+computes while it waits. (Rank 0 is idle both times, because its own sleep counts as idle.)
+
+The lines with letters show the same second from left to right: z means that a rank sleeps, r that
+it is in recv, s in send, w in wait(), and c that it computes. A dot is none of these.
+
+Try breaking it, in a copy (cp playground/nonblocking_p2p.py playground/broken.py):
+  1. In `nonblocking`, write `mine.fill_(9)` on the line after `start_exchange(...)`. Which rank
+     receives the 9s, and why?
+
+Now write it yourself: ring_all_reduce.py in playground/exercises/. One program there has a fault:
+fault_newer_parameters.py.
+
+The next lesson, collectives.py, shows the calls that all ranks make together.
 """
 
 import argparse
 import os
+import platform
 import sys
 import time
 from datetime import timedelta
@@ -28,143 +67,209 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
-from common.guard_rails import check, explained, meet
+from common.guard_rails import check, explained
+from common.roll_call import meet
+from measure.timeline import Calls
 
 
 def join(local_rank, args):
-    """Join the process group and print who is who. Returns this process's rank and its device."""
-    rank, world_size = args.nr * args.gpus + local_rank, args.nodes * args.gpus
-    init_method = args.init_method or f"tcp://{args.ip}:{args.port}"  # where all meet: rank 0 listens there
-    if "RANK" in os.environ:  # started by hand: the environment says who this is, and where to meet
-        rank, world_size, init_method = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "env://"
-        local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    device = torch.device("cuda", local_rank) if args.device == "cuda" else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # else every rank would also use GPU 0
+    """Join the process group and print the table of ranks. Returns this rank and its device."""
+    # The nodes before this one have args.gpus ranks each.
+    rank = args.nr * args.gpus + local_rank
+    # The shell sets LOCAL_RANK if each rank is started by hand.
+    local_rank = int(os.environ.get("LOCAL_RANK", local_rank))
+    if args.device == "cuda":
+        gpu = torch.device("cuda", local_rank)
+        device = gpu
+        backend = "nccl"
+        torch.cuda.set_device(gpu)  # otherwise every rank would also take memory on GPU 0
+    else:
+        gpu = None
+        device = torch.device("cpu")
+        backend = "gloo"
     dist.init_process_group(
-        args.backend or ("nccl" if device.type == "cuda" else "gloo"),  # what carries the messages
-        init_method=init_method,
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=args.timeout),  # to meet, and of each message
-        device_id=device if device.type == "cuda" else None,
+        args.backend or backend,
+        # The address of the rendezvous: rank 0 listens there, and the other ranks connect to it.
+        init_method=args.init_method or f"tcp://{args.ip}:{args.port}",
+        rank=rank,  # this process; no two processes may have the same rank
+        world_size=args.nodes * args.gpus,  # all processes; the call returns when all have joined
+        # How long to wait for the other ranks, here and in each message. After this time, gloo
+        # raises an error, and NCCL ends the process.
+        timeout=timedelta(seconds=args.timeout),
+        device_id=gpu,  # NCCL then starts here, and not later, at the first message
     )
-    node, title = os.environ.get("GROUP_RANK", args.nr), ["node  rank  local_rank  device  pid     host"]
-    report(f"{node:<6}{rank:<6}{local_rank:<12}{device!s:<8}{os.getpid():<8}{os.uname().nodename}", title)
+    row = f"{args.nr:<6}{rank:<6}{local_rank:<12}{device!s:<8}{os.getpid():<8}{platform.node()}"
+    if rank == 0:
+        print("node  rank  local_rank  device  pid     host", flush=True)
+    report(row)
     return rank, device
 
 
-def report(line, title=()):
-    """Print every rank's line, in the order of the ranks."""
+def report(line):
+    """Print one line from each rank, in the order of the ranks.
+
+    all_gather_object is a collective: all ranks call it together, and each one receives the objects
+    of all ranks. The lesson collectives.py explains such calls.
+    """
     lines = [None] * dist.get_world_size()
-    dist.all_gather_object(lines, line)  # a collective: all ranks call it, each gets what all have given
+    dist.all_gather_object(lines, line)
     if dist.get_rank() == 0:
-        print(*title, *lines, sep="\n", flush=True)
+        print(*lines, sep="\n", flush=True)
 
 
 def now(device):
-    """Return the time in seconds. A GPU runs behind the Python code: wait until it has done what it was told."""
+    """Return the time in seconds. GPU calls are asynchronous, so wait until they are done."""
     if device.type == "cuda":
         torch.cuda.current_stream().synchronize()
     return time.perf_counter()
 
 
 def work(device):
-    """Multiply matrices for half a second, which needs no message. Returns how often."""
-    matrix, products, end = torch.ones(32, 32, device=device), 0, now(device) + 0.5
+    """Multiply matrices for half a second. Returns how many products were computed."""
+    matrix = torch.ones(32, 32, device=device)
+    products = 0
+    end = now(device) + 0.5
     while now(device) < end:
         matrix @ matrix
         products += 1
     return products
 
 
+def start_exchange(mine, theirs, right, left):
+    """Start to send `mine` to the right and to receive `theirs` from the left. Returns requests."""
+    operations = [dist.P2POp(dist.isend, mine, right), dist.P2POp(dist.irecv, theirs, left)]
+    # NEW: both operations start together, and this function waits for neither of them.
+    return dist.batch_isend_irecv(operations)
+
+
 def blocking(rank, mine, theirs, right, left):
-    """Exchange with send and recv, then work. Returns the number of matrix products."""
+    """Exchange with send and recv, then compute. Returns the number of matrix products."""
     if rank % 2 == 0:
-        dist.send(mine, right)
-        dist.recv(theirs, left)
-    else:  # an odd rank receives first, or all would send
-        dist.recv(theirs, left)
-        dist.send(mine, right)
+        dist.send(mine, dst=right)
+        dist.recv(theirs, src=left)
+    else:  # an odd rank receives first, because otherwise all ranks would wait in send
+        dist.recv(theirs, src=left)
+        dist.send(mine, dst=right)
     return work(mine.device)
 
 
 def nonblocking(rank, mine, theirs, right, left):
-    """Ask for the exchange, work while it goes on. Returns the number of matrix products."""
-    operations = [dist.P2POp(dist.isend, mine, right), dist.P2POp(dist.irecv, theirs, left)]
-    requests = dist.batch_isend_irecv(operations)  # NEW: both are asked for at once, as NCCL wants it, not waited for
-    products = work(mine.device)  # NEW: while the messages travel, or wait for a late neighbour
+    """Start the exchange, then compute, then wait. Returns the number of matrix products."""
+    requests = start_exchange(mine, theirs, right, left)
+    products = work(mine.device)  # NEW: the messages travel while this rank computes
     for request in requests:
-        request.wait()  # NEW: from here on `mine` may be changed and `theirs` read
+        request.wait()  # NEW: from here on, `mine` may be changed and `theirs` may be read
     return products
 
 
 def ring_all_reduce(tensor):
-    """Replace a 1-D tensor by its sum over all ranks, with messages between neighbours only.
+    """Replace a tensor with its sum over all ranks, with messages between neighbours only.
 
-    It is cut into a chunk for each rank. First rank r sends chunk r to the right, where it is added; then each passes
-    on the chunk that it has just added to. After world_size - 1 steps every rank has one finished chunk, with all
-    ranks' numbers in it, and in as many steps these go round and are copied.
+    The tensor must be contiguous. It is split into one chunk for each rank. This table shows what
+    three ranks hold after each step. Below each rank are its three chunks. The letters say which
+    ranks' numbers have been added up: a is rank 0, b is rank 1, c is rank 2, and sum is a+b+c:
+
+                              rank 0              rank 1              rank 2
+        at the start          a    a    a         b    b    b         c    c    c
+        reduce-scatter, 1     a    a    a+c       a+b  b    b         c    b+c  c
+        reduce-scatter, 2     a    sum  a+c       a+b  b    sum       sum  b+c  c
+        all-gather, 1         sum  sum  a+c       a+b  sum  sum       sum  b+c  sum
+        all-gather, 2         sum  sum  sum       sum  sum  sum       sum  sum  sum
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    right, left = (rank + 1) % world_size, (rank - 1) % world_size
-    chunks = tensor.tensor_split(world_size)  # NEW: views, of equal length or one longer
-    for step in range(2 * (world_size - 1)):
-        mine, target = chunks[(rank - step) % world_size], chunks[(rank - step - 1) % world_size]
-        theirs = torch.empty_like(target)
-        operations = [dist.P2POp(dist.isend, mine, right), dist.P2POp(dist.irecv, theirs, left)]
-        for request in dist.batch_isend_irecv(operations):
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    right = (rank + 1) % world_size
+    left = (rank - 1) % world_size
+    # NEW: the chunks are views into the tensor. Some are longer by one number than others, and some
+    # are empty if there are more ranks than numbers.
+    chunks = tensor.view(-1).tensor_split(world_size)
+    # NEW: reduce-scatter. Each rank adds the chunk that it receives to its own, and sends the
+    # result in the next step. At the end, rank r has the sum over all ranks in chunk r + 1, and the
+    # last rank has it in chunk 0.
+    for step in range(world_size - 1):
+        send_index = (rank - step) % world_size
+        receive_index = (rank - step - 1) % world_size
+        received = torch.empty_like(chunks[receive_index])
+        for request in start_exchange(chunks[send_index], received, right, left):
             request.wait()
-        target.copy_(theirs if step >= world_size - 1 else target + theirs)
+        chunks[receive_index].add_(received)
+    # NEW: all-gather. Each rank replaces its chunk with the sum that it receives, and sends it in
+    # the next step.
+    for step in range(world_size - 1):
+        send_index = (rank - step + 1) % world_size
+        receive_index = (rank - step) % world_size
+        for request in start_exchange(chunks[send_index], chunks[receive_index], right, left):
+            request.wait()
 
 
+@explained  # guard rail: explains errors
 def talk(local_rank, args):
-    """Exchange with and without blocking, then sum up over the ring."""
+    """Exchange numbers with and without blocking, then add numbers up in a ring."""
     rank, device = join(local_rank, args)
-    right, left = (rank + 1) % dist.get_world_size(), (rank - 1) % dist.get_world_size()
-    ring_all_reduce(torch.zeros(4, device=device))  # only to connect the ranks, which takes NCCL a while
+    world_size = dist.get_world_size()
+    right = (rank + 1) % world_size
+    left = (rank - 1) % world_size
+    # Connects each pair of neighbours, which takes NCCL a while the first time.
+    ring_all_reduce(torch.zeros(world_size, device=device))
     for exchange in (blocking, nonblocking):
-        mine, theirs = torch.full((2,), float(rank), device=device), torch.full((2,), -1.0, device=device)
-        before, start = theirs.tolist(), now(device)
-        time.sleep(0.5 if rank == 0 else 0)  # rank 0 comes half a second late
-        products = exchange(rank, mine, theirs, right, left)
-        seconds = now(device) - start
-        times = f"{seconds:.1f} s, {seconds - 0.5:.1f} s of it not working, {products:,} matrix products"
+        mine = torch.full((2,), float(rank), device=device)
+        theirs = torch.full((2,), -1.0, device=device)
+        before = theirs.tolist()
+        with Calls(computing=work) as calls:  # notes when this rank is in which call
+            start = now(device)
+            if rank == 0:
+                time.sleep(0.5)
+            products = exchange(rank, mine, theirs, right, left)
+            seconds = now(device) - start
+        idle = seconds - 0.5  # each rank computes for half a second
+        times = f"{seconds:.1f} s, {idle:.1f} s of it idle, {products:,} products"
         report(f"{exchange.__name__}, rank {rank}: {before} -> {theirs.tolist()} in {times}")
+        calls.show()
     numbers = torch.arange(5.0, device=device) * (rank + 1)
-    before, expected = numbers.tolist(), numbers.clone()
+    before = numbers.tolist()
+    expected = numbers.clone()
     dist.all_reduce(expected)
     ring_all_reduce(numbers)
-    report(f"ring, rank {rank}: {before} -> {numbers.tolist()}, as dist.all_reduce: {numbers.equal(expected)}")
+    equal = numbers.equal(expected)
+    report(f"ring, rank {rank}: {before} -> {numbers.tolist()}, as dist.all_reduce: {equal}")
     dist.destroy_process_group()
 
 
+@explained  # guard rail: explains errors
 def main():
-    """Read the flags and start this node's ranks."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, usage=argparse.SUPPRESS)
+    """Read the flags and start the ranks of this node."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage=argparse.SUPPRESS,
+    )
     add = parser.add_argument
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    add("-n", "--nodes", type=int, default=1, help="machines")
-    add("-g", "--gpus", type=int, default=max(gpus, 2), help="processes on each; default: its GPUs, or 2")
-    add("-nr", "--nr", type=int, default=0, help="number of this machine, from 0")
-    add("-ip", "--ip", default="127.0.0.1", help="address of machine 0")
-    add("--port", type=int, default=8888, help="of machine 0; a single machine chooses a free one")
-    add("--init_method", metavar="URL", help="tcp://..., env:// or file:///a/new/file in place of -ip and --port")
+    add("-n", "--nodes", type=int, default=1, help="number of nodes")
+    add(
+        "-g", "--gpus", type=int, default=max(gpus, 2), help="processes on each; default: GPUs or 2"
+    )
+    add("-nr", "--nr", type=int, default=0, help="number of this node, from 0")
+    add("-ip", "--ip", default="127.0.0.1", help="address of node 0")
+    add("--port", type=int, default=8888, help="port of node 0; with -n 1, any free port")
+    add("--init_method", metavar="URL", help="replaces -ip, --port: tcp://..., env://, file:///...")
     add("--device", choices=["cpu", "cuda"], default="cuda" if gpus > 1 else "cpu")
     add("--backend", choices=["gloo", "nccl", "mpi"], help="default: nccl on GPUs, gloo on CPUs")
     add("--timeout", type=int, default=60, help="seconds to wait for another rank")
     args = parser.parse_args()
-    check(parser, args)  # guard rail
+    check(parser, args)  # guard rail: refuses impossible flags
+    if "RANK" in os.environ:
+        # This rank was started by hand, so it counts as a node of its own, with one process.
+        args.nodes = int(os.environ["WORLD_SIZE"])
+        args.gpus = 1
+        args.nr = int(os.environ["RANK"])
+        args.init_method = "env://"  # the address is in MASTER_ADDR and MASTER_PORT
     if args.nodes * args.gpus < 2:
         parser.error("a message needs two processes: use -g 2")
-    meet(args)  # guard rail
-    if "RANK" in os.environ:
-        talk(0, args)
-    else:
-        mp.spawn(talk, (args,), args.gpus)  # talk(0, args), talk(1, args), ... each in a process of its own
+    meet(args)  # guard rail: finds the other nodes
+    # Calls talk(0, args), talk(1, args) and so on, each in a process of its own.
+    mp.spawn(talk, (args,), args.gpus)
 
 
 if __name__ == "__main__":
-    with explained():  # guard rail
-        main()
+    main()

@@ -1,30 +1,55 @@
-"""Pipeline parallelism: a process for each part of the model, and a batch that flows through them in pieces.
+r"""A pipeline by PyTorch: torch.distributed.pipelining, with four of its schedules.
 
-The model is cut into stages. Activations travel from rank to rank, their gradients travel back. A schedule says when a
-rank works on which piece of the batch (micro-batch), and torch.distributed.pipelining has many of them:
+The lesson before sends activations and gradients by hand. Here, PipelineStage does that: it sends
+what a stage has computed, and it receives what the stage needs. A schedule says when a rank
+computes which micro-batch. PyTorch has many schedules, and this lesson offers four:
 
-    GPipe                    all forward passes, then all backward passes (https://arxiv.org/abs/1811.06965)
-    1F1B                     backward as early as possible: a rank keeps the activations of p micro-batches, not of all
-    Interleaved1F1B          two stages on each rank: shorter waits, more messages (https://arxiv.org/abs/2104.04473)
-    InterleavedZeroBubble    also computes gradients of weights where it would wait (https://arxiv.org/abs/2401.10241)
+  GPipe                  computes all forward passes first, and then all backward passes
+                         (https://arxiv.org/abs/1811.06965).
+  1F1B                   (one forward, one backward) starts each backward pass as early as
+                         possible. So each of p ranks keeps the activations of at most p
+                         micro-batches, instead of all of them.
+  Interleaved1F1B        gives each rank two stages of half the size. So a micro-batch reaches the
+                         last rank sooner, and the ranks wait for a shorter time. But they send
+                         more messages (https://arxiv.org/abs/2104.04473).
+  InterleavedZeroBubble  also splits each backward pass in two. First come the gradients of the
+                         activations, because the rank before waits for them. No rank waits for the
+                         gradients of the parameters. So a rank computes these when it would
+                         otherwise be idle (https://arxiv.org/abs/2401.10241).
 
-With p ranks and m micro-batches the first two leave a rank waiting for (p-1)/(m+p-1) of the time, the bubble. Wide
-layers come close to that; with narrow ones messages take most of the time. The lesson measures it after training:
+With p ranks and m micro-batches, the first two schedules leave each rank idle in (p-1)/(m+p-1) of
+the time, if messages take no time. This is the bubble of model_parallel.py. With wide layers, the
+measured bubble is closer to this formula. With narrow layers, messages take most of the time. The
+lesson measures the bubble after training. playground/pictures.md draws the four schedules.
 
-    torchrun --standalone --nproc-per-node 2 playground/pipeline_parallel.py --width 512 --layers 8 --batch_size 2048
-    torchrun --standalone --nproc-per-node 2 playground/pipeline_parallel.py --schedule 1F1B --plot timeline.png
-    NODE0=<ip of node 0> run/torchrun_node.sh playground/pipeline_parallel.py    # on each of two nodes
+Run it:
+    torchrun --standalone --nproc-per-node 2 playground/pipeline_parallel.py --width 512 \
+        --layers 8 --batch_size 2048
+    torchrun --standalone --nproc-per-node 2 playground/pipeline_parallel.py --schedule 1F1B \
+        --plot timeline.png
 
-It prints single_gpu.py's numbers and who computes when (digit: forward, letter: backward, dot: waiting). An ideal one:
+Run it on two nodes, with this command on both:
+    NODE0=<ip of node 0> run/torchrun_node.sh playground/pipeline_parallel.py
+
+It prints the table of ranks, the numbers of single_gpu.py, and a timeline of one step. A digit is
+the forward pass of the micro-batch with that number, a letter is its backward pass (a: micro-batch
+0), and a dot is waiting. With InterleavedZeroBubble, a capital letter is the second part of a
+backward pass. With GPipe, an ideal timeline looks like this:
     rank 0 |000111222333444555666777......aaabbbcccdddeeefffggghhh|
     rank 1 |...000111222333444555666777aaabbbcccdddeeefffggghhh...|
 
-Break it, in a copy beside it: (1) leave `, target=F.pad(labels, missing)` out. Which rank complains, why only that one?
-(2) Try --micro_batches 2, 4, 16, 64: the formula's bubble shrinks. Does the measured one follow, and the step's time?
+Try breaking it, in a copy (cp playground/pipeline_parallel.py playground/broken.py):
+  1. Leave out `, target=filled_labels` after `schedule.step(*inputs`. Which rank complains, and
+     why only that one?
+  2. Try --micro_batches 2, 4, 16 and 64. The bubble of the formula shrinks. Does the measured
+     bubble shrink, too, and does the step become faster?
+
+The next lesson, tensor_parallel.py, splits each layer instead of the list of layers.
 """
 
 import argparse
 import os
+import platform
 import sys
 import time
 from datetime import timedelta
@@ -40,161 +65,311 @@ from tqdm import tqdm
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
 from common.data import DATA_DIR, fetch, load, whole_batch
-from common.guard_rails import check, explained, meet
+from common.guard_rails import check, explained
 from common.models import MODELS
+from common.roll_call import meet
 from measure.timeline import show, watch
+
+STAGES_PER_RANK = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "InterleavedZeroBubble": 2}
+# How many layers have parameters. The number of hidden layers is the default of --layers. The other
+# layers are the last one and, in the CNN, the two convolutions.
+HIDDEN_LAYERS = {"mlp": 3, "cnn": 1}
+OTHER_LAYERS = {"mlp": 1, "cnn": 3}
 
 
 def join(args):
-    """Join the process group and print who is who. Returns this process's rank and its device."""
+    """Join the process group and print the table of ranks. Returns this rank and its device."""
     local_rank = int(os.environ["LOCAL_RANK"])
-    gpu = torch.device("cuda", local_rank) if args.device == "cuda" else None
-    if gpu:
-        torch.cuda.set_device(gpu)  # else every rank would also use GPU 0
-    dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(seconds=args.timeout), device_id=gpu)
-    rank, device, node = dist.get_rank(), gpu or torch.device("cpu"), os.environ.get("GROUP_RANK", "0")
-    me = f"{node:<6}{rank:<6}{local_rank:<12}{device!s:<8}{os.getpid():<8}{os.uname().nodename}"
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, me)
+    if args.device == "cuda":
+        gpu = torch.device("cuda", local_rank)
+        device = gpu
+        backend = "nccl"
+        torch.cuda.set_device(gpu)  # otherwise every rank would also take memory on GPU 0
+    else:
+        gpu = None
+        device = torch.device("cpu")
+        backend = "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=gpu)
+    rank = dist.get_rank()
+    node = os.environ.get("GROUP_RANK", "0")
+    row = f"{node:<6}{rank:<6}{local_rank:<12}{device!s:<8}{os.getpid():<8}{platform.node()}"
+    rows = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, row)
     if rank == 0:
-        print("node  rank  local_rank  device  pid     host", *everyone, sep="\n", flush=True)
+        print("node  rank  local_rank  device  pid     host", *rows, sep="\n", flush=True)
     return rank, device
 
 
-def cut(model, count):
-    """Cut a model into stages that share its weights, each with about equally many layers."""
-    modules = [*model.stage1, *model.stage2]
-    layers = [i for i, module in enumerate(modules) if list(module.parameters())]  # not ReLU and the like
-    starts = [layers[stage * len(layers) // count] for stage in range(count)]
-    starts = [i - isinstance(modules[i - 1], torch.nn.Flatten) for i in starts]  # a stage can't pass on a view
-    return [torch.nn.Sequential(*modules[start:end]) for start, end in zip(starts, [*starts[1:], None], strict=True)]
+def cut(layers, count):
+    """Cut an nn.Sequential into stages with about the same number of layers that have parameters.
+
+    The stages are made of the same modules, so training the stages trains the nn.Sequential. Two
+    stages must not share a parameter or a buffer, because each rank would change its own copy.
+    """
+    modules = list(layers)
+    with_parameters = []
+    for index, module in enumerate(modules):
+        if list(module.parameters()):
+            with_parameters.append(index)
+    if count > len(with_parameters):
+        raise ValueError(
+            f"{len(with_parameters)} layers have parameters, too few for {count} stages"
+        )
+    starts = [0]
+    for number in range(1, count):
+        start = with_parameters[number * len(with_parameters) // count]
+        # The output of Flatten is a view. A stage cannot end with a view, because some schedules
+        # detach the output in place, which PyTorch refuses for views. So Flatten starts a stage.
+        while isinstance(modules[start - 1], (torch.nn.Flatten, torch.nn.Unflatten)):
+            start -= 1
+        starts.append(start)
+    ends = [*starts[1:], len(modules)]
+    stages = []
+    for start, end in zip(starts, ends, strict=True):
+        stages.append(torch.nn.Sequential(*modules[start:end]))
+    stage_of = {}
+    for number, stage in enumerate(stages):
+        for tensor in [*stage.parameters(), *stage.buffers()]:
+            first = stage_of.setdefault(tensor, number)
+            if first != number:
+                shape = tuple(tensor.shape)
+                raise ValueError(f"stages {first} and {number} share a tensor of shape {shape}")
+    return stages
 
 
-def pipeline(model, device, name, micro_batches):
-    """Move this rank's stages to its device. Returns the schedule that runs them, and the stages."""
-    world_size, interleaved = dist.get_world_size(), name.startswith("Interleaved")
-    parts = cut(model, world_size * (1 + interleaved))
-    mine = range(dist.get_rank(), len(parts), world_size)  # NEW: in turn, so rank 0 has stages 0 and p, if it has two
-    stages = [PipelineStage(parts[i].to(device), i, len(parts), device) for i in mine]
-    schedule = schedules.get_schedule_class(name)
-    return schedule(stages if interleaved else stages[0], micro_batches, F.cross_entropy), stages
+def pipeline(parts, device, name, micro_batches):
+    """Make the stages of this rank, on its device, and a schedule that runs them.
+
+    Before the first step, PyTorch runs each stage once on meaningless numbers, in order to learn
+    the shape of its output. It restores the buffers after that, provided that the stage has changed
+    them in place, as batch norm does.
+    """
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    trained = [parameter.requires_grad for parameter in parts[0].parameters()]
+    if name == "InterleavedZeroBubble" and not any(trained):
+        # PyTorch 2.15 would leave out the gradients of the second stage, without an error.
+        raise ValueError("InterleavedZeroBubble cannot train a model whose first stage is frozen")
+    stages = []
+    # NEW: with p ranks and two stages on each rank, rank 0 has stages 0 and p. So each stage sends
+    # its output to the next rank, and the last rank sends to rank 0.
+    for number in range(rank, len(parts), world_size):
+        part = parts[number].to(device)
+        stages.append(PipelineStage(part, number, len(parts), device))
+    # NEW: the loss of a micro-batch is the mean over its images. The schedule adds the gradients of
+    # all micro-batches and divides the sum by the number of micro-batches. Because micro-batches
+    # have equal sizes, the result is the gradient of the mean over the whole batch.
+    schedule_class = schedules.get_schedule_class(name)
+    if issubclass(schedule_class, schedules.PipelineScheduleMulti):
+        schedule = schedule_class(stages, micro_batches, F.cross_entropy)
+    else:
+        schedule = schedule_class(stages[0], micro_batches, F.cross_entropy)
+    return schedule, stages
+
+
+def fill(tensor, batch_size):
+    """Add zeros to the end of a batch, until it has this size."""
+    missing = batch_size - len(tensor)
+    zeros = tensor.new_zeros(missing, *tensor.shape[1:])
+    return torch.cat([tensor, zeros])
 
 
 def run_epoch(model, schedule, loader, device, batch_size, optimizer=None):
-    """Train, or test without an optimizer. Returns sums over all images: loss, hits, images."""
-    model.train(optimizer is not None)
-    loss_sum = hits = seen = 0
+    """Train, or only test if there is no optimizer.
+
+    Returns three sums over all images: the losses, the images that were recognized, the images.
+    """
+    rank = dist.get_rank()
+    training = optimizer is not None
+    model.train(training)
+    # The sums stay on the device. Reading them in each step would make Python wait for the GPU.
+    totals = torch.zeros(3, dtype=torch.float64, device=device)
     for images, labels in loader:
-        images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-        missing = [0, batch_size - len(labels)]  # NEW: stages are made for one size of batch, so fill it up
-        inputs = [F.pad(images, [0] * 6 + missing)] if dist.get_rank() == 0 else []  # NEW: others get activations
-        run = schedule.step if optimizer else schedule.eval  # NEW: m times forward and backward, or only forward
-        if optimizer:
+        images = images.to(device, non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
+        # NEW: the stages take batches of one size only, and the last test batch may be smaller.
+        filled_images = fill(images, batch_size)
+        filled_labels = fill(labels, batch_size)
+        # NEW: rank 0 has the first stage, which takes images. All other stages receive activations.
+        inputs = [filled_images] if rank == 0 else []
+        if training:
             optimizer.zero_grad()
-        with torch.set_grad_enabled(optimizer is not None):
-            logits = run(*inputs, target=F.pad(labels, missing))
-        if optimizer:
+            # NEW: computes the forward and backward passes of all micro-batches
+            outputs = schedule.step(*inputs, target=filled_labels)
             optimizer.step()
-        if logits is not None:  # NEW: only the last rank has them
-            loss_sum += F.cross_entropy(logits.detach()[: len(labels)], labels).double() * len(labels)
-            hits += (logits.argmax(dim=1)[: len(labels)] == labels).sum()
-            seen += len(labels)
-    totals = torch.tensor([loss_sum, hits, seen], dtype=torch.float64, device=device)
+        else:
+            with torch.no_grad():
+                outputs = schedule.eval(*inputs, target=filled_labels)
+        if outputs is not None:  # only the last rank has the logits
+            logits = outputs[: len(labels)].detach()
+            loss = F.cross_entropy(logits, labels)
+            totals[0] += loss * len(labels)
+            totals[1] += (logits.argmax(dim=1) == labels).sum()
+            totals[2] += len(labels)
     dist.all_reduce(totals)
     return totals.tolist()
 
 
-def save(args, epoch, model, optimizer):
+def save(args, epoch, model, parts, optimizer):
     """Collect all stages on rank 0, and write a checkpoint like those of the other lessons."""
-    moments = {i: {k: v.cpu() for k, v in each.items()} for i, each in optimizer.state_dict()["state"].items()}
-    weights = {name: w.detach().cpu() for i, (name, w) in enumerate(model.named_parameters()) if i in moments}
-    dist.gather_object((weights, moments), ranks := [None] * dist.get_world_size() if dist.get_rank() == 0 else None)
-    if ranks:
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    for number, part in enumerate(parts):
+        source = number % world_size  # the rank that trains this stage
+        # One tensor at a time, because with NCCL each message takes GPU memory.
+        # keep_vars=True yields the parameters themselves, which are the keys of optimizer.state.
+        for tensor in part.state_dict(keep_vars=True).values():
+            if rank == source and rank != 0:
+                optimizer_state = on_cpu(optimizer.state.get(tensor, {}))
+                dist.send_object_list([tensor.detach().cpu(), optimizer_state], dst=0)
+            if rank == 0 and source != 0:
+                received = [None, None]
+                dist.recv_object_list(received, src=source)
+                value, optimizer_state = received
+                # Rank 0 has this stage, too, on its CPU, but has not trained it.
+                tensor.detach().copy_(value)
+                if optimizer_state:
+                    optimizer.state[tensor] = optimizer_state
+    if rank == 0:
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        for weights, moments in ranks:  # NEW: each rank has changed its own stages only
-            state["model"] |= weights
-            state["optimizer"]["state"] |= moments
+        state |= {"epoch": epoch, "args": vars(args)}
         with open(f"{args.savefile}.tmp", "wb") as file:
-            torch.save(state | {"epoch": epoch, "args": vars(args)}, file)
-        os.replace(f"{args.savefile}.tmp", args.savefile)  # a crash on the way leaves the last one whole
+            torch.save(state, file)
+        # The last checkpoint stays whole even if this run is killed while it writes.
+        os.replace(f"{args.savefile}.tmp", args.savefile)
+
+
+def on_cpu(state):
+    """Return a copy of a dict that has its tensors on the CPU."""
+    copy = {}
+    for name, value in state.items():
+        copy[name] = value.cpu() if torch.is_tensor(value) else value
+    return copy
 
 
 @record
 def train(args):
-    """Train, test and report, one line an epoch; then show who computes when."""
+    """Train and test, and print one line for each epoch. Then show when each rank computes."""
     rank, device = join(args)
-    meet(args)  # guard rail
-    torch.set_default_dtype(torch.float64 if args.double else torch.float32)  # of weights and images
+    meet(args)  # guard rail: compares the flags of the ranks
+    world_size = dist.get_world_size()
+    torch.set_default_dtype(torch.float64 if args.double else torch.float32)
     torch.manual_seed(args.seed)
     train_set, test_set = load(args.dataset, args.data_dir)
-    order = torch.Generator()
-    sampler = RandomSampler(train_set, generator=order)  # NEW: all ranks read the same batches
-    options = {"collate_fn": whole_batch, "pin_memory": device.type == "cuda"}  # pinned: a GPU reads it by itself
-    train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True, **options)
-    test_loader = DataLoader(test_set, args.batch_size, **options)
-    model = MODELS[args.model](args.width, args.layers)  # NEW: all of it, on the CPU; only this rank's stages move
-    schedule, _ = pipeline(model, device, args.schedule, args.micro_batches)
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)  # NEW: skips others' weights
+    generator = torch.Generator()
+    # All ranks read the same batches. The first stage uses the images, and the last one uses the
+    # labels.
+    sampler = RandomSampler(train_set, generator=generator)
+    pin_memory = device.type == "cuda"  # a GPU copies from pinned memory while Python continues
+    train_loader = DataLoader(
+        train_set,
+        args.batch_size,
+        sampler=sampler,
+        drop_last=True,
+        collate_fn=whole_batch,  # our data sets return whole batches already
+        pin_memory=pin_memory,
+    )
+    test_loader = DataLoader(
+        test_set, args.batch_size, collate_fn=whole_batch, pin_memory=pin_memory
+    )
+    # Each rank makes the whole model on the CPU, and moves only its own stages to its GPU.
+    model = MODELS[args.model](args.width, args.layers)
+    # NEW: this works around a bug of PyTorch 2.9: https://github.com/pytorch/pytorch/pull/165539.
+    # A stage first sends shapes as int64, but the receiver's buffer has the default dtype. float64
+    # has 8 bytes, like int64, so the buffer is large enough. The model has been made, so nothing
+    # else changes.
+    torch.set_default_dtype(torch.float64)
+    layers = torch.nn.Sequential(*model.stage1, *model.stage2)
+    parts = cut(layers, world_size * STAGES_PER_RANK[args.schedule])
+    schedule, stages = pipeline(parts, device, args.schedule, args.micro_batches)
+    # The parameters of the other ranks get no gradients here, so Adam leaves them out.
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
 
     for epoch in range(args.epochs):
-        order.manual_seed(args.seed + epoch)  # another order in each epoch, the same in each run
+        # The order differs from epoch to epoch, and it is the same on all ranks and in each run.
+        generator.manual_seed(args.seed + epoch)
         start = time.perf_counter()
-        bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)  # None: only on a terminal
-        loss, hits, seen = run_epoch(model, schedule, bar, device, args.batch_size, optimizer)
+        hidden = None if rank == 0 else True  # None: the bar is hidden if there is no terminal
+        progress = tqdm(train_loader, leave=False, disable=hidden)
+        loss_sum, hits, seen = run_epoch(
+            model, schedule, progress, device, args.batch_size, optimizer
+        )
         seconds = time.perf_counter() - start
         _, test_hits, test_seen = run_epoch(model, schedule, test_loader, device, args.batch_size)
         if rank == 0:
-            line = f"epoch {epoch + 1}/{args.epochs}  loss {loss / seen:.4f}  train {hits / seen:.2%}"
-            line += f"  test {test_hits / test_seen:.2%}  {seconds:.2f} s  {seen / seconds:,.0f} images/s"
-            print(line, flush=True)
+            print(
+                f"epoch {epoch + 1}/{args.epochs}  loss {loss_sum / seen:.4f}"
+                f"  train {hits / seen:.2%}  test {test_hits / test_seen:.2%}"
+                f"  {seconds:.2f} s  {seen / seconds:,.0f} images/s",
+                flush=True,
+            )
         if args.savefile:
-            save(args, epoch + 1, model, optimizer)
-    plans = (args.schedule, args.micro_batches), ("GPipe", 1)  # the second one: a batch in one piece
-    steps = {plan: watch(*pipeline(model, device, *plan), *next(iter(train_loader))) for plan in plans}
+            save(args, epoch + 1, model, parts, optimizer)
+    images, labels = next(iter(train_loader))
+    steps = {}
+    steps[args.schedule, args.micro_batches] = watch(schedule, stages, images, labels)
+    # NEW: with a single micro-batch, only one rank computes at any time. LoopedBFS computes in the
+    # order of GPipe. Some versions of PyTorch refuse GPipe with fewer micro-batches than ranks.
+    parts = cut(layers, world_size)
+    schedule, stages = pipeline(parts, device, "LoopedBFS", 1)
+    steps["GPipe", 1] = watch(schedule, stages, images, labels)
     if rank == 0:
-        show(steps, [f"rank {i}" for i in range(dist.get_world_size())], args.plot)
+        show(steps, [f"rank {number}" for number in range(world_size)], args.plot)
     dist.destroy_process_group()
 
 
+@explained  # guard rail: explains errors
 def main():
-    """Read the flags and be one of the ranks."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, usage=argparse.SUPPRESS)
+    """Read the flags, make sure that the data is there, and train as one of the ranks."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage=argparse.SUPPRESS,
+    )
     add = parser.add_argument
     add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--schedule", choices=["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble"], default="GPipe")
-    add("--micro_batches", type=int, default=8, help="pieces of a batch")
+    add("--schedule", choices=STAGES_PER_RANK, default="GPipe")
+    add("--micro_batches", type=int, default=8, help="micro-batches in a batch")
     add("--plot", metavar="PNG", help="draw the timeline into this file")
     add("--timeout", type=int, default=60, help="seconds to wait for another rank")
     add("--epochs", type=int, default=3)
-    add("--batch_size", type=int, default=128, help="images in a step")
+    add("--batch_size", type=int, default=128, help="images in a step, over all ranks")
     add("--lr", type=float, default=1e-3, help="Adam's learning rate")
     add("--model", choices=MODELS, default="mlp")
     add("--width", type=int, help="neurons in each hidden layer; default: 64 (mlp), 120 (cnn)")
-    add("--layers", type=int, help="hidden layers, the linear ones in cnn; default: 3 (mlp), 1 (cnn)")
-    add("--dataset", choices=["mnist", "digits"], help="default: mnist, or digits where it can't be had")
+    add("--layers", type=int, help="hidden linear layers; default: 3 (mlp), 1 (cnn)")
+    add("--dataset", choices=["mnist", "digits"], help="default: mnist, or digits without mnist")
     add("--data_dir", default=DATA_DIR, help="default: data/ beside playground/")
     add("--seed", type=int, default=0)
-    add("--double", action="store_true", help="float64: no rounding to be seen between the lessons")
-    add("-s", "--savefile", help="write a checkpoint here after each epoch")
+    add("--double", action="store_true", help="compute in float64, so that lessons agree exactly")
+    add("-s", "--savefile", help="write a checkpoint to this file after each epoch")
     args = parser.parse_args()
-    check(parser, args)  # guard rail
-    world_size, pieces = int(os.environ["WORLD_SIZE"]), args.micro_batches
-    args.schedule = args.schedule if world_size > 1 else "GPipe"  # one rank has nobody to take turns with
-    interleaved = args.schedule.startswith("Interleaved")
-    stages, (hidden, others) = world_size * (1 + interleaved), {"mlp": (3, 1), "cnn": (1, 3)}[args.model]  # layers
-    if (args.layers or hidden) + others < stages:
-        parser.error(f"{stages} stages need as many layers: use --layers {stages - others}")
-    if (interleaved and pieces % world_size) or (args.schedule == "1F1B" and pieces < world_size):
-        fitting = max(1, round(pieces / world_size)) * world_size
-        parser.error(f"{args.schedule} can't take {pieces} micro-batches: use --micro_batches {fitting}")
-    if args.batch_size % pieces:
-        nearest = max(1, round(args.batch_size / pieces)) * pieces
-        parser.error(f"--batch_size {args.batch_size} can't be cut into {pieces} micro-batches: use {nearest}")
-    args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)  # one rank of a node at a time
+    check(parser, args)  # guard rail: refuses impossible flags
+    world_size = int(os.environ["WORLD_SIZE"])
+    if world_size == 1:
+        args.schedule = "GPipe"  # the other schedules need several ranks
+    count = args.micro_batches
+    stages = world_size * STAGES_PER_RANK[args.schedule]
+    layers = args.layers or HIDDEN_LAYERS[args.model]
+    if layers + OTHER_LAYERS[args.model] < stages:
+        needed = stages - OTHER_LAYERS[args.model]
+        parser.error(f"{stages} stages need as many layers: use --layers {needed}")
+    nearest = max(1, round(count / world_size)) * world_size
+    wrong = ""
+    if STAGES_PER_RANK[args.schedule] == 2 and count % world_size:
+        wrong = f"{args.schedule} needs a multiple of {world_size}, the number of ranks"
+    elif count < world_size:
+        wrong = f"{args.schedule} needs at least {world_size}, one for each rank"
+    if wrong:
+        parser.error(f"--micro_batches {count}: {wrong}: use --micro_batches {nearest}")
+    if args.batch_size % count:
+        nearest = max(1, round(args.batch_size / count)) * count
+        wrong = f"--batch_size {args.batch_size} cannot be split into {count} equal micro-batches"
+        parser.error(f"{wrong}: use --batch_size {nearest}")
+    # The ranks of a node fetch the data one at a time, so it is downloaded once.
+    args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 
 
 if __name__ == "__main__":
-    with explained():  # guard rail
-        main()
+    main()

@@ -1,39 +1,61 @@
-"""Where a step's time goes: torch.profiler in a training loop, what is hidden and what is waited for.
+r"""Where the time of a step goes: torch.profiler shows which messages hide behind computing.
 
-distributed_data_parallel_torchrun.py with a profiler around each epoch. It notes when the operations and messages of
-ten steps begin and end; each rank writes what it saw to a file, its trace. https://ui.perfetto.dev shows it (it stays
-in your browser): a row is a thread, time runs to the right, the spans gloo:all_reduce are messages. One that travels
-while other rows compute is hidden: it costs no time of its own. If nothing computes meanwhile, the rank waits for it.
-DDP hides some: it sends a bucket of gradients as soon as backward() has filled it.
+This lesson is distributed_data_parallel_torchrun.py with a profiler. In every epoch the profiler
+records when the operations and messages of ten steps begin and end. Each rank writes its record, a
+trace, to a file. Open this file on https://ui.perfetto.dev, which does not upload it. A row is a
+thread, time runs to the right, and the spans named gloo:all_reduce are messages.
 
-    torchrun --standalone --nproc-per-node 2 playground/profile_steps.py --batch_size 512 --width 1024 --epochs 1
+While a message travels, a rank can compute. Then the message costs no time of its own, and we call
+it hidden. If the rank has nothing to compute meanwhile, it waits. DDP hides a part of its messages,
+because it sends a bucket of gradients as soon as backward() has filled it.
 
-It prints single_gpu.py's numbers, how long an average traced step took, and for what (times will differ):
+Run it:
+    torchrun --standalone --nproc-per-node 2 \
+        playground/profile_steps.py --batch_size 512 --width 1024 --epochs 1
 
+It prints the same numbers as single_gpu.py, then the mean time of a step and its parts (times will
+differ):
     epoch 1/1  loss 0.2961  train 90.87%  test 95.73%  5.64 s  10,620 images/s
     rank  step (ms)   = data      + computing + messages    messages hidden
     0     54.90       0.39        41.10       13.42         8.71
 
-Add one of these, and (nearly) nothing is hidden any more:
+"data" is the time in which a rank only reads a batch, and "messages" the time in which it waits for
+messages, or for a rank that is late. "computing" is the remainder, which includes Python's own
+overhead. "messages hidden" is not a part of the step, because it passes while the rank computes.
 
-    --bucket_cap_mb 1000    one bucket of DDP's for all gradients, full only at the end of backward()
-    --average bucket        one message by hand after backward(), as in manual_data_parallel.py --bucket
-    --average each          the same with a message for each gradient
+Add one of these flags to the command, and almost nothing is hidden:
+    --bucket_cap_mb 1000    a single bucket of DDP, which is full only when backward() ends
+    --average bucket        one long message after backward(), as in manual_data_parallel.py
+    --average each          a message for each gradient after backward()
 
-"Computing" is what the other two leave over, so Python's own work, too; messages include waiting for a rank that is
-late. On CPUs gloo's threads share the cores with the computing, so even a hidden message slows it. On GPUs messages are
-kernels named ncclDevKernel_*: DDP's have a stream of their own; those by hand, without async_op=True, run on the stream
-that computes and can't hide. Profiling slows the steps: compare their parts, and take images/s from another lesson.
+With --average, each step has one more message, a short one that counts the gradients.
+playground/pictures.md draws a step with several buckets and a step with one.
 
-Break it, in a copy: (1) before `loss.backward()` write `time.sleep(0.05 * dist.get_rank())`. Whose computing grows, and
-whose waiting? (2) Comment out `profiler.step()` and give it a new --out. What does the schedule wait for?
+On a CPU, gloo's threads use the cores that compute. So even a hidden message slows the step down.
+
+A GPU takes its work from queues, which are called streams. It does the work of one stream in order,
+and it can do the work of several streams at the same time. DDP's messages have a stream of their
+own, so they can be hidden. With --average, they are not hidden. There, all_reduce is called without
+async_op=True, so the stream of the computations waits for the message. In the trace of a GPU,
+messages are the spans named ncclDevKernel_*.
+
+The profiler makes steps slower. So compare the parts of a step here, but not images/s.
+
+Try breaking it, in a copy:
+  1. Write `time.sleep(0.05 * dist.get_rank())` before `loss.backward()`. On which rank does
+     "computing" grow, and on which rank "messages"?
+  2. Comment out `profiler.step()`, and run it with a new --out. What does the schedule wait for?
+
+The next lesson, manual_sharding.py, shards what DDP replicates.
 """
 
 import argparse
 import json
 import os
+import platform
 import sys
 import time
+from collections import defaultdict
 from datetime import timedelta
 from pathlib import Path
 
@@ -42,159 +64,256 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.data import DataLoader, DistributedSampler
 from tqdm import tqdm
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
 from common.data import DATA_DIR, fetch, load, whole_batch
-from common.guard_rails import check, explained, meet
+from common.guard_rails import check, explained
 from common.models import MODELS
+from common.roll_call import meet
 from measure.traces import step_times
 
 
 def join(args):
-    """Join the process group and print who is who. Returns this process's rank and its device."""
+    """Join the process group and print the table of ranks. Returns this rank and its device."""
     local_rank = int(os.environ["LOCAL_RANK"])
-    gpu = torch.device("cuda", local_rank) if args.device == "cuda" else None
-    if gpu:
-        torch.cuda.set_device(gpu)  # else every rank would also use GPU 0
-    dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(seconds=args.timeout), device_id=gpu)
-    rank, device, node = dist.get_rank(), gpu or torch.device("cpu"), os.environ.get("GROUP_RANK", "0")
-    me = f"{node:<6}{rank:<6}{local_rank:<12}{device!s:<8}{os.getpid():<8}{os.uname().nodename}"
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, me)
+    if args.device == "cuda":
+        gpu = torch.device("cuda", local_rank)
+        device = gpu
+        backend = "nccl"
+        torch.cuda.set_device(gpu)  # otherwise every rank would also take memory on GPU 0
+    else:
+        gpu = None
+        device = torch.device("cpu")
+        backend = "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=gpu)
+    rank = dist.get_rank()
+    node = os.environ.get("GROUP_RANK", "0")
+    row = f"{node:<6}{rank:<6}{local_rank:<12}{device!s:<8}{os.getpid():<8}{platform.node()}"
+    rows = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, row)
     if rank == 0:
-        print("node  rank  local_rank  device  pid     host", *everyone, sep="\n", flush=True)
+        print("node  rank  local_rank  device  pid     host", *rows, sep="\n", flush=True)
     return rank, device
 
 
-def average_gradients(model, average):
-    """Replace each gradient by its mean over the ranks, as manual_data_parallel.py does."""
-    gradients = [weight.grad for weight in model.parameters()]
-    messages = [parameters_to_vector(gradients)] if average == "bucket" else gradients
-    for message in messages:
-        dist.all_reduce(message)
-        message /= dist.get_world_size()
-    if average == "bucket":
-        vector_to_parameters(messages[0], gradients)
+def gradients_on_any_rank(model):
+    """Return the gradients of those parameters that have one on any rank.
+
+    A parameter has no gradient (None) if it is frozen, or if forward() did not use it. If no rank
+    has one, it stays None, because the optimizer skips such a parameter. If only some ranks have
+    one, it becomes zero on the other ranks.
+    """
+    parameters = list(model.parameters())
+    has_gradient = [parameter.grad is not None for parameter in parameters]
+    # The ranks must make the same all_reduce calls in the same order. But no rank knows which
+    # gradients exist on the others, so the ranks count them. This costs a short message in each
+    # step, and a GPU must finish backward() before Python can read the counts. DDP sends such a
+    # message only with find_unused_parameters=True.
+    counts = torch.tensor(has_gradient, dtype=torch.int32, device=parameters[0].device)
+    dist.all_reduce(counts)
+    gradients = []
+    for parameter, count in zip(parameters, counts.tolist(), strict=True):
+        if count > 0 and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        if count > 0:
+            gradients.append(parameter.grad)
+    return gradients
 
 
-def run_epoch(model, loader, device, args, optimizer=None, profiler=None):
-    """Train, or test without an optimizer. Returns sums over the images of all ranks: loss, hits, images."""
-    model.train(optimizer is not None)
-    loss_sum = hits = seen = 0
+def average(gradients):
+    """Replace each of these gradients with its mean over the ranks. They travel in one message."""
+    message = torch.cat([gradient.flatten() for gradient in gradients])
+    # Divide before the numbers are added, because their sum may be too large for float16.
+    message /= dist.get_world_size()
+    dist.all_reduce(message)  # now all ranks have the mean
+    sizes = [gradient.numel() for gradient in gradients]
+    for gradient, mean in zip(gradients, message.split(sizes), strict=True):
+        gradient.copy_(mean.view_as(gradient))
+
+
+def average_gradients(model, in_one_bucket):
+    """Average each gradient over the ranks. The result is the gradient of the global batch.
+
+    Each gradient travels in a message of its own. With in_one_bucket, all of them travel in one
+    message, because one long message takes less time than many short ones.
+    """
+    gradients = gradients_on_any_rank(model)
+    if in_one_bucket:
+        # All numbers of a message have the same dtype, so each dtype needs a bucket.
+        buckets = defaultdict(list)
+        for gradient in gradients:
+            buckets[gradient.dtype].append(gradient)
+        for bucket in buckets.values():
+            average(bucket)
+    else:
+        for gradient in gradients:
+            average([gradient])
+
+
+def run_epoch(model, loader, device, optimizer=None, average_by="ddp", profiler=None):
+    """Train, or only test if there is no optimizer.
+
+    Returns three sums over the images of all ranks: the losses, the images that were recognized,
+    the images.
+    """
+    training = optimizer is not None
+    model.train(training)
+    # The sums stay on the device. Reading them in each step would make Python wait for the GPU.
+    totals = torch.zeros(3, dtype=torch.float64, device=device)
     for images, labels in loader:
-        images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-        with torch.set_grad_enabled(optimizer is not None):
+        images = images.to(device, non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
+        with torch.set_grad_enabled(training):
             logits = model(images)
             loss = F.cross_entropy(logits, labels)
-        if optimizer:
+        if training:
             optimizer.zero_grad()
             loss.backward()
-            if args.average != "ddp":
-                average_gradients(model, args.average)
+            if average_by != "ddp":
+                in_one_bucket = average_by == "bucket"
+                average_gradients(model, in_one_bucket)
             optimizer.step()
-        loss_sum += loss.detach().double() * len(labels)
-        hits += (logits.argmax(dim=1) == labels).sum()
-        seen += len(labels)
+        totals[0] += loss.detach() * len(labels)
+        totals[1] += (logits.argmax(dim=1) == labels).sum()
+        totals[2] += len(labels)
         if profiler:
-            profiler.step()  # NEW: here a step ends; the next one begins with reading its batch
-    totals = torch.tensor([loss_sum, hits, seen], dtype=torch.float64, device=device)
+            profiler.step()  # NEW: a step ends here; the next one begins with reading its batch
     dist.all_reduce(totals)
     return totals.tolist()
 
 
 def show_steps(rank, path):
-    """Print the mean of each rank's traced steps and its parts."""
+    """Print the mean time of each rank's traced steps, and its parts."""
     with open(path) as file:
-        mine = f"{rank:<6}" + "".join(f"{ms:<12.2f}" for ms in step_times(json.load(file)).values())
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+        times = step_times(json.load(file))
+    row = f"{rank:<6}"
+    for milliseconds in times.values():
+        row += f"{milliseconds:<12.2f}"
+    rows = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, row)
     if rank == 0:
         head = "rank  step (ms)   = data      + computing + messages    messages hidden"
-        print(head, *everyone, sep="\n", flush=True)
+        print(head, *rows, sep="\n", flush=True)
 
 
 @record
 def train(args):
-    """Train, test and report, one line an epoch."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler's C++ side logs its own starts and stops
+    """Train and test, and print one line for each epoch."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise the profiler logs when it starts
     rank, device = join(args)
-    meet(args)  # guard rail
+    meet(args)  # guard rail: compares the flags of the ranks
     world_size = dist.get_world_size()
-    torch.set_default_dtype(torch.float64 if args.double else torch.float32)  # of weights and images
+    torch.set_default_dtype(torch.float64 if args.double else torch.float32)
     torch.manual_seed(args.seed)
     train_set, test_set = load(args.dataset, args.data_dir)
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
-    share = args.batch_size // world_size
-    options = {"collate_fn": whole_batch, "pin_memory": device.type == "cuda"}  # pinned: a GPU reads it by itself
-    train_loader = DataLoader(train_set, share, sampler=sampler, drop_last=True, **options)
-    mine = range(rank, len(test_set), world_size)  # no padding: each test image counts exactly once
-    test_loader = DataLoader(test_set, 1000, sampler=mine, **options)
-    model = MODELS[args.model](args.width, args.layers).to(device)
-    plain = model  # the same on all ranks already, as the seed is
+    per_rank_batch = args.batch_size // world_size
+    pin_memory = device.type == "cuda"  # a GPU copies from pinned memory while Python continues
+    train_loader = DataLoader(
+        train_set,
+        per_rank_batch,
+        sampler=sampler,
+        drop_last=True,
+        collate_fn=whole_batch,  # our data sets return whole batches already
+        pin_memory=pin_memory,
+    )
+    # Each test image counts once. DistributedSampler would repeat some to make the parts equal.
+    test_indices = range(rank, len(test_set), world_size)
+    test_loader = DataLoader(
+        test_set, 1000, sampler=test_indices, collate_fn=whole_batch, pin_memory=pin_memory
+    )
+    plain_model = MODELS[args.model](args.width, args.layers).to(device)
     if args.average == "ddp":
-        model = DistributedDataParallel(model, bucket_cap_mb=args.bucket_cap_mb)  # NEW: None is DDP's own choice
+        # NEW: with bucket_cap_mb=None DDP chooses the size of the buckets.
+        model = DistributedDataParallel(plain_model, bucket_cap_mb=args.bucket_cap_mb)
+    else:
+        model = plain_model  # all ranks have made the same model, because their seeds are equal
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
     os.makedirs(args.out, exist_ok=True)
-    trace = f"{args.out}/rank{rank}.json"
+    trace_path = f"{args.out}/rank{rank}.json"
+
+    def write_trace(profiler):
+        """Write what the profiler has recorded; it calls this after ten steps."""
+        profiler.export_chrome_trace(trace_path)
+
+    # NEW: the profiler skips the first five steps, because they are slower. If an epoch has fewer
+    # than ten steps, it skips half of them.
+    warmup = min(5, len(train_loader) // 2)
+    schedule = torch.profiler.schedule(wait=0, warmup=warmup, active=10, repeat=1)
 
     for epoch in range(args.epochs):
-        sampler.set_epoch(epoch)  # another order in each epoch, the same in each run
+        # The order differs from epoch to epoch, and it is the same on all ranks and in each run.
+        sampler.set_epoch(epoch)
         start = time.perf_counter()
-        bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)  # None: only on a terminal
-        with torch.profiler.profile(  # NEW: in each epoch it warms up, traces ten steps and writes them
-            schedule=torch.profiler.schedule(wait=0, warmup=min(5, len(train_loader) // 2), active=10, repeat=1),
-            on_trace_ready=lambda profiler: profiler.export_chrome_trace(trace),
-        ) as profiler:
-            loss, hits, seen = run_epoch(model, bar, device, args, optimizer, profiler)
+        hidden = None if rank == 0 else True  # None: the bar is hidden if there is no terminal
+        progress = tqdm(train_loader, leave=False, disable=hidden)
+        # NEW: the profiler counts the calls of its step(), and follows the schedule.
+        with torch.profiler.profile(schedule=schedule, on_trace_ready=write_trace) as profiler:
+            loss_sum, hits, seen = run_epoch(
+                model, progress, device, optimizer, args.average, profiler
+            )
         seconds = time.perf_counter() - start
-        _, test_hits, test_seen = run_epoch(plain, test_loader, device, args)
+        _, test_hits, test_seen = run_epoch(plain_model, test_loader, device)
         if rank == 0:
-            line = f"epoch {epoch + 1}/{args.epochs}  loss {loss / seen:.4f}  train {hits / seen:.2%}"
-            line += f"  test {test_hits / test_seen:.2%}  {seconds:.2f} s  {seen / seconds:,.0f} images/s"
-            print(line, flush=True)
+            print(
+                f"epoch {epoch + 1}/{args.epochs}  loss {loss_sum / seen:.4f}"
+                f"  train {hits / seen:.2%}  test {test_hits / test_seen:.2%}"
+                f"  {seconds:.2f} s  {seen / seconds:,.0f} images/s",
+                flush=True,
+            )
         if rank == 0 and args.savefile:
-            state = {"model": plain.state_dict(), "optimizer": optimizer.state_dict()}
+            state = {"model": plain_model.state_dict(), "optimizer": optimizer.state_dict()}
+            state |= {"epoch": epoch + 1, "args": vars(args)}
             with open(f"{args.savefile}.tmp", "wb") as file:
-                torch.save(state | {"epoch": epoch + 1, "args": vars(args)}, file)
-            os.replace(f"{args.savefile}.tmp", args.savefile)  # a crash on the way leaves the last one whole
-    show_steps(rank, trace)  # NEW: of the last epoch
+                torch.save(state, file)
+            # The last checkpoint stays whole even if this run is killed while it writes.
+            os.replace(f"{args.savefile}.tmp", args.savefile)
+    show_steps(rank, trace_path)  # NEW: those of the last epoch
+    # DDP refers to the group, so delete DDP first. Otherwise the process may hang.
+    del model
     dist.destroy_process_group()
 
 
+@explained  # guard rail: explains errors
 def main():
-    """Read the flags and be one of the ranks."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, usage=argparse.SUPPRESS)
+    """Read the flags, make sure that the data is there, and train as one of the ranks."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage=argparse.SUPPRESS,
+    )
     add = parser.add_argument
     add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     add("--timeout", type=int, default=60, help="seconds to wait for another rank")
-    add("--average", choices=["ddp", "each", "bucket"], default="ddp", help="who averages the gradients, and how")
-    add("--bucket_cap_mb", type=int, help="MiB in a bucket of DDP's; default: 1 in the first, 25 in the others")
-    add("--out", metavar="DIR", default="traces", help="folder for rank0.json, rank1.json, ...; default: traces/")
+    add("--average", choices=["ddp", "each", "bucket"], default="ddp", help="ddp, or by hand")
+    add("--bucket_cap_mb", type=int, help="MiB in a bucket of DDP; default: first 1, then 25")
+    add("--out", metavar="DIR", default="traces", help="folder for rank0.json, rank1.json, ...")
     add("--epochs", type=int, default=3)
     add("--batch_size", type=int, default=128, help="images in a step, over all ranks")
     add("--lr", type=float, default=1e-3, help="Adam's learning rate")
     add("--model", choices=MODELS, default="mlp")
     add("--width", type=int, help="neurons in each hidden layer; default: 64 (mlp), 120 (cnn)")
-    add("--layers", type=int, help="hidden layers, the linear ones in cnn; default: 3 (mlp), 1 (cnn)")
-    add("--dataset", choices=["mnist", "digits"], help="default: mnist, or digits where it can't be had")
+    add("--layers", type=int, help="hidden linear layers; default: 3 (mlp), 1 (cnn)")
+    add("--dataset", choices=["mnist", "digits"], help="default: mnist, or digits without mnist")
     add("--data_dir", default=DATA_DIR, help="default: data/ beside playground/")
     add("--seed", type=int, default=0)
-    add("--double", action="store_true", help="float64: no rounding to be seen between the lessons")
-    add("-s", "--savefile", help="write a checkpoint here after each epoch")
+    add("--double", action="store_true", help="compute in float64, so that lessons agree exactly")
+    add("-s", "--savefile", help="write a checkpoint to this file after each epoch")
     args = parser.parse_args()
-    check(parser, args)  # guard rail
+    check(parser, args)  # guard rail: refuses impossible flags
     world_size = int(os.environ["WORLD_SIZE"])
     if args.batch_size % world_size:
         nearest = max(1, round(args.batch_size / world_size)) * world_size
-        parser.error(f"--batch_size {args.batch_size} can't be shared by {world_size} processes: use {nearest}")
-    args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)  # one rank of a node at a time
+        parser.error(
+            f"--batch_size {args.batch_size} cannot be divided by {world_size} processes:"
+            f" use --batch_size {nearest}"
+        )
+    # The ranks of a node fetch the data one at a time, so it is downloaded once.
+    args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 
 
 if __name__ == "__main__":
-    with explained():  # guard rail
-        main()
+    main()

@@ -1,27 +1,82 @@
-"""Tensor parallelism: every rank has a piece of every layer, and all work on the same images at the same time.
+"""Tensor parallelism: the ranks split each layer, and all of them process the same images.
 
-Linear layers are cut in pairs. Columns of the first: each rank computes some of its outputs. Rows of the second: they
-take just these, and the pair's output is the sum over all ranks: one all_reduce. In backward() there is one more, where
-the pair began: the columns of all ranks add to the gradient of its input (https://arxiv.org/abs/1909.08053). The sum
-needs none: its gradient is that of each of its parts.
+Linear layers are split in pairs. Let x be the input of a pair, y its output, and let A and B be the
+matrices by which its two layers multiply:
 
-    input -> rank 0: columns A0, ReLU, rows B0 -> \\
-          -> rank 1: columns A1, ReLU, rows B1 ->  + all_reduce -> output, the same on all ranks
+    y = ReLU(x A) B
 
+Each rank keeps some columns of A. A column gives one number of x A, so each rank computes some of
+these numbers. ReLU changes each number separately, so each rank can apply it to its own numbers.
+Each rank also keeps the rows of B that are multiplied by just these numbers. The product of its
+numbers and its rows is one term of y, and y is the sum of these terms over the ranks. An all_reduce
+adds them up. An example for two ranks:
+
+    x = [1 2]      A = [1 0 | 2 1]      B = [1 0]
+                       [0 1 | 1 1]          [0 1]
+                                            -----
+                                            [1 1]
+                                            [2 0]
+
+    rank 0 has A0, left of the line, and B0, above the line:     rank 1 has A1 and B1:
+        x A0 = [1 2]                                                 x A1 = [4 3]
+        y0 = ReLU(x A0) B0 = [1 2]                                   y1 = ReLU(x A1) B1 = [10 4]
+
+    the all_reduce: y = y0 + y1 = [11 6] = ReLU(x A) B
+
+The backward pass starts with the gradient of y, for example g = [1 1]. The gradient of a sum is
+also the gradient of each of its terms. So g is the gradient of y0 and of y1, and no message is
+needed. Each rank multiplies g by its rows, and gets the gradient of ReLU's output. In this example
+all inputs of ReLU are positive, so ReLU passes this gradient on unchanged. Both ranks have used x,
+each for its own columns. So the gradient of x is the sum over the ranks, and an all_reduce is
+needed where the pair begins:
+
+    rank 0: g B0.T = [1 1]                                       rank 1: g B1.T = [2 2]
+            [1 1] A0.T = [1 1]                                           [2 2] A1.T = [6 4]
+
+    the all_reduce: [1 1] + [6 4] = [7 5], the gradient of x in a single process
+
+Two functions do this: one where a pair begins, and one where it ends. Each has an all_reduce either
+in the forward pass or in the backward pass. Megatron-LM introduced these functions
+(https://arxiv.org/abs/1909.08053):
+
+    where a pair begins    Copy    forward: nothing       backward: all_reduce
+    where a pair ends      Add     forward: all_reduce    backward: nothing
+
+nn.Linear stores a matrix transposed: its parameter has the shape (out_features, in_features), and
+it computes x @ weight.T. So columns are split along dimension 0, and rows along dimension 1.
+playground/pictures.md draws a pair of layers on two ranks.
+
+On n ranks, a split layer takes 1/n of the memory for parameters, gradients and Adam's averages. The
+activations that are saved for backward() are split only inside a pair. The input and the output of
+a pair are whole on each rank.
+
+Run it:
     torchrun --standalone --nproc-per-node 2 playground/tensor_parallel.py --compare
     torchrun --standalone --nproc-per-node 2 playground/tensor_parallel.py --compare --by dtensor
 
-Before single_gpu.py's numbers it prints:
+It prints how much a step differs from a step of the whole model. Then it prints the same numbers as
+single_gpu.py:
     outputs differ from the whole model's by 4e-08, gradients by 4e-09
-    all_reduce in forward: 2, in backward: 1  (predicted: 2 and 1, one for each pair of layers, none for images)
+    all_reduce in forward: 2, in backward: 1 (predicted: 2 and 1)
 
-Break it, in a copy, with --compare: (1) Leave register_hook(add_up) out. What is still right? (2) Before load(...) seed
-with args.seed + rank, by hand and by dtensor; then `order` instead. Who complains? (3) With --by dtensor misspell a key
-of the plan (`column + "x": ...`), then both.
+The model has two pairs. The input of the first one is the images, which need no gradient. So there
+is only one all_reduce in backward.
+
+Try breaking it, in a copy (cp playground/tensor_parallel.py playground/broken.py), and run it with
+--compare:
+  1. In ColumnLinear, replace `Copy.apply(inputs)` with `inputs`. Which numbers are still right?
+  2. Before `load(...)`, seed with `args.seed + rank`. Is there an error? Try --by dtensor, too.
+  3. Before each epoch, seed the generator with `args.seed + epoch + rank`. Is there an error?
+  4. Write `plan[column + "x"]`, and use --by dtensor. Then misspell the other key as well.
+
+Now write it yourself: split_pair.py in playground/exercises/.
+
+The next lesson, hybrid_parallel.py, combines tensor parallelism with FSDP.
 """
 
 import argparse
 import os
+import platform
 import sys
 import time
 from datetime import timedelta
@@ -38,163 +93,330 @@ from tqdm import tqdm
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
 from common.data import DATA_DIR, fetch, load, whole_batch
-from common.guard_rails import check, explained, meet
+from common.guard_rails import check, explained
 from common.models import MODELS
+from common.roll_call import meet
 from measure.steps import compare_step
 
 
 def join(args):
-    """Join the process group and print who is who. Returns this process's rank and its device."""
+    """Join the process group and print the table of ranks. Returns this rank and its device."""
     local_rank = int(os.environ["LOCAL_RANK"])
-    gpu = torch.device("cuda", local_rank) if args.device == "cuda" else None
-    if gpu:
-        torch.cuda.set_device(gpu)  # else every rank would also use GPU 0
-    dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(seconds=args.timeout), device_id=gpu)
-    rank, device, node = dist.get_rank(), gpu or torch.device("cpu"), os.environ.get("GROUP_RANK", "0")
-    me = f"{node:<6}{rank:<6}{local_rank:<12}{device!s:<8}{os.getpid():<8}{os.uname().nodename}"
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, me)
+    if args.device == "cuda":
+        gpu = torch.device("cuda", local_rank)
+        device = gpu
+        backend = "nccl"
+        torch.cuda.set_device(gpu)  # otherwise every rank would also take memory on GPU 0
+    else:
+        gpu = None
+        device = torch.device("cpu")
+        backend = "gloo"
+    # The address, the rank and the world size come from the environment.
+    dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=gpu)
+    rank = dist.get_rank()
+    node = os.environ.get("GROUP_RANK", "0")
+    row = f"{node:<6}{rank:<6}{local_rank:<12}{device!s:<8}{os.getpid():<8}{platform.node()}"
+    rows = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, row)
     if rank == 0:
-        print("node  rank  local_rank  device  pid     host", *everyone, sep="\n", flush=True)
+        print("node  rank  local_rank  device  pid     host", *rows, sep="\n", flush=True)
     return rank, device
 
 
-def cut_by_hand(column, row):
-    """Keep this rank's piece of a pair of layers, and add up over all ranks where the pair ends and where it begins."""
-    for layer, name, dim in (column, "weight", 0), (column, "bias", 0), (row, "weight", 1):  # shape: outputs, inputs
-        piece = getattr(layer, name).detach().chunk(dist.get_world_size(), dim)[dist.get_rank()]
-        setattr(layer, name, torch.nn.Parameter(piece.clone()))
-    if dist.get_rank() > 0:
-        row.bias.requires_grad_(False).zero_()  # rank 0 adds it, once
+class Copy(torch.autograd.Function):
+    """The beginning of a pair: all ranks use the same input."""
 
-    def add_up(gradient):
-        dist.all_reduce(gradient := gradient.clone())  # NEW: in backward: all ranks' columns add to it, in a copy
+    @staticmethod
+    def forward(ctx, inputs):
+        """Return the input unchanged."""
+        return inputs
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """Return the sum of the gradients of all ranks."""
+        total = gradient.clone()
+        dist.all_reduce(total)  # NEW: because each rank has used the input
+        return total
+
+
+class Add(torch.autograd.Function):
+    """The end of a pair: each rank has one term of the output."""
+
+    @staticmethod
+    def forward(ctx, term):
+        """Return the sum of the terms of all ranks."""
+        # all_reduce overwrites its tensor, and autograd does not notice that. Some functions, such
+        # as a sigmoid, need their output again in backward(). So reduce a copy.
+        total = term.clone()
+        dist.all_reduce(total)  # NEW: because each rank has one term
+        return total
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """Return the gradient unchanged: the gradient of a sum is that of each of its terms."""
         return gradient
 
-    def begin(_, inputs):
-        if inputs[0].requires_grad:  # images don't
-            inputs[0].register_hook(add_up)
 
-    column.register_forward_pre_hook(begin)
-    row.register_forward_hook(lambda _, inputs, part: dist.all_reduce(part.detach()))  # NEW: in place, past autograd
+def keep_shard(parameter, dim):
+    """Return this rank's shard of a parameter, as a parameter of its own."""
+    world_size = dist.get_world_size()
+    size = parameter.shape[dim]
+    if size % world_size:
+        raise ValueError(f"a dimension of size {size} cannot be divided by {world_size} ranks")
+    shard = parameter.detach().chunk(world_size, dim)[dist.get_rank()]
+    # A copy, so that the memory of the whole parameter can be freed.
+    return torch.nn.Parameter(shard.clone(), requires_grad=parameter.requires_grad)
 
 
-def whole(piece, shape):
-    """Join the pieces of all ranks, of a weight or of what is shaped like it."""
-    if isinstance(piece, DTensor) or piece.shape == shape:
-        return piece.full_tensor() if isinstance(piece, DTensor) else piece
-    dist.all_gather_object(pieces := [None] * dist.get_world_size(), piece.cpu())
-    return torch.cat(pieces, dim=int(piece.shape[0] == shape[0]))
+class ColumnLinear(torch.nn.Module):
+    """The first layer of a pair: this rank keeps some columns, and computes some outputs."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.weight = keep_shard(layer.weight, dim=0)
+        self.bias = None
+        if layer.bias is not None:
+            self.bias = keep_shard(layer.bias, dim=0)  # it has one number for each output
+
+    def forward(self, inputs):
+        """Take the whole input. Return this rank's part of the output."""
+        return F.linear(Copy.apply(inputs), self.weight, self.bias)
+
+
+class RowLinear(torch.nn.Module):
+    """The second layer of a pair: this rank keeps the rows for its part of the first layer."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.weight = keep_shard(layer.weight, dim=1)
+        self.bias = layer.bias  # whole on each rank
+
+    def forward(self, inputs):
+        """Take this rank's part of the input. Return the whole output."""
+        outputs = Add.apply(F.linear(inputs, self.weight))
+        if self.bias is None:
+            return outputs
+        return outputs + self.bias  # once, after the sum over the ranks
+
+
+def find_pairs(model):
+    """Return the names of the linear layers, in pairs. A last layer without a partner stays whole.
+
+    Between the layers of a pair, there may only be functions that change each number separately,
+    such as ReLU. This holds for the models of this course. For your own model, list the pairs.
+    """
+    linear = [name for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)]
+    return list(zip(linear[::2], linear[1::2], strict=False))
+
+
+def split_by_hand(model, pairs):
+    """Replace the layers of each pair with layers that keep only this rank's shards.
+
+    Returns a dict: the name of a parameter -> the dimension along which it is split.
+    """
+    count = len(list(model.parameters()))
+    shard_dims = {}
+    for column, row in pairs:
+        model.set_submodule(column, ColumnLinear(model.get_submodule(column)))
+        model.set_submodule(row, RowLinear(model.get_submodule(row)))
+        shard_dims |= {f"{column}.weight": 0, f"{column}.bias": 0, f"{row}.weight": 1}
+    # Splitting a layer makes new parameters. If two layers shared one, each now has its own, so
+    # parameters() yields more than before.
+    if len(list(model.parameters())) > count:
+        raise ValueError(
+            "layers that share a parameter cannot be split: leave them out of the pairs"
+        )
+    return shard_dims
+
+
+def split_by_dtensor(model, pairs, device):
+    """Let PyTorch split the layers. Parameters become DTensors: tensors that know their shards."""
+    mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))  # all ranks, in a row
+    plan = {}  # its keys are the names of layers, as in model.named_modules()
+    for column, row in pairs:
+        plan[column] = ColwiseParallel()
+        plan[row] = RowwiseParallel()
+    parallelize_module(model, mesh, plan)  # NEW: does what is written by hand above
 
 
 def run_epoch(model, loader, device, optimizer=None):
-    """Train, or test without an optimizer. Returns sums over all images: loss, hits, images."""
-    model.train(optimizer is not None)
-    loss_sum = hits = seen = 0
+    """Train, or only test if there is no optimizer.
+
+    Returns three sums over all images: the losses, the images that were recognized, the images.
+    """
+    training = optimizer is not None
+    model.train(training)
+    # The sums stay on the device. Reading them in each step would make Python wait for the GPU.
+    totals = torch.zeros(3, dtype=torch.float64, device=device)
     for images, labels in loader:
-        images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-        with torch.set_grad_enabled(optimizer is not None):
+        images = images.to(device, non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
+        with torch.set_grad_enabled(training):
             logits = model(images)
             loss = F.cross_entropy(logits, labels)
-        if optimizer:
+        if training:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        loss_sum += loss.detach().double() * len(labels)
-        hits += (logits.argmax(dim=1) == labels).sum()
-        seen += len(labels)
-    return loss_sum.item(), hits.item(), seen
+        totals[0] += loss.detach() * len(labels)
+        totals[1] += (logits.argmax(dim=1) == labels).sum()
+        totals[2] += len(labels)
+    return totals.tolist()  # NEW: without an all_reduce, because each rank has seen all images
 
 
-def save(args, epoch, model, optimizer, shapes):
-    """Join the pieces of all ranks, and let rank 0 write a checkpoint like those of the other lessons."""
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    for i, (name, weight) in enumerate(model.named_parameters()):
-        state["model"][name] = whole(weight.detach(), shapes[i])
-        moments = state["optimizer"]["state"].get(i, {})
-        state["optimizer"]["state"][i] = {k: whole(v, shapes[i]) if v.dim() else v for k, v in moments.items()}
+def gather(tensor, shard_dim):
+    """Return the whole tensor on the CPU of rank 0, and None on the other ranks.
+
+    shard_dim is the dimension along which the tensor was split by hand, or None if it was not.
+    """
+    rank = dist.get_rank()
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()  # for a moment, each rank holds the whole of this one tensor
+    elif shard_dim is not None:
+        shards = None
+        if rank == 0:
+            shards = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+        dist.gather(tensor, shards)
+        if rank == 0:
+            tensor = torch.cat([shard.cpu() for shard in shards], shard_dim)
+    if rank > 0:
+        return None
+    return tensor.cpu()
+
+
+def save(args, epoch, model, optimizer, shard_dims):
+    """Write a checkpoint like those of the other lessons. All ranks call this, and rank 0 writes.
+
+    The tensors are gathered one after the other, so no GPU ever holds the whole model.
+    """
+    state = {"model": {}, "optimizer": optimizer.state_dict()}
+    state |= {"epoch": epoch, "args": vars(args)}
+    for name, tensor in model.state_dict().items():
+        state["model"][name] = gather(tensor, shard_dims.get(name))
+    parameters = list(model.named_parameters())  # the optimizer numbers them in this order
+    for number, tensors in state["optimizer"]["state"].items():
+        name, parameter = parameters[number]
+        gathered = {}
+        for key, tensor in tensors.items():
+            shard_dim = None
+            if tensor.shape == parameter.shape:  # Adam's averages, but not its count of steps
+                shard_dim = shard_dims.get(name)
+            gathered[key] = gather(tensor, shard_dim)
+        state["optimizer"]["state"][number] = gathered
     if dist.get_rank() == 0:
         with open(f"{args.savefile}.tmp", "wb") as file:
-            torch.save(state | {"epoch": epoch, "args": vars(args)}, file)
-        os.replace(f"{args.savefile}.tmp", args.savefile)  # a crash on the way leaves the last one whole
+            torch.save(state, file)
+        # The last checkpoint stays whole even if this run is killed while it writes.
+        os.replace(f"{args.savefile}.tmp", args.savefile)
 
 
-@record
+@record  # torchrun's report then contains the traceback of the rank that failed first
 def train(args):
-    """Compare a step with the whole model's; then train, test and report, one line an epoch."""
+    """Train and test, and print one line for each epoch."""
     rank, device = join(args)
-    meet(args)  # guard rail
-    torch.set_default_dtype(torch.float64 if args.double else torch.float32)  # of weights and images
+    meet(args)  # guard rail: compares the flags of the ranks
+    world_size = dist.get_world_size()
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    if rank == 0 and world_size > local_world_size:
+        # NEW: each pair of layers waits for a message, which takes longer between nodes.
+        print("The ranks span several nodes: each pair of layers waits for the network", flush=True)
+    torch.set_default_dtype(torch.float64 if args.double else torch.float32)
     torch.manual_seed(args.seed)
     train_set, test_set = load(args.dataset, args.data_dir)
-    order = torch.Generator()
-    sampler = RandomSampler(train_set, generator=order)  # NEW: all ranks read the same batches
-    options = {"collate_fn": whole_batch, "pin_memory": device.type == "cuda"}  # pinned: a GPU reads it by itself
-    train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True, **options)
-    test_loader = DataLoader(test_set, 1000, **options)
-    model = MODELS[args.model](args.width, args.layers)  # NEW: all of it, on the CPU; this rank's pieces move
-    shapes = [weight.shape for weight in model.parameters()]
-    linear = [name for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)]
-    mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
-    for column, row in zip(linear[::2], linear[1::2], strict=False):  # NEW: a last one without a partner stays whole
-        if args.by == "hand":
-            cut_by_hand(model.get_submodule(column), model.get_submodule(row))
-        else:  # NEW: all of that is in PyTorch
-            parallelize_module(model, mesh, {column: ColwiseParallel(), row: RowwiseParallel()})
+    generator = torch.Generator()
+    sampler = RandomSampler(train_set, generator=generator)  # NEW: all ranks read the same images
+    pin_memory = device.type == "cuda"  # a GPU copies from pinned memory while Python continues
+    train_loader = DataLoader(
+        train_set,
+        args.batch_size,
+        sampler=sampler,
+        drop_last=True,
+        collate_fn=whole_batch,  # our data sets return whole batches already
+        pin_memory=pin_memory,
+    )
+    test_loader = DataLoader(test_set, 1000, collate_fn=whole_batch, pin_memory=pin_memory)
+    # NEW: the whole model stays on the CPU. Only the shards of this rank must fit on its GPU.
+    model = MODELS[args.model](args.width, args.layers)
+    pairs = find_pairs(model)
+    if args.by == "hand":
+        shard_dims = split_by_hand(model, pairs)
+    else:
+        shard_dims = {}  # not needed: a DTensor knows along which dimension it is split
+        split_by_dtensor(model, pairs, device)
     model = model.to(device)
     if args.compare:
-        torch.manual_seed(args.seed)
+        torch.manual_seed(args.seed)  # so the whole model starts from the same parameters
         compare_step(model, MODELS[args.model](args.width, args.layers), *next(iter(train_loader)))
-    alike = len({isinstance(weight, DTensor) for weight in model.parameters()}) == 1  # fused Adam takes no mixture
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=alike)
+    # NEW: fused=True does not work with DTensors and plain tensors together. A model with layers
+    # outside the pairs has both, if PyTorch has split it.
+    kinds = {isinstance(parameter, DTensor) for parameter in model.parameters()}
+    fused = len(kinds) == 1
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=fused)
 
     for epoch in range(args.epochs):
-        order.manual_seed(args.seed + epoch)  # another order in each epoch, the same in each run
+        # The order differs from epoch to epoch, and it is the same on all ranks and in each run.
+        generator.manual_seed(args.seed + epoch)
         start = time.perf_counter()
-        bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)  # None: only on a terminal
-        loss, hits, seen = run_epoch(model, bar, device, optimizer)
+        hidden = None if rank == 0 else True  # None: the bar is hidden if there is no terminal
+        progress = tqdm(train_loader, leave=False, disable=hidden)
+        loss_sum, hits, seen = run_epoch(model, progress, device, optimizer)
         seconds = time.perf_counter() - start
         _, test_hits, test_seen = run_epoch(model, test_loader, device)
         if rank == 0:
-            line = f"epoch {epoch + 1}/{args.epochs}  loss {loss / seen:.4f}  train {hits / seen:.2%}"
-            line += f"  test {test_hits / test_seen:.2%}  {seconds:.2f} s  {seen / seconds:,.0f} images/s"
-            print(line, flush=True)
+            print(
+                f"epoch {epoch + 1}/{args.epochs}  loss {loss_sum / seen:.4f}"
+                f"  train {hits / seen:.2%}  test {test_hits / test_seen:.2%}"
+                f"  {seconds:.2f} s  {seen / seconds:,.0f} images/s",
+                flush=True,
+            )
         if args.savefile:
-            save(args, epoch + 1, model, optimizer, shapes)
+            save(args, epoch + 1, model, optimizer, shard_dims)
     dist.destroy_process_group()
 
 
+@explained  # guard rail: explains errors
 def main():
-    """Read the flags and be one of the ranks."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, usage=argparse.SUPPRESS)
+    """Read the flags, make sure that the data is there, and train as one of the ranks."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage=argparse.SUPPRESS,
+    )
     add = parser.add_argument
     add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--by", choices=["hand", "dtensor"], default="hand", help="dtensor: tensors that know how they are cut")
-    add("--compare", action="store_true", help="first compare a step with the whole model's")
+    add(
+        "--by",
+        choices=["hand", "dtensor"],
+        default="hand",
+        help="who splits the layers: this file, or PyTorch's DTensors",
+    )
+    add("--compare", action="store_true", help="first compare a step with that of the whole model")
     add("--timeout", type=int, default=60, help="seconds to wait for another rank")
     add("--epochs", type=int, default=3)
-    add("--batch_size", type=int, default=128, help="images in a step")
+    add("--batch_size", type=int, default=128, help="images in a step, the same on all ranks")
     add("--lr", type=float, default=1e-3, help="Adam's learning rate")
     add("--model", choices=MODELS, default="mlp")
     add("--width", type=int, help="neurons in each hidden layer; default: 64 (mlp), 120 (cnn)")
-    add("--layers", type=int, help="hidden layers, the linear ones in cnn; default: 3 (mlp), 1 (cnn)")
-    add("--dataset", choices=["mnist", "digits"], help="default: mnist, or digits where it can't be had")
+    add("--layers", type=int, help="hidden linear layers; default: 3 (mlp), 1 (cnn)")
+    add("--dataset", choices=["mnist", "digits"], help="default: mnist, or digits without mnist")
     add("--data_dir", default=DATA_DIR, help="default: data/ beside playground/")
     add("--seed", type=int, default=0)
-    add("--double", action="store_true", help="float64: no rounding to be seen between the lessons")
-    add("-s", "--savefile", help="write a checkpoint here after each epoch")
+    add("--double", action="store_true", help="compute in float64, so that lessons agree exactly")
+    add("-s", "--savefile", help="write a checkpoint to this file after each epoch")
     args = parser.parse_args()
-    check(parser, args)  # guard rail
+    check(parser, args)  # guard rail: refuses impossible flags
     world_size = int(os.environ["WORLD_SIZE"])
-    width = args.width or {"mlp": 64, "cnn": 120}[args.model]
+    default_width = {"mlp": 64, "cnn": 120}[args.model]
+    width = args.width or default_width
     if width % world_size:
         nearest = max(1, round(width / world_size)) * world_size
-        parser.error(f"--width {width} can't be shared by {world_size} processes: use --width {nearest}")
-    args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)  # one rank of a node at a time
+        parser.error(
+            f"--width {width} cannot be divided by {world_size} processes: use --width {nearest}"
+        )
+    # The ranks of a node fetch the data one at a time, so it is downloaded once.
+    args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 
 
 if __name__ == "__main__":
-    with explained():  # guard rail
-        main()
+    main()
