@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Start a lesson on every node with mpirun, Open MPI's or MPICH's, which reaches them over ssh. MPI only starts the
-# ranks: their messages go over gloo or NCCL. The nodes need the project in the same folder and must let you in with
-# a key.
+# Starts a lesson on every node with the mpirun of Open MPI or MPICH, which reaches the nodes over
+# ssh. MPI only starts the ranks. Their messages use gloo or NCCL. The nodes need the project in the
+# same folder, and ssh must work with a key.
 #   HOSTS="node0 node1" run/mpirun.sh playground/distributed_data_parallel_torchrun.py --epochs 1
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # --- EDIT ---
-HOSTS=${HOSTS:-node0 node1}        # one or more; the first has rank 0
-GPUS=${GPUS:-2}                    # processes on each node, one per GPU
-PORT=${PORT:-8888}                 # a free port of the first
+HOSTS=${HOSTS:-node0 node1}        # one or more; the first one has rank 0
+GPUS=${GPUS:-2}                    # processes on each node, one for each GPU
+PORT=${PORT:-8888}                 # a free port of the first host
 MPIRUN=${MPIRUN:-mpirun}           # or mpirun.openmpi, mpiexec.hydra, a path
 SSH=${SSH:-ssh}                    # or "ssh -p 2222"
 PYTHON=${PYTHON:-.venv/bin/python} # runs the lesson on the nodes
@@ -24,42 +24,50 @@ source run/lesson.sh
 type "$MPIRUN" &>/dev/null || fail 1 "$MPIRUN is missing: sudo apt-get install openmpi-bin"
 type "$PYTHON" &>/dev/null || fail 1 "$PYTHON is missing: run/setup.sh"
 read -ra hosts <<<"$HOSTS"
-read -ra ssh <<<"$SSH"
+read -ra ssh <<<"$SSH -o BatchMode=yes -o ConnectTimeout=10"
 printf -v look 'test -f %q' "$PWD/$1"
-for host in "${hosts[@]}"; do # MPICH would wait for ever for a host that it can't reach
-    getent hosts "$host" >/dev/null || fail 1 "there is no host $host: correct HOSTS, or add it to /etc/hosts"
-    [[ $host != localhost && $host != "$(hostname)" ]] || continue # mpirun needs no ssh to where it runs
-    why=$("${ssh[@]}" -o BatchMode=yes -o ConnectTimeout=10 "$host" "$look" 2>&1 </dev/null | tr -d '\r') ||
-        fail 1 "can't log in to $host, or it has no $PWD/$1 (${why##*$'\n'}): try $SSH $host"
+for host in "${hosts[@]}"; do # MPICH would wait forever for a host that it cannot reach
+    getent hosts "$host" >/dev/null ||
+        fail 1 "there is no host $host: correct HOSTS, or add it to /etc/hosts"
+    [[ $host != localhost && $host != "$(hostname)" ]] || continue # mpirun needs no ssh to itself
+    why=$("${ssh[@]}" "$host" "$look" 2>&1 </dev/null | tr -d '\r') ||
+        fail 1 "cannot log in to $host, or it has no $PWD/$1 (${why##*$'\n'}): try $SSH $host"
 done
 
-# What a lesson looks for in its environment, from what MPI tells each process: Open MPI in its variables, MPICH in
-# others. Open MPI's come first, because Slurm sets some of MPICH's as well.
-rank='export RANK=${OMPI_COMM_WORLD_RANK:-$PMI_RANK} WORLD_SIZE=${OMPI_COMM_WORLD_SIZE:-$PMI_SIZE} '
-rank+='LOCAL_RANK=${OMPI_COMM_WORLD_LOCAL_RANK:-$MPI_LOCALRANKID} MASTER_ADDR=$1 MASTER_PORT=$2 LOCAL_WORLD_SIZE=$3; '
+# On each process, this sets the variables that a lesson reads, from those that MPI sets. Open MPI's
+# are used first, because Slurm also sets some of MPICH's.
+rank='export RANK=${OMPI_COMM_WORLD_RANK:-$PMI_RANK} '
+rank+='WORLD_SIZE=${OMPI_COMM_WORLD_SIZE:-$PMI_SIZE} '
+rank+='LOCAL_RANK=${OMPI_COMM_WORLD_LOCAL_RANK:-$MPI_LOCALRANKID} '
+rank+='MASTER_ADDR=$1 MASTER_PORT=$2 LOCAL_WORLD_SIZE=$3; '
 rank+='export GROUP_RANK=$((RANK / LOCAL_WORLD_SIZE)); shift 3; exec "$@"'
-pack # with OMP_NUM_THREADS, too: the threads of each process
-lesson=(env "${travelling[@]}" bash -c "$rank" rank "${hosts[0]}" "$PORT" "$GPUS" "$PYTHON" "$@")
+pack # OMP_NUM_THREADS is passed as well
+lesson=(env "${passed[@]}" bash -c "$rank" rank "${hosts[0]}" "$PORT" "$GPUS" "$PYTHON" "$@")
 ranks=$((${#hosts[@]} * GPUS))
 case $("$MPIRUN" --version 2>&1) in
     *"Open MPI"* | *OpenRTE*)
         slots=$(printf ",%s:$GPUS" "${hosts[@]}")
-        command=("$MPIRUN" -np "$ranks" --host "${slots#,}" --bind-to none --mca plm_rsh_agent "$SSH")
+        command=("$MPIRUN" -np "$ranks" --host "${slots#,}" --bind-to none)
+        command+=(--mca plm_rsh_agent "$SSH")
         [ "$(id -u)" -ne 0 ] || command+=(--allow-run-as-root)
         ;;
     *HYDRA* | *Intel*)
         names=$(printf ',%s' "${hosts[@]}")
         command=("$MPIRUN" -n "$ranks" -hosts "${names#,}" -ppn "$GPUS" -genvnone)
+        read -ra ssh <<<"$SSH"
         command+=(-launcher ssh -launcher-exec "$(type -P "${ssh[0]}")")
-        export HYDRA_LAUNCHER_EXTRA_ARGS=${ssh[*]:1} # its -launcher-exec takes no flags
+        export HYDRA_LAUNCHER_EXTRA_ARGS=${ssh[*]:1} # -launcher-exec takes no flags
         ;;
-    *) fail 1 "$MPIRUN is neither Open MPI's nor MPICH's: name one of them, as in MPIRUN=mpirun.openmpi" ;;
+    *)
+        fail 1 "$MPIRUN is neither Open MPI's nor MPICH's: name one, as in MPIRUN=mpirun.openmpi"
+        ;;
 esac
 command+=(-wdir "$PWD" "${lesson[@]}")
 echo "+ ${command[*]@Q}" >&2
 
-# In a session of its own: Ctrl-C reaches this script only, which asks mpirun once to end its ranks.
+# mpirun has a session of its own, so Ctrl-C reaches only this script. The script then asks mpirun,
+# once, to end its ranks.
 setsid setpriv --pdeathsig TERM "${command[@]}" &
 trap 'kill $!; wait $! || true; echo interrupted >&2; exit 130' INT
 trap 'kill $!; wait $! || true; exit 143' TERM
-wait $! || fail $? "a rank failed or mpirun did: mend the first error above and type this again"
+wait $! || fail $? "a rank or mpirun failed: correct the first error above and type this again"

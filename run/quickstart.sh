@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
-# Watch two processes train a network on MNIST. Flags go to the lesson: run/quickstart.sh --model cnn
+# Trains a network on MNIST with two processes. Flags are passed to the lesson:
+#   run/quickstart.sh --model cnn
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 run/setup.sh
+# torch is asked, because nvidia-smi also lists GPUs that are hidden or that torch cannot use.
 count='import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)'
-gpus=$(.venv/bin/python -W ignore -c "$count") # of nvidia-smi's list some may be hidden, or of no use to torch
+gpus=$(.venv/bin/python -W ignore -c "$count")
 if [ "$gpus" -lt 2 ]; then
-    set -- --device cpu "$@" # two processes need two GPUs, or none
+    set -- --device cpu "$@" # two processes need two GPUs, or the CPU
 fi
 echo "+ python playground/distributed_data_parallel.py -g 2 $*" >&2
 exec .venv/bin/python playground/distributed_data_parallel.py -g 2 "$@"

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Make .venv in the checkout and install requirements.txt into it, unless that has been done already.
-# Another Python than the first fitting one on PATH: PYTHON=/path/to/python3.12 run/quickstart.sh
+# Makes .venv in the checkout and installs requirements.txt into it, unless this has been done.
+# It uses the first Python on PATH that is new enough. PYTHON selects another one:
+#   PYTHON=/path/to/python3.12 run/quickstart.sh
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -14,16 +15,21 @@ for python in ${PYTHON:-python3 python3.11 python3.12 python3.13 python3.14}; do
     python=
 done
 if [ -z "$python" ]; then
-    echo "error: no Python 3.11 or newer found: install one, or name it: PYTHON=/path/to/python3.12 $0" >&2
+    advice="install one, or name it: PYTHON=/path/to/python3.12 $0"
+    echo "error: no Python 3.11 or newer was found: $advice" >&2
     exit 1
 fi
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
-echo "Installing into $PWD/.venv, about 6 GB, which takes a few minutes once." >&2
-if ! { "$python" -m venv .venv && .venv/bin/python -m pip install -q --disable-pip-version-check -r requirements.txt; } \
-    >"$log" 2>&1; then
+install_all() {
+    "$python" -m venv .venv &&
+        .venv/bin/python -m pip install -q --disable-pip-version-check -r requirements.txt
+}
+echo "Installing about 6 GB into $PWD/.venv, once. This takes a few minutes." >&2
+if ! install_all >"$log" 2>&1; then
     why=$(grep -i '^error' "$log" | head -n 1 || true)
-    echo "error: the installation failed (${why:-$(tail -n 1 "$log")}): mend it and run this again" >&2
+    why=${why:-$(tail -n 1 "$log")}
+    echo "error: the installation failed ($why): correct the cause and run this again" >&2
     exit 1
 fi
 cp requirements.txt .venv/installed.txt

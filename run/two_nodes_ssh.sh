@@ -1,16 +1,18 @@
 #!/usr/bin/env bash
-# Start a lesson on every node over ssh, from one of them or from your laptop. The nodes need the project in the same
-# folder and must let you in with a key. The first failure, Ctrl-C or the end of this script stops all of them.
-# A lesson that starts its own processes gets -n, -g, -nr, -ip and --port; others are started by run/torchrun_node.sh.
+# Starts a lesson on every node over ssh, from one of the nodes or from your laptop. The nodes need
+# the project in the same folder, and ssh must work with a key. All nodes are stopped by the first
+# failure, by Ctrl-C, and by the end of this script.
+# A lesson that starts its own processes gets -n, -g, -nr, -ip and --port. Other lessons are started
+# by run/torchrun_node.sh.
 #   HOSTS="10.0.0.1 10.0.0.2" run/two_nodes_ssh.sh                    # the DDP lesson
-#   run/two_nodes_ssh.sh playground/blocking_p2p.py --device cpu      # another one; your flags win
+#   run/two_nodes_ssh.sh playground/blocking_p2p.py --device cpu      # another one, with its flags
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # --- EDIT ---
-HOSTS=${HOSTS:-node0 node1}         # one or more; the first is node 0
+HOSTS=${HOSTS:-node0 node1}         # one or more; the first one is node 0
 GPUS=${GPUS:-2}                     # processes on each node
-IP=${IP:-}                          # node 0's address, as the other nodes know it; empty: the first of HOSTS
+IP=${IP:-}                          # address at which the other nodes reach node 0; empty: HOSTS's
 PORT=${PORT:-8888}                  # a free port of node 0
 SSH=${SSH:-ssh}                     # or "ssh -p 2222"
 CHECKOUT=${CHECKOUT:-$PWD}          # the project's folder on the nodes
@@ -30,8 +32,10 @@ read -ra hosts <<<"$HOSTS"
 read -ra ssh <<<"$SSH -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5"
 IP=${IP:-${hosts[0]#*@}}
 
-printf -v look 'cd %q || exit 3; test -f %q || exit 3; command -v %q || exit 4' "$CHECKOUT" "$1" "$PYTHON"
-for host in "${hosts[@]}"; do # before any node waits for another
+look='cd %q || exit 3; test -f %q || exit 3; command -v %q || exit 4'
+printf -v look "$look" "$CHECKOUT" "$1" "$PYTHON"
+# All hosts are checked first, so that no node waits for one that cannot start.
+for host in "${hosts[@]}"; do
     why=$("${ssh[@]}" "$host" "$look" 2>&1 </dev/null) && continue
     case "$? $why" in
         "3 "*) fail "$host has no $CHECKOUT/$1: rsync -a ./ $host:$CHECKOUT" ;;
@@ -39,17 +43,22 @@ for host in "${hosts[@]}"; do # before any node waits for another
         *"not resolve"*) advice="correct HOSTS, or add the host to /etc/hosts" ;;
         *"verification failed"*) advice="accept its key once: $SSH $host" ;;
         *"Permission denied"*) advice="give it your key: ssh-copy-id $host" ;;
-        *) advice="try it alone: $SSH $host" ;;
+        *) advice="try this alone: $SSH $host" ;;
     esac
     why=$(tail -n 1 <<<"${why//$'\r'/}")
-    fail "can't log in to $host ($why): $advice"
+    fail "cannot log in to $host ($why): $advice"
 done
 
-# What each node runs. Its standard input ends when this script does, in whatever way, and that ends the lesson.
-on_node='cd "$1"; shift; set -m; "$@" </dev/null & lesson=$!; set +m;' # -m: it and its ranks are a process group
-on_node+=' cat <&0 >/dev/null & wait -n; status=$?;'                      # for the lesson, or the end of the input
-on_node+=' kill -- -$lesson 2>/dev/null && sleep 2 && kill -KILL -- -$lesson 2>/dev/null; exit $status'
-coproc cat # it holds an input that says nothing and ends with this script, even if that ends by kill -9
+# What each node runs. Its standard input ends when this script ends, for whatever reason, and that
+# ends the lesson. `set -m` makes the lesson and its ranks a process group, which kill can end.
+on_node='cd "$1"; shift; set -m; "$@" </dev/null & lesson=$!; set +m;'
+# Wait for the end of the lesson, or for the end of the input.
+on_node+=' cat <&0 >/dev/null & wait -n; status=$?;'
+on_node+=' kill -- -$lesson 2>/dev/null && sleep 2 && kill -KILL -- -$lesson 2>/dev/null;'
+on_node+=' exit $status'
+# The nodes' input is the output of this process. It writes nothing, and it ends with this script,
+# even after kill -9.
+coproc cat
 exec 3<&"${COPROC[0]}"
 lifeline=$COPROC_PID
 stop() {
@@ -63,16 +72,17 @@ trap 'exit 143' TERM HUP
 pack
 for node in "${!hosts[@]}"; do
     if spawns "$1"; then
-        command=(env "${travelling[@]}" "$PYTHON" "$1" -n ${#hosts[@]} -g "$GPUS" -nr "$node" -ip "$IP")
-        command+=(--port "$PORT" "${@:2}")
+        command=(env "${passed[@]}" "$PYTHON" "$1" -n ${#hosts[@]} -g "$GPUS" -nr "$node")
+        command+=(-ip "$IP" --port "$PORT" "${@:2}")
     else # the same on every node
-        command=(env "${travelling[@]}" NODES=${#hosts[@]} GPUS="$GPUS" NODE0="$IP" PORT="$PORT" PYTHON="$PYTHON")
-        command+=(run/torchrun_node.sh "$@")
+        command=(env "${passed[@]}" NODES=${#hosts[@]} GPUS="$GPUS" NODE0="$IP" PORT="$PORT")
+        command+=(PYTHON="$PYTHON" run/torchrun_node.sh "$@")
     fi
     echo "+ ${hosts[node]}: cd $CHECKOUT; ${command[*]}" >&2
-    printf -v line '%q ' bash -c "$on_node" bash "$CHECKOUT" "${command[@]}" # ssh glues its words: quote them
+    # ssh joins its words with spaces, so they are quoted.
+    printf -v line '%q ' bash -c "$on_node" bash "$CHECKOUT" "${command[@]}"
     "${ssh[@]}" "${hosts[node]}" "$line" <&3 2>&1 | sed -u "s/^/${hosts[node]}: /" &
 done
 for _ in "${hosts[@]}"; do
-    wait -n # for any of them; a failure ends the script, and so all
+    wait -n # for any node; a failure ends the script, and with it all nodes
 done
