@@ -21,20 +21,39 @@ from warm import Warm
 
 ROOT = Path(__file__).resolve().parents[1]
 LESSONS = sorted(path.stem for path in (ROOT / "playground").glob("*.py"))
-MNIST = ROOT.parent / "shared" / "mnist"  # torchvision's layout; tests that need it skip where it is missing
+MNIST = (
+    ROOT.parent / "shared" / "mnist"
+)  # torchvision's layout; tests that need it skip where it is missing
 DIGITS = ("--dataset", "digits", "--device", "cpu")
 SHORT = (*DIGITS, "--batch_size", 120, "--epochs", 1)
 LONG = (*DIGITS, "--epochs", 100_000)
-FEWER = ("(1800, 200)", "(180, 30)")  # random images of the ResNet lesson; to replace in a copy
+SIZES = "        train_size = {}\n        test_size = {}\n"  # random images of the ResNet lesson
+FEWER = (SIZES.format(1800, 200), SIZES.format(180, 30))  # to replace in a copy
 ON_NODE = Path(__file__).parent / "on_node.py"
 STANDIN = Path(__file__).parent / "detectron2_standin"
-for number, action in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
-    if signal.getsignal(number) == signal.SIG_IGN:  # as in the background, or under nohup: it would be inherited
+for number, action in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGHUP, signal.SIG_DFL),
+):
+    if (
+        signal.getsignal(number) == signal.SIG_IGN
+    ):  # as in the background, or under nohup: it would be inherited
         signal.signal(number, action)
-FOUND = os.environ.setdefault("TESTS_FOUND_GPUS", os.environ.get("CUDA_VISIBLE_DEVICES", "all"))  # workers inherit it
-ALL_GPUS = {"CUDA_VISIBLE_DEVICES": None if FOUND == "all" else FOUND}  # for tests that are about GPUs
+FOUND = os.environ.setdefault(
+    "TESTS_FOUND_GPUS", os.environ.get("CUDA_VISIBLE_DEVICES", "all")
+)  # workers inherit it
+ALL_GPUS = {
+    "CUDA_VISIBLE_DEVICES": None if FOUND == "all" else FOUND
+}  # for tests that are about GPUs
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # all others are about CPUs
-LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LAUNCHER_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 
 
 def real_detectron2() -> bool:
@@ -59,8 +78,20 @@ def pytest_terminal_summary(terminalreporter):
             terminalreporter.write_line(f"{name}: {value}")
 
 
+def committed(path):
+    """Return the text of a file in the checkout as it is committed.
+
+    What a learner has changed in an exercise does not count.
+    """
+    show = ["git", "show", f"HEAD:{path}"]
+    done = subprocess.run(show, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode != 0:  # the file is new, or this is not a clone
+        return (ROOT / path).read_text()
+    return done.stdout
+
+
 def stat(pid):
-    """Return a process's state and its session; None if it has ended, or is a zombie that waits to be asked."""
+    """Return a process's state and its session; None if it has ended or is a zombie."""
     try:
         state, _, _, session = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[:4]
     except (OSError, ValueError):
@@ -74,15 +105,17 @@ def alive(pid):
 
 
 class Job:
-    """A command that runs in a session of its own, marked so that each of its processes can be found.
+    """A command in a session of its own, marked so that each of its processes can be found.
 
-    `env` has what differs from this process's variables; None: not set. `cold=False`: it is a script or module of
-    Python with its flags, to be forked rather than started (see warm.py).
+    `env` has what differs from this process's variables; None: not set. `cold=False`: it is a
+    script or module of Python with its flags, to be forked rather than started (see warm.py).
     """
 
     def __init__(self, *command, env=None, cwd=None, cold=True):
         self.mark = uuid.uuid4().hex
-        environment = {key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES}
+        environment = {
+            key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES
+        }
         environment["OMP_NUM_THREADS"] = "1"  # several tests and processes share the cores
         environment |= {"PLAYGROUND_TEST": self.mark} | (env or {})
         environment = {name: value for name, value in environment.items() if value is not None}
@@ -90,9 +123,15 @@ class Job:
             self.process = Warm(command, environment, cwd)
             return
         self.process = subprocess.Popen(
-            [str(word) for word in command], env=environment, cwd=cwd, start_new_session=True, text=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
+            [str(word) for word in command],
+            env=environment,
+            cwd=cwd,
+            start_new_session=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
 
     def pids(self):
         """Return the pids of its processes that are alive, the first one's first."""
@@ -106,7 +145,7 @@ class Job:
         return sorted(pids)
 
     def ranks(self, count):
-        """Wait until the who-am-I table is printed, and return the pids in it in the order of the ranks."""
+        """Wait for the table of ranks and return the pids in it, in the order of the ranks."""
         lines = []
         for line in self.process.stdout:
             lines.append(line)
@@ -116,7 +155,10 @@ class Job:
         raise AssertionError(f"no table of {count} ranks in {lines}: {self.process.stderr.read()}")
 
     def wait(self, timeout=300):
-        """Wait for the end and return status, stdout and stderr. Fails if it hangs or leaves a process behind."""
+        """Wait for the end and return status, stdout and stderr.
+
+        Fails if the command hangs or leaves a process behind.
+        """
         try:
             out, err = self.process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
@@ -141,7 +183,7 @@ def lesson_path(name):
 
 
 def python_path(path):
-    """Return the PYTHONPATH with which a lesson, or a changed copy of one elsewhere, finds what it imports."""
+    """Return the PYTHONPATH with which a lesson, or a changed copy, finds what it imports."""
     folders = [] if (path.parents[1] / "common").is_dir() else [str(ROOT), str(ROOT / "playground")]
     if "detectron2" in path.read_text() and DETECTRON2 != "the real detectron2":
         folders.append(str(STANDIN))
@@ -151,7 +193,8 @@ def python_path(path):
 class Lesson(Job):
     """A lesson, named by its file in playground/ or by a path.
 
-    `prefix` is a command that runs it elsewhere. `node` is one of `Nodes` and its index: it runs there.
+    `prefix` is a command that runs it elsewhere. `node` is one of `Nodes` and the index of a node:
+    it runs there.
     """
 
     def __init__(self, name, *flags, env=None, cwd=None, prefix=(), node=None, cold=False):
@@ -161,13 +204,23 @@ class Lesson(Job):
         if node and cold:
             prefix = node[0].enter(node[1])
         there = [ON_NODE, node[0].names[node[1]], HOSTS[node[1]]] if node and not cold else []
-        super().__init__(*prefix, *[sys.executable] * cold, *there, path, *flags, env=env, cwd=cwd, cold=cold)
+        super().__init__(
+            *prefix, *[sys.executable] * cold, *there, path, *flags, env=env, cwd=cwd, cold=cold
+        )
 
 
 def torchrun(name, *flags, processes=2, restarts=0, env=None, cold=False):
-    """Start a lesson on one node by torchrun, with so many processes and restarts. Returns its Job."""
+    """Start a lesson on one node by torchrun. Returns its Job."""
     path = lesson_path(name)
-    agent = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes, "--max-restarts", restarts]
+    agent = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        processes,
+        "--max-restarts",
+        restarts,
+    ]
     env = {"PYTHONPATH": python_path(path)} | (env or {})
     return Job(*[sys.executable] * cold, *agent, path, *flags, env=env, cold=cold)
 
@@ -184,16 +237,18 @@ def talks(name):
 
 
 def each_epoch(name, statement, folder):
-    """Copy a lesson into a folder, with a statement at the start of each epoch. Returns the copy's path."""
+    """Copy a lesson, with a statement at the start of each epoch. Returns the copy's path."""
     copy, loop = folder / f"{name}.py", r"^    for epoch in range\(.*\):\n"
-    text, count = re.subn(loop, rf"\g<0>        {statement}\n", lesson_path(name).read_text(), flags=re.M)
+    text, count = re.subn(
+        loop, rf"\g<0>        {statement}\n", lesson_path(name).read_text(), flags=re.M
+    )
     assert count == 1
     copy.write_text(text)
     return copy
 
 
 def wait_for_epoch(folder, number, job):
-    """Wait until the resumable lesson has written this checkpoint, or a later one, to its run folder."""
+    """Wait until the resumable lesson has written this checkpoint, or a later one."""
     end = time.monotonic() + 300
     while time.monotonic() < end and alive(job.process.pid):
         if any(int(path.stem[6:]) >= number for path in folder.glob("epoch-*.pt")):
@@ -205,15 +260,20 @@ def wait_for_epoch(folder, number, job):
 
 def ranks(name, *flags, processes=2, env=None, **options):
     """Start the ranks of a lesson as a launcher does, without one. Returns their Jobs."""
-    meet = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} | (env or {})
+    meet = {
+        "WORLD_SIZE": str(processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    } | (env or {})
     places = [meet | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
     return [Lesson(name, *flags, env=place, **options) for place in places]
 
 
 def train(name, *flags, processes=None, status=0, timeout=300, **options):
-    """Run a lesson in so many processes (None: it takes no such flag), started by nobody's launcher.
+    """Run a lesson in so many processes, without a launcher; None: it takes no such flag.
 
-    Checks the largest status of a process that was started. Returns it with the first one's stdout and all stderr.
+    Checks the largest status of a process that was started. Returns it with the stdout of the first
+    and the stderr of all.
     """
     if processes and by_torchrun(name):
         jobs = ranks(name, *flags, processes=processes, **options)
@@ -221,20 +281,26 @@ def train(name, *flags, processes=None, status=0, timeout=300, **options):
         jobs = [Lesson(name, *flags, *(("-g", processes) if processes else ()), **options)]
     ends = [job.wait(timeout) for job in jobs]
     words, errors = ends[0].args, "".join(end.stderr for end in ends)
-    done = subprocess.CompletedProcess(words, max(abs(end.returncode) for end in ends), ends[0].stdout, errors)
-    assert done.returncode == status, f"status {done.returncode}, not {status}\n{done.stdout}\n{done.stderr}"
+    done = subprocess.CompletedProcess(
+        words, max(abs(end.returncode) for end in ends), ends[0].stdout, errors
+    )
+    assert done.returncode == status, (
+        f"status {done.returncode}, not {status}\n{done.stdout}\n{done.stderr}"
+    )
     return done
 
 
 def run(name, *flags, status=0, timeout=300, **options):
     """Run a lesson to its end and check its exit status. Returns it with stdout and stderr."""
     done = Lesson(name, *flags, **options).wait(timeout)
-    assert done.returncode == status, f"status {done.returncode}, not {status}\n{done.stdout}\n{done.stderr}"
+    assert done.returncode == status, (
+        f"status {done.returncode}, not {status}\n{done.stdout}\n{done.stderr}"
+    )
     return done
 
 
 def free_port():
-    """Return a port that was free a moment ago, below those that the kernel gives to anybody's connections."""
+    """Return a port that was free just now, below those that the kernel gives to connections."""
     while True:
         with (
             contextlib.suppress(OSError),
@@ -244,10 +310,12 @@ def free_port():
 
 
 def epochs(text):
-    """Return the epoch lines in a lesson's output as dicts of floats: loss, train and test (accuracies, %)."""
-    pattern = r"^epoch \d+/\d+  loss (?P<loss>[\d.]+)  train (?P<train>[\d.]+)%  test (?P<test>[\d.]+)%  [\d.]+ s"
+    """Return the epoch lines of a lesson as dicts of floats: loss, and accuracies in %."""
+    accuracies = r"train (?P<train>[\d.]+)%  test (?P<test>[\d.]+)%"
+    pattern = rf"^epoch \d+/\d+  loss (?P<loss>[\d.]+)  {accuracies}  [\d.]+ s"
     return [
-        {key: float(value) for key, value in found.groupdict().items()} for found in re.finditer(pattern, text, re.M)
+        {key: float(value) for key, value in found.groupdict().items()}
+        for found in re.finditer(pattern, text, re.M)
     ]
 
 
@@ -258,17 +326,45 @@ def single_gpu(*flags):
 
 
 def one_process(*flags):
-    """Return what the epoch lines of others must equal on any CPU: rounding moves the loss and up to three images."""
+    """Return what the epoch lines of other lessons must equal on any CPU.
+
+    Rounding moves the loss and up to three images.
+    """
     images = {"train": 300 / 1440, "test": 300 / 297}  # of the digits, in %
     return [
-        {name: pytest.approx(value, abs=images.get(name, 2e-4) + 1e-6) for name, value in line.items()}
+        {
+            name: pytest.approx(value, abs=images.get(name, 2e-4) + 1e-6)
+            for name, value in line.items()
+        }
         for line in single_gpu(*flags)
     ]
 
 
 @pytest.fixture
+def change(tmp_path):
+    """Return a function that copies the course and replaces texts in the code of a lesson.
+
+    Each text must be there once. `path` names another file than the lesson's.
+    """
+
+    def changed(lesson, *pairs, path=None):
+        ignored = shutil.ignore_patterns("__pycache__")
+        for folder in ("playground", "common"):
+            shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored, dirs_exist_ok=True)
+        file = tmp_path / (path or f"playground/{lesson}.py")
+        docstring, code = re.fullmatch(r'(r?""".*?""")(.*)', file.read_text(), re.S).groups()
+        for old, new in pairs:
+            assert code.count(old) == 1, f"{old!r} is there {code.count(old)} times"
+            code = code.replace(old, new)
+        file.write_text(docstring + code)
+        return tmp_path / "playground" / f"{lesson}.py"
+
+    return changed
+
+
+@pytest.fixture
 def main(monkeypatch, capsys):
-    """Return a function like `run` for what ends at its flags: it calls main() here, without a start of Python."""
+    """Return a function like `run` for what ends at its flags: it calls main() in this process."""
 
     def called(name, *flags, status=2, env=None):
         if DETECTRON2 != "the real detectron2":

@@ -1,7 +1,8 @@
 """A lesson for launchers without PyTorch, for tests that are about the launcher.
 
-Each rank says where it is and which flags it got, and meets the others at MASTER_ADDR and MASTER_PORT, as PyTorch's
-ranks do. With --wait it stays, as in a collective: until another rank ends, and then it fails.
+Each rank prints where it runs and its flags. Then it connects to rank 0 at MASTER_ADDR and
+MASTER_PORT, as PyTorch's ranks do. With --wait it then waits until another rank ends, and fails, as
+in a collective.
 """
 
 import os
@@ -12,10 +13,12 @@ import time
 
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 place = "rank {} of {}, on its node {} of {}, node {}".format(*map(os.environ.get, names))
-sys.stdout.write(f"{place}, {os.uname().nodename}, flags {sys.argv[1:]}\n")  # at once, as others write there, too
+# One call writes the whole line, because other ranks write to the same output.
+sys.stdout.write(f"{place}, {os.uname().nodename}, flags {sys.argv[1:]}\n")
 sys.stdout.flush()
 
-rank, others = int(os.environ["RANK"]), []
+rank = int(os.environ["RANK"])
+others = []
 address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
 if rank == 0:
     server = socket.create_server(("", address[1]))

@@ -1,4 +1,7 @@
-"""Two nodes on one machine: network namespaces with addresses, host names and an interface of their own."""
+"""Two nodes on one machine.
+
+Each is a network namespace with an address, a host name and an interface (eth0) of its own.
+"""
 
 import contextlib
 import os
@@ -30,34 +33,43 @@ DEBIAN = {  # a program that a test needs, and the package that has it
 HOSTS = ["node0", "node1"]
 ADDRESSES = ["10.77.0.1", "10.77.0.2"]
 
-# Variables of the caller that a launcher takes to other nodes, one that it does not, and a script that prints them.
-TRAVEL = {"NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "eth0", "TORCH_NAME": "a b'$c", "OMP_NUM_THREADS": "1"}
+# Variables of the caller that a launcher passes to other nodes, and one that it does not pass.
+TRAVEL = {
+    "NCCL_DEBUG": "INFO",
+    "GLOO_SOCKET_IFNAME": "eth0",
+    "TORCH_NAME": "a b'$c",
+    "OMP_NUM_THREADS": "1",
+}
 STAYS = {"CUDA_VISIBLE_DEVICES": "0"}
+# A script that prints them. It reads RANK, because lessons for launchers are known by that.
 VARIABLES = f"""import os
-os.environ.get("RANK")  # as a lesson for launchers has it
+os.environ.get("RANK")
 there = {{name: os.environ[name] for name in {[*TRAVEL, *STAYS]} if name in os.environ}}
 print(f"{{os.uname().nodename}}: {{there}}", flush=True)
 """
-PATIENT = ("--timeout", 300)  # for lessons: however busy the machine is, all ranks come
-LIGHT = "tests/light.py"  # a lesson for launchers that costs nothing, and what its ranks say on two nodes with two each
-PLACES = [
-    f"rank {rank} of 4, on its node {rank % 2} of 2, node {node}, {host}"
-    for node, host in enumerate(HOSTS)
-    for rank in (2 * node, 2 * node + 1)
+PATIENT = ("--timeout", 300)  # for lessons, because ranks start late on a busy machine
+LIGHT = "tests/light.py"  # a lesson for launchers that does not import PyTorch
+PLACES = [  # the lines that its ranks print, with two ranks on each of two nodes
+    f"rank {rank} of 4, on its node {rank % 2} of 2, node {rank // 2}, {HOSTS[rank // 2]}"
+    for rank in range(4)
 ]
 os.environ["PATH"] += ":/usr/sbin:/sbin"  # where Debian has ip and the daemons
 
 
 def need(*programs: str) -> None:
-    """Skip the test unless it runs as root and the programs are here; the reason has the command that installs them."""
-    if missing := sorted({DEBIAN[name] for name in programs if not shutil.which(name)}):
+    """Skip the test unless it runs as root and the programs are installed.
+
+    The reason for the skip has the command that installs them.
+    """
+    missing = sorted({DEBIAN[name] for name in programs if not shutil.which(name)})
+    if missing:
         pytest.skip(f"missing: sudo apt-get install --no-install-recommends {' '.join(missing)}")
     if os.geteuid() != 0:
         pytest.skip("not root: sudo -E run/test.sh")
 
 
 def sh(*command) -> str:
-    """Run a command to its end and return its output; fails with what it wrote to stderr."""
+    """Run a command to its end and return its output. If it fails, raise with its stderr."""
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
     assert done.returncode == 0, f"{command}: {done.stderr}"
     return done.stdout
@@ -65,7 +77,7 @@ def sh(*command) -> str:
 
 @contextlib.contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[None]:
-    """Put a file system of this size, as in 4m, on a folder, as long as the context lasts."""
+    """Mount a file system of this size, such as 4m, on a folder while the context lasts."""
     need("mount")
     sh("mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder)
     try:
@@ -75,8 +87,12 @@ def small_disk(folder: Path, size: str) -> Iterator[None]:
 
 
 def read_until(job, pattern: str, count: int = 1) -> str:
-    """Read what a Job prints until so many places match, and return it. The job is killed if they never come."""
-    text, guard = "", threading.Timer(600, job.kill)
+    """Read what a Job prints until so many places match, and return it.
+
+    The job is killed if they do not appear within ten minutes.
+    """
+    text = ""
+    guard = threading.Timer(600, job.kill)
     guard.start()
     try:
         for line in job.process.stdout:
@@ -88,8 +104,19 @@ def read_until(job, pattern: str, count: int = 1) -> str:
     raise AssertionError(text + job.process.stderr.read())
 
 
+def pids_of_two(text: str) -> list[int]:
+    """Check that the table in a text has two ranks, one on each node. Returns their pids."""
+    table = re.findall(r"^(\d) +(\d) +(\d) +cpu +(\d+) +(\S+)$", text, re.M)
+    places = [" ".join([node, rank, local_rank, host]) for node, rank, local_rank, _, host in table]
+    assert places == ["0 0 0 node0", "1 1 0 node1"], text
+    return [int(pid) for _, _, _, pid, _ in table]
+
+
 class Nodes:
-    """node0 (10.77.0.1) and node1 (10.77.0.2), joined by a cable: eth0 in each. Use as a context manager."""
+    """node0 (10.77.0.1) and node1 (10.77.0.2), connected by a virtual cable from eth0 to eth0.
+
+    Use it as a context manager.
+    """
 
     def __init__(self):
         self.names = [f"playground-{os.getpid()}-{index}" for index in range(2)]
@@ -97,14 +124,18 @@ class Nodes:
     def __enter__(self):
         need("ip")
         try:
+            lines = ["127.0.0.1 localhost\n"]
+            for address, host in zip(ADDRESSES, HOSTS, strict=True):
+                lines.append(f"{address} {host}\n")
             for name in self.names:
                 sh("ip", "netns", "add", name)
-                hosts = "".join(f"{address} {host}\n" for address, host in zip(ADDRESSES, HOSTS, strict=True))
-                folder = Path("/etc/netns") / name  # ip netns exec shows what is here in place of /etc
+                # `ip netns exec` mounts the files of this folder over those of /etc.
+                folder = Path("/etc/netns") / name
                 folder.mkdir(parents=True)
-                (folder / "hosts").write_text(f"127.0.0.1 localhost\n{hosts}")
-            ends = "eth0", "netns", self.names[0], "type", "veth", "peer", "name", "eth0", "netns", self.names[1]
-            sh("ip", "link", "add", *ends)
+                (folder / "hosts").write_text("".join(lines))
+            end0 = ("eth0", "netns", self.names[0])
+            end1 = ("eth0", "netns", self.names[1])
+            sh("ip", "link", "add", *end0, "type", "veth", "peer", "name", *end1)
             for name, address in zip(self.names, ADDRESSES, strict=True):
                 sh("ip", "-n", name, "address", "add", f"{address}/24", "dev", "eth0")
                 sh("ip", "-n", name, "link", "set", "lo", "up")
@@ -122,29 +153,38 @@ class Nodes:
             shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
 
     def enter(self, index: int) -> list[str]:
-        """Return the words before a command that make it run on a node."""
+        """Return the words that, in front of a command, make it run on a node."""
         with_name = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', HOSTS[index]]
         return ["ip", "netns", "exec", self.names[index], *with_name]
 
     def pids(self, index: int) -> list[int]:
         """Return the processes that run on a node."""
-        done = subprocess.run(["ip", "netns", "pids", self.names[index]], capture_output=True, text=True)
+        command = ["ip", "netns", "pids", self.names[index]]
+        done = subprocess.run(command, capture_output=True, text=True)
         return [int(pid) for pid in done.stdout.split()]
 
     def left(self, own=(), seconds: float = 90) -> list[str]:
-        """Return the command lines of processes on both nodes that don't end in that time; `own` are none of them."""
+        """Return the command lines of processes that still run on the nodes after that time.
+
+        The pids in `own` do not count.
+        """
         end = time.monotonic() + seconds
-        while (pids := {*self.pids(0), *self.pids(1)} - set(own)) and time.monotonic() < end:
+        while True:
+            pids = {*self.pids(0), *self.pids(1)} - set(own)
+            if not pids:
+                return []
+            if time.monotonic() >= end:
+                break
             time.sleep(0.1)
         ps = ["ps", "-o", "args=", "-p", ",".join(map(str, pids))]
-        return subprocess.run(ps, capture_output=True, text=True).stdout.splitlines() if pids else []
+        return subprocess.run(ps, capture_output=True, text=True).stdout.splitlines()
 
     def link(self, state: str) -> None:
-        """Pull the cable out ("down") or put it back ("up")."""
+        """Disconnect the cable ("down") or connect it again ("up")."""
         sh("ip", "-n", self.names[0], "link", "set", "eth0", state)
 
     def bandwidth(self, rate: str) -> None:
-        """Limit what each node sends, as in "100mbit"."""
+        """Limit how fast each node sends, for example to "100mbit"."""
         for name in self.names:
             limit = ["tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
             sh("ip", "netns", "exec", name, "tc", "qdisc", "replace", "dev", "eth0", "root", *limit)

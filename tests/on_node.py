@@ -1,23 +1,32 @@
-"""Be a lesson on a node: what Nodes.enter does with a new program, here without one, so that it can be forked.
+"""Run a lesson on a node, in this process.
 
-tests/on_node.py <name of the network> <name of the host> <lesson> <flags>
+Nodes.enter starts other programs for that. This script starts none, so warm.py can fork it.
+
+    tests/on_node.py <name of the network> <name of the host> <lesson> <flags>
 """
 
 import ctypes
 import os
+import platform
 import runpy
 import socket
 import sys
 from pathlib import Path
 
-FILES, HOST, NETWORK = 0x20000, 0x4000000, 0x40000000  # the kernel's numbers for the namespaces
-BIND, PRIVATE = 0x1000, 0x44000  # and for mounts: this one; all of them are this process's own
+# The kernel's flags for the namespaces of mounts, host names and networks.
+FILES = 0x20000
+HOST = 0x4000000
+NETWORK = 0x40000000
+# The kernel's flags for a mount of one file, and for mounts that only this process sees.
+BIND = 0x1000
+PRIVATE = 0x44000
 
 
 def call(function, *arguments):
-    """Call a function of the C library; raises what it says is wrong."""
+    """Call a function of the C library, and raise an OSError if it fails."""
     if getattr(libc, function)(*arguments):
-        raise OSError(ctypes.get_errno(), f"{function}: {os.strerror(ctypes.get_errno())}")
+        number = ctypes.get_errno()
+        raise OSError(number, f"{function}: {os.strerror(number)}")
 
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -28,5 +37,6 @@ call("unshare", FILES | HOST)
 call("mount", b"none", b"/", None, PRIVATE, None)
 call("mount", f"/etc/netns/{network}/hosts".encode(), b"/etc/hosts", None, BIND, None)
 socket.sethostname(host)
+platform._uname_cache = None  # otherwise platform.node() returns the name before the fork
 sys.path[0] = str(Path(sys.argv[0]).parent)
 runpy.run_path(sys.argv[0], run_name="__main__")

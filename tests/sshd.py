@@ -1,4 +1,7 @@
-"""An ssh server on each of the two nodes, and a client that needs neither a password nor files of the user's own."""
+"""An ssh server on each of the two nodes, and a client.
+
+The client needs neither a password nor files in the user's home.
+"""
 
 import shutil
 import subprocess
@@ -30,15 +33,17 @@ UserKnownHostsFile {folder}/known_hosts
 
 
 class Sshd:
-    """Servers on the nodes, and the client `command` for them. Use as a context manager, inside the one of Nodes.
+    """Servers on the nodes, and the client `command` for them.
 
-    A command that a server runs has the node's network, host name and hosts, but neither the folder nor the environment
-    of the client: `nodes.pids` finds it, Job does not. `pids` has the servers' own, which are there all the time.
+    Use it as a context manager, inside the one of Nodes. A command that a server runs has the
+    node's network, host name and hosts, but neither the folder nor the environment of the client.
+    So `nodes.pids` finds it, and Job does not. The pids of the servers are in `pids`.
     """
 
     def __init__(self, nodes, folder):
         self.nodes = nodes
-        self.folder = Path(folder)  # for keys, settings and the servers' logs; a path without spaces
+        # For keys, settings and the servers' logs. Its path must not contain spaces.
+        self.folder = Path(folder)
         self.command = f"ssh -F {self.folder}/config"
         self.servers = []
 
@@ -50,7 +55,7 @@ class Sshd:
         (self.folder / "known_hosts").write_text(f"{','.join(HOSTS + ADDRESSES)} {key}")
         (self.folder / "sshd_config").write_text(SERVER.format(folder=self.folder))
         (self.folder / "config").write_text(CLIENT.format(folder=self.folder))
-        Path("/run/sshd").mkdir(exist_ok=True)  # sshd wants it, and finds it where its service has been started
+        Path("/run/sshd").mkdir(exist_ok=True)  # sshd needs it, and only its service creates it
         try:
             for index in range(len(HOSTS)):
                 self.start(index)
@@ -63,24 +68,25 @@ class Sshd:
         """Start a node's server and wait until it listens."""
         log = self.folder / f"{HOSTS[index]}.log"
         command = [shutil.which("sshd"), "-D", "-e", "-f", self.folder / "sshd_config"]
+        command = [*self.nodes.enter(index), *command]
         with log.open("w") as file:
-            prefix = self.nodes.enter(index)
-            self.servers.append(subprocess.Popen([*prefix, *command], stdin=subprocess.DEVNULL, stderr=file))
+            server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=file)
+        self.servers.append(server)
         end = time.monotonic() + 120
         while "Server listening on 0.0.0.0" not in log.read_text():
-            assert self.servers[-1].poll() is None and time.monotonic() < end, log.read_text()
+            assert server.poll() is None and time.monotonic() < end, log.read_text()
             time.sleep(0.05)
 
     def __exit__(self, *_):
         for server in self.servers:
-            server.kill()  # what it has started is ended with the nodes
+            server.kill()  # Nodes ends what it has started
             server.wait()
 
     @property
     def pids(self):
-        """The pids of the servers, node 0's first."""
+        """The pids of the servers, in the order of the nodes."""
         return [server.pid for server in self.servers]
 
     def left(self):
-        """Return the command lines of processes on the nodes that are no servers and don't end soon."""
+        """Return the command lines of processes that stay on the nodes and are no servers."""
         return self.nodes.left(self.pids)

@@ -1,7 +1,6 @@
-"""The exercises in the docstrings end as playground/README.md says. Each is done on a copy, as a learner would.
+"""The exercises in the docstrings end as playground/answers.md says. Each is done on a copy.
 
-Two need a GPU (data_parallel.py's), as does half of one (model_parallel.py's first): test_gpu.py does
-them, where there is one.
+Those of data_parallel.py need a GPU, and so does one of model_parallel.py. test_gpu.py has them.
 """
 
 import json
@@ -13,6 +12,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from conftest import (
     DIGITS,
     FEWER,
@@ -30,32 +30,16 @@ from conftest import (
 
 TWO_EPOCHS = (*DIGITS, "--epochs", 2)
 TRACES = "playground/measure/traces.py"
-STEPS = r"^(\d+) +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+) *$"  # the rows of profile_steps.py's table
-
-
-@pytest.fixture
-def change(tmp_path):
-    """Return a function that copies playground/ and common/ and replaces texts, each of which must be there once."""
-
-    def changed(lesson, *pairs, path=None):
-        for folder in ("playground", "common"):
-            shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
-        file = tmp_path / (path or f"playground/{lesson}.py")
-        doc, code = re.match(r'(""".*?""")(.*)', file.read_text(), re.S).groups()
-        for old, new in pairs:
-            assert code.count(old) == 1, f"{old!r} is there {code.count(old)} times"
-            code = code.replace(old, new)
-        file.write_text(doc + code)
-        return tmp_path / "playground" / f"{lesson}.py"
-
-    return changed
+# The rows of the table of profile_steps.py.
+STEPS = r"^(\d+) +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+) *$"
 
 
 def ends(lesson, *flags, processes=2, status=0):
-    """Run a lesson for two epochs (unless flags say otherwise) and check its status. Returns it with its output."""
+    """Run a lesson, by default for two epochs, and check its status. Returns its output, too."""
     text = lesson.read_text()
     several = by_torchrun(lesson) or "mp.spawn(" in text or "launch(" in text
-    return train(lesson, *TWO_EPOCHS, *flags, processes=processes if several else None, status=status)
+    count = processes if several else None
+    return train(lesson, *TWO_EPOCHS, *flags, processes=count, status=status)
 
 
 def losses(lesson, *flags, **options):
@@ -70,11 +54,13 @@ def reference():
 
 
 def test_each_exercise_has_an_answer():
-    """playground/README.md answers as many exercises of each lesson as its docstring has."""
-    answers = (ROOT / "playground" / "README.md").read_text().partition("## Answers")[2].partition("\n## ")[0]
-    for lesson in LESSONS:
-        exercises = (ROOT / "playground" / f"{lesson}.py").read_text().split('"""')[1].partition("Break it")[2]
-        given = re.search(rf"^### `{lesson}\.py`\n(.*?)(?=^### |\Z)", answers, re.M | re.S)
+    """playground/answers.md answers as many exercises of each lesson as its docstring has."""
+    answers = (ROOT / "playground" / "answers.md").read_text()
+    for lesson in [*LESSONS, "measure/compare"]:
+        docstring = (ROOT / "playground" / f"{lesson}.py").read_text().split('"""')[1]
+        exercises = re.split("Try breaking it|Break it", docstring, maxsplit=1)[1]
+        heading = rf"^## `{lesson.split('/')[-1]}\.py`\n"
+        given = re.search(rf"{heading}(.*?)(?=^## |\Z)", answers, re.M | re.S)
         assert exercises and given, lesson
         numbers = set(re.findall(r"^  (\d)\. |\((\d)\) ", exercises, re.M))
         assert len(re.findall(r"^\d\. ", given[1], re.M)) >= max(1, len(numbers)), lesson
@@ -82,22 +68,25 @@ def test_each_exercise_has_an_answer():
 
 def test_a_buffer_that_is_too_short(change):
     """Rank 1 expects three numbers and gets four: gloo ends it."""
-    old = "else torch.zeros(4, device"
-    done = run(change("blocking_p2p", (old, "else torch.zeros(3 if rank == 1 else 4, device")), status=1)
+    old = "torch.zeros(4, device=device)"
+    new = "torch.zeros(3 if rank == 1 else 4, device=device)"
+    done = run(change("blocking_p2p", (old, new)), status=1)
     assert "16 vs 12" in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("error: local_rank 1: process 1 terminated with signal SIGABRT")
+    words = "error: local_rank 1: process 1 terminated with signal SIGABRT"
+    assert done.stderr.splitlines()[-1].startswith(words)
 
 
 def test_a_rank_that_receives_from_itself(change):
     """It has no connection to itself."""
     copy = change("blocking_p2p", ("src=rank - 1", "src=1"))
     done = run(copy, "--timeout", 5, status=1)
-    assert done.stderr.splitlines()[-1].startswith("error: local_rank 1: ")
-    assert "not connected" in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("error: rank 1 waited at blocking_p2p.py, line ")
+    assert "not connected" in last
 
 
 def test_a_buffer_that_is_changed_while_it_travels(change):
-    """Rank 0 gets the 9s, as rank 1's message has waited for it. Its own had left before it changed the buffer."""
+    """Rank 0 gets the 9s, because rank 1's message waited for it. Rank 0's own left before."""
     old = "    products = work(mine.device)"
     out = run(change("nonblocking_p2p", (old, f"    mine.fill_(9)\n{old}"))).stdout
     assert "nonblocking, rank 0: [-1.0, -1.0] -> [9.0, 9.0]" in out
@@ -105,8 +94,8 @@ def test_a_buffer_that_is_changed_while_it_travels(change):
 
 
 def test_single_gpu_without_its_order(change, reference):
-    """Batches in an order that no other lesson knows, yet the same in each run."""
-    copy = change("single_gpu", ("order.manual_seed(args.seed + epoch)", "pass"))
+    """The batches have an order that no other lesson has, and it is the same in each run."""
+    copy = change("single_gpu", ("generator.manual_seed(args.seed + epoch)", "pass"))
     broken = losses(copy)
     assert abs(broken[0] - reference[0]) > 1e-4
     assert losses(copy) == broken
@@ -118,10 +107,55 @@ def test_single_gpu_without_zero_grad(change, reference):
     assert abs(broken[0] - reference[0]) > 1e-3
 
 
-@pytest.mark.parametrize("call", ["send_weights(model, args.weights)", "average_gradients(model, bucket)"])
+@pytest.mark.parametrize(
+    "call", ["send_weights(model, args.weights)  #", "average_gradients(model, in_one_bucket)  #"]
+)
 def test_manual_data_parallel_needs_both_parts(change, call, reference):
-    """Without the weights of rank 0, or without averaging, the losses are others."""
-    broken = losses(change("manual_data_parallel", (call, "pass")))
+    """Without the parameters of rank 0, or without averaging, the losses differ."""
+    broken = losses(change("manual_data_parallel", (call, "pass  #")))
+    assert abs(broken[1] - reference[1]) > 1e-3
+
+
+def test_a_pipeline_without_the_share_of_a_micro_batch(change, tmp_path):
+    """The gradients are 8 times too large with 8 micro-batches."""
+    factor = " * len(labels) / self.batch_size"
+    copy = change("manual_pipeline", (factor, ""))
+    first_averages = []
+    for lesson in ("manual_pipeline", copy):
+        flags = ("--batch_size", 1200, "--epochs", 1, "--double", "-s", tmp_path / "c.pt")
+        train(lesson, *DIGITS, *flags, processes=2)
+        state = torch.load(tmp_path / "c.pt", weights_only=True)["optimizer"]["state"]
+        first_averages.append(state[0]["exp_avg"])
+    right, broken = first_averages
+    torch.testing.assert_close(broken, 8 * right, atol=1e-12, rtol=0)
+
+
+def test_a_pipeline_without_a_warm_up(change, reference):
+    """The numbers are right, and each rank keeps one micro-batch."""
+    start = "warm_up = min(ranks_after, micro_batches)"
+    done = ends(change("manual_pipeline", (start, "warm_up = 0")), "--schedule", "1F1B")
+    assert [line["loss"] for line in epochs(done.stdout)] == pytest.approx(reference, abs=2e-4)
+    assert "each rank kept: [1, 1]" in done.stdout
+
+
+def test_overlap_in_any_order(change, reference):
+    """The lesson's model fills its buckets in the same order on all ranks."""
+    loop = """        while self.overlap and self.started < len(self.buckets):
+            bucket = self.buckets[self.started]
+            if bucket.missing > 0:
+                break
+            self.start(bucket)
+"""
+    at_once = """        bucket = self.bucket_of[parameter]
+        if bucket.missing == 0:
+            self.start(bucket)
+"""
+    assert losses(change("overlapped_data_parallel", (loop, at_once))) == reference
+
+
+def test_overlap_without_waiting(change, reference):
+    """The optimizer takes gradients that are not complete."""
+    broken = losses(change("overlapped_data_parallel", ("bucket.handle.wait()", "pass")))
     assert abs(broken[1] - reference[1]) > 1e-3
 
 
@@ -132,9 +166,11 @@ def test_without_set_epoch_the_first_order_repeats(change, reference):
     assert abs(broken[1] - reference[1]) > 1e-3
 
 
-@pytest.mark.parametrize(("count", "words"), [(1, "another rank has ended"), (3, "in different collectives")])
+@pytest.mark.parametrize(
+    ("count", "words"), [(1, "another rank has ended"), (3, "in different collectives")]
+)
 def test_a_collective_on_rank_0_only(count, words, change):
-    """Rank 0 is in an all_reduce that rank 1 does not join: rank 1 has ended, or is in the next epoch."""
+    """Rank 0 waits in an all_reduce. Rank 1 has ended, or is in the next epoch."""
     old = "        _, test_hits, test_seen = run_epoch("
     copy = change("distributed_data_parallel", (old, f"        if rank == 0:\n    {old}"))
     done = ends(copy, "--epochs", count, "--timeout", 10, status=1)
@@ -143,12 +179,13 @@ def test_a_collective_on_rank_0_only(count, words, change):
 
 @pytest.mark.parametrize("found", [False, True])
 def test_a_layer_that_is_not_used(change, found):
-    """DDP waits for its gradient, says which parameters had none, and looks for them if it is told to."""
-    layers = "        self.stage1 = nn.Sequential(nn.Flatten(), *chain(*hidden[:half]))"
+    """DDP misses its gradient and names the parameters. It looks for them only if told to."""
+    layers = "        self.stage1 = nn.Sequential(nn.Flatten(), "
     unused = "        self.unused = nn.Linear(1, 1)\n"
     copy = change("distributed_data_parallel", (layers, unused + layers), path="common/models.py")
     if found:
-        text, wrapped = copy.read_text(), "DistributedDataParallel(model"
+        text = copy.read_text()
+        wrapped = "DistributedDataParallel(model"
         assert text.count(wrapped + ")") == 1
         copy.write_text(text.replace(wrapped, f"{wrapped}, find_unused_parameters=True"))
     done = ends(copy, "--epochs", 1, status=0 if found else 1)
@@ -158,33 +195,38 @@ def test_a_layer_that_is_not_used(change, found):
 
 
 def test_averages_where_sums_belong(change, reference):
-    """Loss and hits are divided by the number of ranks, and so is the number of images: only images/s is wrong."""
+    """Losses, hits and images are all divided by the number of ranks: only images/s is wrong."""
     copy = change("distributed_data_parallel2", ("average=False", "average=True"))
     done = ends(copy)
     assert [line["loss"] for line in epochs(done.stdout)] == pytest.approx(reference, abs=2e-4)
     seconds, rate = re.findall(r"([\d.]+) s  ([\d,]+) images/s", done.stdout)[0]
-    assert 0.3 < float(seconds) * int(rate.replace(",", "")) / 1408 < 0.7  # half of the images
+    images = float(seconds) * int(rate.replace(",", ""))
+    assert 0.3 < images / 1408 < 0.7  # half of them
 
 
-@pytest.mark.parametrize(("count", "words"), [(1, "another rank has ended"), (2, "Timed out waiting 10000ms|by peer")])
+@pytest.mark.parametrize(
+    ("count", "words"), [(1, "another rank has ended"), (2, "Timed out waiting 10000ms|by peer")]
+)
 def test_gather_on_rank_0_only(count, words, change):
-    """Rank 0 is in gather, rank 1 at its end or in the barrier of the next epoch; the first to give up closes both."""
-    old = "comm.gather(run_epoch(plain, test_loader, device).tolist())"
-    mine = "run_epoch(plain, test_loader, device).tolist()"
-    copy = change(
-        "distributed_data_parallel2", (old, f"{mine}\n        if rank == 0:\n            tests = comm.gather(tests)")
-    )
+    """Rank 0 waits in gather, rank 1 has ended or waits in the barrier of the next epoch."""
+    gather = "        test_totals = comm.gather(test_sums)\n"
+    condition = "        if comm.is_main_process():\n"
+    moved = f"{condition}    {gather}"
+    copy = change("distributed_data_parallel2", (gather + condition, moved))
     done = ends(copy, "--epochs", count, "--timeout", 10, status=1)
     assert re.search(words, done.stderr.splitlines()[-1])
 
 
 @pytest.mark.parametrize("recorded", [True, False])
 def test_an_assertion_under_torchrun(change, recorded):
-    """With @record the report has rank 1's traceback; without it a line that says how to get it."""
-    pairs = [("    meet(args)  # guard rail\n", "    meet(args)  # guard rail\n    assert rank == 0\n")]
-    pairs += [] if recorded else [("@record", "")]
+    """With @record the report has rank 1's traceback, without it a line about how to get it."""
+    join = "    rank, device = join(args)\n"
+    pairs = [(join, f"{join}    assert rank == 0\n")]
+    if not recorded:
+        pairs.append(("@record", ""))
     copy = change("distributed_data_parallel_torchrun", *pairs)
-    done = torchrun(copy, *TWO_EPOCHS, cold=True).wait()  # forked ranks fail in the same second, torchrun's unit
+    # Forked ranks would fail in the same second, and torchrun compares seconds.
+    done = torchrun(copy, *TWO_EPOCHS, cold=True).wait()
     assert done.returncode == 1
     report = done.stderr.partition("Root Cause")[2]
     assert "rank      : 1 (local_rank: 1)" in report
@@ -193,7 +235,7 @@ def test_an_assertion_under_torchrun(change, recorded):
 
 
 def test_a_killed_rank_is_restarted(tmp_path):
-    """It goes on from the last checkpoint, and the last line has the numbers of a run without the kill."""
+    """The run resumes, and its last line has the numbers of a run without the kill."""
     name, flags = "distributed_data_parallel_resumable", (*DIGITS, "--epochs", 5)
     whole = train(name, *flags, "--run_dir", tmp_path / "whole", processes=2)
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -205,37 +247,40 @@ def test_a_killed_rank_is_restarted(tmp_path):
     done = job.wait()
     assert done.returncode == 0, done.stderr
     assert "3 of 5 epochs are done" in done.stdout
-    assert epochs(done.stdout)[-1]["loss"] == pytest.approx(epochs(whole.stdout)[-1]["loss"], abs=2e-4)
+    expected = epochs(whole.stdout)[-1]["loss"]
+    assert epochs(done.stdout)[-1]["loss"] == pytest.approx(expected, abs=2e-4)
 
 
 def test_a_start_without_the_optimizer(change, tmp_path):
-    """Adam begins anew, so the loss of the next epoch is another."""
-    name, load = "distributed_data_parallel_resumable", '        optimizer.load_state_dict(found[0]["optimizer"])\n'
+    """Adam's averages start at zero again, so the loss of the next epoch differs."""
+    name = "distributed_data_parallel_resumable"
+    load = '        optimizer.load_state_dict(state["optimizer"])\n'
+    lesson = ROOT / "playground" / f"{name}.py"
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    ends(ROOT / "playground" / f"{name}.py", "--run_dir", cut, processes=1)
+    ends(lesson, "--run_dir", cut, processes=1)
     shutil.copytree(cut, whole)
-    right = losses(ROOT / "playground" / f"{name}.py", "--run_dir", whole, "--epochs", 3, processes=1)
-    wrong = losses(change(name, (load, "")), "--run_dir", cut, "--epochs", 3, processes=1)
-    assert len(right) == len(wrong) == 1
-    assert abs(right[0] - wrong[0]) > 1e-3
+    (right,) = losses(lesson, "--run_dir", whole, "--epochs", 3, processes=1)
+    copy = change(name, (load, ""))
+    (wrong,) = losses(copy, "--run_dir", cut, "--epochs", 3, processes=1)
+    assert abs(right - wrong) > 1e-3
 
 
 RESNET = ("--device", "cpu", "--dataset", "fake", "--workers", 0, "--batch_size", 60, "--double")
 
 
-def resnet(copy, pieces):
-    """Run the ResNet lesson for an epoch, in so many pieces. Returns its loss."""
-    done = train(copy, *RESNET, "--epochs", 1, "--accumulate", pieces, processes=2)
+def resnet(copy, micro_batches):
+    """Run the ResNet lesson for an epoch, in so many micro-batches. Returns its loss."""
+    done = train(copy, *RESNET, "--epochs", 1, "--accumulate", micro_batches, processes=2)
     return epochs(done.stdout)[0]["loss"]
 
 
-def test_averaging_after_each_piece(change):
+def test_averaging_after_each_micro_batch(change):
     """Without no_sync() the numbers are the same: averages of sums are sums of averages."""
     copy = change("distributed_data_parallel_resnet", FEWER)
     right = resnet(copy, 4)
-    text, sync = copy.read_text(), "model.no_sync() if wait else nullcontext()"
+    text, sync = copy.read_text(), "context = model.no_sync()"
     assert text.count(sync) == 1
-    copy.write_text(text.replace(sync, "nullcontext()"))
+    copy.write_text(text.replace(sync, "context = nullcontext()"))
     assert resnet(copy, 4) == pytest.approx(right, abs=1.01e-4)
 
 
@@ -243,72 +288,89 @@ def test_gradients_that_are_four_times_as_large(change):
     """Adam divides by their size: the numbers hardly change."""
     copy = change("distributed_data_parallel_resnet", FEWER)
     right = resnet(copy, 4)
-    text, factor = copy.read_text(), " * len(labels) / len(batch[1])"
-    assert text.count(factor) == 1
-    copy.write_text(text.replace(factor, ""))
+    text, indent = copy.read_text(), 20 * " "
+    weighted = f"{indent}(loss * fraction).backward()\n"
+    assert text.count(weighted) == 1
+    copy.write_text(text.replace(weighted, f"{indent}loss.backward()\n"))
     assert resnet(copy, 4) == pytest.approx(right, rel=0.05)
 
 
 def test_activations_stay_where_they_are(change, reference):
     """On the CPU alone .to(devices[1]) does nothing, so nothing changes without it."""
-    assert losses(change("model_parallel", (".stage1(piece).to(devices[1])", ".stage1(piece)"))) == reference
+    old = ".stage1(micro_batch).to(devices[1])"
+    assert losses(change("model_parallel", (old, ".stage1(micro_batch)"))) == reference
 
 
 def test_the_sum_of_mean_losses(change, reference):
-    """Gradients are as many times too large as there are micro-batches, and so is the loss; Adam hardly minds."""
-    old = "            loss = F.cross_entropy(logits, labels)"
-    new = """            pieces = logits.tensor_split(micro_batches), labels.tensor_split(micro_batches)
-            loss = sum(map(F.cross_entropy, *pieces))"""
+    """Gradients and loss are as many times too large as there are micro-batches."""
+    old = "            loss = F.cross_entropy(logits, labels)\n"
+    new = """            loss = 0
+            parts = zip(logits.tensor_split(micro_batches), labels.tensor_split(micro_batches))
+            for part_of_logits, part_of_labels in parts:
+                loss += F.cross_entropy(part_of_logits, part_of_labels)
+"""
     lines = epochs(ends(change("model_parallel", (old, new)), "--pipelined").stdout)
-    assert [line["loss"] for line in lines] == pytest.approx([4 * loss for loss in reference], rel=0.03)
+    four_times = [4 * loss for loss in reference]
+    assert [line["loss"] for line in lines] == pytest.approx(four_times, rel=0.03)
     for line, right in zip(lines, single_gpu(*TWO_EPOCHS), strict=True):
-        assert line["test"] == pytest.approx(right["test"], abs=3)
+        assert line["test"] == pytest.approx(right["test"], abs=3)  # Adam hardly reacts
 
 
 def test_a_last_stage_without_labels(change):
-    """Only the last rank computes the loss, so only it complains. torchrun ends the others, which lose a connection."""
-    done = ends(change("pipeline_parallel", (", target=F.pad(labels, missing)", "")), status=1)
-    complaints = re.findall(r"^.*loss_fn and target required for last stage", done.stderr, re.M)
-    assert complaints and all("Stage 1" in complaint for complaint in complaints)
+    """Only the last rank computes the loss, so only it complains. The others lose a connection."""
+    old = "schedule.step(*inputs, target=filled_labels)"
+    done = ends(change("pipeline_parallel", (old, "schedule.step(*inputs)")), status=1)
+    complaints = re.findall(r"Stage \d: loss_fn and target required", done.stderr)
+    if torch.__version__.startswith("2.9."):
+        complaints = re.findall(r"TypeError: 'NoneType' object is not subscriptable", done.stderr)
+    assert complaints and not any("Stage 0" in complaint for complaint in complaints)
 
 
 def test_more_micro_batches():
-    """The bubble that the formula promises shrinks; the lesson prints it beside the one it has measured."""
+    """The bubble of the formula shrinks. The lesson prints it beside the measured one."""
     shown = []
     for pieces in (2, 16):
-        out = ends(ROOT / "playground" / "pipeline_parallel.py", "--micro_batches", pieces, "--epochs", 1).stdout
+        out = ends(
+            ROOT / "playground" / "pipeline_parallel.py", "--micro_batches", pieces, "--epochs", 1
+        ).stdout
         shown.append(float(re.search(rf"GPipe, {pieces} micro-batches: .* = ([\d.]+)", out)[1]))
     assert shown == [0.33, 0.06]
 
 
 def test_a_rank_that_computes_longer(change, tmp_path):
-    """Rank 1's computing grows by the 50 ms that it sleeps, rank 0's waiting for its message by as much."""
+    """Rank 1's computing grows by the 50 ms that it sleeps, rank 0's waiting by as much."""
     old = "            loss.backward()"
-    copy = change("profile_steps", (old, f"            time.sleep(0.05 * dist.get_rank())\n{old}"))
+    new = f"            time.sleep(0.05 * dist.get_rank())\n{old}"
+    copy = change("profile_steps", (old, new))
     out = ends(copy, "--epochs", 1, "--batch_size", 64, "--out", tmp_path / "traces").stdout
-    zero, one = ([float(ms) for ms in row] for row in re.findall(STEPS, out, re.M))
-    assert one[3] > 50
-    assert zero[4] > 40
+    zero, one = re.findall(STEPS, out, re.M)
+    assert float(one[3]) > 50
+    assert float(zero[4]) > 40
 
 
 def test_a_profiler_without_steps(change, tmp_path):
-    """The schedule never comes to its ten steps, so there is no trace to read."""
+    """The schedule waits for the end of its warm-up, so there is no trace to read."""
     copy = change("profile_steps", ("            profiler.step()", "            pass"))
-    done = ends(copy, "--epochs", 1, "--batch_size", 64, "--out", tmp_path / "traces", status=1)
+    flags = ("--epochs", 1, "--batch_size", 64, "--out", tmp_path / "traces")
+    done = ends(copy, *flags, status=1)
     assert len(epochs(done.stdout)) == 1
     assert re.search(r"FileNotFoundError: .*rank\d\.json", done.stderr)
 
 
 def scaling(copy):
-    """Return what a copy of compare.py would run for the scaling with 1 and 2 processes: flags and threads of each."""
+    """Return what a copy of compare.py runs for scaling with 1 and 2 processes: flags, threads."""
     code = """import argparse, json, compare
-args = argparse.Namespace(gpus=2, stages=2, pieces=2, lessons=[], processes=[1, 2], widths=[], only=["scaling"])
-args.batch_size = 128
-vars(args).update({name: getattr(args, name, None) for name in compare.PASSED_ON})
-print(json.dumps([run["words"] + [compare.command(run, args, "folder")[1]] for run in compare.plan(args)]))
+args = argparse.Namespace(**dict.fromkeys(compare.PASSED_ON))
+vars(args).update(gpus=2, stages=2, pieces=2, processes=[1, 2], only=["scaling"], batch_size=128)
+runs = compare.plan(args)
+print(json.dumps([run["words"] + [compare.command(run, args, "folder")[1]] for run in runs]))
 """
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=copy.parent, capture_output=True, text=True, env={"OMP_NUM_THREADS": "2"}
+        [sys.executable, "-c", code],
+        cwd=copy.parent,
+        capture_output=True,
+        text=True,
+        env={"OMP_NUM_THREADS": "2"},
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -316,15 +378,16 @@ print(json.dumps([run["words"] + [compare.command(run, args, "folder")[1]] for r
 
 def test_two_threads_for_one_process(change):
     """All runs get two threads, which two DDP processes share: only the single one changes."""
-    copy = change("compare", ('{"OMP_NUM_THREADS": "1" if', '{"OMP_NUM_THREADS": "2" if'))
+    copy = change("measure/compare", ("        threads = 1 ", "        threads = 2 "))
     assert [words[-1] for words in scaling(copy)] == [{"OMP_NUM_THREADS": "2"}] * 3
-    shared = "torch.set_num_threads(max(1, torch.get_num_threads() // args.gpus))"
-    assert shared in (copy.parent / "distributed_data_parallel.py").read_text()
+    text = (copy.parents[1] / "distributed_data_parallel.py").read_text()
+    assert "torch.set_num_threads(" in text
 
 
 def test_weak_scaling_without_its_batch(change):
     """What is left is strong scaling, twice: the same command."""
-    copy = change("compare", (', "--batch_size", str(count * args.batch_size)]', "]"))
+    line = '            words = words + ["--batch_size", str(count * args.batch_size)]\n'
+    copy = change("measure/compare", (line, ""))
     _, strong, weak = scaling(copy)
     assert strong == weak
     assert strong[:2] == ["-g", "2"]
@@ -332,7 +395,9 @@ def test_weak_scaling_without_its_batch(change):
 
 def test_messages_are_never_hidden(change, tmp_path):
     """minus() that takes nothing away: all messages count as waited for, so "hidden" is 0."""
-    body = re.search(r"    left = union\(spans\)\n.*?    return left\n", (ROOT / TRACES).read_text(), re.S)[0]
+    body = re.search(
+        r"    left = union\(spans\)\n.*?    return left\n", (ROOT / TRACES).read_text(), re.S
+    )[0]
     copy = change("profile_steps", (body, "    return union(spans)\n"), path=TRACES)
     flags = ("--epochs", 1, "--batch_size", 64, "--width", 512, "--out", tmp_path / "traces")
     rows = [[float(ms) for ms in row] for row in re.findall(STEPS, ends(copy, *flags).stdout, re.M)]

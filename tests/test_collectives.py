@@ -1,4 +1,4 @@
-"""The collectives: what every rank holds afterwards, the bytes of a ring, and calls that do not fit together."""
+"""The collectives: what every rank holds afterwards, the bytes of a ring, and calls that differ."""
 
 import re
 
@@ -10,78 +10,92 @@ from conftest import Lesson, free_port, lesson_path, run, train
 
 
 def tables(out):
-    """Return the tables in the lesson's output: by name, for each rank the lists it has held, and what is said then."""
+    """Return the tables by name: for each rank, the lists that it has held, and the last words."""
     found = {}
     for name, rows in re.findall(r"^(\w+)[:,] .*\n((?:rank \d+: .*\n)+)", out, re.M):
         shown = {}
         for rank, line in re.findall(r"^rank (\d+): (.*)$", rows, re.M):
-            lists = [[float(x) for x in part.split(",") if x] for part in re.findall(r"\[(.*?)\]", line)]
+            lists = []
+            for part in re.findall(r"\[(.*?)\]", line):
+                lists.append([float(number) for number in part.split(",") if number])
             shown[int(rank)] = (lists, line.rpartition("], ")[2])
         assert list(shown) == list(range(len(shown)))
-        found["both" if name in found else name] = shown  # the last table begins with reduce_scatter, too
+        if name in found:
+            name = "both"  # the last table begins with reduce_scatter, too
+        found[name] = shown
     return found
 
 
 def expected(n):
-    """Return what the tables must show for n ranks, from lists and the formulas for S bytes on each rank."""
+    """Return what the tables must show for n ranks, from lists and the formulas for S bytes."""
     before = [[10.0 * (rank + 1) + chunk for chunk in range(n)] for rank in range(n)]
-    sums = [sum(column) for column in zip(*before, strict=True)]
+    columns = [list(column) for column in zip(*before, strict=True)]
+    sums = [sum(column) for column in columns]
     own = [before[rank][rank] for rank in range(n)]
-    size, root, others = 4 * n, [rank == 0 for rank in range(n)], [rank > 0 for rank in range(n)]
-    share = size * (n - 1) // n
+    size = 4 * n
+    most = size * (n - 1) // n
+    nothing = [0] * (n - 1)
     after_and_sent = {
         "broadcast": ([before[0]] * n, [size] * (n - 1) + [0]),
-        "scatter": ([[number] for number in before[0]], [share * here for here in root]),
-        "gather": ([own] + [[]] * (n - 1), [size // n * here for here in others]),
-        "all_gather": ([own] * n, [share] * n),
-        "reduce": ([sums] + [[]] * (n - 1), [size * here for here in others]),
-        "reduce_scatter": ([[number] for number in sums], [share] * n),
-        "all_to_all": ([list(column) for column in zip(*before, strict=True)], [share] * n),
-        "all_reduce": ([sums] * n, [2 * share] * n),
+        "scatter": ([[number] for number in before[0]], [most, *nothing]),
+        "gather": ([own] + [[]] * (n - 1), [0] + [size // n] * (n - 1)),
+        "all_gather": ([own] * n, [most] * n),
+        "reduce": ([sums] + [[]] * (n - 1), [0] + [size] * (n - 1)),
+        "reduce_scatter": ([[number] for number in sums], [most] * n),
+        "all_to_all": (columns, [most] * n),
+        "all_reduce": ([sums] * n, [2 * most] * n),
     }
-    return {
-        name: {rank: ([before[rank], after[rank]], f"sends {sent[rank]} bytes") for rank in range(n)}
-        for name, (after, sent) in after_and_sent.items()
-    } | {"both": {rank: ([before[rank], [sums[rank]], sums], "as all_reduce: True") for rank in range(n)}}
+    found = {}
+    for name, (after, sent) in after_and_sent.items():
+        found[name] = {}
+        for rank in range(n):
+            found[name][rank] = [before[rank], after[rank]], f"sends {sent[rank]} bytes"
+    found["both"] = {}
+    for rank in range(n):
+        found["both"][rank] = [before[rank], [sums[rank]], sums], "as all_reduce: True"
+    return found
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3])
 def test_tables(processes):
-    """Each collective's table has the numbers and bytes that lists and formulas give; also alone."""
+    """The tables have the numbers and bytes that lists and formulas give, also with one rank."""
     assert tables(train("collectives", processes=processes).stdout) == expected(processes)
 
 
 def counted(rank, world_size, port, results):
-    """Count the bytes that the ring of nonblocking_p2p.py sends, beside what the lesson says of its all_reduce."""
+    """Count the bytes that the ring of nonblocking_p2p.py sends, beside what all_reduce tells."""
     import collectives
     import nonblocking_p2p
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
-    numbers, sent = torch.ones(world_size * 5), 0
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
+    numbers = torch.ones(world_size * 5)
+    sent = []
     plain = dist.batch_isend_irecv
 
     def batch(operations):
-        nonlocal sent
-        sent += sum(operation.tensor.nbytes for operation in operations if operation.op is dist.isend)
+        sent.extend(each.tensor.nbytes for each in operations if each.op is dist.isend)
         return plain(operations)
 
     nonblocking_p2p.dist.batch_isend_irecv = batch
     nonblocking_p2p.ring_all_reduce(numbers)
     nonblocking_p2p.dist.batch_isend_irecv = plain
     _, chunks = collectives.all_reduce(numbers.clone(), rank, world_size)
-    results[rank] = sent, chunks * numbers.nbytes // world_size
+    results[rank] = sum(sent), chunks * numbers.nbytes // world_size
     dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])
 def test_the_formula_is_what_the_ring_sends(world_size):
-    """The messages of the ring that is made by hand, counted: 2(n-1)/n of the buffer, as the lesson prints."""
+    """Messages of the ring that is made by hand: 2(n-1)/n of the tensor, as the lesson prints."""
     with mp.Manager() as manager:
         results = manager.dict()
-        mp.start_processes(counted, (world_size, free_port(), results), world_size, start_method="fork")
+        words = (world_size, free_port(), results)
+        mp.start_processes(counted, words, world_size, start_method="fork")
         size = 4 * 5 * world_size
-        assert dict(results) == {rank: (2 * (world_size - 1) * size // world_size,) * 2 for rank in range(world_size)}
+        formula = 2 * (world_size - 1) * size // world_size
+        assert dict(results) == {rank: (formula, formula) for rank in range(world_size)}
 
 
 def test_ranks_started_by_hand():
@@ -105,7 +119,11 @@ def test_two_nodes():
 
 @pytest.mark.parametrize(
     ("flags", "words"),
-    [(("-g", 0), "--gpus 0"), (("-n", 2), "-ip"), (("--backend", "nccl", "--device", "cpu"), "gloo")],
+    [
+        (("-g", 0), "--gpus 0"),
+        (("-n", 2), "-ip"),
+        (("--backend", "nccl", "--device", "cpu"), "gloo"),
+    ],
 )
 def test_flags_that_can_not_work(flags, words, main):
     """Status 2 and one line."""
@@ -115,7 +133,10 @@ def test_flags_that_can_not_work(flags, words, main):
 
 @pytest.fixture
 def broken(tmp_path):
-    """Return a function that runs the lesson with a line replaced, and maybe with PyTorch's comparison of calls."""
+    """Return a function that runs the lesson with a line replaced.
+
+    With compared=True, PyTorch compares the ranks' calls.
+    """
 
     def ran(old, new, status, compared=False):
         text = lesson_path("collectives").read_text()
@@ -124,7 +145,8 @@ def broken(tmp_path):
         copy = tmp_path / "collectives.py"
         copy.write_text(text.replace(old, new))
         if compared:  # cold: PyTorch reads the variable when it is imported
-            return run(copy, "--timeout", 200, status=status, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}, cold=True)
+            env = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
+            return run(copy, "--timeout", 200, status=status, env=env, cold=True)
         return run(copy, "--timeout", 20, status=status)
 
     return ran
@@ -141,7 +163,7 @@ SHORT_BROADCAST = "    dist.broadcast(mine[:1] if rank == 0 else mine, src=0)\n"
 
 
 def test_a_rank_that_skips_a_collective(broken):
-    """Rank 0 waits in it, rank 1 in the next one, until the timeout; PyTorch names both if it compares the calls."""
+    """Rank 0 waits in it, rank 1 in the next one, until the timeout. PyTorch can name both."""
     done = broken(REDUCE, SKIPPED, 1)
     assert list(tables(done.stdout)) == list(expected(2))[:7]  # all that come before
     assert "another rank has ended, is in another collective" in done.stderr.splitlines()[-1]
@@ -149,21 +171,22 @@ def test_a_rank_that_skips_a_collective(broken):
 
 
 @pytest.mark.parametrize("compared", [False, True])
-def test_two_all_reduces_in_another_order(broken, compared):
-    """Nobody complains: the numbers of one rank are added to the ones of the other."""
-    out = broken(REDUCE, ORDERED, 0, compared).stdout
-    assert [after for (_, after), _ in tables(out)["all_reduce"].values()] == [[11.0, 12.0], [21.0, 22.0]]
+def test_two_all_reduces_in_a_different_order(broken, compared):
+    """There is no error: the numbers of one rank are added to the ones of the other."""
+    shown = tables(broken(REDUCE, ORDERED, 0, compared).stdout)["all_reduce"]
+    assert [after for (_, after), _ in shown.values()] == [[11.0, 12.0], [21.0, 22.0]]
 
 
-def test_a_broadcast_of_another_size(broken):
-    """gloo fills what has come, and says nothing; PyTorch sees two shapes if it compares the calls."""
+def test_a_broadcast_of_a_different_size(broken):
+    """gloo fills in what arrives, without an error. PyTorch sees two shapes if it compares them."""
     out = broken(BROADCAST, SHORT_BROADCAST, 0).stdout
     assert tables(out)["broadcast"][1][0] == [[20.0, 21.0], [10.0, 21.0]]
-    assert re.search("Tensor shapes: (1vs 2|2vs 1)", broken(BROADCAST, SHORT_BROADCAST, 1, compared=True).stderr)
+    done = broken(BROADCAST, SHORT_BROADCAST, 1, compared=True)
+    assert re.search("Tensor shapes: (1vs 2|2vs 1)", done.stderr)
 
 
-def test_an_all_reduce_of_another_size(broken):
-    """It ends, after the timeout or at once."""
+def test_an_all_reduce_of_a_different_size(broken):
+    """It ends with an error, after the timeout or at once."""
     done = broken(REDUCE, SHORT_REDUCE, 1)
     assert list(tables(done.stdout)) == list(expected(2))[:7]
     assert done.stderr.splitlines()[-1].startswith("error: ")

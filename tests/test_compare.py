@@ -1,6 +1,7 @@
-"""compare.py: its numbers are the lessons' own, a failure is a row, Ctrl-C keeps what there is; and known answers.
+"""compare.py: its numbers are the lessons' own, a failure is a row, Ctrl-C keeps what there is.
 
-Most of its lessons are forked here, as it is itself (see warm.py). `test_a_cold_start` and README's command start them.
+Most of its lessons are forked here, as it is itself (see warm.py). `test_a_cold_start` and the
+commands in measured.md start them.
 """
 
 import argparse
@@ -10,22 +11,38 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import time
 
 import matplotlib.image
 import pytest
-from conftest import DIGITS, ROOT, Lesson, alive, by_torchrun, epochs, one_process
+from conftest import (
+    DIGITS,
+    LESSONS,
+    ROOT,
+    Lesson,
+    alive,
+    by_torchrun,
+    epochs,
+    lesson_path,
+    one_process,
+    talks,
+)
 
-from playground.compare import LESSONS, PASSED_ON, TORCHRUN, by_width, execute, fitting, plan
+from playground.measure import compare as tool
+from playground.measure import processes
 from playground.measure.figures import draw_widths
-from playground.measure.processes import follow, messages
-from playground.measure.report import tell_widths
+from playground.measure.report import tell_parity, tell_speed, tell_widths
 
 SHORT = (*DIGITS, "--batch_size", 120)
+LEFT_OUT = {  # lessons that train and have no run, and why
+    "distributed_data_parallel_resnet",  # another model
+    "fully_sharded_checkpoints",  # FSDP once more
+}
 
 
-def compare(out, *flags, path="compare", status=0):
+def compare(out, *flags, path="measure/compare", status=0):
     """Run compare.py to its end. Returns what it printed and its results."""
     done = Lesson(path, *SHORT, "--out", out, *flags).wait()
     assert done.returncode == status, done.stdout + done.stderr
@@ -33,38 +50,47 @@ def compare(out, *flags, path="compare", status=0):
 
 
 def drawn(path):
-    """Whether a file is an image that is not of one colour."""
+    """Return whether a file is an image that has more than one colour."""
     pixels = matplotlib.image.imread(path)
-    return min(pixels.shape[:2]) > 200 and float(pixels[..., :3].std()) > 0.01
+    return min(pixels.shape[:2]) > 150 and float(pixels[..., :3].std()) > 0.01
 
 
 @pytest.fixture
 def course(tmp_path):
-    """A copy of the lessons, to break."""
+    """Return the playground/ of a copy of the lessons, to break."""
     for folder in ("playground", "common"):
-        shutil.copytree(ROOT / folder, tmp_path / "course" / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        copy = tmp_path / "course" / folder
+        shutil.copytree(ROOT / folder, copy, ignore=shutil.ignore_patterns("__pycache__"))
     return tmp_path / "course" / "playground"
 
 
 def test_the_numbers_are_the_lessons_own(tmp_path):
-    """Parity, speed and steps of real runs; two agree in float64 though they don't in float32."""
-    flags = ("--epochs", 2, "--only", "parity", "steps", "--lessons", "distributed_data_parallel_torchrun")
-    done, results = compare(tmp_path, *flags)
+    """Parity, speed and steps of real runs. Two agree in float64, and do not in float32."""
+    lesson = "distributed_data_parallel_torchrun"
+    done, results = compare(
+        tmp_path, "--epochs", 2, "--only", "parity", "steps", "--lessons", lesson
+    )
     one, ddp, *double, by_ddp, each, bucket = results["runs"]
-    ours = "distributed_data_parallel_torchrun.py, 2 processes"
-    assert [run["name"] for run in (one, ddp)] == [run["name"] for run in double] == ["single_gpu.py", ours]
+    names = ["single_gpu.py", f"{lesson}.py, 2 processes"]
+    assert [run["name"] for run in (one, ddp)] == names
+    assert [run["name"] for run in double] == names
     for run in (one, ddp):
         said = epochs((tmp_path / "runs" / run["folder"][-2:] / "out.txt").read_text())
-        assert [{name: epoch[name] for name in ("loss", "train", "test")} for epoch in run["epochs"]] == said
+        reported = []
+        for epoch in run["epochs"]:
+            reported.append({name: epoch[name] for name in ("loss", "train", "test")})
+        assert reported == said
         assert run["loss"] == said[-1]["loss"]
         assert run["images_per_s"] == run["epochs"][1]["images_per_s"] > 0
         assert 0 < run["start_up_s"] == run["epochs"][0]["at"] - run["epochs"][0]["seconds"]
         assert 200 < run["memory_mib"] < 5000
+        assert "gpu_memory_mib" not in run
         assert run["name"] in done.stdout
     assert all(len(run["epochs"]) == 1 and "--double" in run["command"] for run in double)
     assert one["difference_float32"] == one["difference_float64"] == 0
     assert 0 < ddp["difference_float64"] < 1e-12 < ddp["difference_float32"] < 1e-3
-    assert "1 of 1 end with single_gpu.py's loss" in done.stdout and "nothing else" in done.stdout
+    assert "1 of 1 end with the loss of single_gpu.py" in done.stdout
+    assert "only rounding differs" in done.stdout
     for run, average in ((by_ddp, "ddp"), (each, "each"), (bucket, "bucket")):
         assert run["name"] == f"profile_steps.py --average {average}, 2 processes"
         assert run["step"] == pytest.approx(run["data"] + run["compute"] + run["exposed"])
@@ -77,11 +103,12 @@ def test_the_numbers_are_the_lessons_own(tmp_path):
 def test_a_cold_start(tmp_path):
     """Start-up time, numbers and memory of ranks that torchrun starts from the command line."""
     flags = {"dataset": "digits", "device": "cpu", "batch_size": 120, "epochs": 2}
-    args = argparse.Namespace(**dict.fromkeys(PASSED_ON) | flags, timeout=300)
+    args = argparse.Namespace(**dict.fromkeys(tool.PASSED_ON) | flags, seconds=300)
     ours = {"lesson": "distributed_data_parallel_torchrun", "words": [], "ranks": 2}
-    execute(ours, args, tmp_path / "01")
+    tool.execute(ours, args, tmp_path / "01")
     assert not ours["failed"], ours
-    assert {name: ours[name] for name in ("loss", "train", "test")} == one_process(*SHORT, "--epochs", 2)[-1]
+    last = {name: ours[name] for name in ("loss", "train", "test")}
+    assert last == one_process(*SHORT, "--epochs", 2)[-1]
     assert 0.5 < ours["start_up_s"] < ours["epochs"][0]["at"]
     assert 200 < ours["memory_mib"] < 5000
 
@@ -89,98 +116,183 @@ def test_a_cold_start(tmp_path):
 @pytest.mark.parametrize("gpus", range(1, 9))
 @pytest.mark.parametrize("model", ["mlp", "cnn"])
 def test_sizes_that_fit(gpus, model):
-    """On 1 to 8 GPUs: each stage has a layer with weights, each piece as many neurons; the batch fits all."""
-    stages, pieces, batch_size = fitting(gpus, [gpus, 8], model, None, None, 128)
-    assert stages == min(gpus, 4)
+    """On 1 to 8 GPUs each stage has a layer, each part of a layer as many neurons; batches fit."""
+    assert tool.fitting_stages(gpus, model, None) == min(gpus, 4)
+    assert tool.fitting_stages(gpus, model, gpus) == gpus  # as many hidden layers are enough
+    pieces = tool.fitting_pieces(gpus, model, None)
     assert pieces == {3: 2, 5: 4, 6: 4, 7: 4}.get(gpus, gpus)
+    assert tool.fitting_pieces(gpus, model, 100) == min(pieces, 4)
+    assert tool.fitting_pieces(gpus, model, 33) == 1
+    batch_size = tool.fitting_batch([gpus, 8], 128)
     assert batch_size % gpus == batch_size % 8 == 0 and 104 <= batch_size <= 152
-    stages, narrow, _ = fitting(gpus, [gpus], model, 100, gpus, 128)
-    assert stages == gpus and narrow == min(pieces, 4)  # as many hidden layers are enough
-    assert fitting(gpus, [gpus], model, 33, None, 128)[1] == 1
 
 
 def test_how_lessons_are_started():
-    """By torchrun what takes its place from the environment; the pipeline with the stages that it can have."""
-    assert set(TORCHRUN) == {name for name in (*(words.split()[0] for words in LESSONS), "profile_steps")
-                             if by_torchrun(name)}  # fmt: skip
-    args = {"gpus": 6, "stages": 3, "pieces": 4, "processes": [1, 6], "widths": [64], "device": "cuda", "width": None}
-    args |= {"batch_size": 120, "only": ["parity", "scaling"]}
-    lessons = ["pipeline_parallel", "manual_sharding", "tensor_parallel", "hybrid_parallel"]
-    runs = plan(argparse.Namespace(**args, lessons=lessons))
-    names = ["single_gpu.py", "pipeline_parallel.py, 3 processes"]
+    """Each training lesson, and by torchrun what takes its rank from the environment."""
+    names = {line.split()[0] for line in tool.LESSONS} | {"profile_steps"}
+    training = {name for name in LESSONS if not talks(name)}
+    assert names == training - LEFT_OUT
+    assert set(tool.TORCHRUN) == {name for name in names if by_torchrun(name)}
+    args = {"gpus": 6, "stages": 3, "pieces": 4, "processes": [1, 6], "widths": [64]}
+    args |= {"device": "cuda", "width": None, "batch_size": 120, "only": ["parity", "scaling"]}
+    args["lessons"] = ["pipeline_parallel", "manual_sharding", "tensor_parallel", "hybrid_parallel"]
+    runs = tool.plan(argparse.Namespace(**args))
+    names = ["single_gpu.py"]
     names += [f"manual_sharding.py --stage {stage}, 6 processes" for stage in (2, 3)]
+    names += ["pipeline_parallel.py, 3 processes"]
     names += ["tensor_parallel.py, 4 processes", "tensor_parallel.py --by dtensor, 4 processes"]
     names += ["hybrid_parallel.py --mesh 3x2, 6 processes"]
-    scaling = [f"distributed_data_parallel.py -g {count}" for count in ("1", "6", "6 --batch_size 720")]
+    counts = ("1", "6", "6 --batch_size 720")
+    scaling = [f"distributed_data_parallel.py -g {count}" for count in counts]
     assert [run["name"] for run in runs] == 2 * names + scaling
-    assert [run["lesson"] for run in runs if "--compare" in run.get("flags", [])] == ["tensor_parallel"] * 2
+    counted = [run["lesson"] for run in runs if "--compare" in run.get("flags", [])]
+    assert counted == ["tensor_parallel"] * 2
 
 
 @pytest.mark.parametrize(
     ("device", "gpus", "width", "mesh"),
     [
-        ("cpu", 1, None, "2x2"),
-        ("cpu", 2, 64, "2x2"),
-        ("cpu", 2, 33, "4x1"),
-        ("cpu", 5, None, "5x1"),
-        ("cuda", 1, None, "1x1"),
-        ("cuda", 2, None, "1x2"),
-        ("cuda", 8, 120, "4x2"),
-        ("cuda", 7, 120, "7x1"),
+        ("cpu", 1, None, (2, 2)),
+        ("cpu", 2, 64, (2, 2)),
+        ("cpu", 2, 33, (4, 1)),
+        ("cpu", 5, None, (5, 1)),
+        ("cuda", 1, None, (1, 1)),
+        ("cuda", 2, None, (1, 2)),
+        ("cuda", 8, 120, (4, 2)),
+        ("cuda", 7, 120, (7, 1)),
     ],
 )
 def test_the_mesh(device, gpus, width, mesh):
-    """Two columns where ranks and neurons are even, no more ranks than GPUs, and four on a CPU."""
-    args = {"gpus": gpus, "stages": 1, "pieces": 1, "processes": [1], "widths": [], "device": device, "width": width}
-    run = plan(argparse.Namespace(**args, batch_size=120, only=["parity"], lessons=["hybrid_parallel"]))[1]
-    assert run["words"] == ["--mesh", mesh] and run["ranks"] == math.prod(map(int, mesh.split("x")))
+    """Two columns if ranks and neurons are even, no more ranks than GPUs, and four on a CPU."""
+    assert tool.fitting_mesh(device, gpus, width) == mesh
+    args = {"gpus": gpus, "stages": 1, "pieces": 1, "device": device, "width": width}
+    args |= {"only": ["parity"], "lessons": ["hybrid_parallel"]}
+    run = tool.plan(argparse.Namespace(**args))[1]
+    assert run["words"] == ["--mesh", f"{mesh[0]}x{mesh[1]}"]
+    assert run["ranks"] == math.prod(mesh)
 
 
 @pytest.mark.parametrize(
     ("said", "counted"),
     [
-        ("messages in a step: 16 all_gather and 8 reduce_scatter; DDP: 1 all_reduce for each bucket", (16, 8, 0)),
-        ("messages of a step: 8 all_gather, 4 reduce_scatter, 0 all_reduce. DDP: an all_reduce", (8, 4, 0)),
-        ("all_reduce in forward: 2, in backward: 1  (predicted: 2 and 1, one for each pair)", (0, 0, 3)),
-        ("tp    all_reduce      3        4  35,328\ndp    all_gather      8        9  118,568", (8, 0, 3)),
+        (
+            "messages in a step: 16 all_gather and 8 reduce_scatter; DDP: 1 all_reduce for each",
+            (16, 8, 0),
+        ),
+        (
+            "messages of a step: 8 all_gather, 4 reduce_scatter, 0 all_reduce. DDP: an all_reduce",
+            (8, 4, 0),
+        ),
+        ("all_reduce in forward: 2, in backward: 1  (predicted: 2 and 1)", (0, 0, 3)),
+        (
+            "tp    all_reduce      3        4  35,328\ndp    all_gather      8        9  1",
+            (8, 0, 3),
+        ),
         ("epoch 1/2  loss 1.4064  train 72.43%  test 85.19%  0.52 s  115,200 images/s", (0, 0, 0)),
     ],
 )
 def test_messages_that_lessons_count(said, counted, tmp_path):
     """In each of their ways to say it, without what they say of DDP, and without predictions."""
     (tmp_path / "out.txt").write_text(f"{said}\n")
-    of = {kind: int(count) for count, kind in (words.split() for words in messages(tmp_path).split(", ") if words)}
+    found = {}
+    for words in processes.messages(tmp_path).split(", "):
+        if words:
+            count, kind = words.split()
+            found[kind] = int(count)
     kinds = ("all_gather", "reduce_scatter", "all_reduce")
-    assert of == {kind: count for kind, count in zip(kinds, counted, strict=True) if count}
+    expected = dict(zip(kinds, counted, strict=True))
+    assert found == {kind: count for kind, count in expected.items() if count}
 
 
-def test_lessons_that_share_a_model_out(tmp_path):
-    """Each ends with one process's weights, and its row has the messages that it has counted itself."""
+def test_lessons_that_shard_a_model(tmp_path):
+    """Each ends with the parameters of one process, and its row has the messages it counted."""
     lessons = ("fully_sharded_data_parallel", "tensor_parallel")
     done, results = compare(tmp_path, "--epochs", 1, "--only", "parity", "--lessons", *lessons)
     one, *runs = [run for run in results["runs"] if run["kind"] == "float32"]
-    counted = ["8 all_gather, 4 reduce_scatter", "3 all_reduce", "3 all_reduce"]  # the last two in float64 only
-    assert "messages" not in one and [run.get("messages") for run in runs] == counted
+    counted = ["8 all_gather, 4 reduce_scatter", "3 all_reduce", "3 all_reduce"]
+    assert "messages" not in one
+    assert [run.get("messages") for run in runs] == counted  # the last two in float64 only
     assert all(run["difference_float64"] < 1e-12 for run in runs)
-    assert "3 of 3 end with single_gpu.py's loss" in done.stdout
+    assert "3 of 3 end with the loss of single_gpu.py" in done.stdout
 
 
-def test_memory_is_of_before_a_checkpoint(tmp_path):
-    """What a lesson takes after its first epoch line does not count."""
-    code = """import time
+GROWS = """import time
+before = bytearray(100 * 2**20)
 time.sleep(0.5)
 print("epoch 1/1  loss 1.0  train 1.00%  test 1.00%  0.50 s  100 images/s", flush=True)
-large = bytearray(300 * 2**20)
+after = bytearray(300 * 2**20)
 time.sleep(0.5)
 """
-    status, said, memory = follow([sys.executable, "-c", code], {}, tmp_path, 60)
+
+
+@pytest.mark.parametrize(("linux", "least", "most"), [(True, 100, 250), (False, 400, 1400)])
+def test_memory(linux, least, most, tmp_path, monkeypatch):
+    """What a lesson takes after its first epoch line counts only where there is no /proc."""
+    if not linux:
+        monkeypatch.setattr(processes, "PROC", tmp_path / "proc")
+    larger = [sys.executable, "-c", "x = bytearray(1500 * 2**20)"]
+    subprocess.run(larger, check=True)  # an earlier run does not count
+    words = [sys.executable, "-c", GROWS]
+    status, said, memory = processes.follow(words, {}, tmp_path, 60)
     assert status == 0 and len(said) == 1
-    assert 5 < memory < 100
+    assert least < memory < most
+
+
+TORCH = """
+class cuda:
+    def is_initialized():
+        return {used}
+
+class accelerator:
+    def device_count():
+        return 2
+
+    def max_memory_allocated(index):
+        return (3 + index) * 2**20
+"""
+
+
+@pytest.mark.parametrize(("used", "expected"), [(True, 4.0), (False, None)])
+def test_memory_on_gpus(used, expected, tmp_path):
+    """Each process that has used a GPU leaves its peak. The cluster's own module is run, too."""
+    (tmp_path / "torch.py").write_text(TORCH.format(used=used))
+    (tmp_path / "sitecustomize.py").write_text("print('the cluster was here')\n")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", path)
+        variables = processes.gpu_variables(tmp_path)
+    code = "import subprocess, sys, torch\n"
+    code += "sys.argv[1:] or subprocess.run([sys.executable, '-c', 'import torch'])"
+    words = [sys.executable, "-c", code]
+    env = os.environ | variables
+    done = subprocess.run(words, env=env, check=True, capture_output=True, text=True)
+    assert done.stdout.count("the cluster was here") == 2 and not done.stderr
+    assert len(list(tmp_path.glob("gpu_memory_*.txt"))) == (2 if used else 0)
+    assert processes.gpu_memory(tmp_path) == expected
+
+
+def test_memory_on_gpus_has_a_column(capsys):
+    """Only if a run has used one."""
+    run = {"name": "x.py", "lesson": "x", "failed": False, "images_per_s": 1, "start_up_s": 1}
+    run |= {"memory_mib": 1}
+    tell_speed([run], None)
+    assert "GPU" not in capsys.readouterr().out
+    tell_speed([run, run | {"gpu_memory_mib": 1234.5}], None)
+    assert "| on a GPU MiB |" in capsys.readouterr().out
+
+
+def test_on_a_machine_that_is_not_linux(monkeypatch):
+    """Cores and the name of the CPU are found without what only Linux has."""
+    assert processes.cores() == len(os.sched_getaffinity(0))
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert processes.cores() == os.cpu_count()
+    monkeypatch.setattr(tool.Path, "exists", lambda path: False)
+    assert tool.cpu_name() == os.uname().machine
 
 
 def test_scaling_on_one_core(course, tmp_path):
-    """More processes than cores are marked, and a line says that it can't get faster."""
-    path = course / "compare.py"
+    """More processes than cores are marked, and a line says that they cannot be faster."""
+    path = course / "measure" / "compare.py"
     one_core = "import os\nos.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
     path.write_text(one_core + path.read_text())
     done, results = compare(tmp_path, "--epochs", 1, "--only", "scaling", path=path)
@@ -192,80 +304,107 @@ def test_scaling_on_one_core(course, tmp_path):
         assert run["efficiency"] == pytest.approx(run["speed_up"] / 2)
         assert run["note"] == "more processes than cores"
     assert all(run["variables"] == {"OMP_NUM_THREADS": "1"} for run in results["runs"])
-    assert "nothing can get faster here" in done.stdout
+    assert "more processes cannot be faster than one" in done.stdout
     assert drawn(tmp_path / "scaling.png")
 
 
 @pytest.mark.parametrize(
     ("several", "where"),
     [
-        ((5, 6, 7), "not within these widths"),
+        ((5, 6, 7), "with none of these widths"),
         ((5, 9, 11), "between the widths 64 and 256"),
-        ((12, 12, 12), "at the first width, 64, or before"),
+        ((12, 12, 12), "already with the smallest width, 64"),
     ],
 )
-def test_where_ddp_starts_to_pay(several, where, tmp_path, capsys):
+def test_where_ddp_starts_to_be_faster(several, where, tmp_path, capsys):
     """From made-up runs, one of which has failed: the row, the sentence and the figure."""
     args = argparse.Namespace(widths=[64, 256, 1024], gpus=2)
-    runs = [{"kind": "one", "width": width, "images_per_s": 8} for width in args.widths]
-    runs += [{"kind": "several", "width": w, "images_per_s": n} for w, n in zip(args.widths, several, strict=True)]
-    runs += [{"kind": "traced", "width": 64, "exposed": 3, "step": 4}, {"kind": "traced", "width": 256, "note": "oh"}]
-    rows = by_width(runs, args)
-    assert rows[0] == {"width": 64, "one": 8, "several": several[0], "messages": 0.75, "note": ""}
+    runs = []
+    for width, speed in zip(args.widths, several, strict=True):
+        runs.append({"kind": "one", "width": width, "images_per_s": 8})
+        runs.append({"kind": "several", "width": width, "images_per_s": speed})
+    runs.append({"kind": "traced", "width": 64, "exposed": 3, "step": 4})
+    runs.append({"kind": "traced", "width": 256, "note": "oh"})
+    rows = tool.by_width(runs, args)
+    expected = {"width": 64, "one": 8, "several": several[0], "messages": 0.75, "note": ""}
+    assert rows[0] == expected
     assert (rows[1]["messages"], rows[1]["note"]) == (None, "oh")
     tell_widths(rows, args)
-    assert f"DDP starts to pay: {where}." in capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"DDP starts to be faster than one process {where}." in said
     draw_widths(rows, tmp_path / "widths.png")
     assert drawn(tmp_path / "widths.png")
 
 
+@pytest.mark.parametrize(
+    ("apart", "said"), [(2e-16, "only rounding differs"), (1e-3, "more than rounding")]
+)
+def test_what_float64_shows(apart, said, capsys):
+    """From made-up runs, one of them wrong: the sentence."""
+    one = {"name": "single_gpu.py", "lesson": "single_gpu", "failed": False, "loss": 1.4064}
+    one |= {"train": 72.43, "test": 85.19, "difference_float32": 0, "difference_float64": 0}
+    other = one | {"name": "x.py", "lesson": "x", "difference_float64": apart}
+    tell_parity([one, other], argparse.Namespace(epochs=2))
+    out = capsys.readouterr().out
+    assert said in out and "1 of 1 end with the loss of single_gpu.py." in out
+
+
 def test_what_fails_is_a_row(course, tmp_path):
-    """Three broken lessons and a missing package: the others go on. Status 1 names the first three only."""
-    (course / "data_parallel.py").write_text("import sys\nsys.exit('error: broken | on purpose')\n")
-    torchrun = (course / "distributed_data_parallel_torchrun.py").read_text()
-    (course / "distributed_data_parallel_torchrun.py").write_text(torchrun.replace("optimizer.step()", "1 / 0"))
-    (course / "pipeline_parallel.py").write_text("print('nothing')\n")
-    (course / "distributed_data_parallel2.py").write_text("raise SystemExit('error: x is missing: pip install x')\n")
+    """Three broken lessons and a missing package: status 1 names the first three only."""
     torchrun = "distributed_data_parallel_torchrun"
+    text = (course / f"{torchrun}.py").read_text()
+    for lesson, code in {
+        "data_parallel": "import sys\nsys.exit('error: broken | on purpose')\n",
+        torchrun: text.replace("optimizer.step()", "1 / 0"),
+        "pipeline_parallel": "print('nothing')\n",
+        "distributed_data_parallel2": "raise SystemExit('error: x is missing: pip install x')\n",
+    }.items():
+        (course / f"{lesson}.py").write_text(code)
     lessons = ("data_parallel", "distributed_data_parallel2", torchrun, "pipeline_parallel")
     flags = ("--epochs", 1, "--only", "parity", "--lessons", *lessons)
-    done, results = compare(tmp_path, *flags, path=course / "compare.py", status=1)
+    done, results = compare(tmp_path, *flags, path=course / "measure" / "compare.py", status=1)
     runs = {run["name"]: run for run in results["runs"]}
     assert not runs["single_gpu.py"]["failed"]
     assert "| error: broken / on purpose |" in done.stdout
     assert runs["pipeline_parallel.py, 2 processes"]["note"] == "no epoch line, exit status 0"
-    assert runs[f"{torchrun}.py, 2 processes"]["note"].endswith("ZeroDivisionError: division by zero")
+    note = runs[f"{torchrun}.py, 2 processes"]["note"]
+    assert note.endswith("ZeroDivisionError: division by zero")
     assert len(results["runs"]) == len(runs) + 1  # what has failed is not run again in float64
-    assert runs["distributed_data_parallel2.py -g 2"]["note"] == "error: x is missing: pip install x"
+    missing = runs["distributed_data_parallel2.py -g 2"]["note"]
+    assert missing == "error: x is missing: pip install x"
     assert "There are no two lessons" in done.stdout
     names = f"data_parallel.py; {torchrun}.py, 2 processes; pipeline_parallel.py, 2 processes"
     assert done.stderr.strip() == f"error: failed: {names}"
 
 
-def test_a_lesson_that_hangs(course, tmp_path, monkeypatch):
+def test_a_lesson_that_hangs(tmp_path, monkeypatch):
     """It is ended after --timeout, with the process that it has started, and the note says so."""
-    monkeypatch.setattr("playground.compare.__file__", str(course / "compare.py"))
-    start = "import subprocess, sys\nsubprocess.run([sys.executable, '-c', '"
-    (course / "single_gpu.py").write_text(
-        start + "import os, time; print(os.getpid(), flush=True); time.sleep(999)'])\n"
-    )
-    args = argparse.Namespace(**dict.fromkeys(PASSED_ON), timeout=3)
-    execute(run := {"lesson": "single_gpu", "words": []}, args, tmp_path / "01")
-    assert run["failed"] and run["note"] == "took longer than 3 s: give it more with --timeout"
-    if pid := (tmp_path / "01" / "out.txt").read_text().strip():  # a busy machine may not come so far
+    monkeypatch.setattr(tool, "PLAYGROUND", tmp_path)
+    sleeper = "import os, time; print(os.getpid(), flush=True); time.sleep(999)"
+    code = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', '{sleeper}'])\n"
+    (tmp_path / "single_gpu.py").write_text(code)
+    args = argparse.Namespace(**dict.fromkeys(tool.PASSED_ON), seconds=3)
+    run = {"lesson": "single_gpu", "words": []}
+    tool.execute(run, args, tmp_path / "01")
+    assert run["failed"] and run["note"] == "took longer than 3 s: use a larger --timeout"
+    pid = (tmp_path / "01" / "out.txt").read_text().strip()
+    if pid:  # a busy machine may not come so far
         end = time.monotonic() + 30
-        while alive(pid) and time.monotonic() < end:  # killed, but the kernel may still be at it
+        while alive(pid) and time.monotonic() < end:  # it is killed, but the kernel may be slow
             time.sleep(0.1)
         assert not alive(pid)
 
 
 def test_ctrl_c_keeps_what_there_is(tmp_path):
-    """The first lesson is in the results. No process is left, though torchrun puts its ranks into other sessions."""
-    flags = ("--epochs", 400, "--only", "parity", "--lessons", "distributed_data_parallel_torchrun")
-    job = Lesson("compare", *SHORT, "--out", tmp_path, *flags)
+    """The first lesson is in the results, and no process is left, though torchrun has sessions."""
+    lesson = "distributed_data_parallel_torchrun"
+    flags = ("--epochs", 400, "--only", "parity", "--lessons", lesson)
+    job = Lesson("measure/compare", *SHORT, "--out", tmp_path, *flags)
     printed = tmp_path / "runs" / "02" / "out.txt"
     end = time.monotonic() + 200
-    while not (printed.exists() and "epoch 1/" in printed.read_text()) and time.monotonic() < end:
+    while time.monotonic() < end:
+        if printed.exists() and "epoch 1/" in printed.read_text():
+            break
         time.sleep(0.1)
     os.kill(job.process.pid, signal.SIGINT)
     done = job.wait()
@@ -281,13 +420,21 @@ def test_ctrl_c_keeps_what_there_is(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (("--out", "/proc/nowhere"), "can't write --out /proc/nowhere"),
+        (("--out", "/proc/nowhere"), "cannot write --out /proc/nowhere"),
         (("--widths", "0"), "must be 1 or more"),
-        (("--batch_size", 100), "can't be cut into [1, 2, 8] equal parts: use 96"),
+        (("--timeout", "0"), "must be 1 or more"),
+        (("--batch_size", 100), "cannot be divided by each of [1, 2, 8]: use --batch_size 96"),
         (("--lr", "nan"), "--lr nan: must be a number"),
     ],
 )
 def test_bad_input(flags, told, main):
     """Status 2 and one line, before anything is run."""
-    done = main("compare", *SHORT, "--processes", 2, *flags)
+    done = main("measure.compare", *SHORT, "--processes", 2, *flags)
     assert told in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_help_is_the_docstring(main):
+    """--help has the commands."""
+    out = main("measure.compare", "--help", status=0).stdout
+    assert "python playground/measure/compare.py --dataset digits --epochs 2" in out
+    assert lesson_path("measure/compare").is_file()

@@ -1,4 +1,7 @@
-"""The data and the models: what fetch does when files are missing or damaged, or when several processes want them."""
+"""The data and the models.
+
+Most tests are about fetch(): files that are missing or damaged, and several processes at once.
+"""
 
 import os
 import shutil
@@ -23,7 +26,8 @@ from torchvision.transforms import Compose, Normalize, ToTensor
 from common.data import Images, fetch, load, whole_batch
 from common.models import CNN, MLP
 
-SIZES = {  # bytes of the unpacked files, not taken from common.data so that a wrong number there is found
+# Bytes of the unpacked files. They are not taken from common.data, to detect a wrong number there.
+SIZES = {
     "train-images-idx3-ubyte": 47_040_016,
     "train-labels-idx1-ubyte": 60_008,
     "t10k-images-idx3-ubyte": 7_840_016,
@@ -31,7 +35,7 @@ SIZES = {  # bytes of the unpacked files, not taken from common.data so that a w
 }
 ARCHIVES = [f"{name}.gz" for name in SIZES]
 
-# fetch with a mirror and a folder: first what can be had, then MNIST by name
+# Calls fetch() with a mirror and a folder, first without the name of a data set, then for MNIST.
 FETCH_BOTH = """
 import sys
 from torchvision.datasets import MNIST
@@ -42,7 +46,7 @@ for dataset in (None, "mnist"):
     print(fetch(dataset, sys.argv[2]))
 """
 
-# fetch in four processes at once, ranks 0 to 3 of a node: they fork when the slow imports are done
+# Calls fetch() in four processes at once, local ranks 0 to 3. They are forked after the imports.
 FETCH_IN_FOUR = """
 import os, sys
 from torchvision.datasets import MNIST
@@ -52,12 +56,12 @@ MNIST.mirrors = [sys.argv[1]]
 for rank in range(4):
     if os.fork() == 0:
         os.environ["LOCAL_RANK"] = str(rank)
-        sys.stdout.write(fetch(None, sys.argv[2]) + "\\n")  # in one piece, which print is not
+        sys.stdout.write(fetch(None, sys.argv[2]) + "\\n")  # one call, so that lines do not mix
         sys.exit()
 sys.exit(any(os.wait()[1] for _ in range(4)))
 """
 
-# a lesson that downloads from another mirror: python FILE mirror flags...
+# Runs a lesson that downloads from another mirror: python FILE mirror flags...
 LESSON = f"""
 import runpy, sys
 from torchvision.datasets import MNIST
@@ -69,11 +73,15 @@ runpy.run_path({str(ROOT / "playground" / "single_gpu.py")!r}, run_name="__main_
 
 @pytest.fixture(autouse=True)
 def no_mirror(monkeypatch):
-    """Let torchvision download from a port where nobody listens, so that no test needs or uses the Internet."""
+    """Let torchvision download from a port that no program listens on.
+
+    So no test needs or uses the Internet.
+    """
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # threads that wait for each other are slow on a busy machine
+    # Threads that wait for each other are slow on a busy machine.
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    with socket.socket() as taken:  # bound but not listening: nobody else can take the port
+    with socket.socket() as taken:  # bound but not listening, so no other program gets the port
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}/"
         monkeypatch.setattr(MNIST, "mirrors", [url])
@@ -82,7 +90,10 @@ def no_mirror(monkeypatch):
 
 @pytest.fixture
 def mirror(mnist, monkeypatch):
-    """Serve the MNIST archives and count the downloads of each file. Torchvision downloads from it in this process."""
+    """Serve the MNIST archives and count the downloads of each file.
+
+    In this process torchvision downloads from this server.
+    """
 
     class Handler(BaseHTTPRequestHandler):
         def do_HEAD(self):
@@ -91,8 +102,9 @@ def mirror(mnist, monkeypatch):
             self.end_headers()
 
         def do_GET(self):
-            """Send the file, slowly enough for other processes to come in between."""
-            if self.headers.get("Method") == "HEAD":  # torchvision looks for redirects with a GET that says so
+            """Send the file, so slowly that other processes start in the meantime."""
+            # torchvision looks for redirects by a GET with this header.
+            if self.headers.get("Method") == "HEAD":
                 return self.do_HEAD()
             server.downloads[self.path.strip("/")] += 1
             time.sleep(0.2)
@@ -103,10 +115,11 @@ def mirror(mnist, monkeypatch):
             self.wfile.write(content)
 
         def log_message(self, *args):
-            """Keep quiet."""
+            """Print nothing."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.url, server.downloads = f"http://127.0.0.1:{server.server_port}/", Counter()
+        server.url = f"http://127.0.0.1:{server.server_port}/"
+        server.downloads = Counter()
         monkeypatch.setattr(MNIST, "mirrors", [server.url])
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
@@ -124,7 +137,10 @@ def archives(mnist, tmp_path):
 
 
 def unpacked_files(folder):
-    """Make files of the right names and sizes, all zeros, which take no space on disk. Returns their folder."""
+    """Make files with the right names and sizes, and return their folder.
+
+    They consist of zeros and take no space on the disk.
+    """
     raw = folder / "MNIST" / "raw"
     raw.mkdir(parents=True)
     for name, size in SIZES.items():
@@ -135,16 +151,17 @@ def unpacked_files(folder):
 
 def sizes(folder):
     """Return the names and sizes of the unpacked files in a data folder."""
-    return {path.name: path.stat().st_size for path in (folder / "MNIST" / "raw").iterdir() if path.suffix != ".gz"}
+    paths = (folder / "MNIST" / "raw").iterdir()
+    return {path.name: path.stat().st_size for path in paths if path.suffix != ".gz"}
 
 
 def cut(path):
-    """Cut the second half of a file off."""
+    """Remove the second half of a file."""
     os.truncate(path, path.stat().st_size // 2)
 
 
 def error_line(*args):
-    """Call fetch, which must end the program with one line. Returns the line."""
+    """Call fetch(), which must end the program with one line. Returns the line."""
     with pytest.raises(SystemExit) as stop:
         fetch(*args)
     assert str(stop.value).startswith("error: ")
@@ -153,10 +170,14 @@ def error_line(*args):
 
 
 def fetch_in_four(mirror, folder):
-    """Fetch in four processes at once. Returns what they wrote on stderr, and on stdout as a list of lines."""
-    command = [sys.executable, "-c", FETCH_IN_FOUR, mirror, str(folder)]
+    """Fetch in four processes at once. Returns their stderr, and the lines of their stdout."""
     four = subprocess.Popen(
-        command, cwd=ROOT, start_new_session=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-c", FETCH_IN_FOUR, mirror, str(folder)],
+        cwd=ROOT,
+        start_new_session=True,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
     try:
         out, err = four.communicate(timeout=300)
@@ -168,20 +189,24 @@ def fetch_in_four(mirror, folder):
 
 
 def run_read_only(folder, *command):
-    """Run a command that finds a folder read-only, root or not. Returns it with stdout and stderr."""
+    """Run a command for which a folder is read-only, even for root. Returns its result."""
     mount = 'mount --bind "$0" "$0" && mount -o remount,ro,bind "$0" && exec "$@"'
-    prefix = ["unshare", "-m" if os.geteuid() == 0 else "-rm", "sh", "-c", mount, str(folder)]
-    options = {"cwd": ROOT, "stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "timeout": 120}
+    namespace = "-m" if os.geteuid() == 0 else "-rm"
+    prefix = ["unshare", namespace, "sh", "-c", mount, str(folder)]
+    options = {"cwd": ROOT, "stdin": subprocess.DEVNULL, "timeout": 120}
+    options |= {"capture_output": True, "text": True}
     if not shutil.which("unshare"):
         pytest.skip("no unshare on this machine, so no read-only folder")
-    probe = subprocess.run([*prefix, "sh", "-c", '! touch "$0" 2>/dev/null', str(folder / "probe")], **options)
+    cannot_write = ["sh", "-c", '! touch "$0" 2>/dev/null', str(folder / "probe")]
+    probe = subprocess.run([*prefix, *cannot_write], **options)
     if probe.returncode:
-        pytest.skip(f"no read-only folder on this machine: {probe.stderr.strip() or 'it can be written to'}")
+        reason = probe.stderr.strip() or "it can be written to"
+        pytest.skip(f"no read-only folder on this machine: {reason}")
     return subprocess.run([*prefix, *command], **options)
 
 
 def test_images_are_read_one_by_one_or_together():
-    """A batch read whole equals its images read singly, in the order asked for and with repetitions."""
+    """A batch that is read at once equals its images, in the order of the indices."""
     images = Images(torch.randn(10, 1, 28, 28), torch.arange(10))
     assert len(images) == 10
     image, label = images[7]
@@ -194,54 +219,67 @@ def test_images_are_read_one_by_one_or_together():
 
 
 def test_loader_gives_the_batches_of_the_default_collation():
-    """With whole_batch, a DataLoader gives what it would give for single images in the same order, the rest too."""
+    """With whole_batch a DataLoader returns the batches that it stacks from single images.
+
+    The last batch, which is smaller, is one of them.
+    """
     images = Images(torch.randn(10, 1, 28, 28), torch.arange(10))
-    singles = [images[index] for index in range(10)]  # a list can't be read a batch at a time
+    singles = [images[index] for index in range(10)]  # from a list, images are read one by one
 
     def batches(data, **options):
         sampler = RandomSampler(data, generator=torch.Generator().manual_seed(1))
         return list(DataLoader(data, 4, sampler=sampler, **options))
 
-    whole, stacked = batches(images, collate_fn=whole_batch), batches(singles)
+    whole = batches(images, collate_fn=whole_batch)
+    stacked = batches(singles)
     assert [len(labels) for _, labels in whole] == [4, 4, 2]
     for (batch, labels), (expected, expected_labels) in zip(whole, stacked, strict=True):
         assert batch.shape == (len(labels), 1, 28, 28) and batch.dtype == torch.float32
         assert labels.shape == (len(labels),) and labels.dtype == torch.int64
         assert batch.equal(expected) and labels.equal(expected_labels)
-    assert sorted(label for _, labels in whole for label in labels.tolist()) == list(range(10))
+    all_labels = torch.cat([labels for _, labels in whole])
+    assert sorted(all_labels.tolist()) == list(range(10))
 
 
 def test_digits_are_all_of_scikit_learns(tmp_path):
-    """Training and test set together hold each of the 1,797 digits once, with its label."""
+    """Training and test set together contain each of the 1,797 digits once, with its label."""
     train_set, test_set = load("digits", tmp_path)
     assert (len(train_set), len(test_set)) == (1500, 297)
-    assert train_set.images.shape == (1500, 1, 28, 28) and test_set.images.shape == (297, 1, 28, 28)
-    labels, original = torch.cat([train_set.labels, test_set.labels]), load_digits()
+    assert train_set.images.shape == (1500, 1, 28, 28)
+    assert test_set.images.shape == (297, 1, 28, 28)
+    original = load_digits()
+    labels = torch.cat([train_set.labels, test_set.labels])
     assert labels.dtype == torch.int64
     assert labels.bincount().equal(torch.tensor(original.target).bincount())
-    # no two of the originals are equal: find the one that each image was resized from
-    resized = F.interpolate(torch.tensor(original.images / 16).unsqueeze(1).float(), (28, 28), mode="bilinear")
+    # All originals differ, so find the one that each image was resized from.
+    original_images = torch.tensor(original.images / 16).unsqueeze(1).float()
+    resized = F.interpolate(original_images, (28, 28), mode="bilinear")
     pixels = torch.cat([train_set.images, test_set.images]).mul(0.3245).add(0.3051)
     distance, source = torch.cdist(pixels.flatten(1), resized.flatten(1)).min(dim=1)
-    assert distance.max() < 0.1  # cdist is inexact; the two digits most alike are 0.85 apart
+    assert distance.max() < 0.1  # cdist is not exact; the two most similar digits are 0.85 apart
     assert sorted(source.tolist()) == list(range(1797))
     assert labels.equal(torch.tensor(original.target)[source])
-    assert source[1500:].div(600, rounding_mode="floor").bincount(minlength=3).min() > 50  # from all over the file
+    # The test images come from all parts of the file.
+    thirds = source[1500:].div(600, rounding_mode="floor")
+    assert thirds.bincount(minlength=3).min() > 50
 
 
 def test_digits_are_normalised_and_the_same_each_time(tmp_path):
-    """The training set has mean 0 and standard deviation 1, no class is left out of the test set, loads are equal."""
+    """The training set has mean 0 and standard deviation 1, and the test set has all classes.
+
+    Each call returns the same images, whatever the seed.
+    """
     train_set, test_set = load("digits", tmp_path)
     assert train_set.images.mean().item() == pytest.approx(0, abs=0.01)
     assert train_set.images.std().item() == pytest.approx(1, abs=0.01)
     assert test_set.labels.bincount(minlength=10).min() > 10
-    torch.manual_seed(1)  # the user's seed has no say in the split
+    torch.manual_seed(1)  # the user's seed does not change the split
     for part, again in zip((train_set, test_set), load("digits", tmp_path), strict=True):
         assert part.images.equal(again.images) and part.labels.equal(again.labels)
 
 
 def test_mnist_equals_torchvisions(mnist):
-    """The archives alone are enough, and the images are those of torchvision's ToTensor and Normalize."""
+    """The archives are enough. The images equal those of torchvision's ToTensor and Normalize."""
     assert fetch(None, mnist) == "mnist"
     assert sizes(mnist) == SIZES
     train_set, test_set = load("mnist", mnist)
@@ -258,7 +296,7 @@ def test_mnist_equals_torchvisions(mnist):
 
 
 def test_files_on_disk_need_no_network(tmp_path, capsys):
-    """With all files there, fetch says mnist, looks for no mirror and writes nothing."""
+    """If all files are there, fetch() returns mnist, uses no mirror and writes nothing."""
     raw = unpacked_files(tmp_path)
     assert fetch(None, tmp_path) == fetch("mnist", tmp_path) == "mnist"
     assert sorted(tmp_path.rglob("*")) == sorted([raw.parent, raw, *(raw / name for name in SIZES)])
@@ -266,7 +304,7 @@ def test_files_on_disk_need_no_network(tmp_path, capsys):
 
 
 def test_digits_need_no_files(tmp_path, capsys):
-    """Asked for digits, fetch leaves the folder alone, even one with damaged MNIST files."""
+    """For the digits fetch() does not use the folder, even if MNIST's files in it are damaged."""
     assert fetch("digits", tmp_path / "new") == "digits"
     assert not (tmp_path / "new").exists()
     cut(unpacked_files(tmp_path) / "train-images-idx3-ubyte")
@@ -275,7 +313,7 @@ def test_digits_need_no_files(tmp_path, capsys):
 
 
 def test_four_processes_download_once(mirror, tmp_path):
-    """Four processes that start on an empty folder all get MNIST, and each file is downloaded once."""
+    """Four processes with an empty folder all get MNIST, and each file is downloaded once."""
     folder = tmp_path / "not" / "there yet"
     err, answers = fetch_in_four(mirror.url, folder)
     assert answers == ["mnist"] * 4
@@ -285,19 +323,22 @@ def test_four_processes_download_once(mirror, tmp_path):
 
 
 def test_lesson_downloads_and_trains_on_mnist(mirror, tmp_path):
-    """A lesson started without files downloads MNIST, learns it, and prints nothing but its epoch on stdout."""
+    """A lesson without files downloads MNIST, learns it, and prints only its epoch on stdout."""
     script = tmp_path / "lesson.py"
     script.write_text(LESSON)
     done = run(script, mirror.url, "--epochs", 1, "--data_dir", tmp_path / "data")
     assert len(done.stdout.splitlines()) == 1
-    assert epochs(done.stdout)[0]["test"] > 90  # an epoch of digits, 11 steps, does not get there
+    assert epochs(done.stdout)[0]["test"] > 90  # an epoch of the digits has only 11 steps: less
     assert "WARNING" not in done.stderr
     assert mirror.downloads == Counter(ARCHIVES)
     assert sizes(tmp_path / "data") == SIZES
 
 
 def test_without_mirror_digits_stand_in(tmp_path, capsys, monkeypatch):
-    """Where MNIST can't be had, fetch says digits and warns in one line, on the first rank of a node only."""
+    """If MNIST cannot be downloaded, fetch() returns digits.
+
+    Local rank 0 warns in one line.
+    """
     assert fetch(None, tmp_path) == "digits"
     out, err = capsys.readouterr()
     assert out == ""
@@ -310,7 +351,7 @@ def test_without_mirror_digits_stand_in(tmp_path, capsys, monkeypatch):
 
 
 def test_without_mirror_mnist_is_refused(tmp_path, capsys):
-    """MNIST, asked for by name, is never replaced: one line says what else to type."""
+    """MNIST is never replaced if it was asked for by name. One line says what to type instead."""
     line = error_line("mnist", tmp_path)
     assert str(tmp_path) in line and "--dataset digits" in line
     out, err = capsys.readouterr()
@@ -318,7 +359,7 @@ def test_without_mirror_mnist_is_refused(tmp_path, capsys):
 
 
 def test_four_processes_without_mirror(no_mirror, tmp_path):
-    """Four processes on an empty folder agree on digits, and the node warns once."""
+    """Four processes with an empty folder all choose the digits, and the node warns once."""
     err, answers = fetch_in_four(no_mirror, tmp_path)
     assert answers == ["digits"] * 4
     [line] = [line for line in err.splitlines() if line.startswith("WARNING: ")]
@@ -326,24 +367,30 @@ def test_four_processes_without_mirror(no_mirror, tmp_path):
 
 
 def test_silent_mirror_is_given_up(tmp_path, capsys, monkeypatch):
-    """A mirror that takes the connection and never answers does not hold fetch up; sockets wait as before after it."""
-    set_patience, before = socket.setdefaulttimeout, socket.getdefaulttimeout()
-    # whatever fetch finds bearable is 0.2 seconds here
-    monkeypatch.setattr(socket, "setdefaulttimeout", lambda seconds: set_patience(seconds and 0.2))
+    """A mirror that accepts the connection and never answers does not stop fetch() for long.
+
+    Afterwards sockets have the timeout that they had before.
+    """
+    set_timeout = socket.setdefaulttimeout
+    before = socket.getdefaulttimeout()
+    # Whatever timeout fetch() sets is 0.2 seconds here.
+    monkeypatch.setattr(socket, "setdefaulttimeout", lambda seconds: set_timeout(seconds and 0.2))
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        guard = threading.Timer(20, silent.close)  # ends a fetch that would wait for ever, with another reason
+        # If fetch() waited forever, this would end it, with a reason other than "timed out".
+        guard = threading.Timer(20, silent.close)
         guard.start()
         monkeypatch.setattr(MNIST, "mirrors", [f"http://127.0.0.1:{silent.getsockname()[1]}/"])
         assert fetch(None, tmp_path) == "digits"
         guard.cancel()
-    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("WARNING: ")]
+    lines = capsys.readouterr().err.splitlines()
+    [line] = [line for line in lines if line.startswith("WARNING: ")]
     assert "timed out" in line
     assert socket.getdefaulttimeout() == before
 
 
 @pytest.mark.parametrize("name", ["train-images-idx3-ubyte", "t10k-labels-idx1-ubyte"])
 def test_truncated_file_ends_the_lesson(tmp_path, name):
-    """A file of the wrong size ends a lesson with one line that has its path and both sizes."""
+    """A file of the wrong size ends a lesson with one line, which has its path and both sizes."""
     damaged = unpacked_files(tmp_path) / name
     cut(damaged)
     done = run("single_gpu", "--data_dir", tmp_path, status=1)
@@ -355,17 +402,17 @@ def test_truncated_file_ends_the_lesson(tmp_path, name):
 
 @pytest.mark.parametrize("dataset", [None, "mnist"])
 def test_truncated_archive_without_mirror_is_named(archives, dataset):
-    """An archive that is damaged and can't be fetched again is named, and not passed over for digits."""
+    """A damaged archive that cannot be downloaded again is named. It is not replaced by digits."""
     damaged = archives / "MNIST" / "raw" / "train-labels-idx1-ubyte.gz"
     cut(damaged)
     line = error_line(dataset, archives)
     assert f"{damaged} " in line and "delete it" in line
     damaged.unlink()
-    assert "--dataset digits" in error_line("mnist", archives)  # deleted, it is one that is missing
+    assert "--dataset digits" in error_line("mnist", archives)  # now it is missing
 
 
 def test_truncated_archive_is_fetched_again(archives, mirror):
-    """With a mirror a damaged archive is replaced, and only that one."""
+    """With a mirror, a damaged archive is downloaded again, and only this one."""
     cut(archives / "MNIST" / "raw" / "train-labels-idx1-ubyte.gz")
     assert fetch("mnist", archives) == "mnist"
     assert mirror.downloads == {"train-labels-idx1-ubyte.gz": 1}
@@ -373,7 +420,7 @@ def test_truncated_archive_is_fetched_again(archives, mirror):
 
 
 def test_read_only_folder_with_all_files(mnist):
-    """Files in a folder that can't be written to are read as they are."""
+    """The files are read from a folder that cannot be written to."""
     fetch("mnist", mnist)
     code = "import sys; from common.data import fetch, load; folder = sys.argv[1]"
     code += "; print(fetch(None, folder), *map(len, load('mnist', folder)))"
@@ -383,7 +430,10 @@ def test_read_only_folder_with_all_files(mnist):
 
 @pytest.mark.parametrize("place", [".", "new"])
 def test_read_only_folder_without_files(no_mirror, tmp_path, place):
-    """An empty folder that can't be written to, or can't even be made, means digits; asked for by name, an error."""
+    """If the folder cannot be written to, or not be made, fetch() chooses the digits.
+
+    If MNIST was asked for by name, this is an error.
+    """
     folder = tmp_path / place
     done = run_read_only(tmp_path, sys.executable, "-c", FETCH_BOTH, no_mirror, str(folder))
     assert (done.returncode, done.stdout) == (1, "digits\n"), done.stderr
@@ -394,7 +444,7 @@ def test_read_only_folder_without_files(no_mirror, tmp_path, place):
 
 @pytest.mark.parametrize("dataset, images", [("digits", 1500), ("mnist", 60_000), (None, 60_000)])
 def test_batch_larger_than_the_training_set(tmp_path, dataset, images):
-    """A batch may be the whole training set; one image more is refused with the largest that works."""
+    """A batch may be the whole training set. One image more is refused, and the limit is named."""
     unpacked_files(tmp_path)
     assert fetch(dataset, tmp_path, images) == (dataset or "mnist")
     line = error_line(dataset, tmp_path, images + 1)
@@ -402,67 +452,90 @@ def test_batch_larger_than_the_training_set(tmp_path, dataset, images):
 
 
 def test_batch_too_large_for_the_stand_in(tmp_path, capsys):
-    """The batch is held against the data set that is used, not the one that was wanted."""
+    """The batch is compared with the data set that is used, not with the one that is missing."""
     assert "1500" in error_line(None, tmp_path, 1501)
     assert "WARNING: " in capsys.readouterr().err
 
 
 MLP_SHAPES = {
-    "stage1.1.weight": (64, 784), "stage1.1.bias": (64,), "stage1.3.weight": (64, 64), "stage1.3.bias": (64,),
-    "stage2.0.weight": (64, 64), "stage2.0.bias": (64,), "stage2.2.weight": (10, 64), "stage2.2.bias": (10,),
-}  # fmt: skip
+    "stage1.1.weight": (64, 784),
+    "stage1.1.bias": (64,),
+    "stage1.3.weight": (64, 64),
+    "stage1.3.bias": (64,),
+    "stage2.0.weight": (64, 64),
+    "stage2.0.bias": (64,),
+    "stage2.2.weight": (10, 64),
+    "stage2.2.bias": (10,),
+}
 CNN_SHAPES = {
-    "stage1.0.weight": (6, 1, 5, 5), "stage1.0.bias": (6,), "stage1.3.weight": (16, 6, 5, 5), "stage1.3.bias": (16,),
-    "stage2.1.weight": (120, 400), "stage2.1.bias": (120,), "stage2.4.weight": (10, 120), "stage2.4.bias": (10,),
-}  # fmt: skip
+    "stage1.0.weight": (6, 1, 5, 5),
+    "stage1.0.bias": (6,),
+    "stage1.3.weight": (16, 6, 5, 5),
+    "stage1.3.bias": (16,),
+    "stage2.1.weight": (120, 400),
+    "stage2.1.bias": (120,),
+    "stage2.4.weight": (10, 120),
+    "stage2.4.bias": (10,),
+}
 
 
 @pytest.mark.parametrize("model, shapes", [(MLP, MLP_SHAPES), (CNN, CNN_SHAPES)])
 def test_models_are_two_stages(model, shapes):
-    """A model is its first stage and then its second; weights have the names, shapes and number they should have."""
-    network, images = model(), torch.randn(5, 1, 28, 28)
+    """A model computes its first stage and then its second.
+
+    Its parameters have the expected names and shapes, and all of them get a gradient.
+    """
+    network = model()
+    images = torch.randn(5, 1, 28, 28)
     scores = network(images)
     assert scores.shape == (5, 10) and scores.dtype == torch.float32
     assert network.stage2(network.stage1(images)).equal(scores)
-    assert {name: tuple(weight.shape) for name, weight in network.named_parameters()} == shapes
-    count = sum(weight.numel() for weight in network.parameters())
+    named = network.named_parameters()
+    assert {name: tuple(parameter.shape) for name, parameter in named} == shapes
+    count = sum(parameter.numel() for parameter in network.parameters())
     if model is MLP:
         assert count == (784 * 64 + 64) + 2 * (64 * 64 + 64) + (64 * 10 + 10)
     else:
         assert 40_000 < count < 70_000  # LeNet-5 has about 60,000
     scores.sum().backward()
-    assert all(weight.grad is not None and weight.grad.any() for weight in network.parameters())
+    for parameter in network.parameters():
+        assert parameter.grad is not None and parameter.grad.any()
 
 
 def test_layers_of_the_mlp():
     """Its scores are those of four linear layers with ReLU between them."""
-    network, images = MLP(), torch.randn(5, 1, 28, 28)
-    weights = list(network.parameters())
+    network = MLP()
+    images = torch.randn(5, 1, 28, 28)
+    parameters = list(network.parameters())
     hidden = images.flatten(1)
-    for weight, bias in zip(weights[:6:2], weights[1:6:2], strict=True):
+    for weight, bias in zip(parameters[:6:2], parameters[1:6:2], strict=True):
         hidden = F.linear(hidden, weight, bias).relu()
-    torch.testing.assert_close(network(images), F.linear(hidden, *weights[6:]))
+    torch.testing.assert_close(network(images), F.linear(hidden, *parameters[6:]))
 
 
 def test_layers_of_the_cnn():
-    """Its scores are those of two convolutions, each with ReLU and pooling, and two linear layers with ReLU between."""
-    network, images = CNN(), torch.randn(5, 1, 28, 28)
-    weights = list(network.parameters())
-    hidden = F.max_pool2d(F.conv2d(images, *weights[:2], padding=2).relu(), 2)
-    hidden = F.max_pool2d(F.conv2d(hidden, *weights[2:4]).relu(), 2)
-    hidden = F.linear(hidden.flatten(1), *weights[4:6]).relu()
-    torch.testing.assert_close(network(images), F.linear(hidden, *weights[6:]))
+    """Its scores are those of two convolutions and two linear layers.
+
+    Each convolution has ReLU and pooling behind it, and ReLU is between the linear layers.
+    """
+    network = CNN()
+    images = torch.randn(5, 1, 28, 28)
+    parameters = list(network.parameters())
+    hidden = F.max_pool2d(F.conv2d(images, *parameters[:2], padding=2).relu(), 2)
+    hidden = F.max_pool2d(F.conv2d(hidden, *parameters[2:4]).relu(), 2)
+    hidden = F.linear(hidden.flatten(1), *parameters[4:6]).relu()
+    torch.testing.assert_close(network(images), F.linear(hidden, *parameters[6:]))
 
 
 def test_width_of_the_mlp():
-    """The width is that of all hidden layers."""
-    rows = [len(weight) for name, weight in MLP(width=8).named_parameters() if name.endswith("weight")]
-    assert rows == [8, 8, 8, 10]
+    """All hidden layers have the width."""
+    parameters = MLP(width=8).parameters()
+    assert [len(each) for each in parameters if each.dim() == 2] == [8, 8, 8, 10]
 
 
 @pytest.mark.parametrize("network", [MLP, CNN])
 def test_depth(network):
-    """Each layer more is a linear layer more, in one of the stages; the width is that of all of them."""
+    """Each additional layer is a linear layer, in one of the stages. All have the width."""
     without = len(list(network(8, 1).parameters()))
     for layers in (1, 2, 3, 6):
         model = network(8, layers)
@@ -471,7 +544,10 @@ def test_depth(network):
 
 
 def test_dropout_is_off_by_default():
-    """Two passes in training mode are equal; with dropout they differ, but not when testing."""
+    """Without dropout, two forward passes in training mode are equal.
+
+    With dropout they differ in training mode, and are equal in evaluation mode.
+    """
     images = torch.randn(5, 1, 28, 28)
     network = CNN().train()
     assert network(images).equal(network(images))

@@ -1,6 +1,7 @@
-"""Faults between two nodes: each ends in bounded time with a line that names the cause, or is survived.
+"""Faults between two nodes.
 
-The nodes are network namespaces. README counts the tests of this file.
+Some are survived. All others end the run in bounded time, with a line that names the cause. The
+nodes are network namespaces. README counts the tests of this file.
 """
 
 import os
@@ -37,11 +38,14 @@ SHORT = (*DIGITS, "--batch_size", 120)
 def on_both(nodes, lesson, *flags, ranks=1, cold=False):
     """Start a lesson on both nodes."""
     flags = (*flags, "-n", 2, "-g", ranks, *NODE0)
-    return [Lesson(lesson, *flags, "-nr", index, node=(nodes, index), cold=cold) for index in range(2)]
+    jobs = []
+    for index in range(2):
+        jobs.append(Lesson(lesson, *flags, "-nr", index, node=(nodes, index), cold=cold))
+    return jobs
 
 
 def ends(nodes, *jobs):
-    """Wait for jobs that must fail; check that no process is left on a node."""
+    """Wait for jobs that must fail, and check that no process stays on a node."""
     done = [job.wait() for job in jobs]
     assert [each.returncode for each in done] == [1] * len(done), [each.stderr for each in done]
     assert nodes.pids(0) + nodes.pids(1) == []
@@ -50,46 +54,47 @@ def ends(nodes, *jobs):
 
 @pytest.mark.parametrize("lesson", [DDP, "distributed_data_parallel2", "blocking_p2p"])
 def test_a_wrong_address(lesson, nodes):
-    """Nobody has the address on this network."""
+    """No machine of this network has the address."""
     own = () if talks(lesson) else SHORT
     flags = (*own, "-n", 2, "-g", 1, "-nr", 1, "-ip", "10.77.0.9", "--timeout", 5)
-    (done,) = ends(nodes, Lesson(lesson, *flags, node=(nodes, 1)))
-    one_line(done, "could not reach node 0 at 10.77.0.9 in 5 s", "start it, check -ip, --port and the firewall")
+    [done] = ends(nodes, Lesson(lesson, *flags, node=(nodes, 1)))
+    fault = "could not reach node 0 at 10.77.0.9 in 5 s"
+    one_line(done, fault, "start it, check -ip, --port and the firewall")
 
 
 @pytest.mark.parametrize("address", ["192.0.2.1", "nosuchnode"])
 def test_an_address_without_a_route_or_a_name(address, nodes):
-    """The network of the address is unknown here; or the name is."""
+    """The node has no route to the address, or the name has no address."""
     flags = (*SHORT, "-n", 2, "-g", 1, "-nr", 1, "-ip", address, "--timeout", 5)
-    (done,) = ends(nodes, Lesson(DDP, *flags, node=(nodes, 1)))
+    [done] = ends(nodes, Lesson(DDP, *flags, node=(nodes, 1)))
     one_line(done, f"could not reach node 0 at {address}", "check -ip, --port and the firewall")
 
 
 def test_the_second_node_never_starts(nodes):
     """Node 0 waits --timeout seconds and names the missing node."""
     flags = (*SHORT, "-n", 2, "-g", 2, "-nr", 0, *NODE0, "--timeout", 5)
-    (done,) = ends(nodes, Lesson(DDP, *flags, node=(nodes, 0)))
+    [done] = ends(nodes, Lesson(DDP, *flags, node=(nodes, 0)))
     one_line(done, "nodes [1] are missing after 5 s", "start every node")
 
 
 def test_the_second_node_has_other_flags(nodes):
     """Both nodes name the flag, before the first step."""
     flags = (*SHORT, "-n", 2, "-g", 1, *NODE0)
-    zero, one = (
-        Lesson(DDP, *flags, "-nr", index, "--lr", 0.001 * (index + 1), node=(nodes, index)) for index in range(2)
-    )
+    zero = Lesson(DDP, *flags, "-nr", 0, "--lr", 0.001, node=(nodes, 0))
+    one = Lesson(DDP, *flags, "-nr", 1, "--lr", 0.002, node=(nodes, 1))
     for done in ends(nodes, zero, one):
         assert "--lr differs" in one_line(done)
         assert "epoch" not in done.stdout
 
 
 def test_a_foreign_server_on_the_port(nodes):
-    """Another program on node 0 has the port: node 0 says so at once, node 1 does not hang on it."""
-    server = "import socket, time; s = socket.create_server(('', 8888)); print('ready', flush=True); time.sleep(120)"
+    """If another program on node 0 has the port, node 0 ends at once, and node 1 in time."""
+    server = "import socket, time; server = socket.create_server(('', 8888));"
+    server += " print('ready', flush=True); time.sleep(120)"
     foreign = Job(*nodes.enter(0), sys.executable, "-c", server)
     try:
         wait_for_line(foreign, "ready")
-        zero, one = (job.wait() for job in on_both(nodes, DDP, *SHORT, "--timeout", 5))
+        zero, one = [job.wait() for job in on_both(nodes, DDP, *SHORT, "--timeout", 5)]
     finally:
         foreign.process.kill()
         foreign.wait()
@@ -100,7 +105,7 @@ def test_a_foreign_server_on_the_port(nodes):
 
 @pytest.mark.parametrize("lesson", [DDP, "distributed_data_parallel2", "manual_data_parallel"])
 def test_the_link_is_cut_for_good(lesson, nodes):
-    """In mid-training: both nodes end after --timeout, and both say that the other can't be reached."""
+    """When the link is cut during training, both nodes end after --timeout with the reason."""
     zero, one = on_both(nodes, lesson, *LONG, "--timeout", 20)
     wait_for_line(zero, "epoch 3/")
     nodes.link("down")
@@ -109,77 +114,87 @@ def test_the_link_is_cut_for_good(lesson, nodes):
 
 
 def test_the_link_is_gone_for_8_seconds(nodes, tmp_path):
-    """In mid-training: it goes on, and ends with the numbers of a run without the fault."""
+    """The training continues when the link is back, and ends with the same numbers."""
     flags = (*SHORT, "--epochs", 5)
-    copy = each_epoch(DDP, f"while epoch == 2 and not Path('{tmp_path}/down').exists(): time.sleep(0.1)", tmp_path)
+    wait = f"while epoch == 2 and not Path('{tmp_path}/down').exists(): time.sleep(0.1)"
+    copy = each_epoch(DDP, wait, tmp_path)
     zero, one = on_both(nodes, copy, *flags)
     wait_for_line(zero, "epoch 2/")
     nodes.link("down")
     (tmp_path / "down").touch()
     time.sleep(8)
     nodes.link("up")
-    done, other = zero.wait(), one.wait()
+    done = zero.wait()
+    other = one.wait()
     assert (done.returncode, other.returncode) == (0, 0), done.stderr + other.stderr
     assert epochs(done.stdout)[-1] == epochs(run(DDP, *flags, "-g", 2).stdout)[-1]
 
 
 def test_a_slow_link(nodes):
-    """100 Mbit/s: the same numbers."""
+    """With 100 Mbit/s between the nodes, the numbers are the same."""
     nodes.bandwidth("100mbit")
     flags = (*SHORT, "--model", "cnn", "--epochs", 2)
     zero, one = on_both(nodes, DDP, *flags)
-    done, other = zero.wait(), one.wait()
+    done = zero.wait()
+    other = one.wait()
     assert (done.returncode, other.returncode) == (0, 0), done.stderr + other.stderr
     assert epochs(done.stdout) == one_process(*flags)
 
 
 @pytest.mark.parametrize("victim", [0, 3])
 def test_a_rank_is_killed(victim, nodes):
-    """Its own node names it and the signal; the other one says that a rank has ended, and where to look."""
+    """Its own node names the rank and the signal. The other node reports that a rank has ended."""
     zero, one = on_both(nodes, DDP, *LONG, ranks=2, cold=victim == 0)
     pids = zero.ranks(4)
     wait_for_line(zero, "epoch 1/")
     os.kill(pids[victim], signal.SIGKILL)
     done = ends(nodes, zero, one)
-    one_line(done[victim // 2], f"local_rank {victim % 2}: process {victim % 2} terminated with signal SIGKILL")
-    one_line(done[1 - victim // 2], "another rank has ended", "look for its error, on all nodes")
+    node = victim // 2
+    local_rank = victim % 2
+    killed = f"local_rank {local_rank}: process {local_rank} terminated with signal SIGKILL"
+    one_line(done[node], killed)
+    one_line(done[1 - node], "another rank has ended", "look for its error, on all nodes")
 
 
 def test_a_whole_node_is_lost(nodes):
-    """All processes of node 1 die at once, as if it had lost its power: node 0 ends."""
+    """All processes of node 1 are killed at once, as by a power failure. Node 0 ends."""
     zero, one = on_both(nodes, DDP, *LONG)
     wait_for_line(zero, "epoch 1/")
     for pid in nodes.pids(1):
         os.kill(pid, signal.SIGKILL)
     one.wait()
-    (done,) = ends(nodes, zero)
+    [done] = ends(nodes, zero)
     one_line(done, "another rank has ended")
 
 
 def test_ctrl_c_on_one_node(nodes):
-    """The other one says that a rank has ended, and where to look."""
+    """The other node reports that a rank has ended, and where to look."""
     zero, one = on_both(nodes, DDP, *LONG, cold=True)
     wait_for_line(zero, "epoch 1/")
     os.killpg(one.process.pid, signal.SIGINT)
     assert one.wait().returncode == 130
-    (done,) = ends(nodes, zero)
+    [done] = ends(nodes, zero)
     one_line(done, "another rank has ended", "look for its error, on all nodes")
 
 
 def torchrun_node(nodes, index, lesson, *flags, **env):
-    """Start one node's half of a lesson with run/torchrun_node.sh."""
-    env = {"NODE0": ADDRESSES[0], "GPUS": "1", "PYTHON": sys.executable, "PYTHONPATH": python_path(lesson)} | env
+    """Start a lesson's ranks of one node with run/torchrun_node.sh."""
+    env = {"NODE0": ADDRESSES[0], "GPUS": "1", "PYTHON": sys.executable} | env
+    env["PYTHONPATH"] = python_path(lesson)
     return Job(*nodes.enter(index), "run/torchrun_node.sh", lesson, *flags, env=env, cwd=ROOT)
 
 
 def test_a_killed_rank_under_torchrun(nodes, tmp_path):
-    """torchrun restarts the ranks of both nodes; they resume and end with the same weights."""
+    """torchrun restarts the ranks of both nodes. They resume and end with the same parameters."""
     flags = (*SHORT, "--epochs", 6, "--double")
     run(DDP, *flags, "-g", 2, "-s", tmp_path / "undisturbed.pt")
-    folder, copy = tmp_path / "run", each_epoch(RESUMABLE, "time.sleep(999 * (epoch == 3 and done == 0))", tmp_path)
-    jobs = [torchrun_node(nodes, index, copy, *flags, "--run_dir", folder, RESTARTS="3") for index in range(2)]
+    folder = tmp_path / "run"
+    wait = "time.sleep(999 if epoch == 3 and done == 0 else 0)"
+    copy = each_epoch(RESUMABLE, wait, tmp_path)
+    flags = (*flags, "--run_dir", folder)
+    jobs = [torchrun_node(nodes, index, copy, *flags, RESTARTS="3") for index in (0, 1)]
     wait_for_epoch(folder, 3, jobs[0])
-    (victim, *_) = ranks_of(nodes, 1)
+    victim = ranks_of(nodes, 1)[0]
     os.kill(victim, signal.SIGKILL)
     done = [job.wait() for job in jobs]
     assert [each.returncode for each in done] == [0, 0], done[0].stderr + done[1].stderr
@@ -189,13 +204,13 @@ def test_a_killed_rank_under_torchrun(nodes, tmp_path):
 
 
 def largest_difference(*paths):
-    """Compare the weights of two checkpoints."""
-    one, other = (torch.load(path, weights_only=True)["model"] for path in paths)
-    return max((other[name] - weight).abs().max().item() for name, weight in one.items())
+    """Return the largest difference between the parameters of two checkpoints."""
+    one, other = [torch.load(path, weights_only=True)["model"] for path in paths]
+    return max((other[name] - parameter).abs().max().item() for name, parameter in one.items())
 
 
 def ranks_of(nodes, index):
-    """Return the processes of a node that torchrun has started: those with a RANK."""
+    """Return the processes of a node that torchrun has started, which have RANK."""
     found = []
     for pid in nodes.pids(index):
         with open(f"/proc/{pid}/environ", "rb") as file:
@@ -205,27 +220,32 @@ def ranks_of(nodes, index):
 
 
 def test_a_node_lost_and_back(nodes, tmp_path):
-    """Elastic, 1:2 nodes: node 0 goes on alone, takes node 1 in again, and ends with the weights of a single process.
+    """With NODES=1:2, node 0 continues alone when node 1 is lost, and with node 1 when it is back.
 
-    After the third epoch the two wait for the loss, after the sixth node 0 waits for node 1.
+    The run ends with the parameters of a single process. After the third epoch both ranks wait for
+    the loss. After the sixth epoch rank 0 waits for node 1.
     """
     flags = (*SHORT, "--double", "--epochs", 9)
     alone = run(RESUMABLE, *flags, "--run_dir", tmp_path / "undisturbed")
-    wait = "while epoch == 3 * (3 - world_size): time.sleep(0.1) if world_size == 1 else dist.barrier()"
-    folder, copy = tmp_path / "run", each_epoch(RESUMABLE, wait, tmp_path)
+    wait = "while epoch == 3 * (3 - world_size):"
+    wait += " time.sleep(0.1) if world_size == 1 else dist.barrier()"
+    copy = each_epoch(RESUMABLE, wait, tmp_path)
+    folder = tmp_path / "run"
     flags = (*flags, "--run_dir", folder)
     elastic = {"NODES": "1:2", "RESTARTS": "3"}
-    jobs = [torchrun_node(nodes, index, copy, *flags, **elastic) for index in range(2)]
-    wait_for_epoch(folder, 3, jobs[0])
+    zero = torchrun_node(nodes, 0, copy, *flags, **elastic)
+    one = torchrun_node(nodes, 1, copy, *flags, **elastic)
+    wait_for_epoch(folder, 3, zero)
     for pid in nodes.pids(1):
         os.kill(pid, signal.SIGKILL)
-    jobs[1].wait()
-    wait_for_epoch(folder, 6, jobs[0])
+    one.wait()
+    wait_for_epoch(folder, 6, zero)
     back = torchrun_node(nodes, 1, copy, *flags, **elastic)
-    done = [job.wait() for job in (jobs[0], back)]
+    done = [zero.wait(), back.wait()]
     assert [each.returncode for each in done] == [0, 0], done[0].stderr + done[1].stderr
     assert nodes.pids(0) + nodes.pids(1) == []
     log = (folder / "log.txt").read_text()
     assert re.findall(r"(\d) of 9 epochs are done", log) == ["3", "6"]
     assert epochs(log)[-1] == epochs(alone.stdout)[-1]
-    assert largest_difference(folder / "epoch-0009.pt", tmp_path / "undisturbed" / "epoch-0009.pt") < 1e-9
+    undisturbed = tmp_path / "undisturbed" / "epoch-0009.pt"
+    assert largest_difference(folder / "epoch-0009.pt", undisturbed) < 1e-9

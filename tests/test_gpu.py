@@ -1,7 +1,7 @@
-"""The lessons on GPUs: the CPU's numbers, checkpoints that move, who waits, and how they end when a rank fails.
+"""The lessons on GPUs: the CPU's numbers, checkpoints that move, who waits, and failures.
 
-Skipped where torch finds no GPU. Tests of two ranks run twice: with a GPU for each, and with both on one, where NCCL
-can do that. What can be said without a GPU is in test_devices.py.
+They are skipped where torch finds no GPU. Tests of two ranks run twice: with a GPU for each rank,
+and with both on one GPU, where NCCL allows it. Tests that need no GPU are in test_devices.py.
 """
 
 import functools
@@ -14,17 +14,36 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ALL_GPUS, ROOT, Job, Lesson, by_torchrun, epochs, free_port, ranks, run, torchrun, train
+from conftest import (
+    ALL_GPUS,
+    ROOT,
+    Job,
+    Lesson,
+    by_torchrun,
+    epochs,
+    free_port,
+    ranks,
+    run,
+    torchrun,
+    train,
+)
 from nodes import need as need_programs
 
 CUDA = ("--device", "cuda")
 NAMES = ("cuda:0", "cuda:1")  # of the first two GPUs
 MESSAGE = "ncclDevKernel_"  # in the name of a message in a trace
-SHARED = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2"}  # two ranks on one GPU
+SHARED = {
+    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_MAX_CTAS": "2",
+}  # two ranks on one GPU
 DIGITS = ("--dataset", "digits", "--batch_size", 120)
 ONE_EPOCH = (*DIGITS, "--epochs", 1)
 TWO_EPOCHS = (*DIGITS, "--epochs", 2)
-NUMBERS = [(("--model", "mlp"), 1e-5), (("--model", "cnn", "--double"), 1e-12)]  # and how far apart weights may be
+NUMBERS = [
+    (("--model", "mlp"), 1e-5),
+    (("--model", "cnn", "--double"), 1e-12),
+]  # and how far apart weights may be
 ONE_PROCESS = [
     ("single_gpu", ()),
     ("data_parallel", ("-g", 1)),
@@ -42,6 +61,7 @@ ONE_PROCESS = [
     ("manual_sharding", ("--stage", 2)),
     ("manual_sharding", ("--stage", 3)),
     ("fully_sharded_data_parallel", ()),
+    ("fully_sharded_checkpoints", ()),
     ("tensor_parallel", ("--by", "hand")),
     ("tensor_parallel", ("--by", "dtensor")),
     ("hybrid_parallel", ()),
@@ -65,10 +85,13 @@ TWO_RANKS = [
     ("manual_sharding", ("--stage", 3)),
     ("fully_sharded_data_parallel", ()),
     ("fully_sharded_data_parallel", ("--keep_weights",)),
+    ("fully_sharded_checkpoints", ()),
     ("tensor_parallel", ("--by", "hand")),
     ("tensor_parallel", ("--by", "dtensor")),
     ("hybrid_parallel", ("--mesh", "2x1")),
     ("hybrid_parallel", ("--mesh", "1x2")),
+    ("hybrid_parallel", ("--kind", "hsdp", "--mesh", "2x1")),
+    ("hybrid_parallel", ("--kind", "hsdp", "--mesh", "1x2")),
     ("profile_steps", ("--average", "ddp")),
     ("profile_steps", ("--average", "each")),
     ("profile_steps", ("--average", "bucket")),
@@ -81,7 +104,10 @@ print(json.dumps([gpus, torch.cuda.nccl.version()[:2] if gpus else []]))
 
 @functools.cache
 def machine():
-    """Return how many GPUs torch finds, and NCCL's version. It is asked only where there is a driver: it takes long."""
+    """Return how many GPUs torch finds, and NCCL's version.
+
+    It asks only where there is a driver, because it takes long.
+    """
     if not (Path("/dev/nvidiactl").exists() or shutil.which("nvidia-smi")):
         return 0, []
     done = Job(sys.executable, "-W", "ignore", "-c", ASK, env=ALL_GPUS).wait()
@@ -109,7 +135,10 @@ def two_gpus():
 
 @pytest.fixture
 def on_one_gpu():
-    """Return a function that starts a lesson in two ranks that share a GPU, as two nodes. Skips where NCCL can't."""
+    """Return a function that starts a lesson in two ranks that share a GPU, as two nodes.
+
+    It skips the test where NCCL cannot do that.
+    """
     need(1)
     if machine()[1] < [2, 30]:
         pytest.skip("needs NCCL 2.30, which can have two ranks on one GPU")
@@ -117,8 +146,15 @@ def on_one_gpu():
     def start(name, *flags):
         env, port = ALL_GPUS | SHARED, free_port()
         if by_torchrun(name):
-            env |= {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            return [Lesson(name, *flags, env=env | {"RANK": str(rank)}, cold=True) for rank in range(2)]
+            env |= {
+                "WORLD_SIZE": "2",
+                "LOCAL_RANK": "0",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            }
+            return [
+                Lesson(name, *flags, env=env | {"RANK": str(rank)}, cold=True) for rank in range(2)
+            ]
         nodes = ("-n", 2, "-g", 1, "-ip", "127.0.0.1", "--port", port)
         return [Lesson(name, *flags, *nodes, "-nr", node, env=env, cold=True) for node in range(2)]
 
@@ -128,7 +164,7 @@ def on_one_gpu():
 
 @pytest.fixture(params=["a GPU each", "on one GPU"])
 def two_ranks(request):
-    """Return a function that starts a lesson in two ranks; its Jobs are those of rank 0 and rank 1, or of both."""
+    """Return a function that starts a lesson in two ranks. Its Jobs are those of the ranks."""
     if request.param == "on one GPU":
         return request.getfixturevalue("on_one_gpu")
     need(2)
@@ -149,14 +185,18 @@ def output(jobs):
     finally:
         for job in jobs:
             job.kill()
-    assert not any(one.returncode for one in done), "\n".join(one.stdout + one.stderr for one in done)
+    assert not any(one.returncode for one in done), "\n".join(
+        one.stdout + one.stderr for one in done
+    )
     return done[0].stdout
 
 
 def kept(lesson, folder):
-    """Return the flags with which a lesson writes its second checkpoint to epoch-0002.pt, and all else beside it."""
+    """Return the flags with which a lesson writes its second checkpoint to epoch-0002.pt."""
     where = (
-        ("--run_dir", folder) if lesson == "distributed_data_parallel_resumable" else ("-s", folder / "epoch-0002.pt")
+        ("--run_dir", folder)
+        if lesson == "distributed_data_parallel_resumable"
+        else ("-s", folder / "epoch-0002.pt")
     )
     return (*where, *(("--out", folder) if lesson == "profile_steps" else ()))
 
@@ -182,15 +222,34 @@ def changed(lesson, folder, old, new):
 @pytest.mark.parametrize(("network", "apart"), NUMBERS)
 @pytest.mark.parametrize(("lesson", "flags"), ONE_PROCESS)
 def test_one_process(lesson, flags, network, apart, gpu, tmp_path):
-    """The CPU's numbers: to 1e-5 in float32, to 1e-12 in float64. The checkpoint can be read without a GPU."""
-    job = Lesson(lesson, *TWO_EPOCHS, *CUDA, *network, *flags, *kept(lesson, tmp_path), env=ALL_GPUS, cold=True)
+    """The CPU's numbers: to 1e-5 in float32, to 1e-12 in float64. A CPU reads the checkpoint."""
+    job = Lesson(
+        lesson,
+        *TWO_EPOCHS,
+        *CUDA,
+        *network,
+        *flags,
+        *kept(lesson, tmp_path),
+        env=ALL_GPUS,
+        cold=True,
+    )
     assert_as_on_the_cpu(output([job]), tmp_path, network, apart)
 
 
-@pytest.mark.parametrize(("network", "apart"), [(("--model", "cnn"), 1e-3), (("--model", "mlp", "--double"), 1e-12)])
+@pytest.mark.parametrize(
+    ("network", "apart"), [(("--model", "cnn"), 1e-3), (("--model", "mlp", "--double"), 1e-12)]
+)
 def test_the_other_numbers(network, apart, gpu, tmp_path):
-    """The CNN in float32, where Adam makes rounding larger; and what the lessons' README shows of the MLP."""
-    job = Lesson("single_gpu", *TWO_EPOCHS, *CUDA, *network, *kept("single_gpu", tmp_path), env=ALL_GPUS, cold=True)
+    """The CNN in float32, where Adam makes rounding larger; and the figures of the MLP."""
+    job = Lesson(
+        "single_gpu",
+        *TWO_EPOCHS,
+        *CUDA,
+        *network,
+        *kept("single_gpu", tmp_path),
+        env=ALL_GPUS,
+        cold=True,
+    )
     out = output([job])
     assert_as_on_the_cpu(out, tmp_path, network, apart)
     if "mlp" in network:
@@ -216,7 +275,7 @@ def test_convolutions_without_tf32(gpu):
 @pytest.mark.parametrize(("network", "apart"), NUMBERS)
 @pytest.mark.parametrize(("lesson", "flags"), TWO_RANKS)
 def test_two_ranks(lesson, flags, network, apart, two_ranks, tmp_path):
-    """The same numbers from two ranks over NCCL, and over gloo where it can; the table says which GPU each has."""
+    """The same numbers from two ranks over NCCL, and over gloo; the table names the GPUs."""
     out = output(two_ranks(lesson, *TWO_EPOCHS, *CUDA, *network, *flags, *kept(lesson, tmp_path)))
     assert tuple(re.findall(r"^\d +\d +\d +(\S+)  ", out, re.M)) == two_ranks.devices
     assert_as_on_the_cpu(out, tmp_path, network, apart)
@@ -224,11 +283,21 @@ def test_two_ranks(lesson, flags, network, apart, two_ranks, tmp_path):
 
 @pytest.mark.parametrize(("network", "apart"), NUMBERS)
 @pytest.mark.parametrize(
-    ("lesson", "flags"), [("data_parallel", ("-g", 2)), ("model_parallel", ()), ("model_parallel", ("--pipelined",))]
+    ("lesson", "flags"),
+    [("data_parallel", ("-g", 2)), ("model_parallel", ()), ("model_parallel", ("--pipelined",))],
 )
 def test_two_gpus_in_one_process(lesson, flags, network, apart, two_gpus, tmp_path):
     """Copies of the model, and a half of it on each."""
-    job = Lesson(lesson, *TWO_EPOCHS, *CUDA, *network, *flags, *kept(lesson, tmp_path), env=ALL_GPUS, cold=True)
+    job = Lesson(
+        lesson,
+        *TWO_EPOCHS,
+        *CUDA,
+        *network,
+        *flags,
+        *kept(lesson, tmp_path),
+        env=ALL_GPUS,
+        cold=True,
+    )
     out = output([job])
     assert_as_on_the_cpu(out, tmp_path, network, apart)
     if lesson == "model_parallel":
@@ -250,32 +319,54 @@ def test_the_resnet_lesson_in_two_ranks(two_ranks):
     """Batch norm's buffers and no_sync over NCCL; with two GPUs the ranks may swap them."""
     flags = ("--dataset", "fake", "--batch_size", 120, "--epochs", 1, "--accumulate", 2)
     swapped = two_ranks.devices[0] != two_ranks.devices[1]
-    out = output(two_ranks("distributed_data_parallel_resnet", *flags, *CUDA, *(("--gpu_ids", "1,0") * swapped)))
+    out = output(
+        two_ranks(
+            "distributed_data_parallel_resnet", *flags, *CUDA, *(("--gpu_ids", "1,0") * swapped)
+        )
+    )
     assert tuple(re.findall(r"^\d +\d +\d +(\S+)  ", out, re.M)) == two_ranks.devices[::-1]
     assert 2 < epochs(out)[0]["loss"] < 4
 
 
 def test_checkpoints_move_between_gpu_and_cpu(gpu, tmp_path):
-    """A run that begins on one of them and goes on on the other ends like one that stays; then the way back."""
+    """A run that changes its device ends like one that stays; and the other way round."""
     lesson, flags = "distributed_data_parallel_resumable", ("--model", "mlp", "--double")
     for first, second in (("cuda", "cpu"), ("cpu", "cuda")):
         folder = tmp_path / first
         own = (*DIGITS, *flags, *kept(lesson, folder))
         devices = {"cuda": CUDA[1], "cpu": "cpu"}
         for number, device in enumerate((first, second), start=1):
-            job = Lesson(lesson, *own, "--device", devices[device], "--epochs", number, env=ALL_GPUS, cold=True)
+            job = Lesson(
+                lesson,
+                *own,
+                "--device",
+                devices[device],
+                "--epochs",
+                number,
+                env=ALL_GPUS,
+                cold=True,
+            )
             out = output([job])
         assert "1 of 2 epochs are done" in out
         assert_as_on_the_cpu((folder / "log.txt").read_text(), folder, flags, 1e-12)
 
 
 def test_sharded_checkpoints_move_between_gpus_and_cpus(two_ranks, tmp_path):
-    """Two ranks on GPUs begin and three on the CPU go on, then the other way round: the numbers of a run that stays."""
-    lesson, flags = "fully_sharded_data_parallel", ("--model", "mlp", "--double")
+    """Two ranks on GPUs begin and three on the CPU resume, and the other way round."""
+    lesson, flags = "fully_sharded_checkpoints", ("--model", "mlp", "--double")
     for on_gpus in ((1, 2), (2, 1)):
         folder, out = tmp_path / str(on_gpus[0]), ""
         for number in (1, 2):
-            own = (*DIGITS, *flags, "--epochs", number, "--run_dir", folder, "-s", folder / "epoch-0002.pt")
+            own = (
+                *DIGITS,
+                *flags,
+                "--epochs",
+                number,
+                "--run_dir",
+                folder,
+                "-s",
+                folder / "epoch-0002.pt",
+            )
             if number == on_gpus[0]:
                 out += output(two_ranks(lesson, *own, *CUDA))
             else:
@@ -286,7 +377,7 @@ def test_sharded_checkpoints_move_between_gpus_and_cpus(two_ranks, tmp_path):
 
 def test_a_sharded_checkpoint_of_another_run(two_ranks, tmp_path):
     """Both ranks end at once, with status 1 and one line between them."""
-    own = ("fully_sharded_data_parallel", *TWO_EPOCHS, *CUDA, "--timeout", 900, "--run_dir", tmp_path)
+    own = ("fully_sharded_checkpoints", *TWO_EPOCHS, *CUDA, "--timeout", 900, "--run_dir", tmp_path)
     output(two_ranks(*own))
     jobs = two_ranks(*own, "--lr", 0.5)
     try:
@@ -296,12 +387,14 @@ def test_a_sharded_checkpoint_of_another_run(two_ranks, tmp_path):
             job.kill()
     assert [one.returncode for one in done] == [1, 1]
     (line,) = "".join(one.stderr for one in done).strip().splitlines()
-    assert "epoch-0002: it was trained with --lr 0.001: use its flags" in line
+    assert "epoch-0002 was trained with lr=0.001, not 0.5: use the same flags" in line
 
 
 def shown(out):
-    """Return the words of what a lesson prints besides who is who and its epochs, without the names of devices."""
-    lines = [line for line in out.splitlines() if not re.match(r"node |\d+ +\d+ +\d+ |epoch ", line)]
+    """Return what a lesson prints besides its ranks and epochs, without names of devices."""
+    lines = [
+        line for line in out.splitlines() if not re.match(r"node |\d+ +\d+ +\d+ |epoch ", line)
+    ]
     return [re.sub(r"cuda:\d|cpu", "", line).split() for line in lines]
 
 
@@ -315,13 +408,14 @@ def shown(out):
         ("fully_sharded_data_parallel", ONE_EPOCH),
         ("fully_sharded_data_parallel", (*ONE_EPOCH, "--model", "cnn")),
         ("fully_sharded_data_parallel", (*ONE_EPOCH, "--keep_weights")),
-        ("fully_sharded_data_parallel", (*ONE_EPOCH, "--precision", "bf16")),
         ("hybrid_parallel", (*ONE_EPOCH, "--mesh", "2x1")),
         ("hybrid_parallel", (*ONE_EPOCH, "--mesh", "1x2")),
+        ("hybrid_parallel", (*ONE_EPOCH, "--kind", "hsdp", "--mesh", "2x1")),
+        ("hybrid_parallel", (*ONE_EPOCH, "--kind", "hsdp", "--mesh", "1x2")),
     ],
 )
 def test_what_ranks_hold_and_send(lesson, flags, two_ranks):
-    """The tables are the CPU's: numbers before and after, bytes, and messages, whose names are the same with NCCL."""
+    """The tables are the CPU's: numbers, bytes, and messages, which NCCL names alike."""
     found = shown(output(two_ranks(lesson, *flags, *CUDA)))
     assert found == shown(train(lesson, *flags, "--device", "cpu", processes=2).stdout)
     assert len(found) > 3
@@ -334,23 +428,26 @@ def test_collectives_of_one_rank(gpu):
     assert len(found) > 3
 
 
-def test_a_mesh_of_four_gpus(tmp_path):
+@pytest.mark.parametrize("kind", ["tp", "hsdp"])
+def test_a_mesh_of_four_gpus(kind, tmp_path):
     """2x2: communicators along both axes, the CPU's numbers and tables."""
     need(4)
     lesson, flags = "hybrid_parallel", ("--model", "mlp", "--double")
-    own = (*TWO_EPOCHS, *flags, "--mesh", "2x2")
-    out = output(ranks(lesson, *own, *CUDA, *kept(lesson, tmp_path), processes=4, env=ALL_GPUS, cold=True))
+    own = (*TWO_EPOCHS, *flags, "--mesh", "2x2", "--kind", kind)
+    out = output(
+        ranks(lesson, *own, *CUDA, *kept(lesson, tmp_path), processes=4, env=ALL_GPUS, cold=True)
+    )
     assert_as_on_the_cpu(out, tmp_path, flags, 1e-12)
     assert shown(out) == shown(train(lesson, *own, "--device", "cpu", processes=4).stdout)
 
 
-HELD = """            print("held:", torch.cuda.memory_allocated())
-            show_memory("""
+HELD = """    print("held:", torch.cuda.memory_allocated())
+    show_memory("""
 
 
 def test_shards_leave_room(two_ranks, tmp_path):
-    """What a GPU has handed out after a step: 2 bytes a weight less from stage to stage, 8 and a work space at last."""
-    path = changed("manual_sharding", tmp_path, "            show_memory(", HELD)
+    """The memory of a GPU after a step: 2 bytes a parameter less from stage to stage."""
+    path = changed("manual_sharding", tmp_path, "    show_memory(", HELD)
     width, held = 4096, []
     for stage in (1, 2, 3):
         flags = (*ONE_EPOCH, "--width", width, "--layers", 2, "--stage", stage)
@@ -366,7 +463,7 @@ def test_shards_leave_room(two_ranks, tmp_path):
     [((), 1e-5, [2, 1]), (("--double",), 1e-12, [2, 1]), (("--model", "cnn"), 1e-5, [1, 1])],
 )
 def test_a_step_in_pieces(flags, apart, messages, by, two_ranks):
-    """Pieces on GPUs against the whole model on the CPU: rounding is all that differs, and there is no TF32."""
+    """Shards on GPUs against the whole model on the CPU: only rounding differs, without TF32."""
     from test_tensor_parallel import compared
 
     out = output(two_ranks("tensor_parallel", *ONE_EPOCH, *CUDA, "--compare", "--by", by, *flags))
@@ -376,26 +473,32 @@ def test_a_step_in_pieces(flags, apart, messages, by, two_ranks):
 
 
 def test_clipping(two_ranks, tmp_path):
-    """By the norm over both ranks: the CPU's norms and weights. The checkpoint is on the CPU already."""
-    lesson, flags = "fully_sharded_data_parallel", (*TWO_EPOCHS, "--double", "--clip", 0.5)
+    """By the norm over both ranks: the CPU's norms and parameters."""
+    lesson, flags = "fully_sharded_checkpoints", (*TWO_EPOCHS, "--double", "--clip", 0.5)
     outs = [
         output(two_ranks(lesson, *flags, *CUDA, "-s", tmp_path / "gpu.pt")),
         train(lesson, *flags, "--device", "cpu", "-s", tmp_path / "cpu.pt", processes=2).stdout,
     ]
-    found, expected = [[float(norm) for norm in re.findall(r"  norm ([\d.]+)$", out, re.M)] for out in outs]
+    found, expected = [
+        [float(norm) for norm in re.findall(r"  norm ([\d.]+)$", out, re.M)] for out in outs
+    ]
     assert found == pytest.approx(expected, abs=1.01e-4) and len(found) == 2
     import torch
 
-    weights, right = [torch.load(tmp_path / name, weights_only=True)["model"] for name in ("gpu.pt", "cpu.pt")]
+    weights, right = [
+        torch.load(tmp_path / name, weights_only=True)["model"] for name in ("gpu.pt", "cpu.pt")
+    ]
     assert weights.keys() == right.keys()
     for name, weight in right.items():
         torch.testing.assert_close(weights[name], weight, atol=1e-12, rtol=0)
 
 
 def test_bfloat16(two_ranks, tmp_path):
-    """Losses near those of float32, and others; weights stay in float32."""
-    lesson = "fully_sharded_data_parallel"
-    out = output(two_ranks(lesson, *TWO_EPOCHS, *CUDA, "--precision", "bf16", *kept(lesson, tmp_path)))
+    """The losses are near those of float32, but differ. Parameters stay in float32."""
+    lesson = "fully_sharded_checkpoints"
+    out = output(
+        two_ranks(lesson, *TWO_EPOCHS, *CUDA, "--precision", "bf16", *kept(lesson, tmp_path))
+    )
     import torch
     from test_parity import single
 
@@ -405,15 +508,18 @@ def test_bfloat16(two_ranks, tmp_path):
     assert {weight.dtype for weight in checkpoint["model"].values()} == {torch.float32}
 
 
-DRAWN = """        dist.all_gather_object(drawn := [None] * world_size, torch.rand(1, device=device).item())
+DRAWN = """        drawn = [None] * world_size
+        dist.all_gather_object(drawn, torch.rand(1, device=device).item())
         print("drawn:", *drawn)
         start = time.perf_counter()
 """
 
 
 def test_dropout(two_ranks, tmp_path):
-    """Each rank draws other numbers in each epoch, on its GPU; it trains all the same."""
-    path = changed("fully_sharded_data_parallel", tmp_path, "        start = time.perf_counter()\n", DRAWN)
+    """Each rank draws different numbers in each epoch, on its GPU, and it trains."""
+    path = changed(
+        "fully_sharded_checkpoints", tmp_path, "        start = time.perf_counter()\n", DRAWN
+    )
     out = output(two_ranks(path, *TWO_EPOCHS, *CUDA, "--model", "cnn", "--dropout", 0.5))
     assert len(set(re.findall(r"0\.\d+", " ".join(re.findall(r"^drawn: (.*)", out, re.M))))) == 4
     first, second = epochs(out)
@@ -421,9 +527,12 @@ def test_dropout(two_ranks, tmp_path):
 
 
 def test_who_waits_for_whom(two_ranks):
-    """recv waits for a late sender. send does not wait for a late receiver: the message is only put into a queue."""
+    """recv waits for a late sender. send does not wait, because it only fills a queue."""
     out = output(two_ranks("blocking_p2p", *CUDA))
-    found = re.findall(r"rank (\d): \[(.*?)\] -> \[0.0, 1.0, 2.0, 3.0\], ([\d.]+) s in recv, ([\d.]+) s in send", out)
+    found = re.findall(
+        r"rank (\d): \[(.*?)\] -> \[0.0, 1.0, 2.0, 3.0\], ([\d.]+) s in recv, ([\d.]+) s in send",
+        out,
+    )
     assert [(rank, before) for rank, before, *_ in found] == [
         ("0", "0.0, 1.0, 2.0, 3.0"),
         ("1", "0.0, 0.0, 0.0, 0.0"),
@@ -434,7 +543,10 @@ def test_who_waits_for_whom(two_ranks):
 def test_deadlock_ends_and_is_cured(two_ranks):
     """It is shown on the CPU, in a group of its own; the three other orders work on GPUs."""
     out = output(two_ranks("blocking_p2p", *CUDA, "--deadlock"))
-    assert len(re.findall(r"rank \d: DEADLOCK: rank \d receives only after its own send", out)) == 2
+    assert (
+        len(re.findall(r"rank \d: DEADLOCK: rank \d did not receive, because it was in send", out))
+        == 2
+    )
     for order in ("even ranks send first", "isend and irecv", "batch_isend_irecv"):
         assert re.findall(rf"rank (\d): {order}: received (\d)", out) == [("0", "1"), ("1", "0")]
 
@@ -443,7 +555,10 @@ def test_the_ring(two_ranks):
     """Messages arrive, and the ring's sum is that of NCCL."""
     out = output(two_ranks("nonblocking_p2p", *CUDA))
     for kind in ("blocking", "nonblocking"):
-        assert re.findall(rf"^{kind}, rank (\d): \[-1.0, -1.0\] -> \[(\d).0, ", out, re.M) == [("0", "1"), ("1", "0")]
+        assert re.findall(rf"^{kind}, rank (\d): \[-1.0, -1.0\] -> \[(\d).0, ", out, re.M) == [
+            ("0", "1"),
+            ("1", "0"),
+        ]
     assert len(re.findall(r"^ring, rank .*as dist.all_reduce: True$", out, re.M)) == 2
 
 
@@ -453,7 +568,12 @@ FAIL = """        if rank == 1 and epoch == 1:
 
 
 @pytest.mark.parametrize(
-    "lesson", ["distributed_data_parallel", "distributed_data_parallel_torchrun", "fully_sharded_data_parallel"]
+    "lesson",
+    [
+        "distributed_data_parallel",
+        "distributed_data_parallel_torchrun",
+        "fully_sharded_data_parallel",
+    ],
 )
 def test_a_rank_that_fails_while_others_wait(lesson, two_ranks, tmp_path):
     """Its node ends at once, long before --timeout, with the rank's own error."""
@@ -475,7 +595,9 @@ def test_a_rank_that_fails_under_torchrun(two_gpus, tmp_path):
     path = changed(lesson, tmp_path, "        sampler.set_epoch(epoch)", FAIL)
     done = torchrun(path, *TWO_EPOCHS, *CUDA, "--timeout", 900, env=ALL_GPUS).wait(300)
     assert done.returncode == 1 and "epoch 1/2" in done.stdout
-    assert "ValueError: on purpose" in done.stderr and "rank      : 1 (local_rank: 1)" in done.stderr
+    assert (
+        "ValueError: on purpose" in done.stderr and "rank      : 1 (local_rank: 1)" in done.stderr
+    )
 
 
 def test_the_other_node_of_a_rank_that_fails(on_one_gpu, tmp_path):
@@ -488,13 +610,18 @@ def test_the_other_node_of_a_rank_that_fails(on_one_gpu, tmp_path):
         for job in jobs:
             job.kill()
     assert (zero.returncode, one.returncode) == (1, 1)
-    assert "another rank has ended" in zero.stderr and "look for its error, on all nodes" in zero.stderr
+    assert (
+        "another rank has ended" in zero.stderr
+        and "look for its error, on all nodes" in zero.stderr
+    )
     assert len(zero.stderr.strip().splitlines()) == 1
 
 
-@pytest.mark.parametrize("lesson", ["distributed_data_parallel", "distributed_data_parallel_torchrun"])
+@pytest.mark.parametrize(
+    "lesson", ["distributed_data_parallel", "distributed_data_parallel_torchrun"]
+)
 def test_a_full_disk(lesson, two_ranks, tmp_path):
-    """Only rank 0 writes, and the other one waits: rank 0's node ends at once and says why in one line."""
+    """Only rank 0 writes, and the other one waits: rank 0's node ends and says why in one line."""
     (tmp_path / "c.pt.tmp").symlink_to("/dev/full")
     jobs = two_ranks(lesson, *TWO_EPOCHS, *CUDA, "--timeout", 900, "-s", tmp_path / "c.pt")
     try:
@@ -503,7 +630,10 @@ def test_a_full_disk(lesson, two_ranks, tmp_path):
         for job in jobs:
             job.kill()
     assert done.returncode == 1
-    assert "No space left on device: make room" in done.stderr and len(done.stderr.strip().splitlines()) == 1
+    assert (
+        "No space left on device: make room" in done.stderr
+        and len(done.stderr.strip().splitlines()) == 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -527,10 +657,15 @@ def test_more_processes_than_gpus(lesson, gpu):
 def test_more_processes_of_torchrun_than_gpus(gpu):
     """Each of them says it, before they wait for each other."""
     have = machine()[0]
-    job = torchrun("distributed_data_parallel_torchrun", *TWO_EPOCHS, *CUDA, processes=have + 1, env=ALL_GPUS)
+    job = torchrun(
+        "distributed_data_parallel_torchrun", *TWO_EPOCHS, *CUDA, processes=have + 1, env=ALL_GPUS
+    )
     done = job.wait()
     assert done.returncode == 1
-    assert f"{have + 1} GPUs are needed, this machine has {have}: use --nproc-per-node {have}" in done.stderr
+    assert (
+        f"{have + 1} GPUs are needed, this machine has {have}: use --nproc-per-node {have}"
+        in done.stderr
+    )
 
 
 def test_all_gpus_by_default(gpu):
@@ -545,7 +680,13 @@ def test_hidden_gpus(two_gpus):
     """Of two visible GPUs show the second one: it is the only one now, and the lesson's first."""
     second = (ALL_GPUS["CUDA_VISIBLE_DEVICES"] or "0,1").split(",")[1]
     flags = ("--dataset", "digits", "--batch_size", 120, "--epochs", 1)
-    out = output([Lesson("distributed_data_parallel", *flags, env={"CUDA_VISIBLE_DEVICES": second}, cold=True)])
+    out = output(
+        [
+            Lesson(
+                "distributed_data_parallel", *flags, env={"CUDA_VISIBLE_DEVICES": second}, cold=True
+            )
+        ]
+    )
     assert re.findall(r"^\d +\d +\d +(cuda:\d+) ", out, re.M) == ["cuda:0"]
 
 
@@ -554,8 +695,11 @@ WIDE = ("--dataset", "digits", "--batch_size", 1200, "--epochs", 1, "--width", 4
 
 
 def timeline(out, name):
-    """Return the bubbles in an output and its rows, by the name of a worker; check what holds for all."""
-    bubbles = [float(share) for share in re.findall(r"^.*, \d micro-batch.* s, bubble ([\d.]+), .*$", out, re.M)]
+    """Return the bubbles in an output and its rows, by the name of a worker."""
+    bubbles = [
+        float(share)
+        for share in re.findall(r"^.*, \d micro-batch.* s, bubble ([\d.]+), .*$", out, re.M)
+    ]
     rows = re.findall(rf"^{name} ?(\d) \|([a-hA-H0-7.]+)\|$", out, re.M)
     assert bubbles and all(0 <= share < 1 for share in bubbles)
     assert len(rows) == 2 * len(bubbles)
@@ -565,17 +709,31 @@ def timeline(out, name):
 
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble"])
 def test_the_timeline_of_a_pipeline(schedule, two_ranks):
-    """By the GPUs' own clocks: both ranks work forward and backward; in one piece each waits half of the time."""
+    """By the GPUs' own clocks: both ranks compute; with one micro-batch each waits half of it."""
     out = output(two_ranks("pipeline_parallel", *WIDE, *CUDA, "--schedule", schedule))
     bubbles, rows = timeline(out, "rank")
     assert len(bubbles) == 2 and bubbles[1] >= 0.45
-    assert (rows[2][1][0], rows[2][1][-1]) == ("0", "a")  # one piece starts on rank 0, and its gradient ends there
+    assert (rows[2][1][0], rows[2][1][-1]) == (
+        "0",
+        "a",
+    )  # one piece starts on rank 0, and its gradient ends there
 
 
 def test_the_timeline_of_one_process(gpu):
     """Both stages on the same GPU: at no moment do both compute."""
     out = output(
-        [Lesson("model_parallel", *WIDE, "--pipelined", "--devices", NAMES[0], NAMES[0], env=ALL_GPUS, cold=True)]
+        [
+            Lesson(
+                "model_parallel",
+                *WIDE,
+                "--pipelined",
+                "--devices",
+                NAMES[0],
+                NAMES[0],
+                env=ALL_GPUS,
+                cold=True,
+            )
+        ]
     )
     bubbles, rows = timeline(out, "stage")
     assert all(share >= 0.45 for share in bubbles)
@@ -600,16 +758,32 @@ def test_a_trace_has_nccls_kernels(average, two_ranks, tmp_path):
     assert [rank for rank, *_ in rows] == ["0", "1"]
     for rank, _, _, computing, waited, hidden in rows:
         names = {
-            event.get("name", "") for event in json.loads((tmp_path / f"rank{rank}.json").read_text())["traceEvents"]
+            event.get("name", "")
+            for event in json.loads((tmp_path / f"rank{rank}.json").read_text())["traceEvents"]
         }
         assert any(name.startswith(MESSAGE) for name in names)
         assert float(computing) > 0 and float(waited) + float(hidden) > 0
 
 
 def test_break_it_with_a_wrapper_in_the_checkpoint(gpu, tmp_path):
-    """data_parallel.py's first exercise: all keys begin with "module.", and the plain model refuses them."""
-    path = changed("data_parallel", tmp_path, 'model.module if args.device == "cuda" else model', "model")
-    output([Lesson(path, *TWO_EPOCHS, *CUDA, "-g", 1, *kept("data_parallel", tmp_path), env=ALL_GPUS, cold=True)])
+    """data_parallel.py's first exercise: all keys begin with "module.", and it cannot be loaded."""
+    path = changed(
+        "data_parallel", tmp_path, 'model.module if args.device == "cuda" else model', "model"
+    )
+    output(
+        [
+            Lesson(
+                path,
+                *TWO_EPOCHS,
+                *CUDA,
+                "-g",
+                1,
+                *kept("data_parallel", tmp_path),
+                env=ALL_GPUS,
+                cold=True,
+            )
+        ]
+    )
     import torch
 
     from common.models import MLP
@@ -622,10 +796,24 @@ def test_break_it_with_a_wrapper_in_the_checkpoint(gpu, tmp_path):
 
 @pytest.mark.parametrize("gpus", [1, 2])
 def test_break_it_with_a_model_that_stays_on_the_cpu(gpus, tmp_path):
-    """data_parallel.py's second: with two GPUs it says where it wants the model, with one it takes it there."""
+    """data_parallel.py's second: two GPUs say where they want the model, one takes it there."""
     need(gpus)
-    path = changed("data_parallel", tmp_path, "(args.width, args.layers).to(device)", "(args.width, args.layers)")
-    job = Lesson(path, *TWO_EPOCHS, *CUDA, "-g", gpus, *kept("data_parallel", tmp_path), env=ALL_GPUS, cold=True)
+    path = changed(
+        "data_parallel",
+        tmp_path,
+        "(args.width, args.layers).to(device)",
+        "(args.width, args.layers)",
+    )
+    job = Lesson(
+        path,
+        *TWO_EPOCHS,
+        *CUDA,
+        "-g",
+        gpus,
+        *kept("data_parallel", tmp_path),
+        env=ALL_GPUS,
+        cold=True,
+    )
     if gpus == 1:
         assert_as_on_the_cpu(output([job]), tmp_path, ("--model", "mlp"), 1e-5)
     else:
@@ -636,7 +824,9 @@ def test_break_it_with_a_model_that_stays_on_the_cpu(gpus, tmp_path):
 
 def test_break_it_with_activations_on_the_wrong_gpu(two_gpus, tmp_path):
     """model_parallel.py's first: stage2's first layer has its weights elsewhere."""
-    path = changed("model_parallel", tmp_path, ".stage1(piece).to(devices[1])", ".stage1(piece)")
+    path = changed(
+        "model_parallel", tmp_path, ".stage1(micro_batch).to(devices[1])", ".stage1(micro_batch)"
+    )
     done = Lesson(path, *TWO_EPOCHS, *CUDA, env=ALL_GPUS, cold=True).wait()
     assert done.returncode == 1
     assert "Expected all tensors to be on the same device" in done.stderr
@@ -646,19 +836,26 @@ def test_compare(gpu, tmp_path):
     """It runs the lessons on all GPUs, and says which ones these are."""
     lessons = ("--only", "parity", "steps", "--lessons", "distributed_data_parallel_torchrun")
     flags = ("--dataset", "digits", "--epochs", 1, "--out", tmp_path, *CUDA)
-    done = Lesson("compare", *flags, *lessons, env=ALL_GPUS, cold=True).wait(900)
+    done = Lesson("measure/compare", *flags, *lessons, env=ALL_GPUS, cold=True).wait(900)
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((tmp_path / "results.json").read_text())
     assert len(results["machine"]["gpus"]) == machine()[0]
     assert not any(one["failed"] for one in results["runs"]) and len(results["runs"]) == 7
     assert results["runs"][1]["difference_float64"] < 1e-12
+    assert all(0 < one["gpu_memory_mib"] < one["memory_mib"] for one in results["runs"])
 
 
 def test_check_node(gpu):
     """run/check_node.sh finds them, and that they work."""
     need_programs("ip")
-    environment = {key: value for key, value in (dict(os.environ) | ALL_GPUS).items() if value is not None}
+    environment = {
+        key: value for key, value in (dict(os.environ) | ALL_GPUS).items() if value is not None
+    }
     script = [ROOT / "run" / "check_node.sh"]
-    done = subprocess.run(script, env=environment | {"PYTHON": sys.executable}, capture_output=True, text=True)
+    done = subprocess.run(
+        script, env=environment | {"PYTHON": sys.executable}, capture_output=True, text=True
+    )
     (line,) = [line for line in done.stdout.splitlines() if "GPUs" in line]
-    assert "does not work" not in line and re.search(rf"(GPUs: |torch finds ){machine()[0]}\b", line), done.stdout
+    assert "does not work" not in line and re.search(
+        rf"(GPUs: |torch finds ){machine()[0]}\b", line
+    ), done.stdout

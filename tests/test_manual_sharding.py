@@ -1,46 +1,69 @@
-"""Sharding by hand: the same numbers as one process, what a rank holds and sends, a plain checkpoint, mistakes."""
+"""Sharding by hand: the numbers of one process for any model, the table, a plain checkpoint."""
 
 import re
-from types import SimpleNamespace
+from collections import Counter
+from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from conftest import DIGITS, epochs, free_port, lesson_path, train
+from conftest import DIGITS, epochs, free_port, train
+from torch import nn
 from torch.nn import functional as F
 
 from common.models import MLP, MODELS
 
 TWO_EPOCHS = (*DIGITS, "--batch_size", 120, "--epochs", 2)
-ODD = ("--width", 13, "--layers", 2)  # sizes that two or three ranks can't share evenly
-STAGES, PROCESSES = (1, 2, 3), (1, 3)
+ODD = ("--width", 13, "--layers", 2)  # sizes that two or three ranks cannot divide
+STAGES = (1, 2, 3)
+PROCESSES = (1, 3)
+STEPS = 5
 
 
 def rows(out):
-    """Return the rows of the table by name: weights, gradients, Adam's state, together, for a weight, sent."""
-    found = re.findall(r"^(rank \d+|formula|DDP) +([\d,]+(?: +[\d,.]+){5})$", out, re.M)
-    return {name: [float(number.replace(",", "")) for number in numbers.split()] for name, numbers in found}
+    """Return the rows of the table by name: parameters, gradients, Adam's state, together, ..."""
+    pattern = r"^(rank \d+|formula|DDP) +([\d,]+(?: +[\d,.]+){5})$"
+    table = {}
+    for name, numbers in re.findall(pattern, out, re.M):
+        table[name] = [float(number.replace(",", "")) for number in numbers.split()]
+    return table
 
 
-def padded(weights, processes):
-    """Return the bytes of weights when each is made long enough for all ranks to have the same."""
-    return sum(-(-weight.numel() // processes) * processes * weight.element_size() for weight in weights)
+def padded(count, processes):
+    """Return the length that all ranks can divide."""
+    return -(-count // processes) * processes
 
 
-def expected_rows(weights, stage, processes):
-    """Return what the table must show, by the sizes of the weights."""
-    count, size = sum(weight.numel() for weight in weights), weights[0].element_size()
+def by_formula(size, stage, processes):
+    """Return parameters, gradients, Adam's averages and bytes sent, as the formulas have them."""
+    parameters, gradients, state = (
+        size / processes if stage >= first else size for first in (3, 2, 1)
+    )
+    sent = (3 if stage == 3 else 2) * size * (processes - 1) / processes
+    return [parameters, gradients, 2 * state, sent]
 
-    def row(total, stage, steps=0):
-        weights, gradients, state = (total / processes if stage >= first else total for first in (3, 2, 1))
-        held = [weights, gradients, 2 * state + steps]
-        sent = (3 if stage == 3 else 2) * total * (processes - 1) / processes
-        return [*held, sum(held), sum(held) / count, sent]
 
-    counted = row(padded(weights, processes), stage, steps=4 * len(weights))  # Adam counts its steps for each weight
-    ranks = {f"rank {rank}": counted for rank in range(processes)}
-    return ranks | {"formula": row(count * size, stage), "DDP": row(count * size, 0)}
+def expected_row(parameters, stage, processes, rank):
+    """Return what the table must show for a rank, by the sizes of the parameters."""
+    counts = [parameter.numel() for parameter in parameters]
+    itemsize = parameters[0].element_size()
+    if stage == 1:  # one flat tensor has all parameters, but gradients have no zeros at their end
+        size = padded(sum(counts), processes) * itemsize
+        held = by_formula(size, 1, processes)
+        held[1] = sum(counts) * itemsize
+        length = padded(sum(counts), processes) // processes
+        own = min(length, sum(counts) - rank * length)  # Adam has no averages for the zeros
+        held[2] = 2 * own * itemsize
+    else:
+        size = sum(padded(count, processes) for count in counts) * itemsize
+        held = by_formula(size, stage, processes)
+    held[2] += 4 * len(counts)  # step counters
+    if stage < 3:  # an all_reduce tells which parameters have a gradient
+        held[3] += 2 * (processes - 1) / processes * 4 * len(counts)
+    together = sum(held[:3])
+    return [*held[:3], together, together / sum(counts), held[3]]
 
 
 @pytest.fixture(scope="module")
@@ -54,123 +77,270 @@ def reference(tmp_path_factory):
 @pytest.mark.parametrize("processes", PROCESSES)
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_same_numbers_and_the_table(stage, processes, reference, tmp_path):
-    """Sizes that can't be shared evenly: single_gpu.py's lines and weights, and the bytes that sizes and stage give."""
+    """Odd sizes: single_gpu.py's lines and parameters, and the bytes that sizes and stage give."""
     flags = (*TWO_EPOCHS, "--double", *ODD, "--stage", stage, "--savefile", tmp_path / "all.pt")
     out = train("manual_sharding", *flags, processes=processes).stdout
-    lines, weights = reference
+    lines, expected_state = reference
     assert epochs(out) == lines and len(lines) == 2
-    mine = torch.load(tmp_path / "all.pt", weights_only=True)
-    assert mine.keys() == {"model", "epoch", "args"} and mine["epoch"] == 2
+    found = torch.load(tmp_path / "all.pt", weights_only=True)
+    assert found.keys() == {"model", "epoch", "args"} and found["epoch"] == 2
+    assert list(found["model"]) == list(expected_state)  # in the same order
     model = MLP(13, 2).double()
-    model.load_state_dict(mine["model"])  # a plain model takes it as it is
-    for name, weight in weights.items():
-        torch.testing.assert_close(mine["model"][name], weight, atol=1e-12, rtol=0)
-    table, expected = rows(out), expected_rows(list(model.parameters()), stage, processes)
-    assert table.keys() == expected.keys()
-    for name, numbers in expected.items():
-        assert table[name] == pytest.approx(numbers, abs=0.51), name  # they are printed as whole numbers
-        assert table[name][4] == pytest.approx(numbers[4], abs=0.0051)
-    gathers = len(list(model.parameters())) * (2 if stage == 3 else 1)
-    assert f"messages in a step: {gathers} all_gather and {gathers // (stage // 3 + 1)} reduce_scatter;" in out
+    model.load_state_dict(found["model"])  # a plain model takes it as it is
+    for name, tensor in expected_state.items():
+        torch.testing.assert_close(found["model"][name], tensor, atol=1e-12, rtol=0)
+    parameters = list(model.parameters())
+    table = rows(out)
+    assert len(table) == processes + 2
+    for rank in range(processes):
+        expected = expected_row(parameters, stage, processes, rank)
+        assert table[f"rank {rank}"] == pytest.approx(expected, abs=0.51), rank  # whole numbers
+    size = sum(parameter.nbytes for parameter in parameters)
+    for name, row in (("formula", stage), ("DDP", 0)):
+        *held, sent = by_formula(size, row, processes)
+        assert table[name][:3] == pytest.approx(held, abs=0.51)
+        assert table[name][5] == pytest.approx(sent, abs=0.51)
+    gathers, reduces, masks = {1: (1, 1, 1), 2: (6, 6, 1), 3: (12, 6, 0)}[stage]
+    words = f"{gathers} all_gather, {reduces} reduce_scatter, {masks} all_reduce"
+    assert f"messages of a step: {words}. DDP: one for each bucket" in out
+    whole = re.search(r"at the same time: at most ([\d,]+) bytes", out)[1]
+    first = padded(784 * 13, processes) + padded(13, processes)  # the largest layer
+    most = first * 8 if stage == 3 else table["rank 0"][0]
+    assert float(whole.replace(",", "")) == most
 
 
-def test_sixteen_bytes_a_weight():
-    """In float32 with two ranks: 12, 10 and 8 bytes in place of DDP's 16; half as much again to send at stage 3."""
+def test_sixteen_bytes_a_parameter():
+    """In float32 with two ranks: 12, 10 and 8 bytes, not 16; stage 3 sends 1.5 times as much."""
     shown = []
     for stage in STAGES:
         table = rows(train("manual_sharding", *TWO_EPOCHS, "--stage", stage, processes=2).stdout)
-        shown.append([table["rank 1"][4], table["DDP"][4], table["rank 1"][5] / table["DDP"][5]])
+        formula = table["formula"][5] / table["DDP"][5]
+        shown.append([table["rank 1"][4], table["DDP"][4], formula])
     assert shown == [[12, 16, 1], [10, 16, 1], [8, 16, 1.5]]
 
 
-def watched(rank, world_size, port, stage, results):
-    """Take a step and note each message, with the layers that are whole at that time, and what is held at the end."""
+class Odd(nn.Module):
+    """Tied, frozen and unused parameters, a buffer, branches, a scalar, odd sizes."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(7, 5)
+        self.first.bias.requires_grad = False
+        self.norm = nn.LayerNorm(5)
+        self.left = nn.Linear(5, 5)
+        self.right = nn.Linear(5, 5, bias=False)
+        self.never = nn.Linear(3, 2)
+        self.frozen = nn.Linear(5, 5)
+        self.frozen.requires_grad_(False)
+        self.tied = nn.Linear(5, 5)
+        self.tied.weight = self.left.weight
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.register_buffer("shift", torch.linspace(0, 1, 5))
+        self.last = nn.Linear(5, 3)
+
+    def forward(self, inputs, branch):
+        """Turn inputs (N, 7) into (N, 3), through one of two branches."""
+        hidden = self.norm(self.first(inputs).relu())
+        hidden = self.left(hidden) if branch == "left" else self.right(hidden)
+        hidden = self.frozen(hidden.relu()) * self.scale + self.shift
+        return self.last(self.tied(hidden).relu())
+
+
+OPTIMIZERS = {
+    "Adam": partial(torch.optim.Adam, lr=1e-2, eps=1e-6, fused=True),
+    "AdamW": partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1),
+    "SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True),
+    "RMSprop": partial(torch.optim.RMSprop, lr=1e-2, momentum=0.5),
+}
+
+
+def branches(step, stage, world_size):
+    """Return each rank's branch in a step. In stage 3 all must take the same one."""
+    if step % 3 == 2:
+        return ["right"] * world_size  # so the other branch has no gradient on any rank
+    if step == 0 or stage == 3:
+        return ["left"] * world_size
+    return ["left", "right", "left", "right"][:world_size]
+
+
+def data(step, rank):
+    """Return a rank's inputs (4, 7) and labels in a step."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    inputs = torch.randn(4, 7, generator=generator, dtype=torch.float64)
+    return inputs, torch.randint(3, (4,), generator=generator)
+
+
+def trained_alone(name, stage, world_size):
+    """Train the odd model in one process on the batches of all ranks. Returns its state."""
+    torch.manual_seed(0)
+    model = Odd().double()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    for step in range(STEPS):
+        losses = []
+        for rank, branch in enumerate(branches(step, stage, world_size)):
+            inputs, labels = data(step, rank)
+            losses.append(F.cross_entropy(model(inputs, branch), labels))
+        optimizer.zero_grad()
+        (sum(losses) / world_size).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+def sharded(lesson, stage, model, make_optimizer):
+    """Shard a model as the lesson does. Returns its optimizer."""
+    if stage == 3:
+        lesson.shard_parameters(model)
+        return make_optimizer(model.parameters())
+    return {1: lesson.Stage1, 2: lesson.Stage2}[stage](model, make_optimizer)
+
+
+def odd_rank(rank, world_size, port, stage, results):
+    """Train the odd model with each optimizer, as one of the ranks. Rank 0 returns the states."""
     import manual_sharding as lesson
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
-    torch.manual_seed(0)
-    first = MODELS["cnn"](7)
-    torch.manual_seed(rank)
-    model = MODELS["cnn"](7)
-    layers = [layer for layer in model.modules() if list(layer.parameters(recurse=False))]
-    shards = [
-        lesson.Shard(weight, layer, SimpleNamespace(stage=stage))
-        for layer in layers
-        for weight in layer.parameters(recurse=False)
-    ]
-    for shard in shards:
-        shard.gather()
-    parts = zip(shards, first.parameters(), strict=True)
-    same = all(torch.equal(shard.weight.detach(), weight.detach()) for shard, weight in parts)
-    optimizer = torch.optim.Adam([shard.mine for shard in shards], fused=True)
-    messages, gather, scatter = [], dist.all_gather_single, dist.reduce_scatter_single
-
-    def whole_layers():
-        return sum(any(weight.numel() for weight in layer.parameters(recurse=False)) for layer in layers)
-
-    def note(name, whole, collective, *tensors):
-        messages.append((name, whole.nbytes * (world_size - 1) // world_size, whole_layers()))
-        collective(*tensors)
-
-    dist.all_gather_single = lambda whole, mine: note("all_gather", whole, gather, whole, mine)
-    dist.reduce_scatter_single = lambda mine, whole: note("reduce_scatter", whole, scatter, mine, whole)
-    images, labels = torch.randn(4, 1, 28, 28), torch.arange(4)
-    with torch.no_grad():
-        model(images)
-    after_test = whole_layers()
-    messages.clear()
-    for shard in shards:
-        shard.sent.clear()
-    loss = F.cross_entropy(model(images), labels)
-    after_forward = whole_layers()
-    loss.backward()
-    optimizer.step()
-    if stage < 3:
-        for shard in shards:
-            shard.gather()
-    dist.all_gather_single, dist.reduce_scatter_single = gather, scatter
-    noted = sorted((name, size) for name, size, _ in messages)
-    try:
-        layers[0].forward(images)  # without its hooks
-        complaint = ""
-    except RuntimeError as error:
-        complaint = type(error).__name__
-    results[rank] = {
-        "messages are what the lesson counts": noted
-        == sorted(message for shard in shards for message in shard.sent.elements()),
-        "all_gather": sum(name == "all_gather" for name, _ in noted),
-        "reduce_scatter": sum(name == "reduce_scatter" for name, _ in noted),
-        "most layers whole": max(count for *_, count in messages),
-        "whole after a test": after_test,
-        "whole after forward": after_forward,
-        "whole after a step": whole_layers(),
-        "storages left": sum(shard.whole.untyped_storage().nbytes() > 0 for shard in shards),
-        "gradients left": sum(weight.grad is not None for weight in model.parameters()),
-        "without hooks": complaint,
-        "starts from rank 0's weights": same,
-    }
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
+    for name, make_optimizer in OPTIMIZERS.items():
+        torch.manual_seed(0)
+        model = Odd().double()
+        names = list(model.state_dict())
+        optimizer = sharded(lesson, stage, model, make_optimizer)
+        for step in range(STEPS):
+            inputs, labels = data(step, rank)
+            branch = branches(step, stage, world_size)[rank]
+            loss = F.cross_entropy(model(inputs, branch), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        state = lesson.whole_state(model, names)
+        results[rank, name] = {key: tensor.numpy() for key, tensor in state.items()}
     dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("stage", STAGES)
-def test_messages_and_what_is_whole(stage, world_size):
-    """Messages counted from outside; at stage 3 at most one layer is whole, and none after forward or a test."""
+def test_any_model_and_any_element_wise_optimizer(stage, world_size):
+    """Tied, frozen and unused parameters: the parameters of one process, to 1e-12.
+
+    A gradient that is None on some ranks is zero there. One that is None on all stays None, so
+    momentum and weight decay leave the parameter as it is.
+    """
     with mp.Manager() as manager:
         results = manager.dict()
-        mp.start_processes(watched, (world_size, free_port(), stage, results), world_size, start_method="fork")
-        for found in results.values():
-            assert found["starts from rank 0's weights"]
-            assert found["messages are what the lesson counts"]
-            assert (found["all_gather"], found["reduce_scatter"]) == ((16, 8) if stage == 3 else (8, 8))
-            assert found["most layers whole"] == (1 if stage == 3 else 4)
-            for when in ("after a test", "after forward", "after a step"):
-                assert found[f"whole {when}"] == (0 if stage == 3 else 4), when
-            assert found["storages left"] == (0 if stage == 3 else 8)
-            assert found["gradients left"] == 0
-            assert found["without hooks"] == ("RuntimeError" if stage == 3 else "")
-        assert len(results) == world_size
+        job = (world_size, free_port(), stage, results)
+        mp.start_processes(odd_rank, job, world_size, start_method="fork")
+        results = dict(results)
+    for name in OPTIMIZERS:
+        expected = trained_alone(name, stage, world_size)
+        assert list(results[0, name]) == list(expected)
+        for key, tensor in expected.items():
+            found = torch.from_numpy(results[0, name][key])
+            torch.testing.assert_close(found, tensor, atol=1e-12, rtol=0, msg=f"{name}: {key}")
+        assert not any(results[rank, name] for rank in range(1, world_size))  # rank 0 has it all
+
+
+def watched_rank(rank, world_size, port, results):
+    """Note what stage 3 gathers: in a step and while a checkpoint is collected."""
+    import manual_sharding as lesson
+
+    from measure.memory import Messages, held
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=5),
+    )
+    model = MODELS["cnn"](7)
+    names = list(model.state_dict())
+    lesson.shard_parameters(model)
+    images, labels = torch.randn(4, 1, 28, 28), torch.arange(4)
+    found = {"kept": held(model.parameters())}
+    with Messages() as messages:
+        F.cross_entropy(model(images), labels).backward()
+    found["step"] = (messages.counts, messages.most_gathered)
+    found["gradients"] = held(parameter.grad for parameter in model.parameters())
+    with Messages() as messages, torch.no_grad():
+        model(images)
+    found["test"] = (messages.counts, messages.most_gathered)
+    with Messages() as messages:
+        state = lesson.whole_state(model, names)
+    found["save"] = (messages.counts, messages.most_gathered)
+    found["saved"] = held(state.values())
+    try:
+        if rank == 0:
+            model(images)  # rank 1 leaves it out
+    except RuntimeError as error:
+        found["error"] = "Timed out" in str(error) or "closed" in str(error)
+    results[rank] = found
+    dist.destroy_process_group()
+
+
+def test_what_stage_3_gathers():
+    """A layer at a time, and for a checkpoint a parameter at a time, which only rank 0 keeps."""
+    with mp.Manager() as manager:
+        results = manager.dict()
+        mp.start_processes(watched_rank, (3, free_port(), results), 3, start_method="fork")
+        results = dict(results)
+    layers = [
+        layer for layer in MODELS["cnn"](7).modules() if list(layer.parameters(recurse=False))
+    ]
+    sizes = [[4 * padded(each.numel(), 3) for each in layer.parameters()] for layer in layers]
+    largest = max(map(sum, sizes))
+    for rank, found in results.items():
+        assert found["kept"] == found["gradients"] == sum(map(sum, sizes)) / 3
+        assert found["step"] == (Counter(all_gather=16, reduce_scatter=8), largest)
+        assert found["test"] == (Counter(all_gather=8), largest)
+        assert found["save"] == (Counter(all_gather=8), max(map(max, sizes)))
+        whole = sum(parameter.nbytes for layer in layers for parameter in layer.parameters())
+        assert found["saved"] == (whole if rank == 0 else 0)
+    assert results[0]["error"]  # the others have left out the layers for which it waits
+
+
+def lonely_rank(rank, port, results):
+    """Try what the stages refuse, in a group of one."""
+    import manual_sharding as lesson
+
+    torch.set_num_threads(1)  # a forked process has none of the threads of its parent
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    try:
+        lesson.shard_parameters(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    except SystemExit as end:
+        results["batch norm"] = end.code
+    mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).half())
+    try:
+        lesson.Stage1(mixed, OPTIMIZERS["SGD"])
+    except SystemExit as end:
+        results["dtypes"] = end.code
+    lesson.Stage2(mixed, OPTIMIZERS["SGD"])
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False))
+    lesson.shard_parameters(model)
+    model(torch.randn(3, 2)).sum().backward()
+    results["updates"] = model[1].num_batches_tracked.item()
+    model = nn.Linear(2, 2)
+    lesson.Stage2(model, OPTIMIZERS["SGD"])
+    model(torch.ones(2)).sum().backward()
+    try:
+        model(torch.ones(2)).sum().backward()
+    except RuntimeError as error:
+        results["backward"] = str(error)
+    dist.destroy_process_group()
+
+
+def test_what_is_refused():
+    """Batch norm in stage 3 and two dtypes in stage 1, in one line; two backward() in stage 2."""
+    with mp.Manager() as manager:
+        results = manager.dict()
+        mp.start_processes(lonely_rank, (free_port(), results), 1, start_method="fork")
+        results = dict(results)
+    assert results["batch norm"].startswith("error: ") and "\n" not in results["batch norm"]
+    assert "batch norm" in results["batch norm"] and "--stage 2" in results["batch norm"]
+    assert results["dtypes"].startswith("error: ") and "--stage 2" in results["dtypes"]
+    assert results["updates"] == 1
+    assert "before the next backward()" in results["backward"]
 
 
 @pytest.mark.parametrize("stage", [0, 4])
@@ -180,50 +350,64 @@ def test_a_stage_that_there_is_not(stage, main):
     assert "error: " in line and "--stage" in line and "1, 2, 3" in line
 
 
-def test_a_batch_that_the_ranks_can_not_share(main):
+def test_a_batch_that_the_ranks_can_not_divide(main):
     """The line has the nearest that they can."""
-    env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    (line,) = main("manual_sharding", "--batch_size", 100, env=env).stderr.strip().splitlines()
-    assert "--batch_size 100 can't be shared by 3 processes: use 99" in line
+    env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    done = main("manual_sharding", "--batch_size", 100, env=env)
+    (line,) = done.stderr.strip().splitlines()
+    assert line.endswith("cannot be divided by 3 processes: use --batch_size 99")
 
 
-@pytest.fixture
-def broken(tmp_path):
-    """Return a function that runs the lesson with texts replaced, by two ranks, and returns its output."""
-
-    def ran(*pairs, flags):
-        text = lesson_path("manual_sharding").read_text()
-        start = text.index('"""', 3)
-        for old, new in pairs:
-            assert text[start:].count(old) == 1, old
-            text = text[:start] + text[start:].replace(old, new)
-        copy = tmp_path / "manual_sharding.py"
-        copy.write_text(text)
-        return train(copy, *TWO_EPOCHS, *flags, processes=2).stdout
-
-    return ran
+FLAGS = {stage: (*TWO_EPOCHS, "--stage", stage) for stage in STAGES}
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_an_optimizer_that_has_the_weights(broken, stage):
-    """Their gradients are gone when it looks for them: nothing is trained, in silence. Adam's state is empty."""
-    out = broken(("[shard.mine for shard in shards]", "model.parameters()"), flags=("--stage", stage))
+def test_an_optimizer_that_has_the_parameters(change):
+    """Exercise 1: their gradients are gone when it looks for them, so nothing is trained."""
+    copy = change(
+        "manual_sharding", ("make_optimizer(self.shards)", "make_optimizer(self.parameters)")
+    )
+    out = train(copy, *FLAGS[2], processes=2).stdout
     first, second = (line["loss"] for line in epochs(out))
     assert second == pytest.approx(first, abs=0.01) and second > 2.2
     assert rows(out)["rank 0"][2] == 0
 
 
+BROADCAST = """    for tensor in model.state_dict().values():
+        dist.broadcast(tensor, src=0)  # all ranks start with the parameters of rank 0, as with DDP
+"""
+
+
 @pytest.mark.parametrize("stage", STAGES)
-def test_other_weights_on_each_rank(broken, stage, tmp_path):
-    """Without the broadcast the slices of all ranks are put together: half a weight is rank 0's, half rank 1's."""
-    pairs = ("        dist.broadcast(self.whole, src=0)  # all ranks start from rank 0's, as with DDP\n", ""), (
-        "    torch.manual_seed(args.seed)\n", "    torch.manual_seed(args.seed + rank)\n")  # fmt: skip
-    broken(*pairs, flags=("--stage", stage, "--lr", 0, "--savefile", tmp_path / "c.pt"))
+def test_other_parameters_on_each_rank(change, stage, tmp_path):
+    """Exercise 2: the model is put together from shards of two models."""
+    seed = "    torch.manual_seed(args.seed"
+    copy = change("manual_sharding", (BROADCAST, ""), (f"{seed})", f"{seed} + rank)"))
+    flags = (*FLAGS[stage], "--lr", 0, "--savefile", tmp_path / "c.pt")
+    train(copy, *flags, processes=2)
     found = torch.load(tmp_path / "c.pt", weights_only=True)["model"]
     drawn = []
     for seed in (0, 1):
         torch.manual_seed(seed)
         drawn.append(MLP().state_dict())
-    for name, weight in found.items():
+    if stage == 1:  # one flat tensor
+        found = {"all": torch.cat([tensor.flatten() for tensor in found.values()])}
+        drawn = [{"all": torch.cat([each.flatten() for each in state.values()])} for state in drawn]
+    for name, tensor in found.items():
         halves = [drawn[rank][name].flatten().chunk(2)[rank] for rank in (0, 1)]
-        assert torch.equal(weight.flatten(), torch.cat(halves))
+        assert torch.equal(tensor.flatten(), torch.cat(halves))
+
+
+def test_layers_without_checkpoint(change):
+    """Exercise 3: parameters stay whole until backward(), except those of the first layer."""
+    line = "        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)\n"
+    copy = change("manual_sharding", (line, ""))
+    shown = []
+    for lesson in ("manual_sharding", copy):
+        out = train(lesson, *FLAGS[3], "--width", 512, processes=2).stdout
+        shown += re.findall(r"at most ([\d,]+) bytes|of a step: (\d+) all_gather", out)
+        shown.append(rows(out)["rank 0"][5] / rows(out)["DDP"][5])
+    first = 784 * 512 + 512
+    others = 2 * 512 * 512 + 512 * 10 + 10  # backward() needs no bias, but the last one is gathered
+    expected = [f"{4 * first:,}", "16", 1.5, f"{4 * others:,}", "8", 1.0]
+    assert ["".join(each) if isinstance(each, tuple) else each for each in shown] == expected

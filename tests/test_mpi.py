@@ -6,7 +6,19 @@ import signal
 
 import pytest
 from conftest import LONG, ROOT, SHORT, Job, epochs, one_process
-from nodes import HOSTS, LIGHT, PATIENT, PLACES, STAYS, TRAVEL, VARIABLES, Nodes, need, read_until
+from nodes import (
+    HOSTS,
+    LIGHT,
+    PATIENT,
+    PLACES,
+    STAYS,
+    TRAVEL,
+    VARIABLES,
+    Nodes,
+    need,
+    pids_of_two,
+    read_until,
+)
 from sshd import Sshd
 
 KINDS = {"mpirun.openmpi": "Open MPI", "mpiexec.hydra": "MPICH"}
@@ -23,7 +35,10 @@ def sshd(tmp_path_factory):
 
 @pytest.fixture(params=KINDS, ids=KINDS.values())
 def start(request, sshd):
-    """A function that runs the script on node 0 with one of the two kinds of mpirun; leaves nothing on the nodes."""
+    """A function that runs the script on node 0 with Open MPI or MPICH.
+
+    A test must leave no process on the nodes.
+    """
     need(request.param)
 
     def start(*command, **env):
@@ -35,30 +50,32 @@ def start(request, sshd):
 
 
 def test_training_until_a_rank_is_killed(start, tmp_path):
-    """A rank on each node: single_gpu.py's numbers. SIGKILL to the other node's: nothing is left on either."""
+    """Two nodes with a rank each print the numbers of single_gpu.py.
+
+    When the rank of node 1 is killed, no process stays on either node.
+    """
     checkpoint = tmp_path / "a folder" / "c.pt"
     job = start(LESSON, *SHORT[:-1], LONG[-1], *PATIENT, "-s", checkpoint)
     text = read_until(job, r"^epoch 2/")
     assert checkpoint.exists()
-    table = re.findall(r"^(\d) +(\d) +(\d) +cpu +(\d+) +(\S+)$", text, re.M)
-    assert [(*row[:3], row[4]) for row in table] == [("0", "0", "0", "node0"), ("1", "1", "0", "node1")], text
+    pids = pids_of_two(text)
     assert epochs(text)[:1] == one_process(*SHORT)
-    os.kill(int(table[1][3]), signal.SIGKILL)
+    os.kill(pids[1], signal.SIGKILL)
     done = job.wait()
     assert done.returncode > 0
-    assert "error: a rank failed" in done.stderr
+    assert "error: a rank or mpirun failed" in done.stderr
 
 
 def test_what_mpirun_tells_each_rank(start):
-    """All that a launcher says of a rank's place, two on each node, and a flag with a space."""
+    """Each of two ranks on each of two nodes gets its place, and a flag with a space."""
     done = start(LIGHT, "--flag", "a folder/c.pt", GPUS="2").wait()
     assert done.returncode == 0, done.stderr
     flags = ", flags ['--flag', 'a folder/c.pt']"
     assert sorted(done.stdout.splitlines()) == [place + flags for place in PLACES], done.stderr
 
 
-def test_which_variables_travel(start, tmp_path):
-    """What NCCL, gloo and torch are told here is told on both nodes; which GPUs are used is for each node to say."""
+def test_which_variables_are_passed(start, tmp_path):
+    """The variables of NCCL, gloo and torch are passed to the nodes, but not the choice of GPUs."""
     script = tmp_path / "variables.py"
     script.write_text(VARIABLES)
     done = start(os.path.relpath(script, ROOT), **TRAVEL, **STAYS).wait()
@@ -68,7 +85,7 @@ def test_which_variables_travel(start, tmp_path):
 
 
 def test_a_point_to_point_lesson(start):
-    """Ranks of two nodes send each other numbers; flags of the lesson's own are passed on."""
+    """Ranks of two nodes send numbers to each other, and the lesson gets its own flags."""
     done = start("playground/blocking_p2p.py", "--device", "cpu", "--deadlock", *PATIENT).wait()
     assert done.returncode == 0, done.stderr
     assert "rank 1: batch_isend_irecv: received 0" in done.stdout
@@ -76,7 +93,7 @@ def test_a_point_to_point_lesson(start):
 
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
 def test_the_end_of_the_script_is_the_end_of_all(sign, start):
-    """Ctrl-C or SIGTERM ends the script: nothing is left on either node."""
+    """After Ctrl-C or SIGTERM, no process stays on either node."""
     job = start(LIGHT, "--wait", GPUS="2")
     read_until(job, r"^rank \d waits$", 4)
     os.killpg(job.process.pid, sign)
@@ -84,24 +101,32 @@ def test_the_end_of_the_script_is_the_end_of_all(sign, start):
 
 
 def test_backend_mpi(start):
-    """PyTorch's wheels have no MPI: the flag reaches the lesson, whose own line says what to use."""
-    done = start("playground/blocking_p2p.py", "--device", "cpu", "--backend", "mpi", HOSTS="node0").wait()
+    """PyTorch's wheels are built without MPI, so the lesson refuses the flag."""
+    flags = ("--device", "cpu", "--backend", "mpi")
+    done = start("playground/blocking_p2p.py", *flags, HOSTS="node0").wait()
     assert done.returncode > 0
-    assert "error: this torch is built without mpi: use --backend gloo" in done.stderr
+    assert "error: this PyTorch is built without mpi: use --backend gloo" in done.stderr
 
 
 def test_what_is_missing_is_one_line(start):
-    """An unknown host, one that lets nobody in, no lesson, no mpirun, another program under its name, no Python."""
+    """Each of nine mistakes ends in one line, which has what to do."""
+    by_ssh = f'HOSTS="a b" run/two_nodes_ssh.sh {SPAWNING}, or use'
+    alone = "python playground/single_gpu.py"
     for status, command, env, words in (
         (1, (LESSON,), {"HOSTS": "node0 node9"}, ("node9", "HOSTS", "/etc/hosts")),
         (1, (LESSON,), {"SSH": "ssh -p 2"}, ("log in to node1", "refused", "try ssh -p 2 node1")),
-        (1, (LESSON,), {"MPIRUN": "no-mpirun"}, ("no-mpirun is missing", "apt-get install openmpi-bin")),
+        (
+            1,
+            (LESSON,),
+            {"MPIRUN": "no-mpirun"},
+            ("no-mpirun is missing", "apt-get install openmpi-bin"),
+        ),
         (1, (LESSON,), {"MPIRUN": "true"}, ("neither", "MPIRUN=mpirun.openmpi")),
         (1, (LESSON,), {"PYTHON": "/no/python"}, ("/no/python", "run/setup.sh")),
         (2, (), {}, ("no lesson", LESSON)),
         (2, ("--epochs", 1), {}, ("--epochs", "playground/*.py")),
-        (2, (SPAWNING,), {"HOSTS": "a b"}, ("starts its own", f'HOSTS="a b" run/two_nodes_ssh.sh {SPAWNING}, or use')),
-        (2, ("playground/single_gpu.py",), {}, ("is a single process", "python playground/single_gpu.py")),
+        (2, (SPAWNING,), {"HOSTS": "a b"}, ("starts its own", by_ssh)),
+        (2, ("playground/single_gpu.py",), {}, ("is a single process", alone)),
     ):
         done = start(*command, **env).wait()
         lines = done.stderr.splitlines()

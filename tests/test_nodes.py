@@ -1,6 +1,7 @@
-"""The lessons on two nodes with addresses of their own: network namespaces joined by a cable.
+"""Lessons on two nodes, which are network namespaces with an address each.
 
-test_run_readme.py has distributed_data_parallel.py, as its command is in run/README.md.
+test_run_readme.py tests distributed_data_parallel.py on two nodes, because run/README.md has its
+command.
 """
 
 import pytest
@@ -9,16 +10,22 @@ from nodes import ADDRESSES, PATIENT
 
 
 def on_both(nodes, *words):
-    """Run a lesson on each node, given by its name and its flags, to a good end. Returns what each has printed."""
-    jobs = [Lesson(name, *flags, node=(nodes, index)) for index, (name, *flags) in enumerate(words)]
+    """Run a lesson on each node and check that it succeeds. Returns each node's result.
+
+    `words` are each node's lesson and its flags.
+    """
+    jobs = [Lesson(*command, node=(nodes, index)) for index, command in enumerate(words)]
     done = [job.wait() for job in jobs]
-    assert [one.returncode for one in done] == [0, 0], done
+    assert [node.returncode for node in done] == [0, 0], done
     return done
 
 
 @pytest.mark.parametrize("lesson", ["manual_data_parallel", "distributed_data_parallel2"])
 def test_training_on_two_nodes(lesson, nodes, tmp_path):
-    """Two nodes with one rank each print what one process prints; that only node 0 saves is no difference."""
+    """Two nodes with one rank each print what one process prints, and only node 0 saves.
+
+    Only node 0 has --savefile, which the roll call allows.
+    """
     words = (lesson, *SHORT, *PATIENT, "-n", 2, "-g", 1, "-ip", ADDRESSES[0])
     done, _ = on_both(nodes, (*words, "-nr", 0, "-s", tmp_path / "c.pt"), (*words, "-nr", 1))
     assert (tmp_path / "c.pt").exists()
@@ -27,10 +34,11 @@ def test_training_on_two_nodes(lesson, nodes, tmp_path):
 
 
 def test_messages_between_two_nodes(nodes):
-    """blocking_p2p and nonblocking_p2p: what rank 0 sends arrives on the other node."""
+    """What rank 0 sends arrives on the other node, in blocking_p2p and in nonblocking_p2p."""
+    ring = "[0.0, 2.0, 4.0, 6.0, 8.0] -> [0.0, 3.0, 6.0, 9.0, 12.0], as dist.all_reduce: True"
     for lesson, line in (
         ("blocking_p2p", "rank 1: [0.0, 0.0, 0.0, 0.0] -> [0.0, 1.0, 2.0, 3.0], "),
-        ("nonblocking_p2p", "[0.0, 2.0, 4.0, 6.0, 8.0] -> [0.0, 3.0, 6.0, 9.0, 12.0], as dist.all_reduce: True"),
+        ("nonblocking_p2p", ring),
     ):
         words = (lesson, "--device", "cpu", *PATIENT, "-n", 2, "-g", 1, "-ip", ADDRESSES[0])
         done, _ = on_both(nodes, (*words, "-nr", 0), (*words, "-nr", 1))

@@ -1,6 +1,7 @@
 """The point-to-point lessons: who waits, what is in the buffers, the deadlock, the ring."""
 
 import re
+from functools import reduce
 
 import pytest
 import torch
@@ -11,11 +12,14 @@ from conftest import Lesson, free_port, run
 
 @pytest.mark.parametrize("processes", [2, 3])
 def test_blocking_shows_buffers_and_waiting(processes):
-    """The message goes from rank to rank; a late sender makes the receiver wait, a late receiver the sender."""
+    """A late sender makes the receiver wait; a late receiver makes the sender wait."""
     out = run("blocking_p2p", "-g", processes).stdout
-    found = re.findall(r"rank (\d): \[(.*?)\] -> \[0.0, 1.0, 2.0, 3.0\], ([\d.]+) s in recv, ([\d.]+) s in send", out)
+    seconds = r"([\d.]+) s in recv, ([\d.]+) s in send"
+    found = re.findall(rf"rank (\d): \[(.*?)\] -> \[0.0, 1.0, 2.0, 3.0\], {seconds}", out)
     assert [int(rank) for rank, *_ in found] == [*range(processes)] * 2
-    assert [before for _, before, *_ in found][1:processes] == ["0.0, 0.0, 0.0, 0.0"] * (processes - 1)
+    assert [before for _, before, *_ in found][1:processes] == ["0.0, 0.0, 0.0, 0.0"] * (
+        processes - 1
+    )
     late_sender, late_receiver = found[:processes], found[processes:]
     assert float(late_sender[1][2]) > max(0.5, float(late_sender[0][3]))
     assert float(late_receiver[0][3]) > max(0.5, float(late_receiver[1][2]))
@@ -23,53 +27,76 @@ def test_blocking_shows_buffers_and_waiting(processes):
 
 @pytest.mark.parametrize("processes", [2, 3])
 def test_deadlock_ends_and_is_cured(processes):
-    """All ranks hang, say why, and get their messages in each of the three other orders."""
+    """All ranks hang, say why, and receive their messages in each of the three other orders."""
     out = run("blocking_p2p", "-g", processes, "--deadlock").stdout
-    assert len(re.findall(r"rank \d: DEADLOCK: rank \d receives only after its own send", out)) == processes
+    right = [(rank + 1) % processes for rank in range(processes)]
+    hung = re.findall(
+        r"rank (\d): DEADLOCK: rank (\d) did not receive, because it was in send", out
+    )
+    assert [int(other) for _, other in hung] == right
     for order in ("even ranks send first", "isend and irecv", "batch_isend_irecv"):
         received = re.findall(rf"rank (\d): {order}: received (\d)", out)
-        assert [(int(a), int(b)) for a, b in received] == [(rank, (rank - 1) % processes) for rank in range(processes)]
+        assert [int(sender) for _, sender in received] == [
+            (rank - 1) % processes for rank in range(processes)
+        ]
 
 
 @pytest.mark.parametrize("processes", [2, 3])
-def test_nonblocking_works_while_the_message_flies(processes):
-    """Odd ranks wait with send and recv; with isend and irecv none does, though each does its work."""
+def test_nonblocking_computes_while_the_message_travels(processes):
+    """Rank 1 waits in recv; with isend and irecv it computes instead. All messages arrive."""
     out = run("nonblocking_p2p", "-g", processes).stdout
     pattern = (
-        r"{}, rank (\d): \[-1.0, -1.0\] -> \[(\d).0, .*?s, (-?[\d.]+) s of it not working, ([\d,]+) matrix products"
+        r"^{}, rank (\d): \[-1.0, -1.0\] -> \[(\d).0, \2.0\] in ([\d.]+) s,"
+        r" (-?[\d.]+) s of it idle, ([\d,]+) products$"
     )
-    blocking = re.findall(pattern.format("blocking"), out)
-    nonblocking = re.findall(pattern.format("nonblocking"), out)[-processes:]
-    assert len(nonblocking) == processes
-    for rank, received, _, products in nonblocking:
-        assert int(received) == (int(rank) - 1) % processes
-        assert int(products.replace(",", "")) > 0
-    assert float(blocking[1][2]) > float(nonblocking[1][2])
-    assert len(re.findall(r"ring, rank .*as dist.all_reduce: True", out)) == processes
+    idle = {}
+    for name in ("blocking", "nonblocking"):
+        rows = re.findall(pattern.format(name), out, re.M)
+        assert [int(row[1]) for row in rows] == [
+            (rank - 1) % processes for rank in range(processes)
+        ]
+        assert all(int(row[4].replace(",", "")) > 0 for row in rows)
+        idle[name] = float(rows[1][3])
+    assert idle["blocking"] > idle["nonblocking"]
+    assert len(re.findall(r"^ring, rank .*as dist.all_reduce: True$", out, re.M)) == processes
+
+
+SHAPES = [(1,), (3,), (7,), (1000,), (1001,), (0,), (), (3, 5)]
+DTYPES = [torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.int64, torch.uint8]
 
 
 def ring(rank, world_size, port, results):
-    """Run the lesson's ring and dist.all_reduce on tensors of several lengths in one process."""
+    """Compare the lesson's ring with sums that one process makes, for tensors of all kinds."""
     from nonblocking_p2p import ring_all_reduce
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
-    for length in (1, 3, 7, 1000, 1001):
-        mine = torch.randn(length, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
-        expected = mine.clone()
-        dist.all_reduce(expected)
-        ring_all_reduce(mine)
-        results[rank * 10_000 + length] = torch.allclose(mine, expected, rtol=0, atol=1e-12)
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
+    for shape in SHAPES:
+        for dtype in [*DTYPES, torch.bool]:
+            generator = torch.Generator().manual_seed(0)
+            # Small whole numbers, of which every dtype has the exact sum.
+            given = [torch.randint(9, shape, generator=generator) for _ in range(world_size)]
+            given = [numbers.to(dtype) for numbers in given]
+            expected = reduce(torch.add, given)
+            ring_all_reduce(given[rank])
+            results[rank, shape, dtype] = given[rank].equal(expected)
+    with pytest.raises(
+        RuntimeError, match="view size"
+    ):  # it has gaps, so the ring would fill a copy
+        ring_all_reduce(torch.zeros(4, 4)[:, :2])
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4, 5])
-def test_ring_equals_all_reduce(world_size):
-    """For 2 to 5 ranks, with lengths that do and do not divide, and fewer numbers than ranks."""
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
+def test_the_ring_adds_up_any_tensor(world_size):
+    """Sizes that the ranks do and do not divide, fewer numbers than ranks, any shape and dtype."""
     with mp.Manager() as manager:
         results = manager.dict()
-        mp.start_processes(ring, (world_size, free_port(), results), world_size, start_method="fork")
-        assert dict(results) == {r * 10_000 + n: True for r in range(world_size) for n in (1, 3, 7, 1000, 1001)}
+        words = (world_size, free_port(), results)
+        mp.start_processes(ring, words, world_size, start_method="fork")
+        assert len(results) == world_size * len(SHAPES) * (len(DTYPES) + 1)
+        assert [key for key, right in results.items() if not right] == []
 
 
 @pytest.mark.parametrize("lesson", ["blocking_p2p", "nonblocking_p2p"])

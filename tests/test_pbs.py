@@ -1,8 +1,8 @@
-"""run/pbs.sh, submitted by qsub.
+"""run/pbs.sh, submitted by the qsub that comes with Slurm.
 
-This is Slurm's torque front, not PBS, which Debian does not have: qsub, qdel and the #PBS lines are meant to be the
-same, and generate_pbs_nodefile writes the node file. What PBS sets by itself, the test's job sets: PBS_NODEFILE,
-PBS_O_WORKDIR and PBS_JOBID.
+Debian does not have PBS. Slurm's qsub and qdel imitate PBS's, and they read the lines with #PBS.
+generate_pbs_nodefile writes the node file. The test's job sets the three variables that PBS would
+set: PBS_NODEFILE, PBS_O_WORKDIR and PBS_JOBID.
 """
 
 import os
@@ -11,7 +11,7 @@ import signal
 
 import pytest
 from conftest import LONG, ROOT, SHORT, Job, epochs, one_process
-from nodes import LIGHT, PATIENT, PLACES, Nodes, need
+from nodes import LIGHT, PATIENT, PLACES, Nodes, need, pids_of_two
 from slurm import Slurm, wait_for
 from sshd import Sshd
 
@@ -20,7 +20,8 @@ LESSON = "playground/distributed_data_parallel.py"
 JOB = """\
 #!/usr/bin/env bash
 {directives}
-export PBS_NODEFILE=$(generate_pbs_nodefile) PBS_O_WORKDIR=$SLURM_SUBMIT_DIR PBS_JOBID=$SLURM_JOB_ID.node0
+export PBS_NODEFILE=$(generate_pbs_nodefile) PBS_O_WORKDIR=$SLURM_SUBMIT_DIR
+export PBS_JOBID=$SLURM_JOB_ID.node0
 mv "$PBS_NODEFILE" {folder}/nodefile
 PBS_NODEFILE={folder}/nodefile exec bash "{script}" "$@"
 """
@@ -28,54 +29,63 @@ PBS_NODEFILE={folder}/nodefile exec bash "{script}" "$@"
 
 @pytest.fixture(scope="module")
 def pbs(tmp_path_factory):
-    """A cluster whose nodes reach each other by ssh, and a job that does what PBS does before it runs the script."""
+    """A cluster whose nodes reach each other by ssh, and a job that runs the script as PBS does."""
     need("qsub")
     folder = tmp_path_factory.mktemp("pbs")
     for name in ("slurm", "sshd"):
         (folder / name).mkdir()
-    directives = "\n".join(line for line in SCRIPT.read_text().splitlines() if line.startswith("#PBS"))
+    lines = SCRIPT.read_text().splitlines()
+    directives = "\n".join([line for line in lines if line.startswith("#PBS")])
     assert "nodes=2:ppn=2" in directives
     (folder / "job.sh").write_text(JOB.format(directives=directives, folder=folder, script=SCRIPT))
-    with Nodes() as nodes, Sshd(nodes, folder / "sshd") as sshd, Slurm(nodes, folder / "slurm") as slurm:
+    with (
+        Nodes() as nodes,
+        Sshd(nodes, folder / "sshd") as sshd,
+        Slurm(nodes, folder / "slurm") as slurm,
+    ):
         yield slurm, sshd, folder
 
 
 def submit(pbs, *command, flags=(), cwd=ROOT, **env):
-    """Submit the job with all of qsub's environment. Returns its id and where its output will be."""
+    """Submit the job with the environment of qsub. Returns its id and its output file."""
     slurm, sshd, folder = pbs
     output = folder / "output"
     output.unlink(missing_ok=True)
     words = (*flags, "-V", "-j", "oe", "-o", output, folder / "job.sh", *command)
-    return slurm.submit(*words, cwd=cwd, env={"SSH": sshd.command} | env, by="qsub"), output
+    job = slurm.submit(*words, cwd=cwd, env={"SSH": sshd.command} | env, by="qsub")
+    return job, output
 
 
 def test_training_until_a_rank_is_killed(pbs):
-    """A lesson that spawns its ranks, here one on each node: single_gpu.py's numbers. A killed rank: FAILED."""
+    """A lesson that starts its ranks, one on each node, prints the numbers of single_gpu.py.
+
+    When a rank is killed, the job is FAILED and no process stays.
+    """
     lesson = " ".join(map(str, [LESSON, *SHORT[:-1], LONG[-1], *PATIENT]))
     job, output = submit(pbs, flags=("-l", "nodes=2:ppn=1"), LESSON=lesson)
     text = re.sub("^node[01]: ", "", wait_for(output, "^node0: epoch 1/.*\n"), flags=re.M)
-    table = re.findall(r"^(\d) +(\d) +(\d) +cpu +(\d+) +(\S+)$", text, re.M)
-    assert [(*row[:3], row[4]) for row in table] == [("0", "0", "0", "node0"), ("1", "1", "0", "node1")], text
+    pids = pids_of_two(text)
     assert epochs(text)[:1] == one_process(*SHORT)
-    os.kill(int(table[1][3]), signal.SIGKILL)
+    os.kill(pids[1], signal.SIGKILL)
     assert pbs[0].wait(job)["JobState"] == "FAILED", output.read_text()
     assert pbs[0].left() == []
 
 
 def test_two_nodes(pbs):
-    """LESSON with its flags is started by torchrun on the nodes of the node file, two ranks on each; nothing stays."""
+    """torchrun starts LESSON with its flags on the nodes of the node file, two ranks on each."""
     job, output = submit(pbs, LESSON=f"{LIGHT} --flag 7")
     shown = pbs[0].wait(job)
     text = output.read_text()
     assert (shown["JobState"], shown["ExitCode"]) == ("COMPLETED", "0:0"), text
     flags = ", flags ['--flag', '7']"
-    assert sorted(re.findall(r"^node\d: (rank .*)", text, re.M)) == [place + flags for place in PLACES], text
+    ranks = sorted(re.findall(r"^node\d: (rank .*)", text, re.M))
+    assert ranks == [place + flags for place in PLACES], text
     assert pbs[0].left() == []
 
 
 def test_qdel(pbs):
-    """It ends the ranks on both nodes."""
-    job, output = submit(pbs, LIGHT, "--wait")  # this qsub passes arguments, others don't
+    """qdel ends the ranks on both nodes."""
+    job, output = submit(pbs, LIGHT, "--wait")  # Slurm's qsub passes arguments, PBS's does not
     wait_for(output, r"^node\d: rank \d waits$", 4)
     assert pbs[0].command("qdel", job).returncode == 0
     assert pbs[0].wait(job)["JobState"] == "CANCELLED", output.read_text()
@@ -83,15 +93,21 @@ def test_qdel(pbs):
 
 
 def test_what_is_missing_is_one_line(tmp_path):
-    """Not in a job, not in the checkout, no lesson, a flag in its place, nodes with different numbers of processes."""
-    even, uneven = tmp_path / "even", tmp_path / "uneven"
+    """Each of five mistakes ends in one line, which has what to do."""
+    even = tmp_path / "even"
+    uneven = tmp_path / "uneven"
     even.write_text("node0\nnode0\nnode1\nnode1\n")
     uneven.write_text("node0\nnode0\nnode1\n")
     inside = {"PBS_NODEFILE": str(even), "PBS_O_WORKDIR": str(ROOT)}
     for status, command, env, words in (
         (1, (LESSON,), {}, ("not inside a PBS job", "qsub -v LESSON=")),
         (1, (LESSON,), inside | {"PBS_O_WORKDIR": str(tmp_path)}, (str(tmp_path), "cd <checkout>")),
-        (1, (LESSON,), inside | {"PBS_NODEFILE": str(uneven)}, ("different numbers", "nodes=2:ppn=2")),
+        (
+            1,
+            (LESSON,),
+            inside | {"PBS_NODEFILE": str(uneven)},
+            ("different numbers", "nodes=2:ppn=2"),
+        ),
         (2, (), inside, ("no lesson", "qsub -v LESSON=")),
         (2, (), inside | {"LESSON": "--epochs 1"}, ("--epochs", "playground/*.py")),
     ):

@@ -1,20 +1,23 @@
-"""profile_steps.py: single_gpu.py's numbers, a trace for each rank, and what its times are made of; known answers."""
+"""profile_steps.py: the numbers of single_gpu.py, a trace of each rank, and the parts of a step."""
 
+import ast
 import json
 
 import pytest
 import torch
-from conftest import DIGITS, SHORT, epochs, one_process, run, train
+from conftest import DIGITS, SHORT, epochs, lesson_path, one_process, run, train
 
 from playground.measure.traces import minus, step_times, union
 
-# three layers with weights of 1 MiB or more, and the last with 20 KiB
+# three layers with parameters of 1 MiB or more, and the last with 20 KiB
 WIDE = (*DIGITS, "--width", 512, "--batch_size", 300, "--epochs", 1)
 
 
 def trace(path):
     """Return the events of a trace that have a duration."""
-    return [event for event in json.loads(path.read_text())["traceEvents"] if event.get("ph") == "X"]
+    return [
+        event for event in json.loads(path.read_text())["traceEvents"] if event.get("ph") == "X"
+    ]
 
 
 def traced(folder, *flags, processes=2):
@@ -26,7 +29,7 @@ def traced(folder, *flags, processes=2):
 
 
 def steps(events):
-    """Return a trace's whole steps, without a last one that has no update: the events of each in order of time."""
+    """Return the events of each step that has an update of the parameters, in order of time."""
     found = []
     for step in (event for event in events if event["name"].startswith("ProfilerStep")):
         inside = [event for event in events if step["ts"] <= event["ts"] < step["ts"] + step["dur"]]
@@ -40,12 +43,30 @@ def one(request, tmp_path_factory):
     """What single_gpu.py prints and saves in float64, and the flags."""
     flags = (*DIGITS, "--batch_size", 120, "--epochs", 2, "--model", request.param, "--double")
     path = tmp_path_factory.mktemp("one") / "one.pt"
-    return flags, epochs(run("single_gpu", *flags, "-s", path).stdout), torch.load(path, weights_only=True)["model"]
+    return (
+        flags,
+        epochs(run("single_gpu", *flags, "-s", path).stdout),
+        torch.load(path, weights_only=True)["model"],
+    )
+
+
+def by_hand(lesson):
+    """Return the code of the functions that average gradients, without comments."""
+    code = {}
+    for node in ast.parse(lesson_path(lesson).read_text()).body:
+        if isinstance(node, ast.FunctionDef):
+            code[node.name] = ast.unparse(node)
+    return [code[name] for name in ("gradients_on_any_rank", "average", "average_gradients")]
+
+
+def test_gradients_are_averaged_as_in_the_lesson_before():
+    """What manual_data_parallel.py does by hand, and its tests try with any model, is measured."""
+    assert by_hand("profile_steps") == by_hand("manual_data_parallel")
 
 
 @pytest.mark.parametrize("average", ["ddp", "each", "bucket"])
 def test_parity(average, one, tmp_path):
-    """Whoever averages the gradients, they are the same: weights agree to 1e-12 in float64."""
+    """Each way to average gives the same gradients: parameters agree to 1e-12 in float64."""
     flags, said, weights = one
     done, _ = traced(tmp_path, *flags, "--average", average, "-s", tmp_path / "ours.pt")
     assert epochs(done.stdout) == said
@@ -55,7 +76,7 @@ def test_parity(average, one, tmp_path):
 
 
 def test_a_trace_for_each_rank(tmp_path):
-    """Seven of the twelve steps (five are for warming up); a row of times for each rank. The profiler logs nothing."""
+    """Seven of twelve steps are traced, after five to warm up. The profiler logs nothing."""
     done, ranks = traced(tmp_path / "made" / "here", *SHORT, processes=3)
     assert "USDT" not in done.stderr and "STAGE" not in done.stderr
     for events in ranks:
@@ -67,33 +88,45 @@ def test_a_trace_for_each_rank(tmp_path):
     assert [row.split()[0] for row in rows] == ["0", "1", "2"]
     for row, path in zip(rows, sorted((tmp_path / "made" / "here").iterdir()), strict=True):
         times = list(map(float, row.split()[1:]))
-        assert times == pytest.approx(list(step_times(json.loads(path.read_text())).values()), abs=0.006)
+        assert times == pytest.approx(
+            list(step_times(json.loads(path.read_text())).values()), abs=0.006
+        )
         assert times[0] == pytest.approx(sum(times[1:4]), abs=0.03)
 
 
 @pytest.mark.parametrize(
     ("flags", "messages", "early"),
     [
-        (("--bucket_cap_mb", 1), 3, True),  # one for each wide layer; the last layer's weights go with the one before
+        (
+            ("--bucket_cap_mb", 1),
+            3,
+            True,
+        ),  # one for each wide layer; the last layer is in the bucket before
         (("--bucket_cap_mb", 1000), 1, False),
-        (("--average", "each"), 8, False),
-        (("--average", "bucket"), 1, False),
+        (("--average", "each"), 1 + 8, False),  # one message counts the gradients
+        (("--average", "bucket"), 1 + 1, False),
     ],
 )
 def test_messages_of_a_step(flags, messages, early, tmp_path):
-    """How many they are, and whether the first is on its way before the last layer's backward: then it can hide."""
+    """How many they are, and whether the first one travels while backward() still computes."""
     _, ranks = traced(tmp_path, *WIDE, *flags)
     for events in ranks:
         for step in steps(events):
             names = [event["name"] for event in step]
-            assert names.count("c10d::allreduce_") == len([n for n in names if n.startswith("gloo:")]) == messages
-            backward = [place for place, name in enumerate(names) if name.endswith(": AddmmBackward0")]
+            assert (
+                names.count("c10d::allreduce_")
+                == len([n for n in names if n.startswith("gloo:")])
+                == messages
+            )
+            backward = [
+                place for place, name in enumerate(names) if name.endswith(": AddmmBackward0")
+            ]
             assert len(backward) == 4
             assert (names.index("c10d::allreduce_") < backward[-1]) == early
 
 
 def test_one_process_and_an_epoch_of_a_single_step(tmp_path):
-    """Without torchrun, and with nothing to warm up in: the numbers are single_gpu.py's."""
+    """Without torchrun and without steps to warm up: the numbers of single_gpu.py."""
     flags = (*DIGITS, "--batch_size", 1500, "--epochs", 2)
     done = run("profile_steps", *flags, "--out", tmp_path)
     assert epochs(done.stdout) == one_process(*flags)
@@ -105,7 +138,7 @@ def test_a_folder_that_cannot_be_made(tmp_path, main):
     (tmp_path / "file").touch()
     done = main("profile_steps", *SHORT, "--out", tmp_path / "file" / "trace")
     assert len(done.stderr.strip().splitlines()) == 1
-    assert f"can't write --out {tmp_path}/file/trace" in done.stderr
+    assert f"cannot write --out {tmp_path}/file/trace" in done.stderr
 
 
 def test_spans():
@@ -119,16 +152,31 @@ def test_spans():
 
 def event(name, start, end, cat="cpu_op", tid=1):
     """Make an event of a trace; times in ms."""
-    return {"ph": "X", "cat": cat, "name": name, "ts": 1000 * start, "dur": 1000 * (end - start), "tid": tid}
+    return {
+        "ph": "X",
+        "cat": cat,
+        "name": name,
+        "ts": 1000 * start,
+        "dur": 1000 * (end - start),
+        "tid": tid,
+    }
 
 
 def test_a_trace_of_a_cpu():
-    """Two steps of 10 ms and a stump without an update: 1 ms data, 6 ms messages of which 2.5 ms are hidden."""
-    events = [{"ph": "M", "name": "process_name"}, event("ProfilerStep#9", 20, 23, "user_annotation")]
+    """Two steps of 10 ms and one without an update: 1 ms data, 6 ms messages, 2.5 ms hidden."""
+    events = [
+        {"ph": "M", "name": "process_name"},
+        event("ProfilerStep#9", 20, 23, "user_annotation"),
+    ]
     for start in (0, 10):
         at = [
             event("ProfilerStep#1", 0, 10, "user_annotation"),
-            event("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 0, 1, "user_annotation"),
+            event(
+                "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__",
+                0,
+                1,
+                "user_annotation",
+            ),
             event("aten::index_select", 0, 1),  # the loader's
             event("aten::linear", 1, 4),
             event("aten::addmm", 2, 3),  # inside the one before
@@ -140,16 +188,20 @@ def test_a_trace_of_a_cpu():
         ]
         events += [one | {"ts": one["ts"] + 1000 * start} for one in at]
     found = step_times({"traceEvents": events})
-    assert found == pytest.approx({"step": 10, "data": 1, "compute": 5.5, "exposed": 3.5, "hidden": 2.5})
+    assert found == pytest.approx(
+        {"step": 10, "data": 1, "compute": 5.5, "exposed": 3.5, "hidden": 2.5}
+    )
 
 
 def test_a_trace_of_a_gpu():
-    """Kernels say what is computed and sent; data counts while the GPU does neither."""
+    """The kernels are what is computed and sent; data counts while the GPU does neither."""
     events = [
         event("ProfilerStep#1", 0, 10, "user_annotation"),
         event("ProfilerStep#1", 0, 10, "gpu_user_annotation"),
         event("Optimizer.step#Adam.step", 1, 2, "user_annotation"),
-        event("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 0, 3, "user_annotation"),
+        event(
+            "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 0, 3, "user_annotation"
+        ),
         event("aten::linear", 0, 10),
         event("ampere_sgemm_128x64_tn", 2, 6, "kernel"),
         event("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 5, 8, "kernel"),

@@ -1,4 +1,4 @@
-"""The progress bar: one, from rank 0, on a terminal only."""
+"""Only rank 0 shows a progress bar, and only on a terminal."""
 
 import fcntl
 import os
@@ -14,21 +14,24 @@ from conftest import ROOT, run
 FLAGS = ("--dataset", "digits", "--device", "cpu", "--epochs", "1", "--batch_size", "120")
 
 
-@pytest.mark.parametrize(("lesson", "processes"), [("single_gpu", ()), ("distributed_data_parallel", ("-g", "2"))])
+@pytest.mark.parametrize(
+    ("lesson", "processes"), [("single_gpu", ()), ("distributed_data_parallel", ("-g", "2"))]
+)
 def test_one_bar_on_a_terminal_and_none_in_a_file(lesson, processes):
-    """The bar begins once, at 0 of the epoch's 12 steps, and none of it ends up in a log."""
+    """The bar starts once, at 0 of the epoch's 12 steps, and a log contains no part of it."""
     terminal, stderr = pty.openpty()
-    fcntl.ioctl(stderr, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))  # rows and columns
+    size = struct.pack("HHHH", 30, 100, 0, 0)  # rows and columns
+    fcntl.ioctl(stderr, termios.TIOCSWINSZ, size)
     command = [sys.executable, ROOT / "playground" / f"{lesson}.py", *FLAGS, *processes]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr)
+    env = os.environ | {"OMP_NUM_THREADS": "1"}  # other tests use the cores, too
+    process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=stderr)
     os.close(stderr)
     shown = b""
     try:
-        while piece := os.read(terminal, 4096):
-            shown += piece
-    except OSError:  # Linux reports the end of a terminal so
-        pass
-    os.close(terminal)
+        while True:
+            shown += os.read(terminal, 4096)
+    except OSError:  # so Linux reports that the other end of a terminal is closed
+        os.close(terminal)
     assert process.wait(300) == 0
     assert shown.count(b"| 0/12 [") == 1
     assert run(lesson, *FLAGS, *processes).stderr == ""

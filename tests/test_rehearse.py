@@ -1,4 +1,4 @@
-"""run/rehearse_two_nodes.sh: two nodes on one machine, that vanish with the script however it ends."""
+"""run/rehearse_two_nodes.sh: two nodes on one machine, which exist as long as the script."""
 
 import os
 import re
@@ -14,32 +14,34 @@ SCRIPT = "../run/rehearse_two_nodes.sh"  # as seen from tests/
 LESSON = "playground/distributed_data_parallel.py"
 TORCHRUN_LESSON = "playground/distributed_data_parallel_torchrun.py"
 NOBODY = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
-WAIT = "trap '' INT TERM; echo waiting; sleep 3600"  # what a command does that only kill -9 can end
+WAIT = "trap '' INT TERM; echo waiting; sleep 3600"  # a command that only kill -9 can end
 
 
 @pytest.fixture(autouse=True)
 def programs():
-    """Skip the tests where the script can't work; reasons are in `need`."""
+    """Skip the tests if the script cannot work here."""
     need("ip", "tc", "ping")
 
 
 def rehearse(*words, prefix=(), env=None, **settings):
     """Start the script from another folder, with settings for its EDIT block."""
-    return Job(*prefix, SCRIPT, *words, env={"PYTHON": sys.executable} | (env or {}) | settings, cwd=ROOT / "tests")
+    env = {"PYTHON": sys.executable} | (env or {}) | settings
+    return Job(*prefix, SCRIPT, *words, env=env, cwd=ROOT / "tests")
 
 
 def readable(prefix):
     """Return whether the user that `prefix` changes to can read the script."""
-    return subprocess.run([*prefix, "test", "-r", ROOT / "run" / "rehearse_two_nodes.sh"]).returncode == 0
+    command = [*prefix, "test", "-r", ROOT / "run" / "rehearse_two_nodes.sh"]
+    return subprocess.run(command).returncode == 0
 
 
 def lines(text, node):
-    """Return what a node has written, without its name."""
+    """Return the lines of a node, without its name."""
     return "".join(re.findall(rf"^node{node}: (.*\n)", text, re.M))
 
 
 def test_the_lesson_gives_the_same_numbers_on_a_slow_network():
-    """A rank on each node, 100 Mbit/s between them: what one process prints."""
+    """Two nodes with a rank each and 100 Mbit/s between them print what one process prints."""
     done = rehearse(LESSON, *SHORT, *PATIENT, BANDWIDTH="100mbit", GPUS="1").wait()
     assert done.returncode == 0, done.stdout + done.stderr
     table = lines(done.stdout, 0).splitlines()[1:3]
@@ -49,24 +51,28 @@ def test_the_lesson_gives_the_same_numbers_on_a_slow_network():
 
 
 def test_a_lesson_for_torchrun(tmp_path):
-    """One that is elsewhere is started by torchrun on each node, on the CPU; test_run_readme.py has the real one."""
+    """A lesson in another folder is started by torchrun on each node, on the CPU.
+
+    test_run_readme.py runs the real lesson.
+    """
     copy = tmp_path / "mine.py"
     copy.write_text((ROOT / LIGHT).read_text())
     done = rehearse(copy, "--flag", "a b").wait()
     assert done.returncode == 0, done.stdout + done.stderr
     flags = ", flags ['--device', 'cpu', '--flag', 'a b']"
-    assert sorted(re.findall(r"^node\d: (rank .*)", done.stdout, re.M)) == [place + flags for place in PLACES]
+    ranks = sorted(re.findall(r"^node\d: (rank .*)", done.stdout, re.M))
+    assert ranks == [place + flags for place in PLACES]
 
 
 def test_a_point_to_point_lesson():
-    """It starts its ranks itself; its own flags are passed on."""
+    """It starts its ranks itself, and it gets its own flags."""
     done = rehearse("playground/blocking_p2p.py", "--deadlock", *PATIENT, GPUS="1").wait()
     assert done.returncode == 0, done.stdout + done.stderr
     assert "node0: rank 1: batch_isend_irecv: received 0" in done.stdout
 
 
 def test_a_wrong_address_fails_as_on_a_cluster():
-    """The user's -ip wins over the script's, and the lesson says in a line what to look at."""
+    """The user's -ip replaces the script's, and a line of the lesson has what to check."""
     done = rehearse("playground/blocking_p2p.py", "-ip", "10.77.0.9", "--timeout", 5).wait()
     assert done.returncode == 1
     errors = [line for line in done.stdout.splitlines() if "error: " in line]
@@ -74,7 +80,7 @@ def test_a_wrong_address_fails_as_on_a_cluster():
 
 
 def test_without_words_it_is_the_ddp_lesson():
-    """Each node gets -n, -g, its own -nr and node 0's address; flags are passed on as they are."""
+    """Each node gets -n, -g, its own -nr and node 0's address. Flags are passed unchanged."""
     done = rehearse(PYTHON="/bin/echo", GPUS="3").wait()
     for node in range(2):
         flags = f"{LESSON} -n 2 -g 3 -nr {node} -ip 10.77.0.1 --device cpu\n"
@@ -85,13 +91,17 @@ def test_without_words_it_is_the_ddp_lesson():
 
 @pytest.mark.parametrize("prefix", [(), NOBODY], ids=["root", "nobody"])
 def test_a_command_runs_on_both_nodes(prefix):
-    """Host names, addresses, the other node and the limit are real, for root and for a user without any rights."""
+    """Each node has its host name, its address and the limit, and it reaches the other node.
+
+    This works for root and for a user without rights.
+    """
     if prefix:
-        done = subprocess.run([*prefix, "unshare", "--map-root-user", "--net", "true"], capture_output=True, text=True)
+        command = [*prefix, "unshare", "--map-root-user", "--net", "true"]
+        done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            pytest.skip(f"users can make no networks here: {done.stderr.strip()}")
+            pytest.skip(f"users cannot make networks here: {done.stderr.strip()}")
         if not readable(prefix):
-            pytest.skip(f"users can't read {ROOT}")
+            pytest.skip(f"users cannot read {ROOT}")
     command = "hostname; echo $NODE_RANK $NODE0; ip -o -4 addr show eth0; tc qdisc show dev eth0; "
     command += 'ping -c 1 -W 5 "node$((1 - NODE_RANK))" >/dev/null && echo reached'
     done = rehearse("sh", "-c", command, prefix=prefix, BANDWIDTH="100mbit").wait()
@@ -105,7 +115,7 @@ def test_a_command_runs_on_both_nodes(prefix):
 
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_node_that_fails_stops_the_other(node):
-    """The script ends with the status of the one that failed."""
+    """The script ends with the status of the node that failed."""
     done = rehearse("bash", "-c", f"[ $NODE_RANK = {node} ] && exit 3; {WAIT}").wait()
     assert done.returncode == 3
 
@@ -115,32 +125,41 @@ def test_a_node_that_fails_stops_the_other(node):
 def test_it_can_be_stopped(prefix, sign):
     """Ctrl-C, kill and kill -9 leave no process on any node, even if it ignores them."""
     if prefix and rehearse("true", prefix=prefix).wait().returncode:
-        pytest.skip("users can make no networks here")
+        pytest.skip("users cannot make networks here")
     job = rehearse("bash", "-c", WAIT, prefix=prefix)
-    assert {job.process.stdout.readline() for _ in HOSTS} == {"node0: waiting\n", "node1: waiting\n"}
+    printed = {job.process.stdout.readline() for _ in HOSTS}
+    assert printed == {"node0: waiting\n", "node1: waiting\n"}
     if sign == signal.SIGINT:
-        os.killpg(job.process.pid, sign)  # a terminal sends it to all
+        os.killpg(job.process.pid, sign)  # a terminal sends it to all processes
     else:
         job.process.send_signal(sign)
-    assert job.wait().returncode == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[sign]
+    status = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[sign]
+    assert job.wait().returncode == status
 
 
 def test_what_is_missing_is_one_line():
-    """A lesson, an environment, a permission or something of the kernel's: status 1, and what to type."""
+    """If a lesson, Python, a right or a kernel feature is missing, one line has what to do."""
 
     def error(*words, **options):
         done = rehearse(*words, **options).wait()
-        assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (1, "", 1), done.stderr
-        return done.stderr
+        assert (done.returncode, done.stdout) == (1, ""), done.stderr
+        [line] = done.stderr.splitlines()
+        assert line.startswith("error: ")
+        return line.removeprefix("error: ")
 
-    assert error("playground/none.py") == "error: there is no playground/none.py: choose one of playground/*.py\n"
-    alone = "error: playground/single_gpu.py is a single process: python playground/single_gpu.py, or use "
-    assert error("playground/single_gpu.py") == f"{alone}{TORCHRUN_LESSON}\n"
-    assert error(PYTHON="/no/python") == "error: there is no /no/python: run/setup.sh\n"
+    choose = "choose one of playground/*.py"
+    assert error("playground/none.py") == f"there is no playground/none.py: {choose}"
+    alone = "playground/single_gpu.py is a single process: python playground/single_gpu.py, or use "
+    assert error("playground/single_gpu.py") == f"{alone}{TORCHRUN_LESSON}"
+    assert error(PYTHON="/no/python") == "there is no /no/python: run/setup.sh"
     assert "use other values of BANDWIDTH" in error("true", BANDWIDTH="fast")
     assert "use other values of BANDWIDTH" in error("true", DELAY="soon")
-    no = {"BASH_FUNC_unshare%%": "() { echo unshare: Operation not permitted >&2; return 1; }"}  # found before programs
-    here = "error: networks can't be made here (unshare: Operation not permitted): "
-    assert error("true", env=no) == f"{here}leave this container, or start it with --privileged\n"
+    # bash finds this function before the program unshare.
+    refusal = "() { echo unshare: Operation not permitted >&2; return 1; }"
+    refused = {"BASH_FUNC_unshare%%": refusal}
+    here = "networks cannot be made here (unshare: Operation not permitted): "
+    container = "leave this container, or start it with --privileged"
+    assert error("true", env=refused) == f"{here}{container}"
     if readable(NOBODY):
-        assert error("true", env=no, prefix=NOBODY) == f"{here}sudo run/rehearse_two_nodes.sh true\n"
+        line = error("true", env=refused, prefix=NOBODY)
+        assert line == f"{here}sudo run/rehearse_two_nodes.sh true"

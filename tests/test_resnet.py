@@ -1,8 +1,9 @@
-"""The ResNet lesson: real files in CIFAR-10's layout, weights on disk, pieces, and messages that no_sync saves.
+"""The ResNet lesson: files in CIFAR-10's layout, micro-batches, no_sync, the DataLoader's workers.
 
-That accumulation and batch norm compute what they should is in test_parity.py.
+That accumulation and batch norm compute what they should in several ranks is in test_parity.py.
 """
 
+import copy
 import pickle
 import sys
 
@@ -10,7 +11,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import FEWER, ROOT, Job, epochs, free_port, python_path, run, train
+from conftest import FEWER, ROOT, SIZES, Job, epochs, free_port, run, train
 from test_errors import one_line
 from torch.nn.parallel import DistributedDataParallel
 from torchvision.datasets import CIFAR10
@@ -20,7 +21,7 @@ LESSON = "distributed_data_parallel_resnet"
 PATH = ROOT / "playground" / f"{LESSON}.py"
 FAKE = ("--dataset", "fake", "--device", "cpu", "--batch_size", 60, "--workers", 1, "--epochs", 1)
 
-# Runs the lesson on small files of CIFAR-10's names, which are not the real ones: python FILE lesson flags...
+# Runs the lesson on small files with CIFAR-10's names: python FILE lesson flags...
 WITHOUT_CHECKSUMS = """
 import runpy, sys
 from torchvision.datasets import CIFAR10
@@ -33,15 +34,17 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @pytest.fixture(scope="module")
 def cifar10(tmp_path_factory):
-    """A data folder with a few random images in CIFAR-10's layout; the real one is too large to come with the tests."""
+    """A data folder with a few random images in CIFAR-10's layout; the real one is too large."""
     root = tmp_path_factory.mktemp("cifar10")
     folder = root / CIFAR10.base_folder
     folder.mkdir()
     numbers = numpy.random.default_rng(0)
     for name, _ in CIFAR10.train_list + CIFAR10.test_list:
-        batch = {"data": numbers.integers(0, 256, (13, 3072), dtype="uint8"), "labels": [*range(10), 0, 1, 2]}
+        images = numbers.integers(0, 256, (13, 3072), dtype="uint8")
+        batch = {"data": images, "labels": [*range(10), 0, 1, 2]}
         (folder / name).write_bytes(pickle.dumps(batch))
-    (folder / CIFAR10.meta["filename"]).write_bytes(pickle.dumps({"label_names": list("abcdefghij")}))
+    names = {"label_names": list("abcdefghij")}
+    (folder / CIFAR10.meta["filename"]).write_bytes(pickle.dumps(names))
     return root
 
 
@@ -54,70 +57,153 @@ def small(tmp_path):
     return copy
 
 
-def test_pretrained_weights_and_colour_images(cifar10, tmp_path):
-    """Two ranks, two pieces, weights from disk on rank 0 alone; so small a learning rate hardly changes them."""
+def test_pretrained_parameters_and_colour_images(cifar10, tmp_path):
+    """Two ranks, two micro-batches; so small a learning rate hardly changes the parameters."""
     given = resnet18()
     (tmp_path / "hub" / "checkpoints").mkdir(parents=True)
     torch.save(given.state_dict(), tmp_path / "hub" / "checkpoints" / "resnet18-f37072fd.pth")
     script = tmp_path / "without_checksums.py"
     script.write_text(WITHOUT_CHECKSUMS)
-    agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, script, PATH]
-    flags = ["--device", "cpu", "--batch_size", 32, "--epochs", 1, "--workers", 1, "--pretrained", "--lr", 1e-9]
-    flags += ["--accumulate", 2, "--data_dir", cifar10, "-s", tmp_path / "c.pt"]
-    env = {"TORCH_HOME": str(tmp_path), "PYTHONPATH": python_path(script)}
-    env["PYTHONPATH"] = f"{ROOT}:{ROOT / 'playground'}"
-    done = Job(*agent, *flags, env=env).wait()
+    agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    flags = ["--device", "cpu", "--batch_size", 32, "--epochs", 1, "--workers", 1, "--pretrained"]
+    flags += ["--lr", 1e-9, "--accumulate", 2, "--data_dir", cifar10, "-s", tmp_path / "c.pt"]
+    env = {"TORCH_HOME": str(tmp_path), "PYTHONPATH": f"{ROOT}:{ROOT / 'playground'}"}
+    done = Job(*agent, script, PATH, *flags, env=env).wait()
     assert done.returncode == 0, done.stderr
-    assert "global batch 32 = 2 ranks x 16 images, in 2 pieces" in done.stdout
+    assert "global batch 32 = 2 ranks x 16 images, on each rank in 2 micro-batches" in done.stdout
     assert len(epochs(done.stdout)) == 1
     state = torch.load(tmp_path / "c.pt", weights_only=True)["model"]
     assert state["fc.weight"].shape == (10, 512)
     torch.testing.assert_close(state["conv1.weight"], given.conv1.weight, atol=1e-6, rtol=0)
-    assert state["bn1.num_batches_tracked"] == 2 * 2  # two steps in two pieces
+    assert state["bn1.num_batches_tracked"] == 2 * 2  # two steps, two micro-batches
     assert state["bn1.running_mean"].abs().sum() > 0
 
 
 def test_random_images_and_float64(small):
-    """--dataset fake needs no files; --double is heard."""
+    """--dataset fake needs no files, and --double has an effect."""
     done = run(small, *FAKE, "--double")
     assert len(epochs(done.stdout)) == 1
-    assert "global batch 60 = 1 ranks x 60 images, in 1 pieces" in done.stdout
+    assert "global batch 60 = 1 ranks x 60 images, on each rank in 1 micro-batches" in done.stdout
 
 
 @pytest.mark.parametrize("flags", [(), ("--dataset", "fake", "--pretrained")])
-def test_what_can_not_be_had(flags, tmp_path):
-    """Status 1, one line: no data, no weights."""
-    env = {"TORCH_HOME": str(tmp_path), "https_proxy": "http://127.0.0.1:9", "http_proxy": "http://127.0.0.1:9"}
+def test_what_can_not_be_downloaded(flags, tmp_path):
+    """Status 1, one line: no data, no parameters."""
+    nowhere = "http://127.0.0.1:9"
+    env = {"TORCH_HOME": str(tmp_path), "https_proxy": nowhere, "http_proxy": nowhere}
     done = run(LESSON, "--data_dir", tmp_path, *flags, status=1, timeout=60, env=env)
-    one_line(done, "can't fetch", str(tmp_path), "--dataset fake", "leave --pretrained out")
+    one_line(done, "cannot download", str(tmp_path), "--dataset fake", "omit --pretrained")
 
 
-def test_no_sync_saves_messages():
-    """With 4 pieces, the gradients of 3 stay on the rank: one all-reduce a step instead of four."""
+@pytest.fixture
+def alone():
+    """Be the only rank of a group, so that DDP works in this process."""
+    address = f"tcp://127.0.0.1:{free_port()}"
+    dist.init_process_group("gloo", init_method=address, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_no_sync_saves_messages(alone):
+    """With 4 micro-batches, the gradients of 3 stay on the rank: one all-reduce in each step."""
     import distributed_data_parallel_resnet as lesson
 
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
-    try:
-        model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10)))
-        calls = []
+    plain = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10))
+    model = DistributedDataParallel(plain)
+    calls = []
 
-        def hook(state, bucket):
-            calls.append(bucket.index())
-            future = torch.futures.Future()
-            future.set_result(bucket.buffer())
-            return future
+    def hook(state, bucket):
+        calls.append(bucket.index())
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
 
-        model.register_comm_hook(None, hook)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        batches = [(torch.randn(8, 1, 28, 28), torch.arange(8))] * 3
-        lesson.run_epoch(model, batches, torch.device("cpu"), optimizer, accumulate=4)
-    finally:
-        dist.destroy_process_group()
+    model.register_comm_hook(None, hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = [(torch.randn(8, 1, 28, 28), torch.arange(8))] * 3
+    lesson.run_epoch(model, batches, torch.device("cpu"), optimizer, accumulate=4)
     assert calls == [0, 0, 0]
 
 
+class Odd(torch.nn.Module):
+    """A model with a tied parameter, a frozen one, and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(6, 6)
+        self.second = torch.nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+        self.second.bias.requires_grad_(False)
+        self.register_buffer("scale", torch.tensor(0.5))
+
+    def forward(self, images):
+        """Turn (N, 6) into (N, 6)."""
+        return self.second(self.first(images).relu()) * self.scale
+
+
+@pytest.mark.parametrize(("images", "accumulate"), [(7, 3), (3, 4), (1, 2), (8, 8), (5, 1)])
+def test_accumulation_with_any_model_and_batch(images, accumulate, alone):
+    """One step changes the parameters as one step with the whole batch, with fewer images, too."""
+    import distributed_data_parallel_resnet as lesson
+
+    torch.manual_seed(0)
+    ours = Odd().double()
+    whole = copy.deepcopy(ours)
+    batch = torch.randn(images, 6).double(), torch.randint(6, (images,))
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1, momentum=0.9)
+    model = DistributedDataParallel(ours)
+    sums = lesson.run_epoch(model, [batch] * 2, torch.device("cpu"), optimizer, accumulate)
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
+    losses = 0
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(whole(batch[0]), batch[1])
+        loss.backward()
+        optimizer.step()
+        losses += loss.item() * images
+    assert sums[0] == pytest.approx(losses, abs=1e-12)
+    assert sums[2] == 2 * images
+    for name, parameter in whole.named_parameters():
+        torch.testing.assert_close(ours.get_parameter(name), parameter, atol=1e-12, rtol=0)
+    assert ours.second.bias.grad is None
+
+
+@pytest.fixture
+def step(tmp_path):
+    """Return a function that trains a copy of the lesson for a step and returns its epoch line."""
+    copy = tmp_path / f"{LESSON}.py"
+    text = PATH.read_text()
+    last = "    main()\n"
+    assert text.endswith(last)
+    assert text.count(FEWER[0]) == 1
+
+    def called(*flags, method):
+        start = f'    torch.multiprocessing.set_start_method("{method}")\n'
+        copy.write_text(
+            text.replace(FEWER[0], SIZES.format(12, 12)).removesuffix(last) + start + last
+        )
+        flags = ("--dataset", "fake", "--device", "cpu", "--batch_size", 12, "--epochs", 1, *flags)
+        (line,) = epochs(run(copy, *flags).stdout)
+        return line
+
+    return called
+
+
+@pytest.mark.parametrize(
+    ("method", "flags"), [("fork", ()), ("spawn", ()), ("forkserver", ("--double",))]
+)
+def test_workers_live_with_each_start_method(method, flags, step):
+    """Python 3.14 starts workers by forkserver, earlier ones by fork.
+
+    A worker that is not forked has another default type than its rank, if that has --double.
+    """
+    line = step("--workers", 1, *flags, method=method)
+    if not flags:  # random images depend on the default type
+        assert line == pytest.approx(step("--workers", 0, method=method), abs=2e-4)
+
+
 def test_two_ranks_begin_with_the_same_weights(small, tmp_path):
-    """As many steps as ranks see, and one line of each epoch."""
+    """One line for each epoch, and as many steps as there are global batches."""
     done = train(small, *FAKE, "-s", tmp_path / "c.pt", processes=2)
     assert len(epochs(done.stdout)) == 1
     assert torch.load(tmp_path / "c.pt", weights_only=True)["model"]["bn1.num_batches_tracked"] == 3

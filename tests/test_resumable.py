@@ -6,7 +6,20 @@ import signal
 
 import pytest
 import torch
-from conftest import DIGITS, LONG, Lesson, each_epoch, epochs, one_process, run, torchrun, train, wait_for_epoch
+from conftest import (
+    DIGITS,
+    LONG,
+    Lesson,
+    each_epoch,
+    epochs,
+    lesson_path,
+    one_process,
+    ranks,
+    run,
+    torchrun,
+    train,
+    wait_for_epoch,
+)
 from nodes import sh, small_disk
 from test_errors import one_line, wait_for_line
 
@@ -14,15 +27,16 @@ LESSON = "distributed_data_parallel_resumable"
 MANY = (*DIGITS, "--batch_size", 120, "--epochs", 8, "--double")
 
 
-def assert_same_weights(one, other):
-    """Compare two checkpoints in float64: what a restart may change is the order of sums at most."""
-    one, other = (torch.load(path, weights_only=True)["model"] for path in (one, other))
-    for name, weight in one.items():
-        torch.testing.assert_close(other[name], weight, atol=1e-9, rtol=0)
+def assert_same_parameters(one, other):
+    """Compare two checkpoints in float64: at most the order of sums changes in a restart."""
+    one = torch.load(one, weights_only=True)["model"]
+    other = torch.load(other, weights_only=True)["model"]
+    for name, parameter in one.items():
+        torch.testing.assert_close(other[name], parameter, atol=1e-9, rtol=0)
 
 
 def test_a_killed_rank_changes_nothing(tmp_path):
-    """SIGKILL to a rank, twice: torchrun restarts all, they go on from the checkpoint and end with the same weights."""
+    """SIGKILL to a rank, twice: torchrun restarts all, and the end has the same parameters."""
     whole = run(LESSON, *MANY, "--run_dir", tmp_path / "whole").stdout
     restarting = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # as the lesson's docstring has it
     copy = each_epoch(LESSON, "time.sleep(999 * ((epoch, done) in [(2, 0), (5, 2)]))", tmp_path)
@@ -36,16 +50,20 @@ def test_a_killed_rank_changes_nothing(tmp_path):
     log = (tmp_path / "killed" / "log.txt").read_text()
     assert re.findall(r"(\d) of 8 epochs are done", log) == ["2", "5"]
     assert epochs(log)[-1] == epochs(whole)[-1]
-    assert_same_weights(tmp_path / "whole" / "epoch-0008.pt", tmp_path / "killed" / "epoch-0008.pt")
+    assert_same_parameters(
+        tmp_path / "whole" / "epoch-0008.pt", tmp_path / "killed" / "epoch-0008.pt"
+    )
 
 
 def test_what_is_in_the_run_folder(tmp_path):
-    """Rank 0 alone writes: one log, one set of curves, the last three checkpoints; a second start goes on."""
+    """Only rank 0 writes: one log, one set of curves, the last three checkpoints; it is resumed."""
     for count in (2, 5):
         train(LESSON, *DIGITS, "--epochs", count, "--run_dir", tmp_path / "run", processes=2)
     names = sorted(os.listdir(tmp_path / "run"))
-    assert [name for name in names if name.startswith("epoch")] == [f"epoch-000{number}.pt" for number in (3, 4, 5)]
-    assert len([name for name in names if name.startswith("events")]) == 2  # one for each start, none of rank 1
+    checkpoints = [name for name in names if name.startswith("epoch")]
+    assert checkpoints == ["epoch-0003.pt", "epoch-0004.pt", "epoch-0005.pt"]
+    curves = [name for name in names if name.startswith("events")]
+    assert len(curves) == 2  # one file for each start, and none of rank 1
     assert len(names) == 3 + 2 + 1
     log = (tmp_path / "run" / "log.txt").read_text()
     assert re.findall(r"^epoch (\d)", log, re.M) == list("12345")
@@ -55,7 +73,10 @@ def test_what_is_in_the_run_folder(tmp_path):
 
     events = EventAccumulator(str(tmp_path / "run"))
     events.Reload()
-    curves = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    curves = {
+        tag: [(event.step, event.value) for event in events.Scalars(tag)]
+        for tag in events.Tags()["scalars"]
+    }
     assert set(curves) == {"loss", "accuracy/train", "accuracy/test", "images per second"}
     for values in curves.values():
         assert [step for step, _ in values] == [1, 2, 3, 4, 5]
@@ -65,9 +86,38 @@ def test_what_is_in_the_run_folder(tmp_path):
     again = run(LESSON, *DIGITS, "--epochs", 5, "--run_dir", tmp_path / "run")
     assert "5 of 5 epochs are done" in again.stdout
     assert "epoch 5" not in again.stdout
-    for flags, told in ((("--lr", 1), "--lr 0.001"), (("--double",), "--double False")):
+    for flags, told in (
+        (("--lr", 1), "lr=0.001, not 1.0"),
+        (("--double",), "double=False, not True"),
+    ):
         other = run(LESSON, *DIGITS, "--epochs", 6, *flags, "--run_dir", tmp_path / "run", status=1)
         one_line(other, told, "--run_dir")
+
+
+def test_rank_0_chooses_and_each_rank_reads(tmp_path):
+    """Only rank 0 lists the folder, only a path is sent, and the file stays as it is."""
+    text = lesson_path(LESSON).read_text()
+    for old, new in (
+        ("    paths = sorted(Path(args.run_dir)", '    print("lists", os.environ["RANK"])\n'),
+        (
+            "    path = chosen[0]\n",
+            "    print(f\"sent {chosen}, loads={torch.load(chosen[0], mmap=True)['epoch']}\")\n",
+        ),
+    ):
+        at = text.index(old)
+        text = text[:at] + new + text[at:]
+    copy = tmp_path / f"{LESSON}.py"
+    copy.write_text(text)
+    folder = tmp_path / "run"
+    run(LESSON, *DIGITS, "--epochs", 1, "--run_dir", folder)
+    saved = folder / "epoch-0001.pt"
+    before = saved.read_bytes()
+    jobs = ranks(copy, *DIGITS, "--epochs", 3, "--run_dir", folder)
+    said = [job.wait().stdout for job in jobs]
+    assert [out.count("lists") for out in said] == [1, 0]
+    for out in said:
+        assert f"sent ['{saved}'], loads=1" in out
+    assert saved.read_bytes() == before
 
 
 def test_a_checkpoint_cut_short(tmp_path):
@@ -80,24 +130,25 @@ def test_a_checkpoint_cut_short(tmp_path):
     (folder / "epoch-0002.pt").write_bytes(whole[:100] + bytes(5000))  # as after a loss of power
     done = train(LESSON, *DIGITS, "--epochs", 3, "--double", "--run_dir", folder, processes=2)
     for number in (3, 2):
-        assert re.search(f"WARNING: .*epoch-000{number}.pt is damaged .*: using the one before it", done.stdout)
+        warning = f"WARNING: .*epoch-000{number}.pt is damaged .*: trying the one before it"
+        assert re.search(warning, done.stdout)
     assert "1 of 3 epochs are done" in done.stdout
-    assert_same_weights(tmp_path / "expected.pt", folder / "epoch-0003.pt")
+    assert_same_parameters(tmp_path / "expected.pt", folder / "epoch-0003.pt")
 
 
 def test_all_checkpoints_damaged(tmp_path):
-    """It stops, rather than train anew and remove what might still be saved."""
+    """It stops, because a new run would remove files that perhaps can be repaired."""
     folder = tmp_path / "run"
     run(LESSON, *DIGITS, "--epochs", 2, "--run_dir", folder)
     for path in folder.glob("epoch-*.pt"):
         path.write_bytes(path.read_bytes()[:1000])
     done = run(LESSON, *DIGITS, "--epochs", 2, "--run_dir", folder, status=1)
-    one_line(done, "epoch-0001.pt is damaged, and there is none before it", "--run_dir")
+    one_line(done, f"all checkpoints in {folder} are damaged", "--run_dir")
     assert len(list(folder.glob("epoch-*.pt"))) == 2
 
 
 def test_a_full_disk(tmp_path):
-    """No room for the next checkpoint: one line, the ones before it are whole, and with more room it goes on."""
+    """No room for the next checkpoint: one line, and the run can be resumed from the last one."""
     folder = tmp_path / "small"
     folder.mkdir()
     with small_disk(folder, "1900k"):

@@ -1,4 +1,4 @@
-"""The commands of run/README.md: console blocks are run as they are, the launchers' table on two nodes."""
+"""The commands of run/README.md: console blocks are run as they are, its launchers on two nodes."""
 
 import os
 import re
@@ -18,10 +18,15 @@ from test_run_scripts import kind
 
 TEXT = (ROOT / "run" / "README.md").read_text()
 BLOCKS = re.findall(r"^```console\n(.*?)^```$", TEXT, re.M | re.S)
-TABLE = TEXT[TEXT.index("## Which launcher when") : TEXT.index("### Which lesson")]
-ROWS = re.findall(r"^\|[^|]*\|[^|]*\| `([^`]*)`", TABLE, re.M)
-WITHOUT_A_WORD = ("lesson.sh", "quickstart.sh", "setup.sh", "test.sh")  # the others read it, or README.md has them
-PROGRAMS = {"sbatch": ("slurmctld",), "qsub": ("qsub", "generate_pbs_nodefile"), "run/mpirun.sh": ("mpirun.openmpi",)}
+LAUNCHERS = TEXT[TEXT.index("## Which launcher when") : TEXT.index("### Which lesson")]
+ROWS = re.findall(r"^    (\S.*)$", re.sub(r" *\\\n +", " ", LAUNCHERS), re.M)
+# The others read the first; the course's README has the rest.
+WITHOUT_A_WORD = ("lesson.sh", "quickstart.sh", "setup.sh", "test.sh")
+PROGRAMS = {
+    "sbatch": ("slurmctld",),
+    "qsub": ("qsub", "generate_pbs_nodefile"),
+    "run/mpirun.sh": ("mpirun.openmpi",),
+}
 PYTHON = f"""#!/bin/sh
 [ "$1" != -c ] || exec {sys.executable} "$@"
 echo "on $(hostname): $*"
@@ -40,20 +45,29 @@ def masked(line):
     return re.sub(r"loss .*", "NUMBERS", line)
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=[block.partition("\n")[0].strip("$ ") for block in BLOCKS])
+@pytest.mark.parametrize(
+    "block", BLOCKS, ids=[block.partition("\n")[0].strip("$ \\") for block in BLOCKS]
+)
 def test_console_block(block):
     """Each command prints what is shown, line by line; after "..." there may be more."""
     if "rehearse" in block:
         need("ip")
+    block = block.replace(" \\\n    ", " ")
     for command, shown in re.findall(r"^\$ (.*)\n((?:[^$].*\n)*)", block, re.M):
         done = start(command).wait(600)
-        lines = [line for line in (done.stdout + done.stderr).splitlines() if not re.match(r"(node\d: )?\+ ", line)]
+        lines = [
+            line
+            for line in (done.stdout + done.stderr).splitlines()
+            if not re.match(r"(node\d: )?\+ ", line)
+        ]
         shown, more, _ = shown.partition("...\n")
         if more:
             assert set(shown.splitlines()) <= set(lines), lines
         else:
             assert [*map(masked, lines)] == [*map(masked, shown.splitlines())], done.stderr
-        ran, shown = (epochs(re.sub("^node[01]: ", "", text, flags=re.M)) for text in (done.stdout, shown))
+        ran, shown = (
+            epochs(re.sub("^node[01]: ", "", text, flags=re.M)) for text in (done.stdout, shown)
+        )
         for got, expected in zip(ran, shown, strict=True):
             assert got["loss"] == pytest.approx(expected["loss"], abs=2e-3)
             assert got["test"] == pytest.approx(expected["test"], abs=0.5)
@@ -61,7 +75,7 @@ def test_console_block(block):
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    """Two nodes with ssh servers, a function that starts Slurm on them, and a Python that prints what it is to run."""
+    """Two nodes with ssh servers, and a Python that prints what it is to run."""
     folder = tmp_path_factory.mktemp("cluster")
     for name in ("slurm", "sshd"):
         (folder / name).mkdir()
@@ -75,16 +89,25 @@ def cluster(tmp_path_factory):
 def slurm(cluster):
     """Slurm on the two nodes, and a job that does for run/pbs.sh what PBS does."""
     nodes, _, folder = cluster
-    directives = "\n".join(line for line in SCRIPT.read_text().splitlines() if line.startswith("#PBS"))
+    directives = "\n".join(
+        line for line in SCRIPT.read_text().splitlines() if line.startswith("#PBS")
+    )
     (folder / "job.sh").write_text(JOB.format(directives=directives, folder=folder, script=SCRIPT))
     with Slurm(nodes, folder / "slurm") as slurm:
         yield slurm
 
 
 @pytest.mark.parametrize("command", [row for row in ROWS if "run/" in row])
-def test_a_command_of_the_table_starts_its_lesson_on_both_nodes(command, cluster, request):
+def test_a_command_starts_its_lesson_on_both_nodes(command, cluster, request):
     """Each script comes as far as starting Python with the lesson on each node."""
-    need(*(program for script, programs in PROGRAMS.items() if script in command for program in programs))
+    need(
+        *(
+            program
+            for script, programs in PROGRAMS.items()
+            if script in command
+            for program in programs
+        )
+    )
     nodes, sshd, folder = cluster
     env = {"SSH": sshd.command, "PYTHON": str(folder / "python")}
     lesson = re.search(r"playground/\w+\.py", command)[0]
@@ -96,7 +119,9 @@ def test_a_command_of_the_table_starts_its_lesson_on_both_nodes(command, cluster
         command = command.replace("-V run/pbs.sh", f"-V -j oe -o {output} {folder}/job.sh")
         done = start(command, nodes.enter(0), **env, SLURM_CONF=f"{folder}/slurm/slurm.conf").wait()
         assert done.returncode == 0, done.stderr
-        assert slurm.wait(int(done.stdout.split()[-1]))["JobState"] == "COMPLETED", output.read_text()
+        assert slurm.wait(int(done.stdout.split()[-1]))["JobState"] == "COMPLETED", (
+            output.read_text()
+        )
         printed = output.read_text()
     else:
         where = [()] if "rehearse" in command else [nodes.enter(0)]
@@ -109,7 +134,7 @@ def test_a_command_of_the_table_starts_its_lesson_on_both_nodes(command, cluster
 
 
 def test_the_flags_for_two_terminals(cluster, tmp_path):
-    """The first row of the table, typed on both nodes: two ranks on each print what one process prints.
+    """The first command, typed on both nodes: two ranks on each print what one process prints.
 
     That only node 0 saves is no difference.
     """
@@ -118,19 +143,25 @@ def test_the_flags_for_two_terminals(cluster, tmp_path):
     words = (ROOT / path, *flags, *SHORT, *PATIENT)
     done, _ = on_both(cluster[0], (*words, "-s", tmp_path / "c.pt"), (*words, "-nr", 1))
     assert (tmp_path / "c.pt").exists()
-    assert [row.split()[-1] for row in done.stdout.splitlines()[1:5]] == ["node0", "node0", "node1", "node1"]
+    assert [row.split()[-1] for row in done.stdout.splitlines()[1:5]] == [
+        "node0",
+        "node0",
+        "node1",
+        "node1",
+    ]
     assert epochs(done.stdout) == one_process(*SHORT)
 
 
 def test_torchrun_on_one_node():
-    """The row of the table that uses nothing of run/, and torchrun with restarts, which is set apart in the text.
+    """The command without a script of run/, and torchrun with restarts.
 
-    They are the lessons' commands in README.md, all of which test_readme.py runs.
+    They are the first commands in the lessons' docstrings, all of which test_readme.py runs.
     """
     alone = [row for row in ROWS if row.startswith("torchrun ")]
-    restarts = re.findall(r"^    (TORCH_\w+=1 torchrun .*)$", TEXT, re.M)
-    assert alone == [COMMANDS["distributed_data_parallel_torchrun"]]
-    assert restarts == [COMMANDS["distributed_data_parallel_resumable"]]
+    text = re.sub(r" *\\\n +", " ", TEXT)
+    restarts = re.findall(r"^    (TORCH_\w+=1 torchrun .*)$", text, re.M)
+    assert alone == COMMANDS["distributed_data_parallel_torchrun"]
+    assert restarts == COMMANDS["distributed_data_parallel_resumable"]
 
 
 def test_what_is_named_is_there():
@@ -145,7 +176,9 @@ def test_what_is_named_is_there():
 
 def test_which_lesson_with_which_launcher():
     """The table says of each kind of lesson what the scripts say."""
-    first, second, third = re.search(r"^\| script \| (.*) \| (.*) \| (.*) \|$", TEXT, re.M).groups()
-    for names, kinds in (first, ["itself"]), (second, ["launcher"]), (third, ["itself", "launcher"]):
+    rows = re.findall(r"^\| (`\w+\.py`.*) \| (yes|no) \| (yes|no) \|$", TEXT, re.M)
+    assert len(rows) == 4
+    for names, itself, launcher in rows:
+        kinds = ["itself"] * (itself == "yes") + ["launcher"] * (launcher == "yes")
         for lesson in re.findall(r"`(\w+)\.py`", names):
             assert kind(ROOT / "playground" / f"{lesson}.py") == kinds, lesson

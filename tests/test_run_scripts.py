@@ -1,4 +1,4 @@
-"""The shell scripts in run/: set-up, quickstart, tests."""
+"""The shell scripts in run/ that install, start the first lesson and run the tests."""
 
 import os
 import shutil
@@ -10,19 +10,19 @@ from conftest import LESSONS, ROOT, epochs
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A copy of the checkout without environment and data."""
+    """A copy of the checkout, without its environment and data."""
     ignore = shutil.ignore_patterns(".venv", ".git", "data", "__pycache__", "checkpoints")
     return shutil.copytree(ROOT, tmp_path / "a checkout", ignore=ignore)
 
 
 def script(name, *flags, cwd="/", **env):
-    """Run a script as a user would, from another folder."""
+    """Run a script as a user does, from another folder."""
     command = ["bash", name, *flags]
     return subprocess.run(command, cwd=cwd, env=os.environ | env, capture_output=True, text=True)
 
 
 def test_a_wrong_python_is_one_clear_line(checkout):
-    """Status 1, and how to name another Python."""
+    """The status is 1, and the line has how to name another Python."""
     for python in ("/no/such/python", "/bin/false"):
         done = script(checkout / "run" / "quickstart.sh", PYTHON=python)
         assert done.returncode == 1
@@ -33,7 +33,7 @@ def test_a_wrong_python_is_one_clear_line(checkout):
 
 
 def test_a_failed_installation_is_one_clear_line(checkout):
-    """pip can't find a package: the last line says so, and the next run tries again instead of using half of it."""
+    """If pip cannot find a package, one line has the reason. The next run tries again."""
     (checkout / "requirements.txt").write_text("./no-such-package\n")
     for name in ("quickstart.sh", "test.sh"):
         done = script(checkout / "run" / name)
@@ -44,12 +44,13 @@ def test_a_failed_installation_is_one_clear_line(checkout):
         assert "no-such-package" in errors[0]
 
 
-def test_a_second_run_installs_nothing_and_passes_flags_on(checkout):
-    """With the environment there, the lesson starts at once, and gets the flags."""
+def test_a_second_run_installs_nothing_and_passes_flags(checkout):
+    """If the environment exists, the lesson starts at once, with the flags."""
     (checkout / ".venv").symlink_to(os.path.realpath(ROOT / ".venv"))
     if not (ROOT / ".venv" / "installed.txt").exists():
         pytest.skip("no .venv in this checkout: run the tests with run/test.sh")
-    done = script(checkout / "run" / "quickstart.sh", "--dataset", "digits", "--epochs", "2", "-g", "1")
+    flags = ("--dataset", "digits", "--epochs", "2", "-g", "1")
+    done = script(checkout / "run" / "quickstart.sh", *flags)
     assert done.returncode == 0, done.stderr
     assert len(epochs(done.stdout)) == 2
     assert "Installing" not in done.stderr
@@ -59,20 +60,26 @@ def test_a_second_run_installs_nothing_and_passes_flags_on(checkout):
 
 
 def test_one_file_of_tests(checkout):
-    """run/test.sh runs all tests unless it is given some."""
+    """run/test.sh runs all tests, unless a file of tests is given."""
     python = checkout / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text('#!/bin/sh\necho "$*"\n')
     python.chmod(0o755)
     shutil.copy(checkout / "requirements.txt", checkout / ".venv" / "installed.txt")
-    for flags, tests in ((("-x",), "tests "), (("tests/test_data.py", "-x"), ""), (("-k", "parity"), "tests ")):
+    for flags, tests in (
+        (("-x",), "tests "),
+        (("tests/test_data.py", "-x"), ""),
+        (("-k", "parity"), "tests "),
+    ):
         done = script(checkout / "run" / "test.sh", *flags)
-        assert done.stdout == f"-m pytest {tests}-n 4 --dist worksteal {' '.join(flags)}\n", done.stderr
+        assert done.stdout == f"-m pytest {tests}-n 4 --dist worksteal {' '.join(flags)}\n", (
+            done.stderr
+        )
 
 
 @pytest.mark.parametrize(("gpus", "device"), [(0, "--device cpu "), (1, "--device cpu "), (2, "")])
 def test_quickstart_counts_the_gpus_that_torch_can_use(gpus, device, checkout):
-    """Whatever nvidia-smi lists: with fewer than two it is the CPU."""
+    """With fewer than two it uses the CPU. What nvidia-smi lists does not count."""
     programs = {
         ".venv/bin/python": f'[ "$1" = -W ] && echo {gpus} || echo "$*"',
         "fakes/nvidia-smi": "for gpu in 0 1 2 3; do echo GPU $gpu: NVIDIA; done",
@@ -85,22 +92,34 @@ def test_quickstart_counts_the_gpus_that_torch_can_use(gpus, device, checkout):
     shutil.copy(checkout / "requirements.txt", checkout / ".venv" / "installed.txt")
     found = {"PATH": f"{checkout / 'fakes'}:{os.environ['PATH']}"}
     done = script(checkout / "run" / "quickstart.sh", "--epochs", "1", **found)
-    assert done.stdout == f"playground/distributed_data_parallel.py -g 2 {device}--epochs 1\n", done.stderr
+    command = f"playground/distributed_data_parallel.py -g 2 {device}--epochs 1\n"
+    assert done.stdout == command, done.stderr
 
 
 def kind(path):
-    """Return what the scripts take a lesson for: who can start its ranks."""
+    """Return how a lesson's ranks can be started, as the scripts see it: itself, launcher."""
     ask = 'source run/lesson.sh; ! spawns "$1" || echo itself; ! takes_rank "$1" || echo launcher'
-    return subprocess.run(["bash", "-c", ask, "", path], cwd=ROOT, capture_output=True, text=True).stdout.split()
+    command = ["bash", "-c", ask, "", path]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.split()
 
 
-def test_lessons_are_told_apart():
-    """Those that start their ranks, those that a launcher starts, both, and single processes."""
-    single = {"single_gpu", "data_parallel", "model_parallel", "compare"}
+def test_the_kind_of_each_lesson():
+    """A lesson starts its ranks itself, or a launcher starts them, or both, or it has none."""
+    single = {"single_gpu", "data_parallel", "model_parallel"}
     both = {"blocking_p2p", "nonblocking_p2p", "collectives"}
-    spawning = {"manual_data_parallel", "distributed_data_parallel", "distributed_data_parallel2"}
+    spawning = {
+        "manual_data_parallel",
+        "overlapped_data_parallel",
+        "distributed_data_parallel",
+        "distributed_data_parallel2",
+    }
     for lesson in LESSONS:
-        expected = ["itself"] * (lesson in both | spawning) + ["launcher"] * (lesson not in single | spawning)
+        expected = []
+        if lesson in both | spawning:
+            expected.append("itself")
+        if lesson not in single | spawning:
+            expected.append("launcher")
         assert kind(ROOT / "playground" / f"{lesson}.py") == expected, lesson
 
 
@@ -118,13 +137,13 @@ def test_lessons_are_told_apart():
         ("rank = os.environ['RANK']", ["launcher"]),
     ],
 )
-def test_a_line_says_which_kind_of_lesson_it_is(text, expected, tmp_path):
-    """A line of code does, an import, a comment or a docstring does not."""
+def test_the_kind_of_a_lesson_depends_on_its_code(text, expected, tmp_path):
+    """An import, a comment or a docstring does not count."""
     (tmp_path / "a lesson.py").write_text(f"{text}\n")
     assert kind(tmp_path / "a lesson.py") == expected
 
 
 def test_the_scripts_are_executable():
-    """A fresh clone runs them by name; the others are no scripts."""
+    """In a fresh clone, the files that begin with #! can be run by name, and no others."""
     for path in [*(ROOT / "run").iterdir(), ROOT / ".ci" / "run"]:
         assert os.access(path, os.X_OK) == path.read_text().startswith("#!"), path

@@ -1,4 +1,4 @@
-"""run/two_nodes_ssh.sh with real ssh servers: starts a lesson on every node, and stops all of them."""
+"""run/two_nodes_ssh.sh with real ssh servers starts a lesson on every node, and stops them all."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import LONG, ROOT, SHORT, Job, epochs, one_process
-from nodes import HOSTS, LIGHT, PATIENT, STAYS, TRAVEL, VARIABLES, Nodes, read_until
+from nodes import HOSTS, LIGHT, PATIENT, STAYS, TRAVEL, VARIABLES, Nodes, pids_of_two, read_until
 from sshd import Sshd
 
 SCRIPT = ROOT / "run" / "two_nodes_ssh.sh"
@@ -20,7 +20,7 @@ import subprocess, sys, time
 def launch(flags):
     if flags[flags.index("-nr") + 1] == "{failing}":
         sys.exit(3)
-    for stubborn in "", "trap '' INT TERM; ":  # two ranks: one that can be asked to end, one that can't
+    for stubborn in "", "trap '' INT TERM; ":  # two ranks, of which the second ignores signals
         subprocess.Popen(["sh", "-c", stubborn + "echo waiting; while :; do sleep 0.1; done"])
     time.sleep(3600)
 launch(sys.argv[1:])
@@ -36,7 +36,7 @@ def servers(tmp_path_factory):
 
 @pytest.fixture
 def sshd(servers):
-    """The ssh servers. A test must leave nothing else on the nodes."""
+    """The ssh servers. A test must leave no other process on the nodes."""
     yield servers
     assert servers.left() == []
 
@@ -48,7 +48,10 @@ def start(sshd, *words, **settings):
 
 
 def test_the_lesson_gives_the_same_numbers(sshd, tmp_path):
-    """A rank on each node: what one process prints; odd characters in flags and folders arrive as they are."""
+    """Two nodes with a rank each print what one process prints.
+
+    Special characters in flags and folders stay unchanged.
+    """
     (tmp_path / "a checkout").symlink_to(ROOT)
     checkpoint = tmp_path / "it's in $HOME  &c.pt"
     settings = {"CHECKOUT": str(tmp_path / "a checkout"), "GPUS": "1"}
@@ -63,12 +66,12 @@ def test_the_lesson_gives_the_same_numbers(sshd, tmp_path):
 
 
 def test_a_lesson_for_torchrun_until_a_rank_is_killed(sshd, tmp_path):
-    """A copy of the torchrun lesson, elsewhere, is started by torchrun on each node: the same numbers.
+    """A copy of the torchrun lesson in another folder is started by torchrun on each node.
 
-    A rank that is killed on node 1 leaves no process on any node.
+    It prints the numbers of one process. When a rank is killed on node 1, no process stays.
     """
     (tmp_path / "my copy.py").write_text((ROOT / TORCHRUN_LESSON).read_text())
-    # a Python with which the copy finds common/
+    # With this program in place of Python, the copy finds common/.
     (tmp_path / "python").write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} "$@"\n')
     (tmp_path / "python").chmod(0o755)
     checkpoint = tmp_path / "it's in $HOME  &c.pt"
@@ -76,22 +79,24 @@ def test_a_lesson_for_torchrun_until_a_rank_is_killed(sshd, tmp_path):
     settings = {"PYTHON": str(tmp_path / "python"), "GPUS": "1"}
     job = start(sshd, tmp_path / "my copy.py", *flags, **settings)
     printed = re.sub(r"^node[01]: ", "", read_until(job, r": epoch 2/"), flags=re.M)
-    table = re.findall(r"^(\d) +(\d) +(\d) +cpu +(\d+) +(node\d)$", printed, re.M)
-    assert [(*row[:3], row[4]) for row in table] == [("0", "0", "0", "node0"), ("1", "1", "0", "node1")], printed
+    pids = pids_of_two(printed)
     assert epochs(printed)[:1] == one_process(*SHORT)
     assert checkpoint.is_file()
-    os.kill(int(table[1][3]), signal.SIGKILL)
+    os.kill(pids[1], signal.SIGKILL)
     done = job.wait()
     assert done.returncode == 1, done.stderr
 
 
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGKILL])
 def test_torchrun_is_stopped(sign, sshd):
-    """Ctrl-C and kill -9 leave no process on any node; after the latter, nothing waits for torchrun, which ends its."""
+    """Ctrl-C and kill -9 leave no process on any node.
+
+    After kill -9, torchrun itself ends its ranks.
+    """
     job = start(sshd, LIGHT, "--wait")
     read_until(job, r"^node\d: rank \d waits$", 4)
     if sign == signal.SIGINT:
-        os.killpg(job.process.pid, sign)  # a terminal sends it to all
+        os.killpg(job.process.pid, sign)  # a terminal sends it to all processes
     else:
         job.process.send_signal(sign)
     assert job.wait().returncode == {signal.SIGINT: 130, signal.SIGKILL: -9}[sign]
@@ -99,19 +104,22 @@ def test_torchrun_is_stopped(sign, sshd):
 
 def test_a_point_to_point_lesson(sshd):
     """It starts its ranks itself."""
-    done = start(sshd, "playground/blocking_p2p.py", "--device", "cpu", "--deadlock", *PATIENT, GPUS="1").wait()
+    flags = ("--device", "cpu", "--deadlock", *PATIENT)
+    done = start(sshd, "playground/blocking_p2p.py", *flags, GPUS="1").wait()
     assert done.returncode == 0, done.stdout + done.stderr
     assert "node0: rank 1: batch_isend_irecv: received 0" in done.stdout
-    assert "-n 2 -g 1 -nr 1 -ip node0 --port 8888 --device cpu --deadlock --timeout 300" in done.stderr
+    command = "-n 2 -g 1 -nr 1 -ip node0 --port 8888 --device cpu --deadlock --timeout 300"
+    assert command in done.stderr
 
 
-@pytest.mark.parametrize("by", ["launch", "torchrun"])
-def test_which_variables_travel(by, sshd, tmp_path):
-    """What NCCL, gloo and torch are told here is told on the nodes; which GPUs are used is for each node to say."""
-    (tmp_path / "lesson.py").write_text(VARIABLES + "launch = print\nlaunch()\n" * (by == "launch"))
+@pytest.mark.parametrize("end", ["launch = print\nlaunch()\n", ""], ids=["launch", "torchrun"])
+def test_which_variables_are_passed(end, sshd, tmp_path):
+    """The variables of NCCL, gloo and torch are passed to the nodes, but not the choice of GPUs."""
+    (tmp_path / "lesson.py").write_text(VARIABLES + end)
     done = start(sshd, tmp_path / "lesson.py", GPUS="1", **TRAVEL, **STAYS).wait()
     assert done.returncode == 0, done.stderr
-    assert dict(re.findall(r"^(node\d): node\d: (\{.*\})$", done.stdout, re.M)) == dict.fromkeys(HOSTS, str(TRAVEL))
+    seen = dict(re.findall(r"^(node\d): node\d: (\{.*\})$", done.stdout, re.M))
+    assert seen == dict.fromkeys(HOSTS, str(TRAVEL))
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -128,42 +136,52 @@ def test_it_can_be_stopped(sign, sshd, tmp_path):
     (tmp_path / "lesson.py").write_text(STUBBORN.format(failing="none"))
     job = start(sshd, tmp_path / "lesson.py")
     printed = read_until(job, "waiting$", 4).splitlines()
-    assert sorted(printed) == [f"{host}: waiting" for host in HOSTS for _ in range(2)]
+    assert sorted(printed) == ["node0: waiting"] * 2 + ["node1: waiting"] * 2
     if sign == signal.SIGINT:
-        os.killpg(job.process.pid, sign)  # a terminal sends it to all
+        os.killpg(job.process.pid, sign)  # a terminal sends it to all processes
     else:
         job.process.send_signal(sign)
-    assert job.wait().returncode == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[sign]
+    status = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[sign]
+    assert job.wait().returncode == status
 
 
 @contextlib.contextmanager
 def without(path):
-    """Take a file away for a while."""
+    """Rename a file while the context lasts, so that it is missing."""
     path.rename(f"{path}.away")
     yield
     Path(f"{path}.away").rename(path)
 
 
 def test_what_is_missing_is_one_line(sshd):
-    """A host, a key, a checkout or an environment: status 1, before anything has been started, and what to type."""
+    """If a host, a key, a checkout or Python is missing, nothing is started.
+
+    One line has what to do.
+    """
 
     def error(*words, **settings):
         done = start(sshd, *words, **settings).wait()
-        assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (1, "", 1), done.stderr
-        return done.stderr.strip()
+        assert (done.returncode, done.stdout) == (1, ""), done.stderr
+        [line] = done.stderr.strip().splitlines()
+        assert line.startswith("error: ")
+        return line.removeprefix("error: ")
 
-    assert error("playground/none.py") == "error: there is no playground/none.py: choose one of playground/*.py"
-    alone = "error: playground/single_gpu.py is a single process: "
-    assert error("playground/single_gpu.py").startswith(f"{alone}python playground/single_gpu.py, or use ")
+    choose = "choose one of playground/*.py"
+    assert error("playground/none.py") == f"there is no playground/none.py: {choose}"
+    alone = "playground/single_gpu.py is a single process: python playground/single_gpu.py, or use "
+    assert error("playground/single_gpu.py").startswith(alone)
     unknown = error(HOSTS="node0 node7")
-    assert unknown.startswith("error: can't log in to node7 (ssh: Could not resolve hostname node7: ")
+    assert unknown.startswith("cannot log in to node7 (ssh: Could not resolve hostname node7: ")
     assert unknown.endswith(": correct HOSTS, or add the host to /etc/hosts")
-    assert error(CHECKOUT="/none") == f"error: node0 has no /none/{LESSON}: rsync -a ./ node0:/none"
+    assert error(CHECKOUT="/none") == f"node0 has no /none/{LESSON}: rsync -a ./ node0:/none"
     setup = f"{sshd.command} node0 {ROOT}/run/setup.sh"
-    assert error(PYTHON="/no/python") == f"error: node0 has no /no/python in {ROOT}: {setup}"
-    assert error(SSH=f"{sshd.command} -p 23").endswith(f"Connection refused): try it alone: {sshd.command} -p 23 node0")
+    assert error(PYTHON="/no/python") == f"node0 has no /no/python in {ROOT}: {setup}"
+    closed = f"{sshd.command} -p 23"
+    assert error(SSH=closed).endswith(f"Connection refused): try this alone: {closed} node0")
     with without(sshd.folder / "known_hosts"):
-        assert error().endswith(f"verification failed.): accept its key once: {sshd.command} node0")
+        line = error()
+    assert line.endswith(f"verification failed.): accept its key once: {sshd.command} node0")
     with without(sshd.folder / "key"):
-        refused = error()
-    assert "Permission denied" in refused and refused.endswith("): give it your key: ssh-copy-id node0")
+        line = error()
+    assert "Permission denied" in line
+    assert line.endswith("): give it your key: ssh-copy-id node0")

@@ -1,10 +1,21 @@
-"""The torchrun lesson: one process without torchrun, one line from rank 0, torchrun's own report as the last word."""
+"""The torchrun lesson: one process without torchrun, ranks by torchrun, and torchrun's report."""
 
 import os
 import re
 import signal
 
-from conftest import LONG, ROOT, SHORT, Job, each_epoch, epochs, free_port, one_process, run, torchrun
+from conftest import (
+    LONG,
+    ROOT,
+    SHORT,
+    Job,
+    each_epoch,
+    epochs,
+    free_port,
+    one_process,
+    run,
+    torchrun,
+)
 from test_errors import wait_for_line
 
 LESSON = "distributed_data_parallel_torchrun"
@@ -19,7 +30,7 @@ def test_plain_python_is_a_single_process():
 
 
 def test_who_is_who_under_torchrun():
-    """Each rank has a row; rank 0 alone prints it and the epochs."""
+    """Each rank has a row. Only rank 0 prints the rows and the epochs."""
     done = torchrun(LESSON, *SHORT, processes=3).wait()
     assert done.returncode == 0, done.stderr
     rows = re.findall(r"^(\d) +(\d) +(\d) +cpu +\d+ +\S+$", done.stdout, re.M)
@@ -28,13 +39,14 @@ def test_who_is_who_under_torchrun():
 
 
 def test_two_nodes_on_one_machine():
-    """torchrun twice, as on two nodes, with the static rendezvous: node, rank and local rank are told apart."""
-    common = ["-m", "torch.distributed.run", "--nnodes", 2, "--nproc-per-node", 1, "--master-addr", "127.0.0.1"]
-    common += ["--master-port", free_port()]
+    """torchrun twice, as on two nodes: node, rank and local rank differ."""
+    common = ["-m", "torch.distributed.run", "--nnodes", 2, "--nproc-per-node", 1]
+    common += ["--master-addr", "127.0.0.1", "--master-port", free_port()]
     one, zero = (Job(*common, "--node-rank", index, PATH, *SHORT, cold=False) for index in (1, 0))
     done, other = zero.wait(), one.wait()
     assert (done.returncode, other.returncode) == (0, 0), done.stderr + other.stderr
-    assert re.findall(r"^(\d) +(\d) +(\d) +cpu", done.stdout, re.M) == [("0", "0", "0"), ("1", "1", "0")]
+    rows = re.findall(r"^(\d) +(\d) +(\d) +cpu", done.stdout, re.M)
+    assert rows == [("0", "0", "0"), ("1", "1", "0")]
     assert epochs(done.stdout) == one_process(*SHORT)
     assert other.stdout == ""
 
@@ -49,7 +61,7 @@ def test_without_restarts_a_killed_rank_ends_the_run():
 
 
 def test_with_restarts_it_begins_again(tmp_path):
-    """A killed rank: all start anew, from the first epoch, and end with the same numbers."""
+    """A rank is killed: all ranks start again from the first epoch, with the same numbers."""
     flags = (*SHORT[:-1], 4)
     restarting = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     still = 'time.sleep(999 * (epoch == 3 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"))'
@@ -59,7 +71,8 @@ def test_with_restarts_it_begins_again(tmp_path):
     os.kill(victim, signal.SIGKILL)
     done = job.wait()
     assert done.returncode == 0, done.stderr
-    assert epochs(done.stdout) == one_process(*flags)  # of the second start: the lines of the first were read above
+    # The lines of the first start have been read above.
+    assert epochs(done.stdout) == one_process(*flags)
 
 
 def test_ctrl_c_under_torchrun():
@@ -72,13 +85,14 @@ def test_ctrl_c_under_torchrun():
 
 
 def test_the_report_names_the_cause(tmp_path):
-    """A mistake on one rank: torchrun's own report has its traceback, because train is recorded."""
+    """torchrun's report has the traceback of a rank that fails, because of @record."""
     text = PATH.read_text()
     line = "    torch.manual_seed(args.seed)\n"
     assert text.count(line) == 1
     copy = tmp_path / "changed.py"
     copy.write_text(text.replace(line, f'{line}    assert rank == 0, "a mistake on one rank"\n'))
-    done = torchrun(copy, *SHORT, cold=True).wait()  # forked ranks fail in the same second: torchrun counts seconds
+    # Forked ranks would fail in the same second, and torchrun compares seconds.
+    done = torchrun(copy, *SHORT, cold=True).wait()
     assert done.returncode == 1
     report = done.stderr[done.stderr.index("Root Cause") :]
     assert re.search(r"rank +: 1", report)

@@ -4,9 +4,10 @@ import os
 import re
 import signal
 import socket
+import sys
 
 import pytest
-from conftest import LONG, ROOT, SHORT, Job, epochs, one_process
+from conftest import LONG, ROOT, SHORT, Job, epochs, free_port, one_process
 from nodes import ADDRESSES, HOSTS, LIGHT, PATIENT, PLACES, read_until
 
 LESSON = ("playground/distributed_data_parallel_torchrun.py", *SHORT)
@@ -30,9 +31,9 @@ def one_line(done, *words):
 
 
 def test_training_with_a_restart(nodes):
-    """Node 0 given by address: single_gpu.py's numbers, from a second start, because a rank was killed: RESTARTS=1.
+    """A rank is killed, and the second start has the numbers of single_gpu.py.
 
-    The next one that is killed ends both nodes, and no process stays.
+    RESTARTS=1, so the next rank that is killed ends both nodes. No process is left.
     """
     flags = (*LESSON[:-1], LONG[-1], *PATIENT)
     zero, one = (start(nodes, index, ADDRESSES[0], *flags, RESTARTS="1") for index in range(2))
@@ -47,7 +48,7 @@ def test_training_with_a_restart(nodes):
 
 
 def test_a_point_to_point_lesson(nodes):
-    """Node 0 given by name: ranks of two nodes send each other numbers; flags of the lesson's own are passed on."""
+    """Node 0 is given by name. The lesson gets its own flags."""
     command = ("playground/nonblocking_p2p.py", "--device", "cpu", *PATIENT)
     jobs = [start(nodes, index, HOSTS[0], *command) for index in range(2)]
     done = [job.wait() for job in jobs]
@@ -58,7 +59,7 @@ def test_a_point_to_point_lesson(nodes):
 
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
 def test_the_end_of_one_node_ends_the_other(sign, nodes):
-    """Ctrl-C or SIGTERM ends the script: the other node stops too, and no process is left. Two ranks on each."""
+    """Ctrl-C or SIGTERM ends the script and the other node, and no process is left."""
     zero, one = (start(nodes, index, ADDRESSES[0], LIGHT, "--wait", GPUS="2") for index in range(2))
     printed = "".join(read_until(job, r"^rank \d waits$", 2) for job in (zero, one))
     assert sorted(re.findall("^(rank .*), flags", printed, re.M)) == PLACES
@@ -68,7 +69,7 @@ def test_the_end_of_one_node_ends_the_other(sign, nodes):
 
 
 def test_a_node_that_never_comes(nodes):
-    """Neither the node that serves the rendezvous nor the one that looks for it waits longer than WAIT seconds."""
+    """No node waits longer than WAIT seconds, neither the one at NODE0 nor the other."""
     for index in range(2):
         done = start(nodes, index, ADDRESSES[0], WAIT="4").wait()
         assert done.returncode == 1
@@ -81,8 +82,18 @@ def test_what_is_missing_is_one_line():
         (2, (), {"NODE0": "localhost"}, ("NODE0=", "playground/")),
         (2, LESSON, {}, ("NODE0=", "playground/")),
         (2, ("--epochs", 1), {"NODE0": "localhost"}, ("--epochs", "playground/*.py")),
-        (2, SPAWNING, {"NODE0": "localhost"}, ("starts its own processes", 'HOSTS="node0 node1" run/two_nodes_ssh.sh')),
-        (2, ("playground/single_gpu.py",), {"NODE0": "localhost"}, ("is a single process", "playground/single_gpu.py")),
+        (
+            2,
+            SPAWNING,
+            {"NODE0": "localhost"},
+            ("starts its own processes", 'HOSTS="node0 node1" run/two_nodes_ssh.sh'),
+        ),
+        (
+            2,
+            ("playground/single_gpu.py",),
+            {"NODE0": "localhost"},
+            ("is a single process", "playground/single_gpu.py"),
+        ),
         (1, LESSON, {"NODE0": "no-such-node"}, ("no-such-node", "NODE0=10.0.0.1")),
         (1, LESSON, {"NODE0": "localhost", "PYTHON": "/no/python"}, ("/no/python", "run/setup.sh")),
     ):
@@ -94,3 +105,36 @@ def test_what_is_missing_is_one_line():
         done = Job(SCRIPT, *LESSON, env={"NODE0": "localhost", "PORT": str(port)}).wait()
     assert done.returncode == 1
     one_line(done, f"port {port} is in use", f"PORT={port + 1}")
+
+
+PLAYED = """#!/usr/bin/env bash
+# Stands for Python: it says whether there is a GPU, and shows the log level that torchrun gets.
+case "$*" in
+    *is_available*) exit "$NO_GPU" ;;
+    *torch.distributed.run*) echo "level ${TORCH_CPP_LOG_LEVEL:-unset}" ;;
+    *) exec "$REAL" "$@" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("no_gpu", "flags", "level", "expected"),
+    [
+        ("1", (), None, "FATAL"),
+        ("0", (), None, "unset"),
+        ("0", ("--device", "cpu"), None, "FATAL"),
+        ("0", ("--device=cpu",), None, "FATAL"),
+        ("0", ("--device", "cuda"), None, "unset"),
+        ("1", (), "INFO", "INFO"),
+    ],
+)
+def test_only_the_log_of_gloo_is_off(no_gpu, flags, level, expected, tmp_path):
+    """NCCL logs why it ends a process."""
+    python = tmp_path / "python"
+    python.write_text(PLAYED)
+    python.chmod(0o755)
+    env = {"NODE0": "localhost", "PORT": str(free_port()), "TORCH_CPP_LOG_LEVEL": level}
+    env |= {"PYTHON": str(python), "REAL": sys.executable, "NO_GPU": no_gpu}
+    done = Job(SCRIPT, LESSON[0], *flags, env=env).wait()
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"level {expected}\n"

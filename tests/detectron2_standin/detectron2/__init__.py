@@ -1,1 +1,1 @@
-"""A small stand-in for detectron2, for machines without it: the parts that the lesson uses, as documented there."""
+"""A stand-in for machines without detectron2: the parts that the lesson uses, as documented."""

@@ -1,4 +1,4 @@
-"""detectron2.engine.launch, as documented: start the processes of this machine and form the process group."""
+"""detectron2.engine.launch, as documented: start the processes of this machine, form the group."""
 
 import socket
 from datetime import timedelta
@@ -19,7 +19,7 @@ def launch(
     args=(),
     timeout=timedelta(minutes=30),
 ):
-    """Run main_func(*args) in num_gpus_per_machine processes; if there is one process in all, in this one."""
+    """Run main_func(*args) in num_gpus_per_machine processes. A single process is this one."""
     world_size = num_machines * num_gpus_per_machine
     if world_size == 1:
         main_func(*args)
@@ -27,16 +27,22 @@ def launch(
     if dist_url == "auto":
         with socket.create_server(("127.0.0.1", 0)) as server:
             dist_url = f"tcp://127.0.0.1:{server.getsockname()[1]}"
-    job = (main_func, args, world_size, num_gpus_per_machine, machine_rank, dist_url, timeout)
+    first_rank = machine_rank * num_gpus_per_machine
+    job = (main_func, args, world_size, num_gpus_per_machine, first_rank, dist_url, timeout)
     mp.spawn(_worker, job, num_gpus_per_machine)
 
 
-def _worker(local_rank, main_func, args, world_size, per_machine, machine_rank, dist_url, timeout):
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    rank = machine_rank * per_machine + local_rank
-    dist.init_process_group(backend, init_method=dist_url, rank=rank, world_size=world_size, timeout=timeout)
+def _worker(local_rank, main_func, args, world_size, per_machine, first_rank, dist_url, timeout):
+    has_gpu = torch.cuda.is_available()
+    dist.init_process_group(
+        "nccl" if has_gpu else "gloo",
+        init_method=dist_url,
+        rank=first_rank + local_rank,
+        world_size=world_size,
+        timeout=timeout,
+    )
     comm.create_local_process_group(per_machine)
-    if torch.cuda.is_available():
+    if has_gpu:
         torch.cuda.set_device(local_rank)
     comm.synchronize()
     main_func(*args)

@@ -1,17 +1,25 @@
-"""detectron2.utils.comm, as documented: ranks and collectives that also work without a process group."""
+"""detectron2.utils.comm, as documented: ranks and collectives that also work without a group.
 
+Like the real one, it keeps two process groups until Python ends.
+"""
+
+import functools
 import random
 
 import torch
 import torch.distributed as dist
 
-_local_size = 1
+_local_group = None
 
 
 def create_local_process_group(num_workers_per_machine):
-    """Note how many processes a machine has."""
-    global _local_size
-    _local_size = num_workers_per_machine
+    """Make a group of the ranks of each machine, and remember that of this one."""
+    global _local_group
+    for first in range(0, get_world_size(), num_workers_per_machine):
+        ranks = list(range(first, first + num_workers_per_machine))
+        group = dist.new_group(ranks)
+        if get_rank() in ranks:
+            _local_group = group
 
 
 def get_world_size():
@@ -26,12 +34,12 @@ def get_rank():
 
 def get_local_size():
     """Return the number of processes on this machine."""
-    return _local_size
+    return dist.get_world_size(_local_group) if dist.is_initialized() else 1
 
 
 def get_local_rank():
     """Return the rank of this process on its machine."""
-    return get_rank() % _local_size
+    return dist.get_rank(_local_group) if dist.is_initialized() else 0
 
 
 def is_main_process():
@@ -40,9 +48,17 @@ def is_main_process():
 
 
 def synchronize():
-    """Wait until all processes have come here."""
+    """Wait until all processes have called this."""
     if get_world_size() > 1:
         dist.barrier()
+
+
+@functools.cache
+def _group_for_objects():
+    """Return a group of all ranks that sends objects through the memory of the CPU."""
+    if dist.get_backend() == "nccl":
+        return dist.new_group(backend="gloo")
+    return dist.group.WORLD
 
 
 def all_gather(data):
@@ -50,7 +66,7 @@ def all_gather(data):
     if get_world_size() == 1:
         return [data]
     everyone = [None] * get_world_size()
-    dist.all_gather_object(everyone, data)
+    dist.all_gather_object(everyone, data, _group_for_objects())
     return everyone
 
 
@@ -66,7 +82,7 @@ def shared_random_seed():
 
 
 def reduce_dict(input_dict, average=True):
-    """Add up, or average, a dict of scalar tensors over the ranks; rank 0 has the result."""
+    """Add up, or average, a dict of scalar tensors over the ranks. Rank 0 has the result."""
     if get_world_size() == 1:
         return input_dict
     names = sorted(input_dict)

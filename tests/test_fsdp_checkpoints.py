@@ -1,0 +1,406 @@
+"""FSDP in a long run: checkpoints for any number of ranks, export, bfloat16, clipping, dropout."""
+
+import argparse
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from conftest import DIGITS, epochs, free_port, torchrun, train
+from nodes import sh, small_disk
+from test_errors import one_line
+from test_parity import result, single
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, RandomSampler
+
+from common.data import load, whole_batch
+from common.models import MODELS
+
+LESSON = "fully_sharded_checkpoints"
+SHORT = (*DIGITS, "--batch_size", 120)
+
+
+def failed(*flags, processes=1):
+    """Run the lesson, which has to end with status 1. Returns it with stdout and stderr."""
+    return train(LESSON, *flags, processes=processes, status=1)
+
+
+def test_bfloat16():
+    """The losses are near those of float32, but differ. Parameters stay in float32."""
+    lines, checkpoint = result(LESSON, "--precision", "bf16", processes=2)
+    expected_lines, expected = single("--model", "mlp")
+    for line, right in zip(lines, expected_lines, strict=True):
+        assert 1e-5 < abs(line["loss"] - right["loss"]) < 0.03
+    found = checkpoint["model"]
+    assert {tensor.dtype for tensor in found.values()} == {torch.float32}
+    apart = [(found[name] - tensor).abs().max() for name, tensor in expected["model"].items()]
+    assert 1e-5 < max(apart) < 0.05
+
+
+def counted_rank(rank, world_size, port, results):
+    """Count what a step in bfloat16 sends, and what the export keeps on each rank."""
+    import weakref
+
+    import fully_sharded_checkpoints as lesson
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from measure.memory import Messages
+
+    class Peak(TorchDispatchMode):
+        """Count the bytes of the new tensors, as long as they are in memory."""
+
+        def __init__(self, shards):
+            super().__init__()
+            self.shards = {each.untyped_storage().data_ptr() for each in shards}
+            self.storages = []
+            self.peak = 0
+
+        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+            found = operation(*args, **(kwargs or {}))
+            if type(found) is torch.Tensor:  # a DTensor has no memory but that of its shard
+                self.storages.append(weakref.ref(found.untyped_storage()))
+            alive = [each() for each in self.storages if each() is not None]
+            sizes = {each.data_ptr(): each.nbytes() for each in alive}
+            for shard in self.shards & sizes.keys():
+                del sizes[shard]
+            self.peak = max(self.peak, sum(sizes.values()))
+            return found
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size
+    )
+    torch.manual_seed(0)
+    model = MODELS["mlp"](784, 12)
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    lesson.shard(model, argparse.Namespace(device="cpu", precision="bf16"))
+    optimizer = torch.optim.Adam(model.parameters())
+    found = {"size": size}
+    with Messages() as messages:
+        F.cross_entropy(model(torch.randn(2, 1, 28, 28)), torch.arange(2)).backward()
+    found["sent"] = messages.sent
+    parameters = list(model.parameters())
+    found["types"] = {each.dtype for each in parameters} | {each.grad.dtype for each in parameters}
+    optimizer.step()
+    optimizer.zero_grad()
+    shards = [each.to_local() for each in parameters]
+    for state in optimizer.state.values():
+        shards += [state["exp_avg"].to_local(), state["exp_avg_sq"].to_local()]
+    with Peak(shards) as peak:
+        on_rank_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        states = get_state_dict(model, optimizer, options=on_rank_0)
+    found["peak"] = peak.peak
+    found["kept"] = [len(state) for state in states]
+    results[rank] = found
+    dist.destroy_process_group()
+
+
+def test_bytes_of_a_step_in_bfloat16_and_of_the_export():
+    """Gathered in half of the bytes. Only rank 0 keeps what is exported, tensor by tensor."""
+    with mp.Manager() as manager:
+        results = manager.dict()
+        mp.start_processes(counted_rank, (2, free_port(), results), 2, start_method="fork")
+        results = dict(results)
+    size = results[0]["size"]
+    largest = 4 * 784 * 784
+    for found in results.values():
+        assert found["types"] == {torch.float32}
+        assert found["sent"] == pytest.approx((2 * 0.5 + 1) * size / 2)
+    assert results[0]["kept"][0] == 26  # parameters
+    assert results[1]["kept"] == [0, 0]
+    assert results[1]["peak"] < 4 * largest < 3 * size / 4
+    assert results[0]["peak"] > 3 * size - 1  # with Adam's two averages
+
+
+def clipped(clip):
+    """Train two epochs in a plain loop that clips. Returns the state, and the mean norms."""
+    torch.manual_seed(0)
+    train_set, _ = load("digits", None)
+    model = MODELS["mlp"]()
+    generator = torch.Generator()
+    norms = []
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-6, fused=True)
+    sampler = RandomSampler(train_set, generator=generator)
+    loader = DataLoader(train_set, 120, sampler=sampler, drop_last=True, collate_fn=whole_batch)
+    for epoch in range(2):
+        generator.manual_seed(epoch)
+        for images, labels in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(model(images), labels).backward()
+            gradients = torch.cat([each.grad.flatten() for each in model.parameters()])
+            norms.append(gradients.square().sum().sqrt())
+            for parameter in model.parameters():
+                parameter.grad *= min(1, clip / (norms[-1] + 1e-6))
+            optimizer.step()
+    return model.state_dict(), torch.stack(norms).view(2, -1).mean(dim=1).tolist()
+
+
+def norms_in(out):
+    """Return the norms that the lesson prints."""
+    return [float(norm) for norm in re.findall(r"images/s  norm ([\d.]+)$", out, re.M)]
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_clipping(processes, tmp_path):
+    """By the norm over all ranks, which is printed: the parameters of a plain loop, to 1e-12."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        expected, norms = clipped(0.5)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    flags = (*SHORT, "--epochs", 2, "--double", "--clip", 0.5, "-s", tmp_path / "c.pt")
+    out = train(LESSON, *flags, processes=processes).stdout
+    found = torch.load(tmp_path / "c.pt", weights_only=True)["model"]
+    unclipped = single("--double", "--model", "mlp")[1]["model"]
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, atol=1e-12, rtol=0)
+    apart = [(unclipped[name] - tensor).abs().max() for name, tensor in expected.items()]
+    assert max(apart) > 1e-4
+    assert norms_in(out) == pytest.approx(norms, abs=6e-5)
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    """A folder with sharded checkpoints of two ranks, after one epoch and after two."""
+    folder = tmp_path_factory.mktemp("fsdp") / "run"
+    train(LESSON, *SHORT, "--epochs", 2, "--double", "--run_dir", folder, processes=2)
+    return folder
+
+
+@pytest.fixture
+def broken(run_dir, tmp_path):
+    """A copy of it, to be damaged."""
+    return shutil.copytree(run_dir, tmp_path / "run")
+
+
+def test_a_checkpoint_is_loaded_by_a_different_number_of_ranks(tmp_path):
+    """An epoch by 2 ranks, one by 3, one by 2: the parameters and Adam's state of one process."""
+    for done, processes in enumerate((2, 3, 2)):
+        flags = ("--epochs", done + 1, "--double", "--run_dir", tmp_path / "run")
+        flags += ("-s", tmp_path / f"{done}.pt")
+        out = train(LESSON, *SHORT, *flags, processes=processes).stdout
+        assert re.findall(r"^epoch (\d)", out, re.M) == [str(done + 1)]
+        assert (f"epoch-000{done}: {done} of {done + 1} epochs are done" in out) == (done > 0)
+        files = {path.name for path in (tmp_path / "run" / f"epoch-000{done + 1}").iterdir()}
+        assert files == {".metadata", *(f"__{rank}_0.distcp" for rank in range(processes))}
+    train("single_gpu", *SHORT, "--epochs", 3, "--double", "-s", tmp_path / "one.pt")
+    found = torch.load(tmp_path / "2.pt", weights_only=True)
+    expected = torch.load(tmp_path / "one.pt", weights_only=True)
+    for name, tensor in expected["model"].items():
+        torch.testing.assert_close(found["model"][name], tensor, atol=1e-12, rtol=0)
+    states = found["optimizer"]["state"].values()
+    for state, right in zip(states, expected["optimizer"]["state"].values(), strict=True):
+        assert state.keys() == right.keys() == {"step", "exp_avg", "exp_avg_sq"}
+        for name, value in right.items():
+            torch.testing.assert_close(state[name], value, atol=1e-12, rtol=0)
+
+
+def test_rank_0_chooses_the_checkpoint(change, broken):
+    """Other ranks do not look into the folder, which may look different from another node."""
+    first = "    # dcp.save() writes the file .metadata last"
+    copy = change(LESSON, (first, f"    assert dist.get_rank() == 0\n{first}"))
+    flags = (*SHORT, "--epochs", 3, "--double", "--run_dir", broken)
+    out = train(copy, *flags, processes=2).stdout
+    assert "epoch-0002: 2 of 3 epochs are done" in out
+    assert re.findall(r"^epoch (\d)", out, re.M) == ["3"]
+
+
+def test_the_export_is_a_plain_checkpoint(run_dir, tmp_path):
+    """Written by another number of ranks, without a step: a plain model and optimizer continue."""
+    path = tmp_path / "plain.pt"
+    flags = (*SHORT, "--epochs", 2, "--double", "--run_dir", run_dir, "-s", path)
+    assert not epochs(train(LESSON, *flags, processes=3).stdout)
+    checkpoint = torch.load(path, weights_only=True)
+    assert set(checkpoint) == {"model", "optimizer", "epoch", "args"}
+    assert (checkpoint["epoch"], checkpoint["args"]["batch_size"]) == (2, 120)
+    assert {type(value) for value in checkpoint["model"].values()} == {torch.Tensor}
+    assert [path.name for path in tmp_path.iterdir()] == ["plain.pt"]
+    _, expected = single("--double", "--model", "mlp")
+    assert list(checkpoint["model"]) == list(expected["model"])
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(9, 1, 28, 28, generator=generator, dtype=torch.float64)
+    after = []
+    for state in (checkpoint, expected):
+        model = MODELS["mlp"]().double()
+        model.load_state_dict(state["model"])
+        optimizer = torch.optim.Adam(model.parameters())
+        optimizer.load_state_dict(state["optimizer"])
+        assert (optimizer.param_groups[0]["eps"], len(optimizer.state)) == (1e-6, 8)
+        F.cross_entropy(model(images), torch.arange(9)).backward()
+        optimizer.step()
+        after.append(model.state_dict())
+    for name, tensor in after[1].items():
+        torch.testing.assert_close(after[0][name], tensor, atol=1e-12, rtol=0)
+
+
+def cut_short(path):
+    """Leave the first third of a file."""
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 3])
+
+
+@pytest.mark.parametrize(
+    ("damage", "file", "words"),
+    [
+        (Path.unlink, "__1_0.distcp", ("No such file", "__1_0.distcp")),
+        (cut_short, "__1_0.distcp", ()),
+        (cut_short, ".metadata", ()),
+        (lambda path: path.write_bytes(b""), "__0_0.distcp", ()),
+    ],
+)
+def test_a_file_is_missing_or_damaged(damage, file, words, broken):
+    """One line names the folder. Without that folder, the checkpoint before it is resumed.
+
+    PyTorch logs damaged metadata by itself, above that line.
+    """
+    damage(broken / "epoch-0002" / file)
+    flags = (*SHORT, "--epochs", 2, "--double", "--run_dir", broken)
+    done = failed(*flags, processes=2)
+    if file == ".metadata":
+        assert done.stderr.count("epoch-0002 is damaged: delete it") == 1
+    else:
+        one_line(done, "epoch-0002 is damaged: delete it", *words)
+    shutil.rmtree(broken / "epoch-0002")
+    assert epochs(train(LESSON, *flags, processes=2).stdout) == epochs_of_two()[1:]
+
+
+def test_a_full_disk(tmp_path):
+    """No room for the next checkpoint: a line from each rank. With more room it resumes."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    with small_disk(folder, "4m"):
+        flags = (*SHORT, "--double", "--run_dir", folder / "run")
+        done = failed(*flags, "--epochs", 5, processes=2)
+        told = "make room, or choose another --savefile or --run_dir"
+        assert re.fullmatch(f"(error: No space left on device: {told}\n)+", done.stderr)
+        saved = len(epochs(done.stdout)) - 1
+        assert saved > 0
+        sh("mount", "-o", "remount,size=20m", folder)
+        again = train(LESSON, *flags, "--epochs", saved + 1, processes=3).stdout
+        assert epochs(again) == epochs(done.stdout)[saved:]
+
+
+def epochs_of_two():
+    """Return the epoch lines of two epochs in float64."""
+    return [
+        {name: pytest.approx(value, abs=1e-3) for name, value in line.items()}
+        for line in single("--double", "--model", "mlp")[0]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--double", "--model", "cnn"), "model=mlp, not cnn"),
+        (("--double", "--width", 32), "width=None, not 32"),
+        (("--double", "--layers", 4), "layers=None, not 4"),
+        (("--double", "--lr", 0.5), "lr=0.001, not 0.5"),
+        (("--double", "--clip", 0.5), "clip=0.0, not 0.5"),
+        ((), "double=True, not False"),
+    ],
+)
+def test_a_checkpoint_of_other_flags(flags, words, run_dir):
+    """One line says what differs."""
+    done = failed(*SHORT, "--epochs", 3, *flags, "--run_dir", run_dir, processes=2)
+    one_line(done, f"epoch-0002 was trained with {words}: use the same flags")
+
+
+DROPOUT = ("--model", "cnn", "--dropout", 0.5, "--double")
+SEED = "        torch.manual_seed(args.seed + epoch * world_size + rank)\n"
+START = "\n        start = time.perf_counter()\n"
+DRAWN = """
+        drawn = [None] * world_size
+        dist.all_gather_object(drawn, torch.rand(1).item())
+        print("drawn:", *drawn)
+        start = time.perf_counter()
+"""
+
+
+def draws_of(out):
+    """Return the numbers that the ranks have drawn, epoch by epoch."""
+    return re.findall(r"0\.\d+", " ".join(re.findall(r"^drawn: (.*)", out, re.M)))
+
+
+def resumed(copy, folder, *flags):
+    """Train two epochs without a break, and with one after the first. Returns draws and states."""
+    draws = []
+    states = []
+    for name, counts in (("whole", (2,)), ("resumed", (1, 2))):
+        drawn = []
+        for count in counts:
+            own = ("--epochs", count, "--run_dir", folder / name, "-s", folder / f"{name}.pt")
+            drawn += draws_of(train(copy, *SHORT, *DROPOUT, *own, processes=2).stdout)
+        draws.append(drawn)
+        states.append(torch.load(folder / f"{name}.pt", weights_only=True)["model"])
+    return draws, states
+
+
+def test_ranks_drop_different_neurons(change, tmp_path):
+    """Each rank and epoch draws different numbers, and a run that is resumed draws the same."""
+    draws, states = resumed(change(LESSON, (START, DRAWN)), tmp_path)
+    assert len(set(draws[0])) == 4  # two ranks, two epochs
+    assert draws[0] == draws[1]
+    for name, tensor in states[0].items():
+        torch.testing.assert_close(states[1][name], tensor, atol=1e-12, rtol=0)
+
+
+def test_dropout_without_seeds_of_its_own(change, tmp_path):
+    """Exercise 1: all ranks drop the same neurons, and a break changes which."""
+    draws, states = resumed(change(LESSON, (START, DRAWN), (SEED, "")), tmp_path)
+    for drawn in draws:
+        assert drawn[0] == drawn[1] and drawn[2] == drawn[3]
+    assert draws[0][:2] == draws[1][:2]
+    assert draws[0][2] != draws[1][2]
+    assert max((states[0][name] - states[1][name]).abs().max() for name in states[0]) > 1e-4
+
+
+def test_shards_in_bfloat16(change):
+    """Exercise 2: small updates are lost, so the loss falls more slowly."""
+    line = "    shard(model, args)\n"
+    copy = change(LESSON, (line, f"    model.bfloat16()\n{line}"))
+    flags = (*DIGITS, "--precision", "bf16", "--lr", 1e-4, "--epochs", 10)
+    losses = []
+    for lesson in (LESSON, copy):
+        losses.append(epochs(train(lesson, *flags, processes=2).stdout)[-1]["loss"])
+    assert losses[1] > losses[0] + 0.2
+
+
+def test_a_checkpoint_that_was_not_finished(broken):
+    """Exercise 3: .metadata is written last, so without it the checkpoint before is resumed."""
+    (broken / "epoch-0002" / ".metadata").unlink()
+    out = train(LESSON, *SHORT, "--epochs", 2, "--double", "--run_dir", broken).stdout
+    assert "epoch-0001: 1 of 2 epochs are done" in out
+    assert epochs(out) == epochs_of_two()[1:]
+    assert (broken / "epoch-0002" / ".metadata").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--dropout", 0.5), ("--dropout 0.5", "--model cnn")),
+        (("--dropout", 1, "--model", "cnn"), ("--dropout 1", "below 1")),
+        (("--dropout", "nan", "--model", "cnn"), ("--dropout nan", "below 1")),
+        (("--clip", -1), ("--clip", "0 or more")),
+        (("--clip", "nan"), ("--clip", "0 or more")),
+        (("--precision", "fp8"), ("--precision", "bf16")),
+        (("--batch_size", 100), ("--batch_size 100", "3", "99")),
+        (("--run_dir", "/proc/here"), ("--run_dir /proc/here",)),
+    ],
+)
+def test_wrong_flags(flags, words, main):
+    """Status 2, one line."""
+    env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    one_line(main(LESSON, "--batch_size", 120, *flags, env=env), *words)
+
+
+def test_a_missing_file_as_a_user_sees_it(broken):
+    """Under torchrun: the line stands once, before torchrun's own report."""
+    (broken / "epoch-0002" / "__0_0.distcp").unlink()
+    done = torchrun(LESSON, *SHORT, "--double", "--run_dir", broken).wait(150)
+    assert done.returncode == 1
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and "__0_0.distcp" in lines[0]

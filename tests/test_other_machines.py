@@ -1,0 +1,68 @@
+"""The workflow that runs the tests elsewhere, and lessons on a machine that is not Linux."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, SHORT, by_torchrun, epochs, lesson_path, one_process, train
+
+WORKFLOW = ROOT / ".github" / "workflows" / "tests.yml"
+
+
+def valid(path):
+    """Return whether a file has the schema of GitHub's workflows."""
+    command = ["check_jsonschema", "--builtin-schema", "vendor.github-workflows", path]
+    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True)
+    return done.returncode == 0
+
+
+def test_the_workflow_has_the_schema(tmp_path):
+    """And a workflow with a misspelt key has not."""
+    assert valid(WORKFLOW)
+    wrong = tmp_path / "wrong.yml"
+    wrong.write_text(WORKFLOW.read_text().replace("runs-on:", "run-on:"))
+    assert not valid(wrong)
+
+
+def test_the_workflow_runs_what_is_here():
+    """Its script is there, and its old PyTorch is the oldest that requirements.txt allows."""
+    text = WORKFLOW.read_text()
+    assert "run: .ci/run\n" in text and (ROOT / ".ci" / "run").is_file()
+    requirements = (ROOT / "requirements.txt").read_text()
+    for name in ("torch", "torchvision"):
+        version = re.search(rf"\b{name}==([\d.]+)", text)[1]
+        lowest = re.search(rf"^{name}>=([\d.]+)", requirements, re.M)[1]
+        assert version == lowest or version.startswith(f"{lowest}.")
+
+
+ELSEWHERE = """
+import builtins
+
+open_file = builtins.open
+
+
+def open_elsewhere(file, *args, **options):
+    if str(file).startswith("/proc"):
+        raise FileNotFoundError(file)
+    return open_file(file, *args, **options)
+
+
+builtins.open = open_elsewhere
+sys.platform = "darwin"
+del os.sched_getaffinity
+"""
+
+
+@pytest.mark.parametrize(
+    "lesson", ["single_gpu", "distributed_data_parallel", "distributed_data_parallel_torchrun"]
+)
+def test_a_lesson_needs_nothing_that_only_linux_has(lesson, tmp_path):
+    """Without /proc and sched_getaffinity, on a system that says that it is macOS."""
+    text = lesson_path(lesson).read_text()
+    before = "\nsys.path.append("  # PyTorch is imported above, and what is ours below
+    assert text.count(before) == 1
+    copy = tmp_path / f"{lesson}.py"
+    copy.write_text(text.replace(before, ELSEWHERE + before))
+    done = train(copy, *SHORT, processes=2 if by_torchrun(lesson) else None, cold=True)
+    assert epochs(done.stdout) == one_process(*SHORT)

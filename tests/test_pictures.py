@@ -1,0 +1,234 @@
+"""The pictures are drawn from what a run counts, and drawing them again changes nothing."""
+
+import json
+import re
+import sys
+import time
+
+import pytest
+import torch.distributed as dist
+from conftest import ROOT
+from matplotlib.testing.compare import compare_images
+from PIL import Image
+
+from measure import pictures
+from measure.counts import IN_RANKS, WIDE, count, in_ranks, time_overlap
+from measure.pictures import DRAW, FIGURES, logical_time
+from measure.timeline import Calls, Span, as_text, bubble
+
+COUNTS = json.loads((FIGURES / "pictures.json").read_text())
+COUNTED = ("holds", "ring", "fsdp", "schedules", "tensor", "mesh")
+
+
+def test_all_pictures_have_counts():
+    """Each picture can be drawn, has its counts, and is counted or timed in a run."""
+    counted = {name for functions in IN_RANKS.values() for name in functions}
+    assert set(DRAW) == set(COUNTS) == counted | {"overlap"}
+
+
+@pytest.fixture(scope="module")
+def counted_again():
+    """Count everything that is no time."""
+    return json.loads(json.dumps(count(COUNTED)))
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_the_counts_are_those_of_a_run(name, counted_again):
+    """Bytes, messages and orders are equal to the last one."""
+    assert counted_again[name] == COUNTS[name]
+
+
+def calls(rows):
+    """Return the calls of each rank in their order, without the times."""
+    by_rank = {0: [], 1: []}
+    for rank, kind, _, _ in sorted(rows, key=lambda row: row[2]):
+        by_rank[rank].append(kind)
+    return by_rank
+
+
+def test_who_waits_in_which_call():
+    """Both ranks make the calls of the picture in the same order."""
+    again = count(["waits"])["waits"]
+    assert again.keys() == COUNTS["waits"].keys()
+    for exchange, rows in again.items():
+        assert calls(rows) == calls(COUNTS["waits"][exchange])
+    assert calls(again["rank 0 is late"]) == {0: ["asleep", "send"], 1: ["recv"]}
+    assert calls(again["nonblocking"])[1] == ["computing", "wait", "wait"]
+
+
+def test_the_waiting_of_the_picture():
+    """A rank waits while the other one sleeps, but not with non-blocking calls."""
+    long = {}
+    for exchange, rows in COUNTS["waits"].items():
+        long[exchange] = {(row[0], row[1]) for row in rows if row[3] - row[2] > 0.4}
+    assert long["rank 0 is late"] == {(0, "asleep"), (1, "recv")}
+    assert long["rank 1 is late"] == {(0, "send"), (1, "asleep")}
+    both = {(0, "asleep"), (0, "computing"), (1, "computing")}
+    assert long["blocking"] == both | {(1, "recv")}
+    assert long["nonblocking"] == both
+
+
+def test_the_messages_of_a_traced_step():
+    """As many messages as in the picture, and several of them start during backward()."""
+    again = time_overlap((*WIDE, "--epochs", "1"))
+    for steps in (COUNTS["overlap"], again):
+        several, one = steps.values()
+        assert (len(several["messages"]), len(one["messages"])) == (5, 1)
+        early = [start for start, _ in several["messages"] if start < several["backward"][1]]
+        assert len(early) >= 3
+        # A single message starts with the last gradient, when backward() is about to end.
+        start, _ = one["messages"][0]
+        first, last = one["backward"]
+        assert start > (first + last) / 2
+
+
+@pytest.mark.parametrize("name", DRAW)
+def test_drawing_again_changes_nothing(name, tmp_path):
+    """The picture shows its counts, has no date in it, and is small."""
+    committed = FIGURES / f"{name}.png"
+    DRAW[name](COUNTS[name], tmp_path / "1.png")
+    DRAW[name](COUNTS[name], tmp_path / "2.png")
+    assert (tmp_path / "1.png").read_bytes() == (tmp_path / "2.png").read_bytes()
+    # The letters may differ a little between versions of matplotlib.
+    assert compare_images(committed, tmp_path / "1.png", tol=5) is None
+    assert committed.stat().st_size < 120_000
+    with Image.open(committed) as image:
+        assert image.width == 1000 and not image.info.keys() & {"Software", "date"}
+
+
+def test_a_picture_of_other_counts_differs(tmp_path):
+    """The comparison above sees a chunk that has not been added."""
+    other = json.loads(json.dumps(COUNTS["ring"]))
+    other["held"][2][3][1] = "0"
+    DRAW["ring"](other, tmp_path / "ring.png")
+    assert compare_images(FIGURES / "ring.png", tmp_path / "ring.png", tol=1) is not None
+
+
+def gpipe(ranks, micro_batches):
+    """Return the order of GPipe with one stage on each rank."""
+    orders = []
+    for rank in range(ranks):
+        words = [f"{rank}F{number}" for number in range(micro_batches)]
+        words += [f"{rank}B{number}" for number in range(micro_batches)]
+        orders.append(" ".join(words))
+    return orders
+
+
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(1, 2), (2, 8), (4, 8), (3, 12)])
+def test_logical_time_has_the_bubble_of_the_formula(ranks, micro_batches):
+    """(p-1)/(m+p-1), for GPipe. The counted order of GPipe is this order."""
+    orders = gpipe(ranks, micro_batches)
+    spans = logical_time(orders, 1)
+    expected = (ranks - 1) / (micro_batches + ranks - 1)
+    assert bubble(spans, ranks) == pytest.approx(expected)
+    if (ranks, micro_batches) == (4, 8):
+        assert orders == COUNTS["schedules"]["GPipe"]
+
+
+def test_the_bubbles_of_the_picture():
+    """1F1B has GPipe's bubble, two stages on a rank halve it, and split backward passes fill it."""
+    stages = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "InterleavedZeroBubble": 2}
+    bubbles = []
+    for name, orders in COUNTS["schedules"].items():
+        spans = logical_time(orders, stages[name])
+        assert all(span.start >= 0 for span in spans)
+        assert len(spans) == sum(len(order.split()) for order in orders)
+        bubbles.append(bubble(spans, 4))
+    assert bubbles[:3] == pytest.approx([3 / 11, 3 / 11, 1.5 / 9.5])
+    assert bubbles[3] < bubbles[2]
+
+
+def test_orders_that_wait_for_each_other():
+    """A rank that waits for what comes later on another rank is an error, and no endless loop."""
+    with pytest.raises(AssertionError, match="all ranks wait for each other"):
+        logical_time(["0B0 0F0", "1F0 1B0"], 1)
+
+
+def test_the_activations_of_1f1b():
+    """As the page says, rank 0 keeps those of four micro-batches at most; with GPipe, of eight."""
+    for name, most in (("GPipe", 8), ("1F1B", 4)):
+        kept = [0]
+        for word in COUNTS["schedules"][name][0].split():
+            change = 1 if "F" in word else -1
+            kept.append(kept[-1] + change)
+        assert max(kept) == most
+
+
+def test_the_numbers_of_the_lessons():
+    """The bytes of hybrid_parallel.py's docstring; about a quarter with each way to split."""
+    said = (ROOT / "playground" / "hybrid_parallel.py").read_text()
+    [tensor, _, hsdp] = COUNTS["mesh"]
+    sizes = {}
+    for axis, size in re.findall(r"^ +(\w+) +\w+ +\d+ +\d+ +[\d,]+ +([\d,]+)$", said, re.M):
+        sizes[axis] = sizes.get(axis, 0) + int(size.replace(",", ""))
+    for picture in (tensor, hsdp):
+        for axis, sent in picture["sent"].items():
+            assert sent == [sizes[axis]] * 4
+    whole = sum(COUNTS["holds"]["one process"][0].values())
+    whole -= COUNTS["holds"]["one process"][0]["activations"]
+    for way in ("ZeRO 3: FSDP", "pipeline", "tensor", "mesh, 2 x 2"):
+        for held in COUNTS["holds"][way]:
+            assert sum(held.values()) - held["activations"] == pytest.approx(whole / 4, rel=0.02)
+
+
+def sleep_and_meet():
+    """Sleep, compute and wait, once while it is noted and once afterwards."""
+    sleep = time.sleep
+    with Calls(computing=rest) as noted:
+        time.sleep(0.01)
+        rest()
+        dist.barrier()
+        with pytest.raises(ZeroDivisionError):
+            rest(0)
+    assert time.sleep is sleep
+    rest()
+    noted.show()
+    return [[span.worker, span.kind] for span in noted.of_all_ranks()]
+
+
+def rest(number=1):
+    """Sleep, which is not noted inside another call."""
+    time.sleep(0.01 / number)
+
+
+def test_noting_calls(capfd):
+    """Only the outer call is noted, an error as well, and afterwards nothing is."""
+    found = in_ranks({"calls": sleep_and_meet}, 2)["calls"]
+    for rank in (0, 1):
+        kinds = [kind for each, kind in found if each == rank]
+        assert [kind for kind in kinds if kind != "wait"] == ["asleep", "computing", "computing"]
+    lines = re.findall(r"^rank (\d) \|([zcw.]{60})\|$", capfd.readouterr().out, re.M)
+    assert [rank for rank, _ in lines] == ["0", "1"]
+
+
+def test_calls_as_text():
+    """A letter for each kind of call, and a dot where there is none."""
+    kinds = ("asleep", "recv", "send", "wait", "computing")
+    spans = [Span(0, kind, 0, 2 * number, 2 * number + 1) for number, kind in enumerate(kinds)]
+    assert as_text(spans, ["x"], columns=9) == "x |z.r.s.w.c|"
+
+
+def test_the_command(tmp_path, monkeypatch, capsys):
+    """It draws the pictures that are named, and refuses a name that it does not know."""
+    monkeypatch.setattr(pictures, "FIGURES", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["pictures.py", "--keep", "tensor", "mesh"])
+    pictures.main()
+    assert {path.name for path in tmp_path.iterdir()} == {"tensor.png", "mesh.png"}
+    monkeypatch.setattr(sys, "argv", ["pictures.py", "nothing"])
+    with pytest.raises(SystemExit) as end:
+        pictures.main()
+    assert end.value.code == 2
+    assert "there is no picture nothing: choose from holds" in capsys.readouterr().err
+
+
+def test_counts_are_kept_beside_the_pictures(tmp_path, monkeypatch):
+    """Counting one picture leaves the counts of the others as they are."""
+    path = tmp_path / "pictures.json"
+    path.write_text(json.dumps(COUNTS))
+    monkeypatch.setattr(pictures, "FIGURES", tmp_path)
+    monkeypatch.setattr(pictures, "COUNTS", path)
+    again = {"tensor": COUNTS["tensor"] | {"forward": [1, 4]}}
+    monkeypatch.setattr(sys, "argv", ["pictures.py", "tensor"])
+    monkeypatch.setattr(pictures, "count", lambda names: again)
+    pictures.main()
+    assert json.loads(path.read_text()) == COUNTS | again
