@@ -209,6 +209,11 @@ class Lesson(Job):
         )
 
 
+# In tests of torchrun's report rank 0 sleeps while rank 1 fails. If it lost its connection, and
+# torchrun ended it while it wrote its error to a file, torchrun would fail to read half a file.
+ASLEEP = "time.sleep(999 * (rank == 0))"
+
+
 def torchrun(name, *flags, processes=2, restarts=0, env=None, cold=False):
     """Start a lesson on one node by torchrun. Returns its Job."""
     path = lesson_path(name)

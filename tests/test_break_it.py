@@ -14,6 +14,7 @@ import sys
 import pytest
 import torch
 from conftest import (
+    ASLEEP,
     DIGITS,
     FEWER,
     LESSONS,
@@ -221,7 +222,7 @@ def test_gather_on_rank_0_only(count, words, change):
 def test_an_assertion_under_torchrun(change, recorded):
     """With @record the report has rank 1's traceback, without it a line about how to get it."""
     join = "    rank, device = join(args)\n"
-    pairs = [(join, f"{join}    assert rank == 0\n")]
+    pairs = [(join, f"{join}    {ASLEEP}\n    assert rank == 0\n")]
     if not recorded:
         pairs.append(("@record", ""))
     copy = change("distributed_data_parallel_torchrun", *pairs)

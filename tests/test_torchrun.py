@@ -5,6 +5,7 @@ import re
 import signal
 
 from conftest import (
+    ASLEEP,
     LONG,
     ROOT,
     SHORT,
@@ -51,9 +52,9 @@ def test_two_nodes_on_one_machine():
     assert other.stdout == ""
 
 
-def test_without_restarts_a_killed_rank_ends_the_run():
+def test_without_restarts_a_killed_rank_ends_the_run(tmp_path):
     """torchrun ends the other rank and reports the signal; nothing is left."""
-    job = torchrun(LESSON, *LONG)
+    job = torchrun(each_epoch(LESSON, ASLEEP, tmp_path), *LONG)
     os.kill(job.ranks(2)[1], signal.SIGKILL)
     done = job.wait()
     assert done.returncode == 1
@@ -90,7 +91,8 @@ def test_the_report_names_the_cause(tmp_path):
     line = "    torch.manual_seed(args.seed)\n"
     assert text.count(line) == 1
     copy = tmp_path / "changed.py"
-    copy.write_text(text.replace(line, f'{line}    assert rank == 0, "a mistake on one rank"\n'))
+    fails = '    assert rank == 0, "a mistake on one rank"\n'
+    copy.write_text(text.replace(line, f"{line}    {ASLEEP}\n{fails}"))
     # Forked ranks would fail in the same second, and torchrun compares seconds.
     done = torchrun(copy, *SHORT, cold=True).wait()
     assert done.returncode == 1
