@@ -13,7 +13,7 @@ It is good if
 - the gradients are right, also if `count` does not divide the number of images;
 - a micro-batch has at most ceil(images / count) images, and its backward() follows its forward(),
   so that only one micro-batch is in memory at a time;
-- each gradient travels once: a rank sends the bytes of one all_reduce of all gradients;
+- each gradient travels once, in the messages that DDP sends in one backward();
 - the next call works as well.
 
 Check it:

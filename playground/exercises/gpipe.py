@@ -3,8 +3,8 @@
 Lesson: manual_pipeline.py.
 
 Write gpipe(stage, inputs, labels, shape, dtype). Each rank calls it with its own stage of a model.
-It computes the gradients of one step, as backward() does in a single process: `parameter.grad` of
-each parameter of its stage.
+It computes the gradients of one step, as backward() does in a single process: it adds them to
+`parameter.grad` of each parameter of its stage.
 
     stage     a module: the part of the model that this rank computes
     inputs    a list of tensors, the micro-batches. The same on all ranks; rank 0 computes with it
@@ -22,7 +22,7 @@ It is good if
 - it computes all forward passes first, and then all backward passes, so the ranks work at the same
   time: 2(n + m - 2) rounds of messages for n ranks and m micro-batches;
 - only send, recv, isend and irecv are used. A rank sends one message for each micro-batch to the
-  next rank, and one to the previous rank;
+  next rank, the output of its stage, and one to the previous rank, the gradient of its input;
 - any stage works: with frozen parameters only, with an output that is not contiguous, with integers
   as the inputs of rank 0.
 

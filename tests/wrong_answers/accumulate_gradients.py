@@ -109,3 +109,37 @@ def stays_without_sync(model, images, labels, count):
     _accumulate(model, _parts(images, labels, count), lambda part: len(part) / len(labels))
     model.require_backward_grad_sync = False
     model.no_sync = nullcontext
+
+
+def keeps_the_graphs(model, images, labels, count):
+    """WRONG with 1 rank, 8 images in 4 ... in memory at a time: 8 ... unless it gets retain"""
+    losses = []
+    parts = _parts(images, labels, count)
+    for number, (part, part_labels) in enumerate(parts, start=1):
+        with model.no_sync() if number < len(parts) else nullcontext():
+            loss = F.cross_entropy(model(part), part_labels) * len(part_labels) / len(labels)
+            loss.backward(retain_graph=True)
+            losses.append(loss)
+
+
+def empty_micro_batches(model, images, labels, count):
+    """WRONG with 1 rank, 3 images in 5 ... empty micro-batches: 4 ... into fewer micro-batches"""
+    parts = list(zip(images.tensor_split(count), labels.tensor_split(count), strict=True))
+    for number, (part, part_labels) in enumerate(parts, start=1):
+        with model.no_sync() if number < len(parts) else nullcontext():
+            loss = F.cross_entropy(model(part), part_labels, reduction="sum") / len(labels)
+            loss.backward()
+
+
+def a_message_for_each_parameter(model, images, labels, count):
+    """COSTLY with 1 rank, 8 images in 4 ... right numbers, but rank 0 sends 8 messages; 6 are enough
+    DDP puts many gradients into one message if forward() is model(...)
+    """
+    parts = _parts(images, labels, count)
+    for part, part_labels in parts:
+        loss = F.cross_entropy(model.module(part), part_labels)
+        (loss * len(part_labels) / len(labels)).backward()
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()

@@ -122,3 +122,19 @@ def sends_twice(parameters, gradient, steps):
         parameters -= 0.5 * gradient(parameters)
         parameters += received
         parameters /= 2
+
+
+def the_step_comes_last(parameters, gradient, steps):
+    """WRONG with 2 ranks, 1 step rank 0, rank 1 takes its first step: after it has received ... The
+    step comes between isend and recv
+    """
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    received = torch.empty_like(parameters)
+    for _ in range(steps):
+        request = dist.isend(parameters, (rank + 1) % world_size)
+        dist.recv(received, (rank - 1) % world_size)
+        request.wait()
+        parameters -= 0.5 * gradient(parameters)
+        parameters += received
+        parameters /= 2

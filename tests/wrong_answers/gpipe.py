@@ -20,6 +20,8 @@ def _gpipe(stage, inputs, labels, shape, dtype, part=None, between=None, **other
             message = output.detach()
             if others.get("contiguous", True):
                 message = message.contiguous()
+            if "copies" in others:
+                message = torch.cat([message] * others["copies"])
             dist.send(message, rank + 1)
         elif part:
             output = part(output, labels[number])
@@ -42,9 +44,9 @@ def _receive(rows, shape, dtype, source, **faults):
     """Receive a micro-batch."""
     if faults.get("float32", False):
         dtype = torch.float32
-    buffer = torch.empty(rows, *shape, dtype=dtype)
+    buffer = torch.empty(rows * faults.get("copies", 1), *shape, dtype=dtype)
     dist.recv(buffer, source)
-    return buffer.requires_grad_(faults.get("learn", True))
+    return buffer[:rows].clone().requires_grad_(faults.get("learn", True))
 
 
 def sum_of_means(stage, inputs, labels, shape, dtype):
@@ -145,3 +147,16 @@ def forward_passes_twice(stage, inputs, labels, shape, dtype):
             with torch.no_grad():
                 stage(micro_batch)
     _gpipe(stage, inputs, labels, shape, dtype)
+
+
+def gradients_begin_at_zero(stage, inputs, labels, shape, dtype):
+    """WRONG with 1 rank, 1 micro-batch, gradients of before ... The gradients of before are gone"""
+    stage.zero_grad()
+    _gpipe(stage, inputs, labels, shape, dtype)
+
+
+def everything_twice(stage, inputs, labels, shape, dtype):
+    """COSTLY with 2 ranks, 3, 3 and 1 rows right numbers, but rank 0 sends ... Only the stage's
+    output goes forward
+    """
+    _gpipe(stage, inputs, labels, shape, dtype, copies=2)

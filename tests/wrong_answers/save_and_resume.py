@@ -159,3 +159,27 @@ def a_seed_for_each_epoch(path, model, optimizer, epochs, train_epoch):
         train_epoch(epoch)
 
     _train(path, model, optimizer, epochs, train_from_a_seed)
+
+
+def every_second_epoch(path, model, optimizer, epochs, train_epoch):
+    """WRONG with 1, then 2 ranks, Adam rank 0, the file: not saved after epoch 1 ... A run that is
+    killed loses this epoch.
+    """
+
+    def write(state, path):
+        if state["done"] % 2:
+            _write(state, path)
+
+    _train(path, model, optimizer, epochs, train_epoch, write=write)
+
+
+def rounds_the_rate(path, model, optimizer, epochs, train_epoch):
+    """WRONG with 1, then 2 ranks, Adam rank 0, bit for bit: not optimizer, lr ... The numbers
+    of the file must be restored as they are.
+    """
+    done = _resume(path, model, optimizer)
+    for group in optimizer.param_groups:
+        group["lr"] = round(group["lr"], 9)
+    for epoch in range(done, epochs):
+        train_epoch(epoch)
+        _write(_state(model, optimizer, epoch + 1), path)

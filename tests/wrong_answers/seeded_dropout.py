@@ -99,3 +99,15 @@ def seed_of_rank_0(inputs, p, seed, step):
 def without_a_gradient(inputs, p, seed, step):
     """WRONG with 1, then 1 rank, p = 0.5 rank 0, the gradient: none"""
     return _drop(inputs.detach(), p, _own_seed(seed, step))
+
+
+def mirrored(inputs, p, seed, step):
+    """WRONG with 2, then 2 ranks, p = 0.5 rank 0, with no number in common: rank 0 in step 0, and
+    rank 1 in step 0 ... Each needs random numbers of its own.
+    """
+    pair = dist.get_rank() // 2
+    generator = torch.Generator().manual_seed(seed + step * dist.get_world_size() + pair)
+    random = torch.rand(inputs.shape, generator=generator)
+    if dist.get_rank() % 2:
+        random = 1 - random
+    return torch.where(random < p, 0, inputs / (1 - p))

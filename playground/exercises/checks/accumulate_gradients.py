@@ -1,5 +1,7 @@
 """How accumulate_gradients is checked."""
 
+import weakref
+
 import torch
 import torch._dynamo  # DDP imports it: here, before the ranks are forked
 import torch.distributed as dist
@@ -10,10 +12,18 @@ from traffic import sent_bytes, uncounted
 from verdicts import difference
 
 
+class Kept:
+    """What forward() keeps of one micro-batch until it is freed."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
 class Model(nn.Module):
     """A model with a tied and a frozen parameter, a buffer and two dtypes.
 
-    It notes how large the micro-batches are, and how many of them wait for backward().
+    It notes how large the micro-batches are, how many of them are empty, and how many are in
+    memory at a time.
     """
 
     def __init__(self):
@@ -24,24 +34,30 @@ class Model(nn.Module):
         self.output = nn.Linear(5, 7)
         self.output.weight = self.embedding.weight
         self.register_buffer("scale", torch.tensor([2.0]))
+        self.count_from_zero()
+
+    def count_from_zero(self):
+        """Forget what was noted."""
         self.largest = 0
-        self.waiting = 0
-        self.most_waiting = 0
+        self.empty = 0
+        self.kept = weakref.WeakSet()
+        self.most_kept = 0
 
     def forward(self, images):
         """Return the logits. An image is one whole number here."""
         self.largest = max(self.largest, len(images))
-        hidden = self.frozen(self.embedding(images))
-        if hidden.requires_grad:
-            self.waiting += 1
-            self.most_waiting = max(self.most_waiting, self.waiting)
-            hidden.register_hook(self.at_backward)
-        hidden = self.in_float64(hidden.double()).float().tanh()
+        self.empty += len(images) == 0
+        hidden = self.in_float64(self.frozen(self.embedding(images)).double()).float()
+        with torch.autograd.graph.saved_tensors_hooks(self.keep, lambda kept: kept.tensor):
+            hidden = hidden.tanh()
         return self.output(hidden * self.scale)
 
-    def at_backward(self, _):
-        """Note that backward() computes a micro-batch."""
-        self.waiting -= 1
+    def keep(self, tensor):
+        """Note that forward() keeps a tensor for backward(), which frees it."""
+        kept = Kept(tensor)
+        self.kept.add(kept)
+        self.most_kept = max(self.most_kept, len(self.kept))
+        return kept
 
 
 CASES = {
@@ -65,7 +81,8 @@ HINTS = (
 )
 CALLS = (1, 2)
 LARGEST = "images in the largest micro-batch"
-WAITING = "micro-batches in memory at a time"
+EMPTY = "empty micro-batches"
+IN_MEMORY = "micro-batches in memory at a time"
 
 
 def model_of():
@@ -88,8 +105,7 @@ def run(accumulate_gradients, images, count):
         ddp = DistributedDataParallel(model)
         for _ in range(2):  # DDP sends more in its first steps, because it changes its buckets
             F.cross_entropy(ddp(torch.arange(7)), torch.arange(7)).backward()
-    model.largest = 0
-    model.most_waiting = 0
+    model.count_from_zero()
     result = {}
     for call in CALLS:
         ddp.zero_grad()
@@ -97,7 +113,8 @@ def run(accumulate_gradients, images, count):
         result |= gradients_of(model, call)
     # Smaller micro-batches are right, too.
     result[LARGEST] = max(model.largest, largest(images, count))
-    result[WAITING] = model.most_waiting
+    result[EMPTY] = model.empty
+    result[IN_MEMORY] = model.most_kept
     return result
 
 
@@ -139,7 +156,7 @@ def expected(rank, world_size, images, count):
     for call in CALLS:
         whole = [(slice(images), 1)]
         result |= gradients_of_parts(range(world_size), call, images, whole)
-    return {**result, LARGEST: largest(images, count), WAITING: 1}
+    return {**result, LARGEST: largest(images, count), EMPTY: 0, IN_MEMORY: 1}
 
 
 def limits(rank, world_size, images, count):
@@ -148,7 +165,9 @@ def limits(rank, world_size, images, count):
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     gradients = sum(parameter.nbytes for parameter in trained)
     buffers = sum(buffer.nbytes for buffer in model.buffers())  # DDP sends them in forward()
-    return {"bytes": len(CALLS) * (sent_bytes("all_reduce", gradients, world_size) + buffers)}
+    nbytes = sent_bytes("all_reduce", gradients, world_size) + buffers
+    messages = 1 + len({parameter.dtype for parameter in trained})  # one of them has the buffers
+    return {"bytes": len(CALLS) * nbytes, "messages": len(CALLS) * messages}
 
 
 def explain_crash(crash):
@@ -161,6 +180,11 @@ def explain_crash(crash):
 def explain(outcome):
     """Put typical mistakes into words."""
     if outcome.verdict == "COSTLY":
+        if all(each.kind != "broadcast" for each in outcome.messages[outcome.rank]):
+            return (
+                "DDP puts many gradients into one message if forward() is model(...), and not "
+                "model.module(...)."
+            )
         calls = [each for each in outcome.messages[outcome.rank] if each.kind == "all_reduce"]
         if len({each.line for each in calls}) > 1:
             return (
@@ -174,8 +198,13 @@ def explain(outcome):
     wrong = [name for name in right if differs(actual[name], right[name])]
     if wrong[0] == LARGEST:
         return "A micro-batch is too large, so it may not fit into memory."
-    if wrong[0] == WAITING:
-        return "Call backward() for each micro-batch. It frees what forward() has kept for it."
+    if wrong[0] == EMPTY:
+        return "There are fewer images than `count`, so split them into fewer micro-batches."
+    if wrong[0] == IN_MEMORY:
+        return (
+            "Call backward() for each micro-batch. It frees what forward() has kept for it, unless "
+            "it gets retain_graph=True."
+        )
     if wrong[0].startswith("call 2"):
         return "The first call is right. What is left behind for the next one?"
     found = {name: value for name, value in actual.items() if name.startswith("call 1")}

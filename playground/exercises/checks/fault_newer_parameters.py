@@ -1,5 +1,8 @@
 """How fault_newer_parameters is checked."""
 
+import time
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
 from verdicts import difference
@@ -17,6 +20,8 @@ HINTS = (
     "take a step, receive, and wait for the request, as before",
 )
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
+PATIENCE = 2  # seconds for which rank 0 waits for rank 1 at most
+WHEN = "rank 1 takes its first step"
 
 
 def start(rank, shape):
@@ -30,11 +35,29 @@ def goal(rank, shape):
 
 
 def run(train, shape, steps):
-    """Call the learner's function on this rank."""
+    """Call the learner's function on this rank.
+
+    Rank 0 starts when rank 1 has computed a gradient. If rank 1 first waits for a message of rank
+    0, rank 0 starts PATIENCE seconds later.
+    """
     rank = dist.get_rank()
     parameters = start(rank, shape)
-    returned = train(parameters, lambda now: now - goal(rank, shape), steps)
-    return {"the parameters": parameters, "what is returned": returned}
+    computed = Path("rank 1 has computed")
+    when = "while the messages travel"
+
+    def gradient(now):
+        if rank == 1:
+            computed.touch()
+        return now - goal(rank, shape)
+
+    if rank == 0:
+        end = time.monotonic() + PATIENCE
+        while not computed.exists() and time.monotonic() < end:
+            time.sleep(0.01)
+        if not computed.exists():
+            when = "after it has received"
+    returned = train(parameters, gradient, steps)
+    return {"the parameters": parameters, "what is returned": returned, WHEN: when}
 
 
 def own_step(parameters, rank, shape):
@@ -55,7 +78,9 @@ def trained(world_size, shape, steps):
 
 def expected(rank, world_size, shape, steps):
     """Return what run() should return."""
-    return {"the parameters": trained(world_size, shape, steps)[rank], "what is returned": None}
+    parameters = trained(world_size, shape, steps)[rank]
+    when = "while the messages travel"
+    return {"the parameters": parameters, "what is returned": None, WHEN: when}
 
 
 def limits(rank, world_size, shape, steps):
@@ -82,6 +107,8 @@ def explain(outcome):
         return "After a barrier all ranks have called isend, but the numbers may not have left."
     if not difference(actual, own_step((mine + theirs) / 2, rank, shape), TOLERANCE):
         return "This is right if the mean came first, and the step after it."
+    if not difference(actual, trained(outcome.world_size, **outcome.case)[rank], TOLERANCE):
+        return "The step comes between isend and recv, so that no rank waits before it computes."
     newer = (own_step(mine, rank, shape) + own_step(theirs, left, shape)) / 2
     if not difference(actual, newer, TOLERANCE):
         return f"Rank {rank} has received the parameters that rank {left} has after its own step."

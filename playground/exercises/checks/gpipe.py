@@ -12,7 +12,7 @@ CASES = {
     "the first 3 layers are frozen": {"rows": (2, 2, 2, 1), "frozen": (0, 1, 2)},
     "layer 3 is frozen": {"rows": (2, 1), "frozen": (3,)},
     "integers as inputs, float64": {"rows": (2, 2, 1), "words": True},
-    "1 micro-batch": {"rows": (3,)},
+    "1 micro-batch, gradients of before": {"rows": (3,), "before": True},
 }
 ONLY = ("send", "recv")
 INSTEAD = "use send and recv"
@@ -62,8 +62,14 @@ class Double(nn.Module):
         return inputs.double()
 
 
-def layers_of(words, frozen):
-    """Return a model as a list of 5 layers. Each rank makes the same one."""
+def layers_of(words, frozen, before):
+    """Return a model as a list of 5 layers. Each rank makes the same one.
+
+    Args:
+        words: whether it takes integers and computes in float64.
+        frozen: the numbers of the layers that are not trained.
+        before: whether the parameters have gradients already.
+    """
     torch.manual_seed(0)
     if words:
         layers = [
@@ -83,6 +89,8 @@ def layers_of(words, frozen):
         ]
     for number in frozen:
         layers[number].requires_grad_(False)
+    for parameter in nn.Sequential(*layers).parameters():
+        parameter.grad = torch.ones_like(parameter) if before else None
     return layers
 
 
@@ -101,15 +109,21 @@ def numbers_of(rank, world_size):
     return torch.arange(5).tensor_split(world_size)[rank].tolist()
 
 
-def run(gpipe, rows, words=False, frozen=()):
+def activations(layers, inputs):
+    """Return what goes into each layer of the model, and what comes out of the last one."""
+    found = [inputs]
+    with torch.no_grad():
+        for layer in layers:
+            found.append(layer(found[-1]))
+    return found
+
+
+def run(gpipe, rows, words=False, frozen=(), before=False):
     """Call the learner's function on this rank. Returns the gradients of its stage."""
-    layers = layers_of(words, frozen)
+    layers = layers_of(words, frozen, before)
     mine = numbers_of(dist.get_rank(), dist.get_world_size())
     inputs, labels = data_of(rows, words)
-    example = inputs[0]
-    with torch.no_grad():
-        for layer in layers[: mine[0]]:
-            example = layer(example)
+    example = activations(layers, inputs[0])[mine[0]]
     stage = nn.Sequential(*[layers[number] for number in mine])
     passes = []
     stage[0].register_forward_hook(lambda *_: passes.append(1))
@@ -126,16 +140,16 @@ def gradients(layers, numbers):
     return found
 
 
-def expected(rank, world_size, rows, words=False, frozen=()):
+def expected(rank, world_size, rows, **case):
     """Return the gradients of a single process, and how many forward passes a rank computes."""
     weights = [1 / sum(rows)] * len(rows)
-    found = weighted(weights, numbers_of(rank, world_size), rows, words, frozen)
+    found = weighted(weights, numbers_of(rank, world_size), rows, **case)
     return found | {PASSES: len(rows)}
 
 
-def weighted(weights, numbers, rows, words=False, frozen=()):
+def weighted(weights, numbers, rows, words=False, frozen=(), before=False):
     """Return gradients of a sum over the micro-batches: a weight times the sum of its losses."""
-    layers = layers_of(words, frozen)
+    layers = layers_of(words, frozen, before)
     model = nn.Sequential(*layers)
     inputs, labels = data_of(rows, words)
     for weight, images, targets in zip(weights, inputs, labels, strict=True):
@@ -145,11 +159,19 @@ def weighted(weights, numbers, rows, words=False, frozen=()):
     return gradients(layers, numbers)
 
 
-def limits(rank, world_size, rows, **others):
+def limits(rank, world_size, rows, words=False, frozen=(), before=False):
     """Return how much a rank may send, and in how many rounds."""
-    neighbours = [other for other in (rank - 1, rank + 1) if 0 <= other < world_size]
+    numbers = numbers_of(rank, world_size)
+    inputs, _ = data_of(rows, words)
+    found = activations(layers_of(words, frozen, before), torch.cat(inputs))
+    # A rank sends its outputs to the next rank, and the gradients of its inputs to the previous.
+    sends = []
+    if rank < world_size - 1:
+        sends.append(found[numbers[-1] + 1].nbytes)
+    if rank > 0:
+        sends.append(found[numbers[0]].nbytes)
     rounds = 2 * (world_size + len(rows) - 2) if world_size > 1 else 0
-    return {"messages": len(neighbours) * len(rows), "rounds": rounds}
+    return {"messages": len(sends) * len(rows), "bytes": sum(sends), "rounds": rounds}
 
 
 def explain(outcome):
@@ -157,7 +179,11 @@ def explain(outcome):
     rows = outcome.case["rows"]
     size = outcome.world_size
     if outcome.verdict == "COSTLY":
-        if outcome.messages[outcome.rank] and size > 2:
+        sent = [each for each in outcome.messages[outcome.rank] if each.kind == "send"]
+        allowed = limits(outcome.rank, size, **outcome.case)
+        if sum(each.nbytes for each in sent) > allowed["bytes"]:
+            return "Only the stage's output goes forward, and only the gradient of its input back."
+        if sent and size > 2:
             return (
                 "Does a rank wait for the gradient of a micro-batch before it computes the next "
                 "one? Compute all forward passes first."
@@ -173,6 +199,10 @@ def explain(outcome):
             return "There is no gradient. Was backward() called on this rank?"
         if right[name] is None and actual[name] is not None:
             return "A frozen parameter has got a gradient."
+    if outcome.case.get("before"):
+        gone = weighted([1 / sum(rows)], numbers_of(outcome.rank, size), rows)
+        if not difference(actual, gone, CLOSE):
+            return "The gradients of before are gone. backward() adds to what is in parameter.grad."
     count = len(rows)
     nothing = [0] * (count - 1)
     share = 1 / sum(rows)

@@ -68,7 +68,9 @@ def again(seeded_dropout, p, shape, dtype):
     if not torch.equal(mask, twice):
         found["called twice for one step"] = "different numbers are dropped"
     before = torch.load(f"rank{dist.get_rank()}.pt")
-    found["dropped in both"] = equal_masks(before)
+    masks = masks_of_all(before)
+    found["dropped in both"] = equal_masks(masks)
+    found["with no number in common"] = mirrored_masks(masks)
     other = dropped(seeded_dropout, p, shape, dtype, SEED + 54321, FIRST)
     found["a different seed"] = (
         "the same numbers" if torch.equal(mask, other) else "different numbers"
@@ -117,19 +119,39 @@ def is_regular(mask, shape):
     return "yes"
 
 
-def equal_masks(masks):
-    """Return which two ranks and steps drop the same numbers, in words. All ranks call it."""
+def masks_of_all(masks):
+    """Return what each rank drops in each step: {"rank 0 in step 0": mask}. All ranks call it."""
     mine = torch.stack(list(masks.values())).byte()
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     with uncounted():
         dist.all_gather(everyone, mine)
-    seen = {}
+    found = {}
     for rank, each in enumerate(everyone):
         for step, mask in zip(STEPS, each, strict=True):
-            key = bytes(mask.tolist())
-            if key in seen:
-                return f"{seen[key]}, and rank {rank} in step {step}"
-            seen[key] = f"rank {rank} in step {step}"
+            found[f"rank {rank} in step {step}"] = mask
+    return found
+
+
+def equal_masks(masks):
+    """Return which two ranks and steps drop the same numbers, in words."""
+    seen = {}
+    for name, mask in masks.items():
+        key = bytes(mask.tolist())
+        if key in seen:
+            return f"{seen[key]}, and {name}"
+        seen[key] = name
+    return "no two calls"
+
+
+def mirrored_masks(masks):
+    """Return which two ranks and steps drop no number in common, in words."""
+    names = list(masks)
+    dropped = torch.stack(list(masks.values())).double()
+    common = dropped @ dropped.T
+    for one, row in enumerate(common.tolist()):
+        for other in range(one):
+            if row[other] == 0:
+                return f"{names[other]}, and {names[one]}"
     return "no two calls"
 
 
@@ -154,6 +176,7 @@ def expected(rank, world_size, p, shape, dtype):
         "the others": f"times {1 / (1 - p):.4g}",
         "called twice for one step": "the same",
         "dropped in both": "no two calls",
+        "with no number in common": "no two calls",
         "a different seed": "different numbers",
         "after the restart": "as without a break",
         "PyTorch's random numbers": "as before",
@@ -186,6 +209,8 @@ def explain(outcome):
         "each by itself": "Draw a random number for each number of `inputs`.",
         "called twice for one step": "Seed in each call, by what is the same in each call for this "
         "rank and step.",
+        "with no number in common": "One of the two drops what the other keeps, so the calls depend on "
+        "each other. Each needs random numbers of its own.",
         "a different seed": "`seed` does not count.",
         "after the restart": "Something that differs after a restart has been used.",
         "PyTorch's random numbers": "Then the ranks would draw different orders of the images. "
