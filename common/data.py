@@ -95,7 +95,7 @@ def fetch(dataset: str | None, data_dir: str | Path, batch_size: int = 1) -> str
                 print(f"WARNING: {reason}: {instead}", file=sys.stderr)
     most = DATASETS[dataset]
     if batch_size > most:
-        sys.exit(f"error: --batch_size must be at most {most}, the training images of {dataset}")
+        sys.exit(f"error: --batch_size must be at most {most}, the number of training images")
     return dataset
 
 

@@ -41,8 +41,8 @@ TORCHRUN = (
     "torchrun --standalone --nproc-per-node 2 playground/distributed_data_parallel_torchrun.py"
 )
 LOOK = (
-    "another rank has ended, is in another collective, or its network is down: look for its error,"
-    " on all nodes"
+    "another rank has ended, is in a different collective, or has lost its network: look for its"
+    " error, on all nodes"
 )
 PAUSE = 3.0  # seconds for which a rank that lost its connection leaves the word to the others
 
@@ -90,7 +90,7 @@ def _check_gpus(refuse: Callable, args: argparse.Namespace) -> None:
             torch.cuda.init()
         except Exception as error:  # it says why
             reason = str(error).splitlines()[0]
-            refuse(f"this machine has 0 GPUs that work ({reason}): use --device cpu")
+            refuse(f"this machine has no working GPU ({reason}): use --device cpu")
     if "gpus" in args and "RANK" not in os.environ:
         needed = args.gpus
         fewer = f"-g {have}"
@@ -134,7 +134,7 @@ def _check_environment(refuse: Callable, args: argparse.Namespace) -> None:
             os.environ["MASTER_PORT"] = str(free_port())
         return
     if not from_environment and not also_by_hand:
-        refuse(f"RANK is set, but this lesson is not for a launcher: unset RANK, or use {TORCHRUN}")
+        refuse(f"RANK is set, but no launcher can start this lesson: unset RANK, or use {TORCHRUN}")
     needed = ["WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
     if from_environment:
         needed.append("LOCAL_RANK")
@@ -171,7 +171,7 @@ def _check_address(refuse: Callable, args: argparse.Namespace) -> None:
     elif url.startswith("file:///"):
         path = Path(url.removeprefix("file://"))
         if path.is_dir() or not path.parent.is_dir():
-            refuse(f"--init_method {url}: name a new file, in a folder that is there on all nodes")
+            refuse(f"--init_method {url}: name a new file, in a folder that exists on all nodes")
     elif url:
         host, _, port = url.removeprefix("tcp://").rpartition(":")
         if not url.startswith("tcp://") or not host or not port.isdecimal():
@@ -248,12 +248,12 @@ def _last_words(error: BaseException, function: Callable) -> tuple[str, int]:
         note = text.splitlines()[-1]
         return (note if note.startswith("error: ") else text), 1
     if isinstance(error, mp.ProcessExitedException):
-        advice = "look for its own words above"
+        advice = "look for its error message above"
         if error.signal_name == "SIGABRT":
-            advice = "the ranks were in different collectives, a buffer had another size, or, with"
-            advice += f" NCCL, {LOOK}"
+            advice = "the ranks were in different collectives, a buffer had a different size, or,"
+            advice += f" with NCCL, {LOOK}"
         elif error.signal_name:
-            advice = "if it was not you, memory may have run out: use fewer processes"
+            advice = "if you did not end it, memory may have run out: use fewer processes"
         return f"error: local_rank {error.error_index}: {error.msg}: {advice}", 1
     line = _only_line(error, function)
     if line:
@@ -277,8 +277,8 @@ def _only_line(error: BaseException, function: Callable) -> str:
         said = said.partition(".cc:")[2].partition("] ")[2]
         advice = LOOK
         if "connectFullMesh" in str(error):
-            advice = "let all TCP between the nodes pass; GLOO_SOCKET_IFNAME, file:// and restarts:"
-            advice += " run/README.md"
+            advice = "allow all TCP between the nodes; for GLOO_SOCKET_IFNAME, file:// and"
+            advice += " restarts, see run/README.md"
         return f"error: {place}: {said}: {advice}"
     if isinstance(error, dist.DistStoreError | dist.DistNetworkError) and not dist.is_initialized():
         return f"error: {said}: {_advice(error)}"
@@ -319,10 +319,10 @@ def _advice(error: BaseException) -> str:
         return f"start every node, with the same {address}; check the address and the firewall"
     if isinstance(error, dist.DistBackendError):
         if "Duplicate GPU" in said or "using the same GPU" in said:
-            return "use a smaller -g or --device cpu; NCCL_MULTI_RANK_GPU_ENABLE=1 allows it"
+            return "use a smaller -g or --device cpu; NCCL_MULTI_RANK_GPU_ENABLE=1 allows sharing"
         return LOOK
     no_memory = type(error) is RuntimeError and "DefaultCPUAllocator" in said
     if no_memory or isinstance(error, torch.OutOfMemoryError):
-        shard = "or shard the model: README.md, which parallelism when"
+        shard = "or shard the model: see README.md, 'Which parallelism when'"
         return f"use a smaller --batch_size or --width, {shard}"
     return ""

@@ -112,7 +112,7 @@ def _answer(server: socket.socket, args: argparse.Namespace, flags: dict) -> Non
         except (ValueError, TypeError, OSError):
             continue  # another program called, or the time is up
         if number in present:
-            wrong = wrong or f"node {number} is there twice: give each node its own -nr"
+            wrong = wrong or f"two nodes have -nr {number}: give each node its own -nr"
         present.add(number)
         wrong = wrong or _difference(flags, theirs, "node", number)
     missing = sorted(set(range(args.nodes)) - present)
@@ -130,7 +130,7 @@ def _answer(server: socket.socket, args: argparse.Namespace, flags: dict) -> Non
 def _call(host: str, port: int, hello: str, timeout: int) -> str:
     """Call node 0. Returns what it says is wrong, or why no answer came; empty if all is well."""
     end = time.monotonic() + timeout
-    why = "nothing listens there"
+    why = "nothing is listening there"
     while time.monotonic() < end:
         try:
             with socket.create_connection(
@@ -148,7 +148,7 @@ def _call(host: str, port: int, hello: str, timeout: int) -> str:
                     answer += part
             raise ConnectionResetError
         except ConnectionResetError:
-            stranger = f"what answers at {host}, port {port}, is not node 0, or it has ended"
+            stranger = f"the program at {host}, port {port}, is not node 0, or node 0 has ended"
             return f"{stranger}: choose another --port"
         except ConnectionRefusedError:
             time.sleep(0.2)  # node 0 does not listen yet

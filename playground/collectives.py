@@ -1,6 +1,6 @@
 """Collectives: calls that all ranks make together, and what each rank holds before and after.
 
-send and recv concern two ranks. A collective concerns all ranks, so every rank must call it. All
+send and recv involve two ranks. A collective involves all ranks, so every rank must call it. All
 ranks must also call the same collectives in the same order, with tensors of the same size.
 
 Here each of n ranks has a tensor of n numbers. The tensor is split into n chunks, of one number
@@ -121,7 +121,7 @@ def scatter(mine, rank, n):
 
 
 def gather(mine, rank, n):
-    """Rank 0 gets chunk r of each rank r; each other rank sends S/n."""
+    """Rank 0 gets chunk r of each rank r; the other ranks send S/n each."""
     if rank == 0:
         whole = torch.empty_like(mine)
         chunks = list(whole.chunk(n))  # views, so gather writes into `whole`
@@ -142,7 +142,7 @@ def all_gather(mine, rank, n):
 
 
 def reduce(mine, rank, n):
-    """Rank 0 gets the sum over all ranks; each other rank sends S."""
+    """Rank 0 gets the sum over all ranks; the other ranks send S each."""
     dist.reduce(mine, dst=0)  # op=dist.ReduceOp.MAX would give the maximum instead of the sum
     if rank == 0:
         return mine, 0
@@ -203,7 +203,7 @@ def talk(local_rank, args):
     equal = whole.equal(total)
     if rank == 0:
         print("reduce_scatter, then all_gather: together they are an all_reduce", flush=True)
-    report(f"rank {rank}: {before} -> {chunk.tolist()} -> {whole.tolist()}, as all_reduce: {equal}")
+    report(f"rank {rank}: {before} -> {chunk.tolist()} -> {whole.tolist()}, = all_reduce: {equal}")
     dist.destroy_process_group()
 
 

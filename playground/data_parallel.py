@@ -82,7 +82,7 @@ def train(args):
         args.batch_size,
         sampler=sampler,
         drop_last=True,
-        collate_fn=whole_batch,  # our data sets return whole batches already
+        collate_fn=whole_batch,  # common/data.py's data sets return whole batches already
         pin_memory=pin_memory,
     )
     test_loader = DataLoader(test_set, 1000, collate_fn=whole_batch, pin_memory=pin_memory)

@@ -56,7 +56,7 @@ from common.models import MODELS
 from common.roll_call import meet
 
 try:
-    # NEW: detectron2 uses parts of PyTorch that will be removed, and PyTorch would warn of each.
+    # NEW: detectron2 uses parts of PyTorch that will be removed, and PyTorch would warn about each.
     with warnings.catch_warnings(action="ignore", category=FutureWarning):
         from detectron2.engine import launch
         from detectron2.utils import comm
@@ -116,7 +116,7 @@ def train(args):
     rank, device = join(args)
     world_size = comm.get_world_size()
     if args.random_seed:
-        seed = comm.shared_random_seed()  # NEW: rank 0 draws it, and all ranks get the same
+        seed = comm.shared_random_seed()  # NEW: rank 0 draws it and sends it to all ranks
     else:
         seed = args.seed
     torch.set_default_dtype(torch.float64 if args.double else torch.float32)
@@ -131,7 +131,7 @@ def train(args):
         per_rank_batch,
         sampler=sampler,
         drop_last=True,
-        collate_fn=whole_batch,  # our data sets return whole batches already
+        collate_fn=whole_batch,  # common/data.py's data sets return whole batches already
         pin_memory=pin_memory,
     )
     # Each test image counts once. DistributedSampler would repeat some to make the parts equal.
@@ -201,7 +201,7 @@ def main():
     add("-nr", "--nr", "-r", "--rank", type=int, default=0, help="number of this node, from 0")
     add("-ip", "--ip", default="127.0.0.1", help="address of node 0")
     add("--port", type=int, default=8888, help="port of node 0; with -n 1, any free port")
-    add("--init_method", metavar="URL", help="tcp://... or env://, not -ip and --port")
+    add("--init_method", metavar="URL", help="replaces -ip, --port: tcp://... or env://")
     add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     add("--timeout", type=int, default=60, help="seconds to wait for another rank")
     add("--epochs", type=int, default=3)
@@ -232,9 +232,9 @@ def main():
     # The data is fetched once on each node, before its ranks start.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     meet(args)  # guard rail: finds the other nodes
-    # NEW: launch uses GPUs if any are visible. If more GPUs than processes are visible, NCCL may
-    # choose a wrong one. So make as many GPUs visible as there are processes, and none with
-    # --device cpu.
+    # NEW: launch uses GPUs if any are visible. It joins the process group before it selects a GPU,
+    # so NCCL guesses one from the rank. If more GPUs than processes are visible, the guess may be
+    # wrong. So make as many GPUs visible as there are processes, and none with --device cpu.
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible:
         numbers = visible.split(",")

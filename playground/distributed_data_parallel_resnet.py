@@ -125,7 +125,7 @@ def load(args):
     transform = Compose(
         [
             PILToTensor(),
-            # NEW: the type is named, because a DataLoader's worker may have a different default.
+            # NEW: pass the dtype, because a DataLoader's worker may have a different default.
             ConvertImageDtype(torch.get_default_dtype()),
             # NEW: the pretrained parameters expect ImageNet's means and standard deviations.
             Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),

@@ -28,8 +28,8 @@ Run it on one or two nodes, with the same command on each:
         run/torchrun_node.sh playground/distributed_data_parallel_resumable.py
 
 This starts with one node. A second node may join later, and it may leave again. --run_dir must be a
-folder that both nodes share. The number of processes must divide --batch_size both times: with one
-node, and with two.
+folder that both nodes share. The number of processes must divide --batch_size in both cases: with
+one node, and with two.
 
 Try breaking it, in a copy:
   1. Run it with restarts, and kill a rank by its process id, which is in the table. Compare the
@@ -184,7 +184,7 @@ def train(args):
         per_rank_batch,
         sampler=sampler,
         drop_last=True,
-        collate_fn=whole_batch,  # our data sets return whole batches already
+        collate_fn=whole_batch,  # common/data.py's data sets return whole batches already
         pin_memory=pin_memory,
     )
     # Each test image counts once. DistributedSampler would repeat some to make the parts equal.
@@ -196,7 +196,7 @@ def train(args):
     model = DistributedDataParallel(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
     # NEW: rank 0 chooses the checkpoint for all ranks. If every rank looked into a network folder,
-    # the nodes might see different files for some seconds.
+    # the nodes might see different files for a few seconds.
     chosen = [None]
     if rank == 0:
         chosen = [newest_checkpoint(args)]

@@ -4,7 +4,7 @@ torchrun comes with PyTorch. It starts the processes of a node, and it sets vari
 environment of each process. init_process_group() reads four of them by itself: RANK, WORLD_SIZE,
 MASTER_ADDR and MASTER_PORT. The lesson reads two more: LOCAL_RANK selects the GPU, and GROUP_RANK
 is the number of the node. So this lesson starts no processes, and it has no flags for nodes,
-processes and addresses.
+processes or addresses.
 
 Run it on one node (--standalone makes torchrun choose a free port):
     torchrun --standalone --nproc-per-node 2 playground/distributed_data_parallel_torchrun.py
@@ -124,7 +124,7 @@ def train(args):
         per_rank_batch,
         sampler=sampler,
         drop_last=True,
-        collate_fn=whole_batch,  # our data sets return whole batches already
+        collate_fn=whole_batch,  # common/data.py's data sets return whole batches already
         pin_memory=pin_memory,
     )
     # Each test image counts once. DistributedSampler would repeat some to make the parts equal.

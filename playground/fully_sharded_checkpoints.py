@@ -10,16 +10,16 @@ Export: with --savefile, the ranks gather parameters and Adam's averages, one te
 
 bfloat16: with --precision bf16, the layers are gathered in this format and compute in it. It has 2
 bytes for each number. Shards, mean gradients and Adam's averages keep their 4 bytes, because small
-updates of a number with 2 bytes would be rounded away.
+updates to a number with 2 bytes would be rounded away.
 
 Clipping: with --clip C, the gradients are scaled down if their norm is above C. The norm is taken
 over the gradients of all parameters, but a rank has only shards of them. Because the gradients are
 DTensors, clip_grad_norm_() adds up the squares over all ranks.
 
 Dropout: the ranks draw the same initial parameters, but they must drop different neurons, because
-they have different images. So each rank seeds again after the model is made, differently in each
-epoch. With the same number of ranks, a resumed run then drops the same neurons as a run without a
-break.
+they have different images. So each rank seeds again after the model is made, with a different seed
+in each epoch. With the same number of ranks, a resumed run then drops the same neurons as a run
+without a break.
 
 Run it, then resume it with more ranks, and export the result:
     torchrun --standalone --nproc-per-node 2 playground/fully_sharded_checkpoints.py \
@@ -104,7 +104,7 @@ def shard(model, args):
     own_dtype = torch.get_default_dtype()
     compute_dtype = torch.bfloat16 if args.precision == "bf16" else own_dtype
     # NEW: the layers are gathered in one dtype, and they compute in it. The gradients are averaged
-    # in another one.
+    # in a different one.
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=own_dtype)
     for layer in (*model.stage1, *model.stage2):
         if list(layer.parameters()):
@@ -134,8 +134,9 @@ def read(path, state):
 
 
 def resume(path, args, model, optimizer):
-    """Load a checkpoint, whatever number of ranks wrote it. Returns how many epochs are done."""
+    """Load a checkpoint, however many ranks wrote it. Returns how many epochs are done."""
     rank = dist.get_rank()
+    # read() replaces these values. It reads only what the dict has already, so they must be there.
     progress = {"epoch": 0, "args": dict(vars(args))}
     read(path, progress)
     for name in MUST_AGREE:
@@ -145,9 +146,9 @@ def resume(path, args, model, optimizer):
             message = f"error: {path} was trained with {name}={before}, not {now}:"
             message += " use the same flags, or another --run_dir"
             sys.exit(message if rank == 0 else 1)
-    # NEW: get_state_dict returns the shards of this rank, and read() writes into them. Do not call
-    # it before the first step of a new run: to create Adam's state it makes an empty step, which
-    # Adam counts.
+    # NEW: get_state_dict returns the shards of this rank, and read() writes into them. To create
+    # Adam's state, it takes an empty step, which Adam counts. read() overwrites this count. In a
+    # new run nothing would, so do not call it there before the first step.
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state}
     read(path, state)
@@ -208,7 +209,7 @@ def train(args):
         per_rank_batch,
         sampler=sampler,
         drop_last=True,
-        collate_fn=whole_batch,  # our data sets return whole batches already
+        collate_fn=whole_batch,  # common/data.py's data sets return whole batches already
         pin_memory=pin_memory,
     )
     # Each test image counts once. DistributedSampler would repeat some to make the parts equal.
@@ -224,7 +225,7 @@ def train(args):
     shard(model, args)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
     # NEW: rank 0 chooses the checkpoint for all ranks. If every rank looked into a network folder,
-    # the nodes might see different files for some seconds.
+    # the nodes might see different files for a few seconds.
     chosen = [None]
     if rank == 0 and args.run_dir:
         chosen = [newest_checkpoint(args)]

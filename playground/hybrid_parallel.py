@@ -12,10 +12,10 @@ The tp axis runs along a row: ranks 0 and 1 form a tp group, and ranks 2 and 3 f
 The dp axis runs along a column: ranks 0 and 2 form a dp group, and so do ranks 1 and 3.
 
 --kind tp combines tensor parallelism (tp) with FSDP, which is a kind of data parallelism (dp). The
-ranks of a row split each layer, as in tensor_parallel.py, and process the same images. Each row
-processes its own images. The ranks of a column have the same part of each layer. They shard this
-part with fully_shard, as in fully_sharded_data_parallel.py. So a parameter is divided twice. For
-example, the first layer has 64 outputs, so its weight has the shape (64, 784). Splitting leaves
+ranks of a row split the linear layers, as in tensor_parallel.py, and process the same images. Each
+row processes its own images. The ranks of a column have the same part of each layer. They shard
+this part with fully_shard, as in fully_sharded_data_parallel.py. So a parameter is divided twice.
+For example, the first layer has 64 outputs, so its weight has the shape (64, 784). Splitting leaves
 each rank the numbers for 32 outputs, and sharding leaves it those for 16 outputs.
 
 --kind hsdp uses FSDP along both axes (hybrid sharded data parallelism). The axes are called
@@ -29,9 +29,9 @@ an all_gather or a reduce_scatter it is (n-1)/n S. So on a mesh with d rows of t
 sends this in a step:
 
     --kind tp
-        tp           2 (t-1)/t A, where A is the bytes of the outputs of all pairs, and of the
-                     gradients of their inputs (the images need none)
-        dp           3 (d-1)/d of the bytes of the parameters that splitting leaves to a rank
+        tp           2 (t-1)/t A, where A is the size in bytes of the outputs of all pairs and of
+                     the gradients of their inputs (the images need none)
+        dp           3 (d-1)/d of the bytes of the parameters that a rank has after splitting
     --kind hsdp
         shard        3 (t-1)/t of the bytes of all parameters
         replicate    2 (d-1)/d of the bytes of one shard's gradients
@@ -130,9 +130,9 @@ def split(model, mesh):
     """Split the pairs of linear layers over the ranks of a row, as tensor_parallel.py does."""
     linear = [name for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)]
     plan = {}
-    for column, row in zip(linear[::2], linear[1::2], strict=False):
-        plan[column] = ColwiseParallel()
-        plan[row] = RowwiseParallel()
+    for first, second in zip(linear[::2], linear[1::2], strict=False):
+        plan[first] = ColwiseParallel()  # the columns of its matrix, not those of the mesh
+        plan[second] = RowwiseParallel()
     parallelize_module(model, mesh, plan)
     # PyTorch 2.15 warns about two things that are correct here: the output of a layer is a view,
     # and a DTensor on two axes needs two messages to become whole.
@@ -228,7 +228,7 @@ def train(args):
         per_rank_batch,
         sampler=sampler,
         drop_last=True,
-        collate_fn=whole_batch,  # our data sets return whole batches already
+        collate_fn=whole_batch,  # common/data.py's data sets return whole batches already
         pin_memory=pin_memory,
     )
     # Each test image counts once. DistributedSampler would repeat some to make the parts equal.
@@ -271,7 +271,7 @@ def main():
     add = parser.add_argument
     add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     add("--kind", choices=["tp", "hsdp"], default="tp", help="what the axes of the mesh are")
-    add("--mesh", help="rows x ranks in a row; default: rows of two ranks if possible, else of one")
+    add("--mesh", help="rows x ranks per row; default: two ranks per row if possible, else one")
     add("--timeout", type=int, default=60, help="seconds to wait for another rank")
     add("--epochs", type=int, default=3)
     add("--batch_size", type=int, default=128, help="images in a step, over all ranks")
@@ -307,11 +307,11 @@ def main():
             f"--width {width} cannot be divided by the {columns} ranks of a row:"
             f" use --width {nearest}"
         )
-    dp_size = rows if args.kind == "tp" else world_size
+    dp_size, parts = (rows, "rows") if args.kind == "tp" else (world_size, "ranks")
     if args.batch_size % dp_size:
         nearest = max(1, round(args.batch_size / dp_size)) * dp_size
         parser.error(
-            f"--batch_size {args.batch_size} cannot be divided by {dp_size} rows or ranks:"
+            f"--batch_size {args.batch_size} cannot be divided by the {dp_size} {parts}:"
             f" use --batch_size {nearest}"
         )
     # The ranks of a node fetch the data one at a time, so it is downloaded once.

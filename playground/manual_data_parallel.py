@@ -224,7 +224,7 @@ def train(local_rank, args):
         per_rank_batch,
         sampler=sampler,
         drop_last=True,
-        collate_fn=whole_batch,  # our data sets return whole batches already
+        collate_fn=whole_batch,  # common/data.py's data sets return whole batches already
         pin_memory=pin_memory,
     )
     # NEW: each test image counts once. DistributedSampler would repeat some to make the parts

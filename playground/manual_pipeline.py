@@ -2,9 +2,9 @@
 
 model_parallel.py puts two stages of a model on two devices, in one process. Here each stage has a
 process of its own, which may be on another node. A rank receives the activations of a micro-batch
-from the rank before, computes its stage, and sends the result to the next rank. In the backward
+from the previous rank, computes its stage, and sends the result to the next rank. In the backward
 pass, gradients travel back. A rank receives the gradient of its output, calls
-output.backward(gradient), and sends the gradient of its input, input.grad, to the rank before. So
+output.backward(gradient), and sends the gradient of its input, input.grad, to the previous rank. So
 what a rank receives must require a gradient.
 
 A schedule is the order in which a rank computes forward and backward passes. This lesson has two:
@@ -28,11 +28,11 @@ Run it on two nodes, with this command on both:
 
 It prints the table of ranks and the same numbers as single_gpu.py. Then it prints the largest
 number of micro-batches whose activations each rank kept at one time. The second command prints:
-    most micro-batches whose activations each rank kept: [4, 3, 2, 1]
+    largest number of micro-batches whose activations each rank kept: [4, 3, 2, 1]
 
 It ends with a timeline of one step. A digit is the forward pass of the micro-batch with that
-number, a letter is its backward pass (a: micro-batch 0), and a dot is waiting. With --schedule 1F1B
-and wide layers, an ideal timeline looks like this:
+number, a letter is its backward pass (a: micro-batch 0), and a dot means waiting. With --schedule
+1F1B and wide layers, an ideal timeline looks like this:
     rank 0 |000111...aaa222bbb333ccc444ddd555eee666fff777ggg...hhh|
     rank 1 |...000aaa111bbb222ccc333ddd444eee555fff666ggg777hhh...|
 
@@ -143,7 +143,7 @@ class Stage:
         self.rank = dist.get_rank()
         self.is_first = self.rank == 0
         self.is_last = self.rank == dist.get_world_size() - 1
-        self.most_kept = 0  # the largest number of micro-batches with activations at one time
+        self.most_kept = 0  # the largest number of micro-batches kept at one time
         self.learn_input(image)
         # This only makes the empty dicts. run_epoch() calls begin() again for each batch.
         self.begin(torch.empty(0), torch.empty(0), 1)
@@ -273,8 +273,9 @@ def one_forward_one_backward(stage, micro_batches):
     In the middle part, a rank and its neighbour send to each other at the same time. So each of
     them sends and receives in one batch of operations. With send and recv, both would wait in send.
     """
-    # NEW: while the first micro-batch travels to the last rank, this rank computes others. By the
-    # time it has computed one for each rank after it, backward passes are on their way back.
+    # NEW: the first micro-batch has to pass each rank after this one before its gradient comes
+    # back. This rank would be idle meanwhile, so it computes one forward pass for each of these
+    # ranks now, and one more at the start of the middle part.
     ranks_after = dist.get_world_size() - 1 - stage.rank
     warm_up = min(ranks_after, micro_batches)
     # In the warm-up there are only forward passes.
@@ -400,7 +401,7 @@ def train(args):
         args.batch_size,
         sampler=sampler,
         drop_last=True,
-        collate_fn=whole_batch,  # our data sets return whole batches already
+        collate_fn=whole_batch,  # common/data.py's data sets return whole batches already
         pin_memory=pin_memory,
     )
     test_loader = DataLoader(
@@ -483,7 +484,7 @@ def main():
     layers = args.layers or HIDDEN_LAYERS[args.model]
     if layers + OTHER_LAYERS[args.model] < world_size:
         needed = world_size - OTHER_LAYERS[args.model]
-        parser.error(f"{world_size} stages need as many layers: use --layers {needed}")
+        parser.error(f"{world_size} stages need {world_size} layers in all: use --layers {needed}")
     if args.micro_batches > args.batch_size:
         most = args.batch_size
         parser.error(f"--micro_batches {args.micro_batches}: use at most {most}, one image in each")

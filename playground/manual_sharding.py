@@ -2,9 +2,9 @@
 
 DDP replicates everything. With Adam in float32, every parameter costs each rank 16 bytes: 4 for its
 value, 4 for its gradient, and 8 for Adam's two averages. ZeRO (https://arxiv.org/abs/1910.02054)
-saves memory in three stages. It lays the numbers of the parameters one after the other, and cuts
-them into as many shards as there are ranks, all of the same length. Each rank keeps one shard. With
-n ranks, each rank then keeps this much for a parameter from one step to the next:
+saves memory in three stages. It joins the numbers of the parameters into one long list, and cuts it
+into as many shards as there are ranks, all of the same length. Each rank keeps one shard. With n
+ranks, each rank then keeps this much for a parameter from one step to the next:
 
     --stage 1    8 + 8/n bytes: Adam's averages are sharded
     --stage 2    4 + 12/n bytes: the gradients are sharded as well
@@ -25,10 +25,11 @@ gathered, without the others.
 All stages work with any optimizer that updates each number separately, such as Adam, AdamW or SGD.
 An optimizer that needs the norm of a whole tensor would see only a shard of it.
 
-Stage 3 is what PyTorch calls FSDP, the next lesson. FSDP does three things better:
+Stage 3 is what PyTorch calls FSDP, which the next lesson uses. FSDP does three things better:
   - It gathers the parameters of a layer again in backward(), and computes nothing twice. This
     lesson can gather them again only by running the layer's forward() a second time.
-  - It gathers the next layer while the current one computes (prefetching). Here each layer waits.
+  - In backward(), it gathers the next layer while the current one computes (prefetching). Here each
+    layer waits for its own parameters.
   - It sends one message for each layer. Here it is one for each parameter.
 
 Run it:
@@ -118,7 +119,7 @@ def flat_copy(tensors):
     """
     flat = [tensor.detach().flatten() for tensor in tensors]
     length = sum(len(each) for each in flat)
-    missing = -length % dist.get_world_size()  # how many numbers the next multiple is away
+    missing = -length % dist.get_world_size()  # the distance to the next multiple
     zeros = flat[0].new_zeros(missing)
     return torch.cat([*flat, zeros])
 
@@ -189,12 +190,12 @@ class Stage1:
         return views
 
     def zero_grad(self):
-        """Free the gradients of the step before."""
+        """Free the gradients of the previous step."""
         for parameter in self.parameters:
             parameter.grad = None
 
     def step(self):
-        """Update this rank's shard by the mean gradient, and gather the updated shards."""
+        """Update this rank's shard with the mean gradient, and gather the updated shards."""
         gradients = shard_of_mean([gradient_of(parameter) for parameter in self.parameters])
         used = [parameter.grad is not None for parameter in self.parameters]
         used = used_on_any_rank(used, self.flat.device)
@@ -248,7 +249,7 @@ class Stage2:
         self.next += 1
 
     def zero_grad(self):
-        """Free the gradients of the step before."""
+        """Free the gradients of the previous step."""
         for parameter in self.parameters:
             parameter.grad = None
         self.optimizer.zero_grad()
@@ -256,7 +257,7 @@ class Stage2:
         self.used = [False] * len(self.parameters)
 
     def step(self):
-        """Update this rank's shards by the mean gradients, and gather the updated shards."""
+        """Update this rank's shards with the mean gradients, and gather the updated shards."""
         while self.next < len(self.parameters):
             self.average_next()  # the hooks waited for a gradient that never came
         used = used_on_any_rank(self.used, self.flat[0].device)
@@ -314,7 +315,7 @@ def shard_parameters(model):
     in its messages, and the others wait for it.
     """
     shapes = {}
-    for parameter in model.parameters():  # a parameter that two layers share is here once
+    for parameter in model.parameters():  # a parameter that two layers share appears once
         shapes[parameter] = parameter.shape
         parameter.data = own_shard(flat_copy([parameter])).clone()  # NEW: all that this rank keeps
     for layer in list(model.modules()):
@@ -395,7 +396,7 @@ def train(args):
         per_rank_batch,
         sampler=sampler,
         drop_last=True,
-        collate_fn=whole_batch,  # our data sets return whole batches already
+        collate_fn=whole_batch,  # common/data.py's data sets return whole batches already
         pin_memory=pin_memory,
     )
     # Each test image counts once. DistributedSampler would repeat some to make the parts equal.

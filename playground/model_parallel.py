@@ -16,7 +16,8 @@ the first one. So the forward passes take m + p - 1 turns. Each GPU computes in 
 idle in p - 1 of them, which is (p-1)/(m+p-1) of the time. The same holds for the backward passes.
 This idle part of the time is called the bubble (GPipe, https://arxiv.org/abs/1811.06965).
 
-This lesson is for understanding. The next one has a process for each stage, as real pipelines do.
+This lesson is only a teaching example. The next one has a process for each stage, as real pipelines
+do.
 
 Run it:
     python playground/model_parallel.py
@@ -32,7 +33,7 @@ It prints the same numbers as single_gpu.py (times will differ):
 
 It ends with a timeline of one step, like the one that manual_pipeline.py shows. A row is a device.
 A digit is the forward pass of the micro-batch with that number, a letter is its backward pass (a:
-micro-batch 0), and a dot is waiting.
+micro-batch 0), and a dot means waiting.
 
 Try breaking it, in a copy (cp playground/model_parallel.py playground/broken.py):
   1. Leave out `.to(devices[1])` after stage1. What does PyTorch say with two GPUs, and why does it
@@ -109,7 +110,7 @@ def observe(model, images, labels, devices, micro_batches, plot):
         F.cross_entropy(logits, labels).backward()
 
     stages = [model.stage1, model.stage2]
-    steps = {}  # (who runs the stages, how many micro-batches) -> when each stage computed
+    steps = {}  # (what runs the stages, how many micro-batches) -> when each stage computed
     steps["one process", micro_batches] = watch_modules(stages, devices, step, micro_batches)
     if micro_batches > 1:
         steps["one process", 1] = watch_modules(stages, devices, step, 1)
@@ -138,7 +139,7 @@ def train(args):
         args.batch_size,
         sampler=sampler,
         drop_last=True,
-        collate_fn=whole_batch,  # our data sets return whole batches already
+        collate_fn=whole_batch,  # common/data.py's data sets return whole batches already
         pin_memory=pin_memory,
     )
     test_loader = DataLoader(test_set, 1000, collate_fn=whole_batch, pin_memory=pin_memory)

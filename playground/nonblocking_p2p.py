@@ -34,8 +34,11 @@ It prints a table of the ranks, and then, on CPUs (the numbers of products will 
     nonblocking, rank 1: [-1.0, -1.0] -> [0.0, 0.0] in 0.5 s, 0.0 s of it idle, 25,611 products
     rank 0 |zzzzzzzzzzzzzzzzzzzzzzzzzzzzzzcccccccccccccccccccccccccccccc|
     rank 1 |cccccccccccccccccccccccccccccc..............................|
-    ring, rank 0: [0.0, 1.0, 2.0, 3.0, 4.0] -> [0.0, 3.0, 6.0, 9.0, 12.0], as dist.all_reduce: True
-    ring, rank 1: [0.0, 2.0, 4.0, 6.0, 8.0] -> [0.0, 3.0, 6.0, 9.0, 12.0], as dist.all_reduce: True
+    ring, rank 0: [0.0, 1.0, 2.0, 3.0, 4.0] -> [0.0, 3.0, 6.0, 9.0, 12.0], = dist.all_reduce: True
+    ring, rank 1: [0.0, 2.0, 4.0, 6.0, 8.0] -> [0.0, 3.0, 6.0, 9.0, 12.0], = dist.all_reduce: True
+
+Each line shows the buffer in which a rank receives, before and after the exchange. Each rank sends
+its own rank as numbers, so rank 0 ends with the ones of rank 1.
 
 Rank 0 sleeps for half a second first, and each rank multiplies matrices for half a second. With
 blocking calls, rank 1 first waits for rank 0, and then computes. With non-blocking calls, rank 1
@@ -231,7 +234,7 @@ def talk(local_rank, args):
     dist.all_reduce(expected)
     ring_all_reduce(numbers)
     equal = numbers.equal(expected)
-    report(f"ring, rank {rank}: {before} -> {numbers.tolist()}, as dist.all_reduce: {equal}")
+    report(f"ring, rank {rank}: {before} -> {numbers.tolist()}, = dist.all_reduce: {equal}")
     dist.destroy_process_group()
 
 

@@ -17,7 +17,7 @@ It takes three things:
     optimizer must wait for all handles.
 
 All ranks must start the same messages in the same order. But if forward() uses different layers on
-different ranks, one rank may fill bucket 2 before bucket 1, and another rank bucket 1 first. So a
+different ranks, one rank may fill bucket 2 first, and another rank may fill bucket 1 first. So a
 bucket is started only if all buckets before it have been started.
 
 Run it:
@@ -136,7 +136,7 @@ class Buckets:
     """All parameters of a model in buckets. A bucket is sent when all its gradients are ready.
 
     Call finish() between backward() and the optimizer's step. Afterwards each gradient is the mean
-    over the ranks. Between two calls of finish(), call backward() once.
+    over the ranks. Between two calls to finish(), call backward() once.
 
     It works for any model. If no rank has a gradient for a parameter, its gradient stays None. If
     only some ranks have one, it counts as zero on the other ranks. So start() sends zeros for a
@@ -206,7 +206,7 @@ class Buckets:
                 flags.append(1.0)
         # The flags travel with the gradients. A sum above 0 means that some rank has a gradient.
         parts.append(parts[0].new_tensor(flags))
-        bucket.message = torch.cat(parts)  # a copy, so backward() may continue while it travels
+        bucket.message = torch.cat(parts)  # one message is one tensor
         bucket.message /= dist.get_world_size()  # the sum over the ranks is then the mean
         # NEW: async_op=True starts the message and returns a handle.
         bucket.handle = dist.all_reduce(bucket.message, async_op=True)
@@ -217,9 +217,9 @@ class Buckets:
         Returns how many messages were started while backward() still computed gradients.
         """
         started_early = self.started_early
-        # These buckets have not been started, because a parameter got no gradient on this rank. It
-        # is in the bucket itself, or in one before it. They are sent now, because the other ranks
-        # wait for them.
+        # With overlap, these buckets have not been started, because a parameter in them, or in a
+        # bucket before them, got no gradient on this rank. Without overlap, they are all buckets.
+        # They are sent now, because the other ranks wait for them.
         for bucket in self.buckets[self.started :]:
             self.start(bucket)
         for bucket in self.buckets:
@@ -322,7 +322,7 @@ def train(local_rank, args):
         per_rank_batch,
         sampler=sampler,
         drop_last=True,
-        collate_fn=whole_batch,  # our data sets return whole batches already
+        collate_fn=whole_batch,  # common/data.py's data sets return whole batches already
         pin_memory=pin_memory,
     )
     # Each test image counts once. DistributedSampler would repeat some to make the parts equal.

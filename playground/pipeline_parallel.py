@@ -1,6 +1,6 @@
-r"""A pipeline by PyTorch: torch.distributed.pipelining, with four of its schedules.
+r"""A pipeline with torch.distributed.pipelining, and four of its schedules.
 
-The lesson before sends activations and gradients by hand. Here, PipelineStage does that: it sends
+The previous lesson sends activations and gradients by hand. Here, PipelineStage does that: it sends
 what a stage has computed, and it receives what the stage needs. A schedule says when a rank
 computes which micro-batch. PyTorch has many schedules, and this lesson offers four:
 
@@ -13,8 +13,8 @@ computes which micro-batch. PyTorch has many schedules, and this lesson offers f
                          last rank sooner, and the ranks wait for a shorter time. But they send
                          more messages (https://arxiv.org/abs/2104.04473).
   InterleavedZeroBubble  also splits each backward pass in two. First come the gradients of the
-                         activations, because the rank before waits for them. No rank waits for the
-                         gradients of the parameters. So a rank computes these when it would
+                         activations, because the previous rank waits for them. No rank waits for
+                         the gradients of the parameters. So a rank computes these when it would
                          otherwise be idle (https://arxiv.org/abs/2401.10241).
 
 With p ranks and m micro-batches, the first two schedules leave each rank idle in (p-1)/(m+p-1) of
@@ -33,18 +33,18 @@ Run it on two nodes, with this command on both:
 
 It prints the table of ranks, the numbers of single_gpu.py, and a timeline of one step. A digit is
 the forward pass of the micro-batch with that number, a letter is its backward pass (a: micro-batch
-0), and a dot is waiting. With InterleavedZeroBubble, a capital letter is the second part of a
+0), and a dot means waiting. With InterleavedZeroBubble, a capital letter is the second part of a
 backward pass. With GPipe, an ideal timeline looks like this:
     rank 0 |000111222333444555666777......aaabbbcccdddeeefffggghhh|
     rank 1 |...000111222333444555666777aaabbbcccdddeeefffggghhh...|
 
 Try breaking it, in a copy (cp playground/pipeline_parallel.py playground/broken.py):
-  1. Leave out `, target=filled_labels` after `schedule.step(*inputs`. Which rank complains, and
-     why only that one?
+  1. Leave out `, target=filled_labels` after `schedule.step(*inputs`. Which rank fails, and why
+     only that one?
   2. Try --micro_batches 2, 4, 16 and 64. The bubble of the formula shrinks. Does the measured
      bubble shrink, too, and does the step become faster?
 
-The next lesson, tensor_parallel.py, splits each layer instead of the list of layers.
+The next lesson, tensor_parallel.py, splits linear layers instead of the list of layers.
 """
 
 import argparse
@@ -266,7 +266,7 @@ def train(args):
         args.batch_size,
         sampler=sampler,
         drop_last=True,
-        collate_fn=whole_batch,  # our data sets return whole batches already
+        collate_fn=whole_batch,  # common/data.py's data sets return whole batches already
         pin_memory=pin_memory,
     )
     test_loader = DataLoader(
@@ -274,7 +274,7 @@ def train(args):
     )
     # Each rank makes the whole model on the CPU, and moves only its own stages to its GPU.
     model = MODELS[args.model](args.width, args.layers)
-    # NEW: this works around a bug of PyTorch 2.9: https://github.com/pytorch/pytorch/pull/165539.
+    # NEW: this works around a bug in PyTorch 2.9: https://github.com/pytorch/pytorch/pull/165539.
     # A stage first sends shapes as int64, but the receiver's buffer has the default dtype. float64
     # has 8 bytes, like int64, so the buffer is large enough. The model has been made, so nothing
     # else changes.
@@ -308,8 +308,9 @@ def train(args):
     images, labels = next(iter(train_loader))
     steps = {}
     steps[args.schedule, args.micro_batches] = watch(schedule, stages, images, labels)
-    # NEW: with a single micro-batch, only one rank computes at any time. LoopedBFS computes in the
-    # order of GPipe. Some versions of PyTorch refuse GPipe with fewer micro-batches than ranks.
+    # NEW: for comparison, a step with a single micro-batch, in which only one rank computes at any
+    # time. Some versions of PyTorch refuse GPipe with fewer micro-batches than ranks. LoopedBFS
+    # does not, and with one stage on each rank it computes in the same order.
     parts = cut(layers, world_size)
     schedule, stages = pipeline(parts, device, "LoopedBFS", 1)
     steps["GPipe", 1] = watch(schedule, stages, images, labels)
@@ -353,7 +354,7 @@ def main():
     layers = args.layers or HIDDEN_LAYERS[args.model]
     if layers + OTHER_LAYERS[args.model] < stages:
         needed = stages - OTHER_LAYERS[args.model]
-        parser.error(f"{stages} stages need as many layers: use --layers {needed}")
+        parser.error(f"{stages} stages need {stages} layers in all: use --layers {needed}")
     nearest = max(1, round(count / world_size)) * world_size
     wrong = ""
     if STAGES_PER_RANK[args.schedule] == 2 and count % world_size:

@@ -216,7 +216,7 @@ def train(args):
         per_rank_batch,
         sampler=sampler,
         drop_last=True,
-        collate_fn=whole_batch,  # our data sets return whole batches already
+        collate_fn=whole_batch,  # common/data.py's data sets return whole batches already
         pin_memory=pin_memory,
     )
     # Each test image counts once. DistributedSampler would repeat some to make the parts equal.
@@ -249,7 +249,7 @@ def train(args):
         start = time.perf_counter()
         hidden = None if rank == 0 else True  # None: the bar is hidden if there is no terminal
         progress = tqdm(train_loader, leave=False, disable=hidden)
-        # NEW: the profiler counts the calls of its step(), and follows the schedule.
+        # NEW: the profiler counts the calls to its step(), and follows the schedule.
         with torch.profiler.profile(schedule=schedule, on_trace_ready=write_trace) as profiler:
             loss_sum, hits, seen = run_epoch(
                 model, progress, device, optimizer, args.average, profiler

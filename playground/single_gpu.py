@@ -19,8 +19,8 @@ An epoch trains on 59,904 of the 60,000 training images, because the last batch 
 and is left out. The test accuracy is measured on all 10,000 test images.
 
 Try breaking it, in a copy (cp playground/single_gpu.py playground/broken.py):
-  1. Comment out `generator.manual_seed(...)`. The batches then come in another order. Compare the
-     losses.
+  1. Comment out `generator.manual_seed(...)`. The batches then come in a different order. Compare
+     the losses.
   2. Comment out `optimizer.zero_grad()`. Which gradients does each step use then? Compare the
      losses.
 
@@ -83,7 +83,7 @@ def train(args):
         args.batch_size,
         sampler=sampler,
         drop_last=True,
-        collate_fn=whole_batch,  # our data sets return whole batches already
+        collate_fn=whole_batch,  # common/data.py's data sets return whole batches already
         pin_memory=pin_memory,
     )
     test_loader = DataLoader(test_set, 1000, collate_fn=whole_batch, pin_memory=pin_memory)

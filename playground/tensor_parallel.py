@@ -1,4 +1,4 @@
-"""Tensor parallelism: the ranks split each layer, and all of them process the same images.
+"""Tensor parallelism: the ranks split linear layers, and all of them process the same images.
 
 Linear layers are split in pairs. Let x be the input of a pair, y its output, and let A and B be the
 matrices by which its two layers multiply:
@@ -48,7 +48,7 @@ playground/pictures.md draws a pair of layers on two ranks.
 
 On n ranks, a split layer takes 1/n of the memory for parameters, gradients and Adam's averages. The
 activations that are saved for backward() are split only inside a pair. The input and the output of
-a pair are whole on each rank.
+a pair are whole on each rank. So are all other layers, such as the convolutions of the CNN.
 
 Run it:
     torchrun --standalone --nproc-per-node 2 playground/tensor_parallel.py --compare
@@ -331,7 +331,7 @@ def train(args):
         args.batch_size,
         sampler=sampler,
         drop_last=True,
-        collate_fn=whole_batch,  # our data sets return whole batches already
+        collate_fn=whole_batch,  # common/data.py's data sets return whole batches already
         pin_memory=pin_memory,
     )
     test_loader = DataLoader(test_set, 1000, collate_fn=whole_batch, pin_memory=pin_memory)
@@ -388,7 +388,7 @@ def main():
         "--by",
         choices=["hand", "dtensor"],
         default="hand",
-        help="who splits the layers: this file, or PyTorch's DTensors",
+        help="what splits the layers: this file, or PyTorch's DTensors",
     )
     add("--compare", action="store_true", help="first compare a step with that of the whole model")
     add("--timeout", type=int, default=60, help="seconds to wait for another rank")

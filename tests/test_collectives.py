@@ -52,7 +52,7 @@ def expected(n):
             found[name][rank] = [before[rank], after[rank]], f"sends {sent[rank]} bytes"
     found["both"] = {}
     for rank in range(n):
-        found["both"][rank] = [before[rank], [sums[rank]], sums], "as all_reduce: True"
+        found["both"][rank] = [before[rank], [sums[rank]], sums], "= all_reduce: True"
     return found
 
 
@@ -166,7 +166,7 @@ def test_a_rank_that_skips_a_collective(broken):
     """Rank 0 waits in it, rank 1 in the next one, until the timeout. PyTorch can name both."""
     done = broken(REDUCE, SKIPPED, 1)
     assert list(tables(done.stdout)) == list(expected(2))[:7]  # all that come before
-    assert "another rank has ended, is in another collective" in done.stderr.splitlines()[-1]
+    assert "another rank has ended, is in a different collective" in done.stderr.splitlines()[-1]
     assert "OpType=ALLREDUCE" in broken(REDUCE, SKIPPED, 1, compared=True).stderr
 
 

@@ -166,7 +166,7 @@ def test_cuda_that_does_not_work(lesson, machine, main):
         (8, False, OLD_DRIVER),
     ]:
         machine(gpus, works)
-        words = (f"this machine has 0 GPUs that work ({reason})", "use --device cpu")
+        words = (f"this machine has no working GPU ({reason})", "use --device cpu")
         one_line(main(lesson, "--device", "cuda", env=env), *words)
 
 
@@ -184,7 +184,7 @@ torch.cuda.is_available, torch.cuda.init, torch.cuda.device_count = is_available
     env = {"PYTHONPATH": str(tmp_path)}  # Python reads it when it starts
     done = run("single_gpu", "--device", "cuda", status=2, env=env, cold=True)
     last_line = done.stderr.splitlines()[-1]
-    assert f"this machine has 0 GPUs that work ({OLD_DRIVER}): use --device cpu" in last_line
+    assert f"this machine has no working GPU ({OLD_DRIVER}): use --device cpu" in last_line
 
 
 @pytest.mark.parametrize("lesson", [*SPAWNING, *TALKING, "data_parallel", "measure.compare"])

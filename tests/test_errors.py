@@ -138,7 +138,7 @@ def test_device_cuda_without_a_gpu(lesson):
     """A GPU that is not there: how many there are and what to type."""
     hidden = {"CUDA_VISIBLE_DEVICES": ""}
     one_line(
-        run(lesson, "--device", "cuda", status=2, env=hidden), "this machine has 0", "--device cpu"
+        run(lesson, "--device", "cuda", status=2, env=hidden), "this machine has no", "--device cpu"
     )
 
 
@@ -149,7 +149,7 @@ def test_more_gpus_than_there_are(lesson, main):
     words = (
         (f"this machine has {have}", f"-g {have}")
         if have
-        else ("this machine has 0", "--device cpu")
+        else ("this machine has no", "--device cpu")
     )
     one_line(main(lesson, "--device", "cuda", "-g", have + 1), *words)
 
@@ -508,7 +508,7 @@ def test_ctrl_c_while_it_starts(delay):
     os.killpg(job.process.pid, signal.SIGINT)
     done = job.wait()
     assert done.returncode == 130
-    assert "interrupted" in done.stderr.splitlines()
+    assert "interrupted" in done.stderr  # perhaps inside a line of a rank's traceback
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL, signal.SIGHUP])
@@ -615,7 +615,7 @@ def test_a_lost_connection_names_the_line_of_the_lesson(told):
     line = told(RuntimeError(CLOSED))
     place, _, rest = line.partition(": Connection closed by peer [::1]:42: ")
     assert re.fullmatch(r"error: this rank waited at test_errors.py, line \d+: raise error", place)
-    assert rest.startswith("another rank has ended, is in another collective, or its network is ")
+    assert rest.startswith("another rank has ended, is in a different collective, or has lost ")
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def test_the_files_of_an_exercise(name):
     """Its file has a task and one function; there are three hints, and a solution that says why."""
     text = source(name)
     task = ast.get_docstring(ast.parse(text))
-    goal = "It is repaired if" if is_fault(name) else "It is good if"
+    goal = "It is repaired if" if is_fault(name) else "Your answer passes if"
     for words in ("Lesson: ", goal, "Check it:", f"exercises/{name}.py"):
         assert words in task, words
     assert ('("your turn")' in text) != is_fault(name)
@@ -219,12 +219,12 @@ def prints(tensor):
 
 
 def allocates(tensor):
-    """CRASH with 1 rank, 7 numbers rank 0: RuntimeError: a rank may take 1 GB, not more"""
+    """CRASH with 1 rank, 7 numbers rank 0: RuntimeError: a rank may use at most 1 GB"""
     torch.ones(50 * 2**30, dtype=torch.uint8)
 
 
 def allocates_in_python(tensor):
-    """CRASH with 1 rank, 7 numbers rank 0: MemoryError: a rank may take 1 GB, not more"""
+    """CRASH with 1 rank, 7 numbers rank 0: MemoryError: a rank may use at most 1 GB"""
     bytearray(50 * 2**30)
 
 

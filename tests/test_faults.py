@@ -110,7 +110,7 @@ def test_the_link_is_cut_for_good(lesson, nodes):
     wait_for_line(zero, "epoch 3/")
     nodes.link("down")
     for done in ends(nodes, zero, one):
-        one_line(done, "its network is down")
+        one_line(done, "has lost its network")
 
 
 def test_the_link_is_gone_for_8_seconds(nodes, tmp_path):

@@ -547,7 +547,7 @@ def test_deadlock_ends_and_is_cured(two_ranks):
         len(re.findall(r"rank \d: DEADLOCK: rank \d did not receive, because it was in send", out))
         == 2
     )
-    for order in ("even ranks send first", "isend and irecv", "batch_isend_irecv"):
+    for order in ("even ranks send first", "batch_isend_irecv"):
         assert re.findall(rf"rank (\d): {order}: received (\d)", out) == [("0", "1"), ("1", "0")]
 
 
@@ -559,7 +559,7 @@ def test_the_ring(two_ranks):
             ("0", "1"),
             ("1", "0"),
         ]
-    assert len(re.findall(r"^ring, rank .*as dist.all_reduce: True$", out, re.M)) == 2
+    assert len(re.findall(r"^ring, rank .*= dist.all_reduce: True$", out, re.M)) == 2
 
 
 FAIL = """        if rank == 1 and epoch == 1:

@@ -16,7 +16,8 @@ from test_gpu import SHARED, machine, need
 from common.guard_rails import explained
 
 ADVICE = (
-    "use a smaller --batch_size or --width, or shard the model: README.md, which parallelism when"
+    "use a smaller --batch_size or --width, or shard the model: see README.md, 'Which parallelism "
+    "when'"
 )
 WIDE = ("--dataset", "digits", "--epochs", 1, "--width", 3072)
 SHARING = ["fully_sharded_data_parallel", "tensor_parallel", "pipeline_parallel"]

@@ -58,7 +58,7 @@ def test_nonblocking_computes_while_the_message_travels(processes):
         assert all(int(row[4].replace(",", "")) > 0 for row in rows)
         idle[name] = float(rows[1][3])
     assert idle["blocking"] > idle["nonblocking"]
-    assert len(re.findall(r"^ring, rank .*as dist.all_reduce: True$", out, re.M)) == processes
+    assert len(re.findall(r"^ring, rank .*= dist.all_reduce: True$", out, re.M)) == processes
 
 
 SHAPES = [(1,), (3,), (7,), (1000,), (1001,), (0,), (), (3, 5)]

@@ -105,7 +105,7 @@ def test_the_same_index_on_two_nodes():
     done = [node.wait() for node in nodes]
     assert [node.returncode for node in done] == [1, 1, 1]
     for node in done:
-        one_line(node, "node 1 is there twice: give each node its own -nr")
+        one_line(node, "two nodes have -nr 1: give each node its own -nr")
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_the_same_index_on_two_nodes():
         ("udp://10.0.0.1:8888", ("tcp://", "file:///")),
         ("tcp://10.0.0.1", ("tcp://<ip of node 0>:8888",)),
         ("file://meet", ("file:///",)),
-        ("file:///no/such/folder/meet", ("in a folder that is there",)),
+        ("file:///no/such/folder/meet", ("in a folder that exists",)),
         ("file:///tmp", ("name a new file",)),
         ("env://", ("export MASTER_ADDR",)),
     ],

@@ -351,7 +351,7 @@ def test_the_timeline_of_one_process(model):
 @pytest.mark.parametrize(
     ("ranks", "flags", "words"),
     [
-        (5, (), ("5 stages need as many layers", "--layers 4")),
+        (5, (), ("5 stages need 5 layers", "--layers 4")),
         (3, ("--model", "cnn", "--schedule", "Interleaved1F1B"), ("6 stages", "--layers 3")),
         (
             2,

@@ -4,13 +4,13 @@ Lesson: distributed_data_parallel_resnet.py.
 
 Write accumulate_gradients(model, images, labels, count). The model is wrapped by DDP. Its gradients
 are None. Each rank calls the function with its per-rank batch: images, and their labels. All ranks
-have the same number of images. The function splits the batch into `count` micro-batches, and fewer
-if there are fewer images. It computes one after the other, by forward() and backward(). The loss is
-F.cross_entropy. Afterwards each parameter.grad is the gradient of the mean loss of the global
-batch, as if each rank had computed its batch in one piece.
+have the same number of images. The function splits the batch into `count` micro-batches, or into
+fewer if there are fewer images. It runs forward() and backward() for each of them in turn. The loss
+is F.cross_entropy. Afterwards each parameter.grad is the gradient of the mean loss of the global
+batch, as if each rank had computed its whole batch at once.
 
-It is good if
-- the gradients are right, also if `count` does not divide the number of images;
+Your answer passes if
+- the gradients are right, even if `count` does not divide the number of images;
 - a micro-batch has at most ceil(images / count) images, and its backward() follows its forward(),
   so that only one micro-batch is in memory at a time;
 - each gradient travels once, in the messages that DDP sends in one backward();

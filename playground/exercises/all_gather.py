@@ -2,10 +2,10 @@
 
 Lesson: collectives.py.
 
-Write all_gather(chunk). Each rank calls it with a chunk of its own, all of the same length. It
-returns a new tensor with the chunks of all ranks, in the order of the ranks.
+Write all_gather(chunk). Each rank calls it with a chunk of its own. All chunks have the same
+length. The function returns a new tensor with the chunks of all ranks, in the order of the ranks.
 
-It is good if
+Your answer passes if
 - the numbers are right with any number of ranks, and for any dtype;
 - only all_to_all, send, recv, isend and irecv are used;
 - each rank sends at most n - 1 chunks, for n ranks.

@@ -9,14 +9,14 @@ the function returns, each parameter.grad is the mean over all ranks. It must wo
   If it is None on all ranks, it stays None. If it is None on some ranks, it counts as zero there,
   and those ranks get the mean as well, even if all numbers of the mean are 0.
 - Two layers may share a parameter. (It is then called tied.)
-- A parameter may have any shape, and any dtype of float16, float32 and float64.
+- A parameter may have any shape, and the dtype float16, float32 or float64.
 
-It is good if
+Your answer passes if
 - the means are right with any number of ranks, and have the dtype of their parameter;
-- all gradients of one dtype travel in one message. One more message may find out which gradients
-  exist;
-- each rank sends the bytes of an all_reduce of these gradients. For each parameter 8 bytes more are
-  allowed, to find out which gradients exist.
+- all gradients of one dtype travel in one message. One more message is allowed, to find out which
+  gradients exist;
+- each rank sends the bytes of an all_reduce of these gradients. For each parameter, 8 more bytes
+  are allowed, to find out which gradients exist.
 
 Check it:
     python playground/exercises/average_gradients.py            # what is wrong, or RIGHT

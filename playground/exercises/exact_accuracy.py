@@ -1,17 +1,17 @@
-"""The exact loss and accuracy, although the ranks have different numbers of images.
+"""The exact loss and accuracy, even if the ranks have different numbers of images.
 
 Lesson: distributed_data_parallel.py.
 
 Write exact_accuracy(model, batches). The images of a test set are divided among the ranks. Each
 rank calls the function with its own batches, a list of pairs (images, labels). Batches may have
-different sizes. The ranks may have different numbers of batches, and a rank may have none. There is
-at least one image on some rank. The model is the same on all ranks, and not wrapped by DDP.
+different sizes. The ranks may have different numbers of batches, and a rank may have none. At least
+one rank has an image. The model is the same on all ranks, and not wrapped by DDP.
 
 On each rank it returns two numbers. The first is the mean of F.cross_entropy over all images of all
 ranks. The second is the fraction of these images that the model recognizes. It recognizes an image
 if logits.argmax(dim=1) is its label.
 
-It is good if
+Your answer passes if
 - both numbers are those of a single process that tests all images;
 - the model computes in evaluation mode: dropout does nothing, and batch norm keeps its buffers;
 - autograd is off, so that a batch needs no memory for backward();

@@ -7,12 +7,12 @@ fetches. Each node has a disk of its own, which only the ranks of this node can 
 must be downloaded once on each node. On two nodes the program ends with an error. Find the fault,
 and repair train.
 
-The check plays nodes with 2 or 3 ranks each. The last node may have fewer. Each node has a folder
-of its own. As torchrun does, the check sets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE and
-GROUP_RANK in the environment.
+The check simulates nodes with 2 or 3 ranks each. The last node may have fewer. Each node has a
+folder of its own. As torchrun does, the check sets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE
+and GROUP_RANK in the environment.
 
 It is repaired if
-- the file is downloaded once on each node, not more often;
+- the file is downloaded exactly once on each node;
 - no rank reads the file before download has returned on its node;
 - the ranks of all nodes together still use each image once.
 

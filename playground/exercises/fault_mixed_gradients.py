@@ -11,7 +11,7 @@ It is repaired if
 - all ranks have the model of a single process;
 - a parameter without a gradient stays as it is.
 
-The gradients may also travel in another order.
+The gradients may also travel in a different order.
 
 Check it:
     python playground/exercises/fault_mixed_gradients.py            # what is wrong, or RIGHT

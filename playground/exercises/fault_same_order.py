@@ -11,7 +11,8 @@ It is repaired if
 - in each epoch the images are distributed anew, so a rank does not keep the same images;
 - in each epoch each image is read once, on one rank. If the number of images is not a multiple of
   the number of ranks, the epoch leaves out the remainder;
-- the model is still trained as by a single process, with the images of all ranks in each step.
+- the model is still trained as a single process would train it, on the images of all ranks in each
+  step.
 
 Check it:
     python playground/exercises/fault_same_order.py            # what is wrong, or RIGHT

@@ -7,9 +7,9 @@ and the ranks add up their counts. Each image should be counted once. But some a
 Find the fault, and repair test.
 
 It is repaired if
-- the counts are right on all ranks, with any number of images, also with fewer images than ranks;
+- the counts are right on all ranks, with any number of images, even with fewer images than ranks;
 - each image is read on one rank only;
-- the parts are equal, or some ranks have one image more than others.
+- the parts are equal, or some ranks have one more image than others.
 
 Check it:
     python playground/exercises/fault_too_many_images.py            # what is wrong, or RIGHT

@@ -8,7 +8,7 @@ should be the same as if a single process had all these images. But it is not th
 ranks have more images than others. Find the fault, and repair train.
 
 It is repaired if
-- all ranks have the model of a single process, whatever number of images each rank has;
+- all ranks have the model of a single process, however many images each rank has;
 - a rank may also have no images, as long as there is an image on some rank.
 
 Check it:

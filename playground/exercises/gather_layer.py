@@ -6,20 +6,20 @@ Write the autograd function GatherLayer. Each rank has one shard of a layer's pa
 numbers, in the order of the ranks. Each rank also has inputs of its own.
 
 compute(inputs, flat) is the forward pass of the layer, in plain PyTorch. `flat` is a tensor with
-one axis that has all shards, one after another. Zeros at its end make all shards equally long, and
-compute() ignores them. It draws no random numbers.
+one axis. It contains all shards, one after another. Zeros at its end make all shards equally long,
+and compute() ignores them. It draws no random numbers.
 
 forward() gathers the shards, and returns what compute() returns. backward() gathers them again, and
 runs compute() again, because autograd records nothing inside forward().
 
-It is good if
+Your answer passes if
 - the gradient of `shard` is this rank's shard of the mean gradient over all ranks. The gradient of
   `inputs` is not averaged, because each rank has inputs of its own;
 - from forward() to backward(), and afterwards, this rank keeps its shard and `inputs`, but neither
   the whole parameters nor what was computed from them;
 - a step sends two all_gathers and one reduce_scatter. If `shard` needs no gradient, because the
-  layer is frozen, there is no reduce_scatter. ctx.needs_input_grad tells this;
-- it is right for any layer, also if `inputs` are integers, and for any dtype of the parameters.
+  layer is frozen, there is no reduce_scatter. ctx.needs_input_grad shows whether it is;
+- it is right for any layer, even if `inputs` are integers, and for any dtype of the parameters.
 
 Check it:
     python playground/exercises/gather_layer.py            # what is wrong, or RIGHT

@@ -1,4 +1,4 @@
-"""A pipeline in the order of GPipe, by send and recv.
+"""A pipeline in the order of GPipe, with send and recv.
 
 Lesson: manual_pipeline.py.
 
@@ -16,13 +16,13 @@ It computes the gradients of one step, as backward() does in a single process: i
 The loss is F.cross_entropy, the mean over all rows of all micro-batches. The last micro-batch may
 have fewer rows than the others.
 
-It is good if
+Your answer passes if
 - the gradients are those of a single process, and each rank computes one forward pass for each
   micro-batch;
 - it computes all forward passes first, and then all backward passes, so the ranks work at the same
   time: 2(n + m - 2) rounds of messages for n ranks and m micro-batches;
-- only send, recv, isend and irecv are used. A rank sends one message for each micro-batch to the
-  next rank, the output of its stage, and one to the previous rank, the gradient of its input;
+- only send, recv, isend and irecv are used. For each micro-batch, a rank sends one message to the
+  next rank (the output of its stage) and one to the previous rank (the gradient of its input);
 - any stage works: with frozen parameters only, with an output that is not contiguous, with integers
   as the inputs of rank 0.
 

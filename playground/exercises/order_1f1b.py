@@ -3,17 +3,17 @@
 Lesson: manual_pipeline.py.
 
 Write order_1f1b(rank, world_size, micro_batches). It returns the passes that this rank computes in
-one step, in their order, as a list of strings. "F2" is the forward pass of micro-batch 2, and "B2"
+one step, in order, as a list of strings. "F2" is the forward pass of micro-batch 2, and "B2"
 is its backward pass. Micro-batches are counted from 0. For example, the last of 2 ranks computes
 ["F0", "B0", "F1", "B1", "F2", "B2"] for 3 micro-batches.
 
-It is good if
+Your answer passes if
 - each micro-batch has one forward and one backward pass, both in the order of the numbers;
 - rank r keeps the activations of at most world_size - r micro-batches. They are kept from a forward
   pass to its backward pass;
 - among all such orders, it computes each forward pass as early as possible;
 - it is right with fewer micro-batches than ranks, too;
-- it needs the arguments only. There is no process group here, so dist.get_rank() fails.
+- it needs only its arguments. There is no process group here, so dist.get_rank() fails.
 
 Check it:
     python playground/exercises/order_1f1b.py            # what is wrong, or RIGHT

@@ -13,13 +13,13 @@ all ranks. The function message_of(parameter) below is given. Yours must work fo
   it is None on some ranks, it counts as zero there, and those ranks get the mean as well.
 - The parameters may have different dtypes (float16, float32 and float64).
 
-It is good if
+Your answer passes if
 - the means are right, in each step;
 - if all parameters get a gradient, those of all layers but the first have started to travel when
   backward() comes to the first layer;
 - backward() waits for no other rank;
 - in a step, each rank sends at most one message for each parameter, and one more. It sends the
-  bytes of an all_reduce of the gradients. For each parameter 8 bytes more are allowed, to find out
+  bytes of an all_reduce of the gradients. For each parameter, 8 more bytes are allowed, to find out
   which gradients exist.
 
 Check it:

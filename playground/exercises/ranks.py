@@ -8,7 +8,7 @@ A world is a number of ranks that form a process group. watch_world runs an exer
    file, and they run one case after another. A rank starts a part when all ranks have finished the
    part before. So the time of a part is counted from when all ranks are there.
 3. A rank that fails, that ends, or that does not finish a part in time ends the world. It says by
-   faulthandler at which line it is. This works while it waits in C++ code, too.
+   faulthandler at which line it is. This works in C++ code, too.
 
 Nothing of the learner is imported here: only in the ranks.
 """
@@ -181,7 +181,7 @@ def go_through(part, ranks, seconds, file):
     waiting = {rank.number for rank in ranks}
     end = time.monotonic() + seconds
     while waiting and time.monotonic() < end:
-        listen(ranks, waiting, trial, end - time.monotonic())
+        listen(ranks, waiting, trial, end - time.monotonic(), file)
         if trial.crashes:
             # The other ranks may fail for the same reason. This moment tells which rank was first.
             end = min(end, time.monotonic() + 0.3)
@@ -190,7 +190,7 @@ def go_through(part, ranks, seconds, file):
     return trial
 
 
-def listen(ranks, waiting, trial, seconds):
+def listen(ranks, waiting, trial, seconds, file):
     """Wait for the next news of the ranks, and note them in the Trial."""
     sources = []
     for rank in ranks:
@@ -210,7 +210,9 @@ def listen(ranks, waiting, trial, seconds):
         if rank.number in waiting and rank.process.sentinel in ready:
             rank.process.join()
             read_output(rank)
-            trial.crashes[rank.number] = Crash(ending(rank), [], "ended")
+            place = place_in(rank.stack, file)
+            frames = [f"your {place}"] if place else []
+            trial.crashes[rank.number] = Crash(ending(rank), frames, "ended")
             waiting.discard(rank.number)
 
 
@@ -265,14 +267,18 @@ def places(ranks, file):
     found = {}
     for rank in ranks:
         does = "computes" if running[rank.number] >= 3 else "waits"
-        found[rank.number] = f"{does} outside your function"
-        stack = rank.stack.read_text() if rank.stack.exists() else ""
-        for path, line in re.findall(r'File "(.*)", line (\d+) in ', stack):
-            if path == file:
-                text = linecache.getline(file, int(line)).strip()
-                found[rank.number] = f"{does} at your line {line}: {text}"
-                break
+        place = place_in(rank.stack, file)
+        found[rank.number] = f"{does} at your {place}" if place else f"{does} outside your function"
     return found
+
+
+def place_in(stack, file):
+    """Return the innermost line of a file in a stack that faulthandler has written; "": none."""
+    text = stack.read_text() if stack.exists() else ""
+    for path, line in re.findall(r'File "(.*)", line (\d+) in ', text):
+        if path == file:
+            return f"line {line}: {linecache.getline(file, int(line)).strip()}"
+    return ""
 
 
 def is_running(pid):
@@ -316,6 +322,7 @@ def prepare_process(world, number, stack):
     die_with_parent()
     file = open(stack, "w")  # noqa: SIM115, it stays open for SIGUSR1
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=False)
+    faulthandler.enable(file)  # C++ code may end the process by a signal
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_SIZE, FILE_SIZE))
     if sys.platform == "linux":
@@ -413,7 +420,7 @@ def describe(error):
     lines = "".join(traceback.format_exception_only(error)).strip().splitlines()
     text = "\n".join(line[:200] for line in lines[:6])
     if isinstance(error, MemoryError) or "can't allocate memory" in text:
-        text = text.split(":")[0] + f": a rank may take {MEMORY // GIGABYTE} GB, not more"
+        text = text.split(":")[0] + f": a rank may use at most {MEMORY // GIGABYTE} GB"
     return text
 
 

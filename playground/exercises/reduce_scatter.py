@@ -2,15 +2,15 @@
 
 Lesson: collectives.py.
 
-Write reduce_scatter(tensor). Each rank calls it with a tensor of its own, all of the same length.
-The length is a multiple of the number of ranks n, so the tensor has n chunks of the same length.
-It returns a new tensor: rank r gets chunk r of the sum over all ranks.
+Write reduce_scatter(tensor). Each rank calls it with a tensor of its own. All of these have the
+same length. The length is a multiple of the number of ranks n, so the tensor has n chunks of the
+same length. It returns a new tensor: rank r gets chunk r of the sum over all ranks.
 
-It is good if
+Your answer passes if
 - the sums are right with any number of ranks, and for any dtype;
 - `tensor` itself does not change;
 - only all_to_all, send, recv, isend and irecv are used;
-- each rank sends at most n - 1 chunks: every other rank needs one chunk of it.
+- each rank sends at most n - 1 chunks: each of the other ranks needs one of its chunks.
 
 Check it:
     python playground/exercises/reduce_scatter.py            # what is wrong, or RIGHT

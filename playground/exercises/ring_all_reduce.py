@@ -2,12 +2,12 @@
 
 Lesson: nonblocking_p2p.py.
 
-Write ring_all_reduce(tensor). Each rank calls it with a contiguous tensor of its own, of the same
-shape and dtype, which may have several axes. When it returns, the tensor of every rank is the sum
-over all ranks.
+Write ring_all_reduce(tensor). Each rank calls it with a contiguous tensor of its own, which may
+have several axes. All of these have the same shape and dtype. When it returns, the tensor of every
+rank is the sum over all ranks.
 
-It is good if
-- the sums are right for any length, also if there are more ranks than numbers;
+Your answer passes if
+- the sums are right for any length, even if there are more ranks than numbers;
 - only dist.isend and dist.irecv are used (or batch_isend_irecv, send, recv);
 - each rank sends at most 2(n-1) messages of at most ceil(S/n) numbers, for n ranks and S numbers.
 

@@ -1,4 +1,4 @@
-"""A training that resumes from a file, with any number of ranks.
+"""Training that resumes from a file, with any number of ranks.
 
 Lesson: distributed_data_parallel_resumable.py.
 
@@ -7,16 +7,16 @@ until `epochs` epochs are done, and saves a checkpoint to `path` after each epoc
 file at `path` when it starts, it resumes from it.
 
 train_epoch(epoch) trains one epoch on all ranks, which therefore have equal parameters. Epochs are
-counted from 0. It draws the order of the images by torch.randperm(), which uses PyTorch's random
+counted from 0. It draws the order of the images with torch.randperm(), which uses PyTorch's random
 numbers. Do not seed these between epochs. Their state, torch.get_rng_state(), is the same on all
 ranks.
 
-It is good if
+Your answer passes if
 - a run that is killed and started again computes the same numbers as a run without a break:
   parameters, buffers, the optimizer's state and the order of the images. The number of ranks may
   differ;
 - no epoch that is saved is trained again;
-- the file at `path` is complete at any time, also if the run is killed while it saves;
+- the file at `path` is complete at all times, even if the run is killed while it saves;
 - only rank 0 writes files. All ranks need what is in the file.
 
 Check it:

@@ -3,15 +3,15 @@
 Lesson: fully_sharded_checkpoints.py.
 
 Write seeded_dropout(inputs, p, seed, step). It returns a new tensor like `inputs`, in which each
-number is replaced by 0 with the probability p, and is divided by 1 - p otherwise. Which numbers are
+number is replaced by 0 with probability p, and is divided by 1 - p otherwise. Which numbers are
 dropped is random, but the same each time that this rank calls it with the same arguments.
 
 `seed` is the seed of the whole run, the same on all ranks. `step` counts the training steps from 0,
-also after a restart.
+and a restart does not reset it.
 
-It is good if
-- each number is dropped by itself, about p of them, for any p from 0 to below 1, any shape and any
-  float dtype;
+Your answer passes if
+- each number is dropped independently of the others, with probability p, for any p from 0 to below
+  1, any shape and any float dtype;
 - no two calls on different ranks, or in different steps, drop the same numbers. A different seed
   drops different numbers, too;
 - a run that is started again drops the same numbers as a run without a break;

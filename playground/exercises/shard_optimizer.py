@@ -4,24 +4,25 @@ Lesson: manual_sharding.py.
 
 Write the class ShardedOptimizer. ShardedOptimizer(model, make_optimizer) is made once on each rank,
 with a copy of the same model. make_optimizer(tensors) returns an optimizer for a list of tensors.
-It may be any that updates each number by itself, such as SGD with momentum, Adam or AdamW.
+It may be any optimizer that updates each number separately, such as SGD with momentum, Adam or
+AdamW.
 
 In each step, each rank computes its own gradients and then calls step(). This updates the
-parameters of the model on all ranks by the mean gradient, as a single process would. Call
+parameters of the model on all ranks with the mean gradient, as a single process would. Call
 make_optimizer with this rank's shards only, so that it keeps 1/n of the state. The function
 padded(tensor) below is given. The class must work for any model:
 - A parameter may be frozen (requires_grad is False) or tied (two layers share it).
-- If a gradient is None on all ranks, the parameter stays as it is, and its state as well, as with
-  any optimizer. If it is None on some ranks, it counts as zero there.
+- If a gradient is None on all ranks, the parameter and its state do not change, as with any
+  optimizer. If it is None on some ranks, it counts as zero there.
 - The parameters may be float16. So divide before the gradients are added up, because the sum may be
   too large for float16.
-- A parameter may have any size, also fewer numbers than there are ranks.
+- A parameter may have any size, even fewer numbers than there are ranks.
 
-It is good if
+Your answer passes if
 - the parameters are right after each step, on all ranks;
 - the optimizer of a rank keeps state for at most ceil(S/n) of the S numbers of each parameter;
 - in a step, each rank sends the bytes of a reduce_scatter of the gradients and of an all_gather of
-  the parameters, each padded to a multiple of n. For each parameter 8 bytes more are allowed, to
+  the parameters, each padded to a multiple of n. For each parameter, 8 more bytes are allowed, to
   find out which gradients exist.
 
 Check it:
@@ -50,7 +51,7 @@ class ShardedOptimizer:
         raise NotImplementedError("your turn")
 
     def step(self):
-        """Update the parameters by the mean gradient over all ranks."""
+        """Update the parameters with the mean gradient over all ranks."""
 
 
 if __name__ == "__main__":

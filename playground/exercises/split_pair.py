@@ -20,11 +20,11 @@ With n ranks, each rank has some rows of `first`, the numbers of `first_bias` fo
 columns of `second`. (nn.Linear stores a matrix transposed, so the lesson says columns and rows.)
 `inputs` and `second_bias` are the same on all ranks, and so is the gradient g.
 
-It is good if
+Your answer passes if
 - each rank gets the whole output, the whole gradient of `inputs`, and the gradients of its shards;
 - it is right if a rank has no rows at all, and if a bias is None;
 - there is one all_reduce in forward and one in backward. If `inputs` needs no gradient, there is
-  none in backward: ctx.needs_input_grad[0] tells this.
+  none in backward: ctx.needs_input_grad[0] shows whether it does.
 
 Check it:
     python playground/exercises/split_pair.py            # what is wrong, or RIGHT

@@ -7,7 +7,7 @@ on. Each rank calls it with a tensor of its own. All of these have the same shap
 returns the tensor of the neighbour. If the number of ranks is odd, the last rank has no neighbour,
 so it gets its own tensor back.
 
-It is good if
+Your answer passes if
 - each rank gets the right numbers, with any number of ranks, and for any dtype;
 - `tensor` itself does not change;
 - each rank that has a neighbour sends one message;

@@ -5,11 +5,11 @@ Lesson: blocking_p2p.py.
 Write tree_broadcast(tensor). Each rank calls it with a tensor of the same shape and dtype. When it
 returns, the tensor of every rank has the numbers of rank 0's tensor.
 
-In a round, a rank sends at most one message and receives at most one. If rank 0 sends to each other
-rank by itself, n ranks need n - 1 rounds. If each rank that has the tensor already helps, the
-number of ranks that have it doubles in each round.
+In a round, a rank sends at most one message and receives at most one. If rank 0 alone sends to all
+other ranks, n ranks need n - 1 rounds. If each rank that has the tensor already helps, the number
+of ranks that have it doubles in each round.
 
-It is good if
+Your answer passes if
 - the numbers are right with any number of ranks;
 - it takes at most ceil(log2 n) rounds: 1 round for 2 ranks, 2 for 3 and 4 ranks, 3 for 5 to 8;
 - only dist.send and dist.recv are used (or isend and irecv).

@@ -180,9 +180,9 @@ def explain_hang(outcome):
             return f"Rank {rank} waits for a message that rank {recv.peer} has not sent."
     for each in sent:
         if not each.received:
-            return f"Rank {each.receiver} has not received a message that rank {each.sender} sends."
+            return f"Rank {each.receiver} has not received a message from rank {each.sender}."
     if sent:
-        return "Each message has a sender and a receiver. Does each request have its wait()?"
+        return "Each message has a sender and a receiver. Is wait() called for each request?"
     calls = set()
     for mine in outcome.messages:
         calls.add(", ".join(each.call for each in mine))
@@ -219,7 +219,7 @@ def judge_results(exercise, world, words, case, trial):
     sent, missing = steps(messages)
     for each in sent:
         if not each.received:
-            line = f"right numbers, but rank {each.receiver} has not received a message of rank "
+            line = f"right numbers, but rank {each.receiver} has not received a message from rank "
             return Verdict("WRONG", world.size, words, lines=[f"{line}{each.sender}"])
     for rank, recv in missing:
         line = f"right numbers, but rank {rank} expects one more message"
@@ -376,11 +376,11 @@ def explain_wrong(outcome, wrong):
     if factor == 0:
         return "All numbers are 0. Is the result written where the caller looks?"
     if factor and size > 1 and abs(factor - size) < 1e-3:
-        return f"{size} times the expected: added up over the ranks, but not averaged?"
+        return f"{size} times what is expected: added up over the ranks, but not averaged?"
     if factor and size > 1 and abs(factor * size - 1) < 1e-3:
-        return f"the expected divided by {size}: averaged, but not added up?"
+        return f"what is expected, divided by {size}: averaged, but not added up?"
     if factor:
-        return f"{factor:.3g} times the expected"
+        return f"{factor:.3g} times what is expected"
     for rank, other in outcome.expected.items():
         if rank != outcome.rank and not difference(actual, other, TOLERANCE):
             return f"this is what rank {rank} should have"

@@ -95,7 +95,7 @@ def forward_outside(model, images, labels, count):
 
 
 def averaged_twice(model, images, labels, count):
-    """COSTLY with 2 ranks, 8 images in 4 ... in the last backward() already."""
+    """COSTLY with 1 rank, 8 images in 4 ... already averages the gradients in the last"""
     parts = _parts(images, labels, count)
     _accumulate(model, parts, lambda part: len(part) / len(labels))
     for parameter in model.parameters():
@@ -112,7 +112,7 @@ def stays_without_sync(model, images, labels, count):
 
 
 def keeps_the_graphs(model, images, labels, count):
-    """WRONG with 1 rank, 8 images in 4 ... in memory at a time: 8 ... unless it gets retain"""
+    """WRONG with 1 rank, 8 images in 4 ... memory at a time: 8 ... unless backward() gets retain"""
     losses = []
     parts = _parts(images, labels, count)
     for number, (part, part_labels) in enumerate(parts, start=1):
@@ -132,8 +132,8 @@ def empty_micro_batches(model, images, labels, count):
 
 
 def a_message_for_each_parameter(model, images, labels, count):
-    """COSTLY with 1 rank, 8 images in 4 ... right numbers, but rank 0 sends 8 messages; 6 are enough
-    DDP puts many gradients into one message if forward() is model(...)
+    """COSTLY with 1 rank, 8 images in 4 ... rank 0 sends 8 messages; 6 are enough DDP puts many
+    gradients into one message if you call model(...)
     """
     parts = _parts(images, labels, count)
     for part, part_labels in parts:

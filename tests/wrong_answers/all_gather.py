@@ -36,7 +36,7 @@ def one_step_too_few(chunk):
 
 
 def no_wait(chunk):
-    """WRONG with 2 ranks ... The chunk of rank ... is missing. Does each request have its"""
+    """WRONG with 2 ranks ... The chunk of rank ... is missing. Is wait() called for each"""
     rank = dist.get_rank()
     n = dist.get_world_size()
     chunks = [chunk] * n
@@ -55,7 +55,7 @@ def no_wait_for_the_collective(chunk):
 
 
 def float_buffer(chunk):
-    """WRONG with 1 rank, 3 integers in each chunk ... numbers of torch.float32 ... by empty_like"""
+    """WRONG with 1 rank, 3 integers in each chunk ... numbers of torch.float32 ... empty_like"""
     n = dist.get_world_size()
     received = torch.empty(n * len(chunk))
     dist.all_to_all_single(received, chunk.float().repeat(n))

@@ -86,7 +86,7 @@ def frozen_ones_get_zeros(model):
 
 
 def not_averaged(model):
-    """WRONG with 2 ranks, two layers ... 2 times the expected: added up over the ranks"""
+    """WRONG with 2 ranks, two layers ... 2 times what is expected: added up over the ranks"""
     used, _ = _remove_unused(model)
     for gradients in _by_dtype(used):
         _average(gradients)
@@ -134,7 +134,7 @@ def kept_where_it_was_missing(model):
 
 
 def zeros_count_as_none(model):
-    """WRONG with 2 ranks, missing gradients rank 1, the gradient of zeros_on_rank_0: None ... Ask
+    """WRONG with 2 ranks, missing gradients rank 1, the gradient of zeros_on_rank_0: None ... Test
     whether it is None."""
     parameters = _trained(model)
     flags = []

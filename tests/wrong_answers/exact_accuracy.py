@@ -67,7 +67,7 @@ def not_a_number(model, batches):
 
 
 def divided_by_its_own_count(model, batches):
-    """WRONG with 2 ranks, batches of ... divided by the number of this rank's images"""
+    """WRONG with 2 ranks, batches of ... divided by this rank's images"""
     totals = _sums(model, batches)
     seen = totals[2].item()
     dist.all_reduce(totals)
@@ -85,7 +85,7 @@ def in_training_mode(model, batches):
 
 
 def with_autograd(model, batches):
-    """WRONG with 1 rank, batches of ... on expected ... Turn it off by torch.no_grad()."""
+    """WRONG with 1 rank, batches of ... on expected ... Turn it off with torch.no_grad()."""
     model.eval()
     totals = torch.zeros(3, dtype=torch.float64)
     for images, labels in batches:
@@ -117,7 +117,7 @@ def in_each_batch(model, batches):
 
 
 def in_each_batch_of_several_ranks(model, batches):
-    """HANG with 2 ranks, batches of ... Call collectives after the last one."""
+    """HANG with 2 ranks, batches of ... Call collectives after the last batch."""
     totals = torch.zeros(3, dtype=torch.float64)
     for batch in batches:
         sums = _sums(model, [batch])

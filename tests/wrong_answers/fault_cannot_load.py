@@ -41,7 +41,7 @@ def letters_stripped(model, images, labels, path):
 
 
 def the_model_itself(model, images, labels, path):
-    """WRONG with 1 rank ... the checkpoint: contains objects of Python, and not only tensors"""
+    """WRONG with 1 rank ... the checkpoint: contains Python objects that are not tensors"""
     _save({"model": _train(model, images, labels).module}, path)
 
 

@@ -25,7 +25,7 @@ def _train(model, images):
 
 
 def the_same_seed(make_model, images, seed):
-    """WRONG with 2 ranks ... the noise: ranks 0 and 1 add the same in step 1"""
+    """WRONG with 2 ranks ... the noise: ranks 0 and 1 add the same noise in step 1"""
     torch.manual_seed(seed)
     return _train(make_model(), images)
 
@@ -59,7 +59,7 @@ def averaged_at_the_end(make_model, images, seed):
 
 
 def seeded_in_each_step(make_model, images, seed):
-    """WRONG with 1 rank ... the noise: rank 0 adds the same in steps 1 and 2"""
+    """WRONG with 1 rank ... the noise: rank 0 adds the same noise in steps 1 and 2"""
     torch.manual_seed(seed)
     model = make_model()
     for _ in range(3):

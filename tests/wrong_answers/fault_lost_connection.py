@@ -33,7 +33,7 @@ def waits_at_a_barrier(model, images, labels, limit):
 
 
 def never_stops(model, images, labels, limit):
-    """WRONG with 1 rank ... the number of steps: 20 ... Is the limit looked at?"""
+    """WRONG with 1 rank ... the number of steps: 20 ... Is the limit checked?"""
     dist.init_process_group("gloo")
     for _ in range(20):
         _step(model, images, labels)
@@ -42,7 +42,7 @@ def never_stops(model, images, labels, limit):
 
 
 def rank_0_decides(model, images, labels, limit):
-    """WRONG with 2 ranks ... the loss of rank 0 is below the limit, but not the mean."""
+    """WRONG with 2 ranks ... the loss of rank 0 is below the limit, but the mean is not."""
     dist.init_process_group("gloo")
     steps = 0
     while steps < 20:
@@ -56,7 +56,7 @@ def rank_0_decides(model, images, labels, limit):
 
 
 def the_smallest_loss(model, images, labels, limit):
-    """WRONG with 2 ranks ... the loss of rank 1 is below the limit, but not the mean."""
+    """WRONG with 2 ranks ... the loss of rank 1 is below the limit, but the mean is not."""
     dist.init_process_group("gloo")
     steps = 0
     while steps < 20:
@@ -70,7 +70,7 @@ def the_smallest_loss(model, images, labels, limit):
 
 
 def the_sum(model, images, labels, limit):
-    """WRONG with 2 ranks ... the sum of the ranks' losses is below the limit, but not their"""
+    """WRONG with 2 ranks ... the sum of the losses is below the limit, but their"""
     dist.init_process_group("gloo")
     steps = 0
     while steps < 20:

@@ -17,7 +17,7 @@ def rank_0_alone(model, images, labels):
 
 
 def not_waited_for(model, images, labels):
-    """WRONG with 2 ranks ... Is the sum read before it is there?"""
+    """WRONG with 2 ranks ... Is the sum read before it is ready?"""
     counts = _counts(model, images, labels)
     if dist.get_rank() == 0:
         dist.all_reduce(counts, async_op=True)

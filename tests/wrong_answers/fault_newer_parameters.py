@@ -15,7 +15,7 @@ def _left():
 
 
 def waits_right_away(parameters, gradient, steps):
-    """HANG with 2 ranks ... request.wait() ... Rank 1 has not received a message that rank 0"""
+    """HANG with 2 ranks ... request.wait() ... has not received a message from rank"""
     received = torch.empty_like(parameters)
     for _ in range(steps):
         request = dist.isend(parameters, _right())
@@ -75,7 +75,7 @@ def sends_after_the_step(parameters, gradient, steps):
 
 
 def mean_first(parameters, gradient, steps):
-    """WRONG with 2 ranks ... This is right if the mean came first, and the step after it."""
+    """WRONG with 2 ranks ... This would be right if the mean came first, and the step after it."""
     received = torch.empty_like(parameters)
     for _ in range(steps):
         request = dist.isend(parameters, _right())
@@ -115,11 +115,11 @@ def sends_twice(parameters, gradient, steps):
     received = torch.empty_like(parameters)
     for _ in range(steps):
         message = parameters.clone()
-        for _ in range(2):
-            request = dist.isend(message, _right())
+        requests = [dist.isend(message, _right()), dist.isend(message, _right())]
+        parameters -= 0.5 * gradient(parameters)
+        for request in requests:
             dist.recv(received, _left())
             request.wait()
-        parameters -= 0.5 * gradient(parameters)
         parameters += received
         parameters /= 2
 

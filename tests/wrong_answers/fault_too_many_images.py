@@ -46,7 +46,9 @@ def rank_0_tests_all(model, dataset):
 
 
 def last_ranks_have_few(model, dataset):
-    """WRONG with 5 ranks, 11 images ... rank 0 reads 3 images, and rank 4 reads 0 ... no rank"""
+    """WRONG with 5 ranks, 11 images ... rank 0 reads 3 images, and rank 4 reads 0 ... the numbers
+    of images differ by at most one
+    """
     part = -(-len(dataset) // dist.get_world_size())
     start = dist.get_rank() * part
     indices = range(start, min(start + part, len(dataset)))

@@ -25,12 +25,12 @@ def _train(model, images, labels, steps, factor, reduction="sum"):
 
 
 def not_divided(model, images, labels, steps):
-    """WRONG with 1 rank, 1 step ... This is the sum over all images. By what is it to be"""
+    """WRONG with 1 rank, 1 step ... This is the sum over all images. What must it be"""
     _train(model, images, labels, steps, 1)
 
 
 def sum_of_means(model, images, labels, steps):
-    """WRONG with 2 ranks, 1 step ... This is the sum of the ranks' gradients. By what is it to"""
+    """WRONG with 2 ranks, 1 step ... This is the sum of the ranks' gradients. What must it be"""
     _train(model, images, labels, steps, 1, "mean")
 
 
@@ -47,14 +47,14 @@ def divided_by_both(model, images, labels, steps):
 
 
 def as_if_all_had_the_same(model, images, labels, steps):
-    """WRONG with 2 ranks, 1 step ... This counts as if each rank had 6 images."""
+    """WRONG with 2 ranks, 1 step ... This is the result if each rank had 6 images."""
     longest = torch.tensor(len(labels))
     dist.all_reduce(longest, op=dist.ReduceOp.MAX)
     _train(model, images, labels, steps, 1 / longest.item() / dist.get_world_size())
 
 
 def leaves_out_an_empty_rank(model, images, labels, steps):
-    """CRASH with 2 ranks, no images on some ranks ... A parameter has no gradient before"""
+    """CRASH with 2 ranks, no images on some ranks ... A parameter has no gradient until"""
     total = _sum_over_ranks(len(labels))
     for _ in range(steps):
         model.zero_grad()

@@ -51,7 +51,7 @@ def _backward(ctx, gradient, reduced, flat=None, learn_inputs=None):
 
 
 class Sum(_Layer):
-    """WRONG with 2 ranks ... the gradient of its shard: ... 2 times the expected: added up over"""
+    """WRONG with 2 ranks ... the gradient of its shard: ... 2 times what is expected: added"""
 
     @staticmethod
     def backward(ctx, gradient):

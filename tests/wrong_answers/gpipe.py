@@ -150,7 +150,7 @@ def forward_passes_twice(stage, inputs, labels, shape, dtype):
 
 
 def gradients_begin_at_zero(stage, inputs, labels, shape, dtype):
-    """WRONG with 1 rank, 1 micro-batch, gradients of before ... The gradients of before are gone"""
+    """WRONG with 1 rank, 1 micro-batch, earlier gradients ... The earlier gradients are gone"""
     stage.zero_grad()
     _gpipe(stage, inputs, labels, shape, dtype)
 

@@ -63,7 +63,7 @@ def in_the_other_direction(rank, world_size, micro_batches):
 
 def newest_first(rank, world_size, micro_batches):
     """WRONG with 2 ranks, 3 micro-batches rank 0 has F0 F1 B1 F2 B2 B0 ... B1 comes before B0.
-    Passes of a kind go in the order of the numbers.
+    Passes of one kind must be in the order of their numbers.
     """
     warm_up = min(world_size - 1 - rank, micro_batches)
     order = [f"F{number}" for number in range(warm_up)]

@@ -102,7 +102,7 @@ def frozen_ones_have_hooks(model):
 
 
 def as_backward_computes_them(model):
-    """WRONG with 2 ranks, another order on odd ranks ... Fix one order for all ranks."""
+    """WRONG with 2 ranks, a different order on odd ranks ... Fix one order for all ranks."""
     return _hooks(model)
 
 
@@ -140,8 +140,8 @@ def _in_order(model, skips_missing=False, keeps_all=False, clears=True, ends=Tru
 
 
 def only_the_first_starts_in_a_hook(model):
-    """WRONG with 1 rank, three layers ... to the first layer: 3 expected 30 ... Has each
-    parameter its hook?"""
+    """WRONG with 1 rank, three layers ... to the first layer: 3 expected 30 ... Does each
+    one have a hook?"""
     return _in_order(model, one=True)
 
 

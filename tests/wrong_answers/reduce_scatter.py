@@ -17,7 +17,7 @@ def not_added_up(tensor):
 
 
 def averaged(tensor):
-    """WRONG with 2 ranks ... the expected divided by 2: averaged, but not added up?"""
+    """WRONG with 2 ranks ... what is expected, divided by 2: averaged, but not added up?"""
     rows = _received(tensor)
     return rows.sum(0) // len(rows) if rows.dtype == torch.int64 else rows.mean(0)
 

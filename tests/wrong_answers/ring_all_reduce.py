@@ -25,7 +25,7 @@ def _ring(tensor, steps):
 
 
 def averaged(tensor):
-    """WRONG with 2 ranks ... the expected divided by 2: averaged, but not added up?"""
+    """WRONG with 2 ranks ... what is expected, divided by 2: averaged, but not added up?"""
     n = dist.get_world_size()
     _ring(tensor, n - 1)
     tensor.div_(n)

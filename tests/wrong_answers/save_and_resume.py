@@ -50,14 +50,14 @@ def without_the_optimizer(path, model, optimizer, epochs, train_epoch):
 
 def without_the_random_numbers(path, model, optimizer, epochs, train_epoch):
     """WRONG with 1, then 2 ranks, Adam rank 0, the order after the restart ... The random numbers
-    continue differently.
+    differ after the restart.
     """
     _train(path, model, optimizer, epochs, train_epoch, ["random"])
 
 
 def without_the_epoch(path, model, optimizer, epochs, train_epoch):
     """WRONG with 1, then 2 ranks, Adam rank 0, the epochs after the restart: [0, 1, 2, 3, 4]
-    expected [3, 4] The training begins again.
+    expected [3, 4] Training starts from the beginning.
     """
     _train(path, model, optimizer, epochs, train_epoch, ["done"])
 
@@ -102,7 +102,7 @@ def at_the_end_only(path, model, optimizer, epochs, train_epoch):
 
 def in_place(path, model, optimizer, epochs, train_epoch):
     """WRONG with 1, then 2 ranks, Adam rank 0, the file: overwritten in place ... If the run is
-    killed in this moment, no whole file is left.
+    killed at this moment, no complete file is left.
     """
 
     def write(state, path):

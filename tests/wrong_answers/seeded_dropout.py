@@ -51,7 +51,7 @@ def far_apart(inputs, p, seed, step):
 
 
 def without_the_run(inputs, p, seed, step):
-    """WRONG with 1, then 1 rank ... a different seed: the same numbers ... `seed` does not"""
+    """WRONG with 1, then 1 rank ... a different seed: the same numbers ... `seed` has no effect"""
     return _drop(inputs, p, _own_seed(0, step))
 
 

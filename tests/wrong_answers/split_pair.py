@@ -78,7 +78,7 @@ class NoSumInBackward(_Pair):
 
 
 class SumOfTheOutputsGradient(_Pair):
-    """WRONG with 2 ranks ... 2 times the expected, for first, first_bias, second,
+    """WRONG with 2 ranks ... 2 times what is expected, for first, first_bias, second,
     second_bias. The gradient g is the same on all ranks
     """
 
@@ -92,7 +92,7 @@ class SumOfTheOutputsGradient(_Pair):
 
 
 class SumOfAllGradients(_Pair):
-    """WRONG with 2 ranks ... 2 times the expected, for second_bias. The gradient g is the same"""
+    """WRONG with 2 ranks ... 2 times what is expected, for second_bias. The gradient g"""
 
     @staticmethod
     def backward(ctx, gradient):

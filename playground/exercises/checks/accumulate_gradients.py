@@ -72,7 +72,7 @@ HINTS = (
     "multiplied by, so that these sums are the gradient of the mean? And which backward() has to "
     "send?",
     "images.tensor_split(count) splits into parts of almost the same size. `with model.no_sync():` "
-    "lets DDP send nothing, if both forward() and backward() are inside.",
+    "keeps DDP from sending, if both forward() and backward() are inside.",
     "count = at most one micro-batch for each image\n"
     "for each micro-batch:\n"
     "    inside no_sync(), unless it is the last one:\n"
@@ -182,14 +182,14 @@ def explain(outcome):
     if outcome.verdict == "COSTLY":
         if all(each.kind != "broadcast" for each in outcome.messages[outcome.rank]):
             return (
-                "DDP puts many gradients into one message if forward() is model(...), and not "
+                "DDP puts many gradients into one message if you call model(...), and not "
                 "model.module(...)."
             )
         calls = [each for each in outcome.messages[outcome.rank] if each.kind == "all_reduce"]
         if len({each.line for each in calls}) > 1:
             return (
-                "DDP averages the gradients in the last backward() already. "
-                "Is each other forward() inside no_sync(), too?"
+                "DDP already averages the gradients in the last backward(). "
+                "Are all the other forward() calls inside no_sync(), too?"
             )
         return "Is each forward() but the last one inside no_sync(), with its backward()?"
     if outcome.verdict == "HANG":
@@ -202,8 +202,8 @@ def explain(outcome):
         return "There are fewer images than `count`, so split them into fewer micro-batches."
     if wrong[0] == IN_MEMORY:
         return (
-            "Call backward() for each micro-batch. It frees what forward() has kept for it, unless "
-            "it gets retain_graph=True."
+            "Call backward() for each micro-batch. This frees what forward() has kept for the "
+            "micro-batch, unless backward() gets retain_graph=True."
         )
     if wrong[0].startswith("call 2"):
         return "The first call is right. What is left behind for the next one?"
@@ -237,7 +237,7 @@ def mistaken(outcome, images, count):
         found += [
             ("Each loss is a mean. Multiply it by the micro-batch's fraction of the batch.", ones),
             ("All micro-batches count the same, but a smaller one must count less.", means),
-            ("The micro-batches are fewer than `count`, but the sum is divided by it.", of_count),
+            ("There are fewer than `count` micro-batches, but the sum is divided by it.", of_count),
             ("Only the last micro-batch counts. Are the gradients set to zero in between?", last),
         ]
     size = images // count

@@ -60,7 +60,7 @@ def explain(outcome):
     if not isinstance(actual, torch.Tensor) or actual.shape != right.shape:
         return None
     if actual.dtype != right.dtype:
-        return "Make the buffer with the dtype of the chunk, by empty_like or new_empty."
+        return "Use empty_like or new_empty to make a buffer with the dtype of the chunk."
     chunks = right.chunk(size)
     places = []
     for found in actual.chunk(size):
@@ -70,5 +70,5 @@ def explain(outcome):
         return f"The chunks are in the order of ranks {', '.join(map(str, places))}."
     missing = [str(rank) for rank in range(size) if rank not in places]
     if missing:
-        return f"The chunk of rank {missing[0]} is missing. Does each request have its wait()?"
+        return f"The chunk of rank {missing[0]} is missing. Is wait() called for each request?"
     return None

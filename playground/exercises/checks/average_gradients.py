@@ -67,8 +67,8 @@ HINTS = (
     "All ranks must send messages of the same length, but a rank does not know which gradients the "
     "others have. So it sends zeros for a gradient that it lacks. How can the ranks find out "
     "whether any of them has it?",
-    "model.parameters() yields a tied parameter once. torch.cat joins tensors with one axis, which "
-    "flatten() makes of any gradient. dist.all_reduce(message) adds up. message.split(sizes) "
+    "model.parameters() yields a tied parameter once. torch.cat joins tensors with one axis, and "
+    "flatten() gives any gradient one axis. dist.all_reduce(message) adds up. message.split(sizes) "
     "returns the parts as views, and part.view_as(parameter) gives a part its shape.",
     "for the trained parameters of each dtype:\n"
     "    message = the gradients, or zeros, and a flag for each of them (1: this rank has it)\n"
@@ -163,7 +163,7 @@ def explain(outcome):
     """Put typical mistakes into words."""
     if outcome.verdict == "HANG":
         if outcome.case["model_class"] is Unused:
-            return "All ranks must send the same messages, also those that lack a gradient."
+            return "All ranks must send the same messages, even those that lack a gradient."
         return None
     if outcome.verdict == "COSTLY":
         return explain_costs(outcome)
@@ -185,7 +185,7 @@ def explain_gradient(outcome, name, actual, mean):
             return "No rank has this gradient, so it stays None: the optimizer must skip it."
         return "This parameter is frozen, so it has no gradient."
     if actual is None and name == "zeros_on_rank_0":
-        return "Rank 0 has this gradient, although all its numbers are 0. Ask whether it is None."
+        return "Rank 0 has this gradient, although all its numbers are 0. Test whether it is None."
     if actual is None:
         return "Another rank has this gradient, so all ranks get the mean."
     if actual.dtype != mean.dtype or actual.shape != mean.shape:
@@ -217,7 +217,7 @@ def explain_costs(outcome):
     model = outcome.case["model_class"]()
     allowed = limits(outcome.rank, outcome.world_size, **outcome.case)
     if len(mine) > allowed["messages"]:
-        return "Join the gradients of one dtype by torch.cat, and send them in one message."
+        return "Join the gradients of one dtype with torch.cat, and send them in one message."
     if outcome.case["model_class"] is Dtypes:
         return (
             "A message has a larger dtype than the gradients. Does torch.cat join several dtypes?"

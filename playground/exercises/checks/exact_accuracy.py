@@ -19,8 +19,8 @@ HINTS = (
     "three sums over all images of all ranks give both results?",
     'F.cross_entropy(logits, labels, reduction="sum") adds up the losses of a batch. '
     "dist.all_reduce(totals) adds up over the ranks. Test with model.eval() and torch.no_grad().",
-    "totals = three zeros of float64\nfor images, labels in batches: add the losses, the images "
-    "that were recognized, and all images to totals\nall_reduce the totals, also on a rank without "
+    "totals = three zeros of float64\nfor images, labels in batches: add to them the losses, "
+    "the recognized images and all images\nall_reduce the totals, even on a rank without "
     "batches\nreturn the first two, each divided by the third",
 )
 
@@ -133,7 +133,7 @@ def explain(outcome):
         return "Put the sums into one tensor, and add it up over the ranks once."
     actual, right = outcome.of_rank()
     if actual["autograd"] == "on":
-        return "Autograd records each operation for backward(). Turn it off by torch.no_grad()."
+        return "Autograd records each operation for backward(). Turn it off with torch.no_grad()."
     returned = actual[RESULT]
     if not isinstance(returned, torch.Tensor) or returned.shape != (2,):
         return "Return two numbers: the mean loss, and the accuracy."
@@ -160,7 +160,7 @@ def explain_hang(outcome):
                 f"Rank {rank} has no images, but it must call the same collectives as the others."
             )
     if len(set(counts)) > 1:
-        return "The ranks have different numbers of batches. Call collectives after the last one."
+        return "The ranks have different numbers of batches. Call collectives after the last batch."
     return None
 
 
@@ -190,6 +190,6 @@ def mistaken(outcome):
         "This is the mean over ranks, but a rank with fewer images must count less.": mean_of_ranks,
         "This is the mean over ranks, and one without images counts as zero.": mean_with_zeros,
         "These are sums over all images. Divide them by the number of images.": sums,
-        "The sums are divided by the number of this rank's images, not of all.": by_own_images,
+        "The sums are divided by this rank's images, not by all images.": by_own_images,
         "The sums are divided by the number of ranks, not of images.": by_ranks,
     }

@@ -19,8 +19,8 @@ CASES = {
     "a state that rank 0 needs a second to collect": {"kind": "slow"},
 }
 HINTS = (
-    "Which keys has the state of the plain model, and which ones the state of the model that is "
-    "trained? What kind of object is the model that is trained?",
+    "Which keys does the state of the plain model have, and which does the state of the trained "
+    "model have? What kind of object is the model that is trained?",
     "DistributedDataParallel is a model of its own, which contains the plain model as an attribute "
     "called `module`. So each of its keys begins with `module.`.",
     'state = {"model": the state_dict() of the model inside DDP}',
@@ -88,7 +88,7 @@ def read(model):
         saved = torch.load(PATH, weights_only=True)
     except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
         if "weights_only" in str(error):
-            return None, "contains objects of Python, and not only tensors"
+            return None, "contains Python objects that are not tensors"
         return None, "is damaged"
     if not isinstance(saved, dict) or "model" not in saved:
         return None, 'has no entry "model"'
@@ -103,7 +103,7 @@ def read(model):
     if lacking:
         return None, f"has no key `{lacking[0]}`"
     if other:
-        return None, f"has the key `{other[0]}`, which the model has not"
+        return None, f"has the key `{other[0]}`, which the model does not have"
     model.load_state_dict(state)
     return dict(model.state_dict()), RIGHT
 
@@ -137,7 +137,7 @@ def explain(outcome):
     kind = outcome.case["kind"]
     if state is None:
         if outcome.rank > 0:
-            return f"Rank {outcome.rank} has returned before rank 0 has written the file."
+            return f"Rank {outcome.rank} returned before rank 0 had written the file."
         return None
     if not difference(state, trained(kind, [], steps=0), TOLERANCE):
         return "This is the model before training."

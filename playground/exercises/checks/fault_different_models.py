@@ -102,8 +102,9 @@ def words_on_noise(noise):
                 # The noise is the difference of rounded numbers.
                 if torch.allclose(tensor, other, atol=1e-5):
                     if rank == other_rank:
-                        return f"rank {rank} adds the same in steps {other_step + 1} and {step + 1}"
-                    return f"ranks {other_rank} and {rank} add the same in step {step + 1}"
+                        words = f"rank {rank} adds the same noise in steps "
+                        return words + f"{other_step + 1} and {step + 1}"
+                    return f"ranks {other_rank} and {rank} add the same noise in step {step + 1}"
             places.append((rank, step, tensor))
     return RIGHT["the noise"]
 

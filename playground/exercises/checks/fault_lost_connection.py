@@ -12,7 +12,7 @@ JOIN = False
 FAULT = "CRASH with 2 ranks ... all_reduce ... has left the group"
 CASES = {"limit 1": {"limit": 1.0}, "limit 0.5": {"limit": 0.5}}
 HINTS = (
-    "After how many steps does each rank leave the group, and which number tells it so?",
+    "After how many steps does each rank leave the group, and which number decides this?",
     "dist.all_reduce can also add up the losses. Then every rank knows the loss of the global "
     "batch, and all of them take the same decision.",
     "after each step:\n    mean_loss = the mean of the ranks' losses, the same on all ranks\n"
@@ -86,10 +86,10 @@ def explain(outcome):
     if len(set(steps)) > 1:
         return f"The ranks have taken different numbers of steps: {', '.join(map(str, steps))}."
     if steps[0] == 20:
-        return "This is the largest number of steps. Is the limit looked at?"
+        return "This is the largest number of steps. Is the limit checked?"
     for rank in range(size):
         if size > 1 and steps[0] == trained(size, **outcome.case, number=rank)[0]:
-            return f"In this step the loss of rank {rank} is below the limit, but not the mean."
+            return f"In this step the loss of rank {rank} is below the limit, but the mean is not."
     if steps[0] == trained(size, **outcome.case, number="sum")[0]:
-        return "In this step the sum of the ranks' losses is below the limit, but not their mean."
+        return "In this step the sum of the losses is below the limit, but their mean is not."
     return None

@@ -55,7 +55,7 @@ def explain(outcome):
     if close(actual, hits[0] / lengths[0]):
         if called[0] and not any(called[1:]):
             return (
-                "This is the accuracy on rank 0's own images. Is the sum read before it is there?"
+                "This is the accuracy on rank 0's own images. Is the sum read before it is ready?"
             )
         return "This is the accuracy on rank 0's own images. The counts of the others are missing."
     if close(actual, sum(accuracies) / size):

@@ -106,7 +106,7 @@ def explain(outcome):
     if any(message.kind == "barrier" for message in outcome.messages[rank]):
         return "After a barrier all ranks have called isend, but the numbers may not have left."
     if not difference(actual, own_step((mine + theirs) / 2, rank, shape), TOLERANCE):
-        return "This is right if the mean came first, and the step after it."
+        return "This would be right if the mean came first, and the step after it."
     if not difference(actual, trained(outcome.world_size, **outcome.case)[rank], TOLERANCE):
         return "The step comes between isend and recv, so that no rank waits before it computes."
     newer = (own_step(mine, rank, shape) + own_step(theirs, left, shape)) / 2

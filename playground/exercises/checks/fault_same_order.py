@@ -12,7 +12,7 @@ NAME = "train"
 FAULT = "WRONG with 1 rank, 13 images ... all epochs have the same order"
 CASES = {"13 images": {"length": 13, "epochs": 3}, "16 images": {"length": 16, "epochs": 7}}
 HINTS = (
-    "Who chooses the order of an epoch, and how does it know which epoch it is?",
+    "Which object chooses the order of an epoch, and how does it know the epoch?",
     "DistributedSampler draws its order with the seed `seed + epoch`. It cannot know the epoch by "
     "itself. sampler.set_epoch(number) tells it.",
     "for epoch in range(epochs):\n    tell the sampler the number of this epoch\n"
@@ -57,7 +57,7 @@ def run(train, length, epochs):
     with uncounted():
         dist.all_gather_object(orders, dataset.read)
     words = words_on(orders, length, epochs)
-    result = {"the order of the images": words, "the trained model": "is not looked at"}
+    result = {"the order of the images": words, "the trained model": "was not checked"}
     if words == RIGHT:
         result["the trained model"] = words_on_model(model, orders, length, epochs)
     return result
@@ -140,11 +140,11 @@ def explain(outcome):
             "Every rank reads its part of the images. An epoch has len(dataset) // n images of it."
         )
     if "more than once" in words:
-        return "Do all ranks have the same order, of which each takes other positions?"
+        return "Do all ranks have the same order, and does each take different positions?"
     if "but not all" in words:
         if words.startswith("epoch 2 has"):
-            return "The number of the epoch counts from the next epoch on. Does it come too late?"
-        return "Each epoch needs a number that no epoch before has had."
+            return "A new number takes effect when the next epoch starts. Is it set too late?"
+        return "Each epoch needs a number that no earlier epoch has had."
     if "the same images" in words:
         return "A rank's own images are shuffled. But which images a rank has must change, too."
     return None

@@ -11,13 +11,13 @@ CASES = {"11 images": {"length": 11}, "3 images": {"length": 3}, "20 images": {"
 HINTS = (
     "How many images does each rank read, and how many images are there in all? Which images are "
     "read twice?",
-    "DistributedSampler gives all ranks the same number of images. For that, it repeats some, or "
-    "leaves some out. A DataLoader takes any list of indices as its sampler.",
+    "DistributedSampler gives all ranks the same number of images. To do so, it repeats some "
+    "images, or leaves some out. A DataLoader takes any list of indices as its sampler.",
     "indices = rank r, r + n, r + 2n, ... below len(dataset)\n"
     "loader = a DataLoader with these indices as its sampler",
 )
 RIGHT = "each image is read on one rank"
-EQUAL = "no rank reads more than one image more than another"
+EQUAL = "the numbers of images differ by at most one"
 
 
 class Recorded(Dataset):

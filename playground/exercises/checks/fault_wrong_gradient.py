@@ -15,7 +15,7 @@ CASES = {
 HINTS = (
     "How much does one image of a rank with few images count in the mean over the ranks, and how "
     "much an image of a rank with many?",
-    'F.cross_entropy(logits, labels, reduction="sum") adds up the losses of the images, also if '
+    'F.cross_entropy(logits, labels, reduction="sum") adds up the losses of the images, even if '
     "there are none. dist.all_reduce can also add up how many images the ranks have.",
     "all_images = the number of images of all ranks\nloss = the sum over this rank's images\n"
     "the gradient = the sum of the ranks' gradients / all_images",
@@ -85,16 +85,16 @@ def explain(outcome):
         "This is the mean of the ranks' gradients, in which each rank counts the same.": [
             1 / length / size for length in lengths
         ],
-        "This is the sum of the ranks' gradients. By what is it to be divided?": [
+        "This is the sum of the ranks' gradients. What must it be divided by?": [
             1 / length for length in lengths
         ],
-        "This is the sum over all images. By what is it to be divided?": [1] * size,
+        "This is the sum over all images. What must it be divided by?": [1] * size,
         "This is the sum over all images, divided by the number of ranks.": [1 / size] * size,
         f"This is {size} times too small: divided by the images and by the ranks.": [
             1 / total / size
         ]
         * size,
-        f"This counts as if each rank had {longest} images.": [1 / longest / size] * size,
+        f"This is the result if each rank had {longest} images.": [1 / longest / size] * size,
         "This is the step with this rank's own gradient only.": [
             1 / length if rank == outcome.rank else 0 for rank, length in enumerate(lengths)
         ],
@@ -109,5 +109,5 @@ def explain(outcome):
 def explain_crash(crash):
     """Put typical errors into words."""
     if "NoneType" in crash.error:
-        return "A parameter has no gradient before backward() was called: its grad is None."
+        return "A parameter has no gradient until backward() has been called: its grad is None."
     return None

@@ -29,8 +29,9 @@ HINTS = (
     "Do in backward() what forward() has done, but with autograd: gather, compute, and then "
     "backward() of what was computed. What is the gradient of the whole parameters needed for?",
     "dist.all_gather_into_tensor(flat, shard) and dist.reduce_scatter_tensor(of_shard, of_flat). "
-    "with torch.enable_grad(): records what it computes. inputs.detach().requires_grad_(True) is "
-    "where it begins. ctx.save_for_backward(...) keeps tensors that are there anyway.",
+    "Inside `with torch.enable_grad():`, autograd records. Start from "
+    "inputs.detach().requires_grad_(True). ctx.save_for_backward(...) keeps tensors, and copies "
+    "none.",
     "forward: save inputs, shard and compute; flat = all shards; return compute(inputs, flat)\n"
     "backward: flat = all shards; let inputs and flat require a gradient if they need one\n"
     "          with torch.enable_grad(): output = compute(inputs, flat)\n"
@@ -285,6 +286,6 @@ def explain_crash(crash):
         )
     if "floating point" in crash.error:
         return (
-            "`inputs` may be integers. ctx.needs_input_grad[0] tells whether they need a gradient."
+            "`inputs` may be integers. ctx.needs_input_grad[0] shows whether they need a gradient."
         )
     return None

@@ -12,22 +12,22 @@ CASES = {
     "the first 3 layers are frozen": {"rows": (2, 2, 2, 1), "frozen": (0, 1, 2)},
     "layer 3 is frozen": {"rows": (2, 1), "frozen": (3,)},
     "integers as inputs, float64": {"rows": (2, 2, 1), "words": True},
-    "1 micro-batch, gradients of before": {"rows": (3,), "before": True},
+    "1 micro-batch, earlier gradients": {"rows": (3,), "before": True},
 }
 ONLY = ("send", "recv")
 INSTEAD = "use send and recv"
 PASSES = "its forward passes"
 HINTS = (
-    "Forward: receive from the rank before, compute the stage, send to the next rank, for each "
+    "Forward: receive from the previous rank, compute the stage, send to the next rank, for each "
     "micro-batch. Keep what you have received and computed. Backward: receive the gradient of what "
     "you have sent, call backward() with it, and send the gradient of what you have received.",
     "dist.recv(buffer, rank - 1) fills a buffer of len(micro_batch) rows. buffer.requires_grad_() "
     "lets backward() fill buffer.grad. output.backward(gradient) starts with a gradient. "
     'F.cross_entropy(..., reduction="sum") is a sum that you divide by the rows of the batch.',
-    "for each micro-batch: if there is a rank before, receive into a buffer; compute the stage; if "
-    "there is a next rank, send the output, otherwise compute its part of the loss\n"
+    "for each micro-batch: if there is a previous rank, receive into a buffer; compute the stage; "
+    "if there is a next rank, send the output, otherwise compute its part of the loss\n"
     "for each micro-batch: if there is a next rank, receive the gradient of the output; if the "
-    "output requires a gradient, output.backward(gradient); if there is a rank before, send the "
+    "output requires a gradient, output.backward(gradient); if there is a previous rank, send the "
     "gradient of the buffer",
 )
 CLASSES = 3
@@ -202,7 +202,7 @@ def explain(outcome):
     if outcome.case.get("before"):
         gone = weighted([1 / sum(rows)], numbers_of(outcome.rank, size), rows)
         if not difference(actual, gone, CLOSE):
-            return "The gradients of before are gone. backward() adds to what is in parameter.grad."
+            return "The earlier gradients are gone. backward() adds to what is in parameter.grad."
     count = len(rows)
     nothing = [0] * (count - 1)
     share = 1 / sum(rows)

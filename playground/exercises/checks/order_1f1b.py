@@ -20,8 +20,8 @@ HINTS = (
     "one_forward_one_backward in manual_pipeline.py has the same three parts. There, talk_to_... "
     "sends and receives. Here you need the forward and backward passes only.",
     "warm_up = min(the number of ranks after this one, micro_batches)\n"
-    "F0 to F(warm_up - 1)\nfor each other micro-batch: its F, and the oldest B that is not there "
-    "yet\nthe other Bs",
+    "F0 to F(warm_up - 1)\nfor each of the other micro-batches: its F, and the oldest B that is "
+    "still missing\nthe remaining Bs",
 )
 
 
@@ -151,7 +151,7 @@ def about_passes(order, right):
         if each not in right:
             return f"There is no {each} here: the micro-batches are 0 to {len(right) // 2 - 1}."
         if count[each] > 1:
-            return f"{each} is there {count[each]} times."
+            return f"{each} appears {count[each]} times."
     for each in right:
         if count[each] == 0:
             return f"{each} is missing."
@@ -161,6 +161,6 @@ def about_passes(order, right):
     for earlier, later in pairwise(range(len(right) // 2)):
         for kind in "FB":
             if order.index(f"{kind}{later}") < order.index(f"{kind}{earlier}"):
-                words = "Passes of a kind go in the order of the numbers."
+                words = "Passes of one kind must be in the order of their numbers."
                 return f"{kind}{later} comes before {kind}{earlier}. {words}"
     return None

@@ -102,7 +102,7 @@ CASES = {
     "three layers": {"model_class": Plain},
     "tied and frozen parameters": {"model_class": TiedAndFrozen},
     "three dtypes": {"model_class": Dtypes},
-    "another order on odd ranks": {"model_class": Orders},
+    "a different order on odd ranks": {"model_class": Orders},
     "missing gradients": {"model_class": Branches},
 }
 LESSON = ("overlapped_data_parallel.py", "Buckets")
@@ -266,18 +266,18 @@ def explain(outcome):
     model_class = outcome.case["model_class"]
     if outcome.verdict == "HANG":
         if model_class is Branches:
-            return "All ranks must send the same messages, also those that lack a gradient."
+            return "All ranks must send the same messages, even those that lack a gradient."
         return None
     if outcome.verdict == "COSTLY":
         return None
     actual, right = outcome.of_rank()
     wrong = [name for name in right if difference(actual[name], right[name], TOLERANCE)]
     if EARLY in wrong[0] and actual[wrong[0]] > 0:
-        return "The means are right, but only some start in time. Has each parameter its hook?"
+        return "The means are right, but only some start in time. Does each one have a hook?"
     if EARLY in wrong[0]:
         return "The means are right, but no message starts in time. Start each one in a hook."
     if WAITED in wrong[0]:
-        return "The means are right, but a hook waits. Start messages by async_op=True."
+        return "The means are right, but a hook waits. Start messages with async_op=True."
     step = 2 if wrong[0].startswith("step 2") else 1
     own = all_gradients(outcome.world_size, model_class, step)[wrong[0]][outcome.rank]
     found = actual[wrong[0]]

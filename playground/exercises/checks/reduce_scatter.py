@@ -68,7 +68,7 @@ def explain(outcome):
     if returned is None:
         return "Return the chunk as a new tensor."
     if difference(actual["its own tensor"], right["its own tensor"], EXACT):
-        return "The tensor of the caller has changed. Add up in a tensor of its own."
+        return "The tensor of the caller has changed. Add up in a separate tensor."
     if not isinstance(returned, torch.Tensor):
         return None
     whole = total(size, **outcome.case)

@@ -74,7 +74,7 @@ def explain(outcome):
             steps = f"2(n - 1) = {2 * (size - 1)} steps, not {len(sent)}?"
             return f"rank {missing[0]}'s chunk never arrived at position {position}: {steps}"
         if missing:
-            why = "Is each chunk sent in the right step, and does each request have its wait()?"
+            why = "Is each chunk sent in the right step, and is wait() called for each request?"
             return f"rank {missing[0]}'s numbers are missing at position {position}. {why}"
         if max(counts) > 1 and min(counts) == 1:
             twice = counts.index(max(counts))

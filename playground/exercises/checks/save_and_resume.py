@@ -258,12 +258,12 @@ def explain(outcome):
         if "missing" in actual["the file"]:
             return "The run was killed in epoch 3. Save after each epoch."
         return (
-            "If the run is killed in this moment, no whole file is left. Write another file, and "
-            "rename it by os.replace() when it is complete."
+            "If the run is killed at this moment, no complete file is left. Write a different "
+            "file, and rename it with os.replace() when it is complete."
         )
     if wrong[0] == "the epochs after the restart":
         if trained == list(range(EPOCHS)):
-            return "The training begins again. How many epochs are done is in the file."
+            return "Training starts from the beginning. The file says how many epochs are done."
         if trained and trained[0] == KILLED - 1:
             return "The last epoch is trained twice. Save the number of the next epoch."
         if trained and trained[0] == KILLED + 1:
@@ -276,8 +276,8 @@ def explain(outcome):
         "optimizer.state_dict() has all of it.",
         "the order before the restart": "train_epoch() draws the random numbers of all epochs one "
         "after another. Do not seed them in between.",
-        "the order after the restart": "The random numbers continue differently. Their state after "
-        "the last epoch belongs in the file, and all ranks must set it.",
+        "the order after the restart": "The random numbers differ after the restart. Their state "
+        "after the last epoch belongs in the file, and all ranks must set it.",
         "bit for bit": "The numbers of the file must be restored as they are. Computed again, they "
         "may be rounded differently.",
     }
@@ -289,7 +289,7 @@ def explain_crash(crash):
     # torch.save() says the last two of these if a file cannot be written.
     words = ("File too large", "file write failed", "unexpected pos")
     if any(each in crash.error for each in words):
-        return "Here, only rank 0 can write files. Is the save below `if dist.get_rank() == 0:`?"
+        return "Here, only rank 0 can write files. Is the save inside `if dist.get_rank() == 0:`?"
     if "trains epoch" in crash.error:
         return "All ranks must load the file."
     if "No such file" in crash.error or "FileNotFoundError" in crash.error:

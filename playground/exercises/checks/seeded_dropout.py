@@ -18,8 +18,8 @@ HINTS = (
     "call needs a seed that no other rank or step has, and random numbers of its own.",
     "torch.Generator().manual_seed(number) makes a generator, and torch.rand(shape, "
     "generator=generator) draws numbers between 0 and 1 from it. Or: inside `with "
-    "torch.random.fork_rng():` everything is allowed, because PyTorch's own random numbers come "
-    "back afterwards.",
+    "torch.random.fork_rng():` you may seed, because the state of PyTorch's own random numbers is "
+    "restored afterwards.",
     "own_seed = seed + step * the number of ranks + this rank\n"
     "random = torch.rand(...) from a generator with this seed\n"
     "return 0 where random < p, and inputs / (1 - p) elsewhere",
@@ -89,7 +89,7 @@ def again(seeded_dropout, p, shape, dtype):
 def kind_of(value):
     """Return the shape and the dtype of a tensor, in words."""
     if not isinstance(value, torch.Tensor):
-        return "no tensor"
+        return "not a tensor"
     return f"shape {tuple(value.shape)}, {value.dtype}"
 
 
@@ -204,14 +204,14 @@ def explain(outcome):
     wrong = [name for name in right if actual.get(name) != right[name]]
     both = actual.get("dropped in both", "")
     words = {
-        "dropped": "The probability to be dropped is p.",
+        "dropped": "Each number is dropped with probability p.",
         "the others": "The numbers that stay are divided by 1 - p, so the mean stays the same.",
         "each by itself": "Draw a random number for each number of `inputs`.",
-        "called twice for one step": "Seed in each call, by what is the same in each call for this "
-        "rank and step.",
-        "with no number in common": "One of the two drops what the other keeps, so the calls depend on "
-        "each other. Each needs random numbers of its own.",
-        "a different seed": "`seed` does not count.",
+        "called twice for one step": "Seed in each call, with a number that depends only on "
+        "`seed`, the rank and the step.",
+        "with no number in common": "One of the two drops what the other keeps, so the calls "
+        "depend on each other. Each needs random numbers of its own.",
+        "a different seed": "`seed` has no effect.",
         "after the restart": "Something that differs after a restart has been used.",
         "PyTorch's random numbers": "Then the ranks would draw different orders of the images. "
         "Draw from a generator of your own.",

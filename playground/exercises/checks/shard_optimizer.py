@@ -210,7 +210,7 @@ def limits(rank, world_size, model_class, make_optimizer):
 def explain_crash(crash):
     """Put typical errors into words."""
     if "non-leaf" in crash.error:
-        return "A view of a parameter belongs to autograd. Make the shard from parameter.detach()."
+        return "A view of a parameter is part of a graph. Make the shard from parameter.detach()."
     if "NoneType" in crash.error:
         return "A gradient is None if the parameter is frozen, or if forward() did not use it."
     # gloo of PyTorch 2.9 ends the process if the lengths do not fit.
@@ -314,7 +314,7 @@ def explain_costs(outcome):
     model = model_of(outcome.case["model_class"])
     most = max(parameter.numel() for parameter in trained(model))
     if any(message.kind == "all_reduce" and message.numel >= most for message in mine):
-        return "An all_reduce brings each rank the whole mean. It needs its shard only."
+        return "An all_reduce brings each rank the whole mean. A rank needs only its shard."
     if outcome.case["model_class"] is TiedAndFrozen:
         return "Does a frozen parameter travel, or the tied one twice?"
     return None

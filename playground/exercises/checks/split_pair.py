@@ -17,8 +17,8 @@ CASES = {
 }
 HINTS = (
     "Compute on each rank what the docstring says, with its shards. Which results are then only "
-    "this rank's term of a sum? There is one in forward and one in backward. And of which number "
-    "must there be one term only, on whatever number of ranks?",
+    "this rank's term of a sum? There is one in forward and one in backward. And which number "
+    "must be added only once, however many ranks there are?",
     "dist.all_reduce(tensor) adds up in place. ctx.save_for_backward(...) keeps tensors for "
     "ctx.saved_tensors. ctx.needs_input_grad has a boolean for each argument of forward.",
     "forward: hidden = relu(linear(inputs, first, first_bias))\n"
@@ -159,7 +159,7 @@ def explain_gradients(actual, right, size):
         )
     if all(is_several_times(actual, right, name, size) for name in wrong):
         return (
-            f"{size} times the expected, for {', '.join(wrong)}. The gradient g is the same on "
+            f"{size} times what is expected, for {', '.join(wrong)}. The gradient g is the same on "
             "all ranks, so it must not be added up."
         )
     return None

@@ -67,7 +67,7 @@ def explain(outcome):
     if returned is None:
         return "Return the tensor that was received."
     if difference(sent, own, EXACT):
-        return "The tensor that was sent has changed. Receive into a buffer of its own."
+        return "The tensor that was sent has changed. Receive into a separate buffer."
     if neighbour(outcome.rank, outcome.world_size) == outcome.rank:
         return f"Rank {outcome.rank} has no neighbour, so it should get its own tensor back."
     if not difference(returned, own, EXACT):

@@ -1,4 +1,4 @@
-"""Why: all_reduce is a collective, so every rank calls it, also if only rank 0 needs the sum."""
+"""Why: all_reduce is a collective, so every rank calls it, even if only rank 0 needs the sum."""
 
 import torch
 import torch.distributed as dist

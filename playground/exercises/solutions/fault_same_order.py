@@ -1,4 +1,4 @@
-"""Why: the sampler's order depends on the number of the epoch, which set_epoch tells it."""
+"""Why: the sampler's order depends on the epoch, and set_epoch tells the sampler the epoch."""
 
 import torch
 import torch.distributed as dist

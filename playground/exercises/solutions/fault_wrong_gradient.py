@@ -1,4 +1,4 @@
-"""Why: the ranks add up sums and divide by the number of all images, so each counts the same."""
+"""Why: the ranks add up sums and divide by the number of images, so each image counts the same."""
 
 import torch
 import torch.distributed as dist

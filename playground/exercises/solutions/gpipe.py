@@ -1,4 +1,4 @@
-"""Why: backward() starts with the gradient that the next rank has sent, so it is the chain rule."""
+"""Why: backward() starts with the gradient from the next rank, so the chain rule holds."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Why: a hook does not wait, and all ranks start the messages in one order, the last one first."""
+"""Why: a hook does not wait, and all ranks start messages in one order, from the last parameter."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Why: os.replace gives the finished file its name in one step, so there is always a whole one."""
+"""Why: os.replace gives the finished file its name in one step, so `path` is always complete."""
 
 import os
 

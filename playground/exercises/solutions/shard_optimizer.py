@@ -23,7 +23,7 @@ class ShardedOptimizer:
         self.optimizer = make_optimizer(self.shards)
 
     def step(self):
-        """Update the parameters by the mean gradient over all ranks."""
+        """Update the parameters with the mean gradient over all ranks."""
         counts = torch.tensor([float(each.grad is not None) for each in self.parameters])
         dist.all_reduce(counts)  # on how many ranks each gradient exists
         for parameter, shard, count in zip(self.parameters, self.shards, counts, strict=True):

@@ -1,4 +1,4 @@
-"""Why: the output is a sum over the ranks, and so is the gradient of what all of them have used."""
+"""Why: the output is a sum over the ranks, and so is the gradient of the inputs, which all use."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Why: of two neighbours one sends first and the other receives first, so both go on."""
+"""Why: of two neighbours one sends first and the other receives first, so both calls return."""
 
 import torch
 import torch.distributed as dist
