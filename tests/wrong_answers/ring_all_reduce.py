@@ -42,7 +42,7 @@ def built_in(tensor):
 
 
 def no_wait(tensor):
-    """WRONG with 2 ranks ... numbers are missing ... and does each request have its wait()?"""
+    """WRONG with 2 ranks ... numbers are missing ... and is wait() called for each request?"""
     rank = dist.get_rank()
     n = dist.get_world_size()
     _ring(tensor, n - 1)
@@ -57,7 +57,7 @@ def no_wait(tensor):
 
 def wrong_chunk(tensor):
     """WRONG with 2 ranks, 7 numbers ... rank 1's numbers are missing at position 0. Is each chunk
-    sent in the right step, and does
+    sent in the right step, and is wait()
     """
     rank = dist.get_rank()
     n = dist.get_world_size()
