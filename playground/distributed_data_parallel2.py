@@ -76,7 +76,7 @@ def join(args):
     else:
         device = torch.device("cpu")
         cores = max(1, torch.get_num_threads() // args.gpus)
-        torch.set_num_threads(cores)  # the ranks of a node divide its cores among them
+        torch.set_num_threads(cores)  # the ranks of a node divide its cores among themselves
     row = f"{args.nr:<6}{rank:<6}{local_rank:<12}{device!s:<8}{os.getpid():<8}{platform.node()}"
     rows = comm.all_gather(row)  # NEW: every rank gets a list of the Python objects of all ranks
     if comm.is_main_process():  # NEW: true on rank 0

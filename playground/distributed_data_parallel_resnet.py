@@ -303,7 +303,7 @@ def main():
                 f"--gpu_ids {args.gpu_ids}: name a GPU for each process, and none twice;"
                 f" there are {gpus} GPUs, numbered from 0"
             )
-    # NEW: one process of each node downloads. The others wait for it in join().
+    # NEW: one process on each node downloads. The others wait for it in join().
     if os.environ["LOCAL_RANK"] == "0":
         download(args)
     train(args)

@@ -123,7 +123,7 @@ def newest_checkpoint(args):
 
 
 def read(path, state):
-    """Fill a state with the values of a sharded checkpoint. Its tensors are written in place."""
+    """Fill the tensors of a state, in place, with the values of a sharded checkpoint."""
     try:
         dcp.load(state, checkpoint_id=path)
     except dcp.CheckpointException as error:
@@ -147,8 +147,9 @@ def resume(path, args, model, optimizer):
             message += " use the same flags, or another --run_dir"
             sys.exit(message if rank == 0 else 1)
     # NEW: get_state_dict returns the shards of this rank, and read() writes into them. To create
-    # Adam's state, it takes an empty step, which Adam counts. read() overwrites this count. In a
-    # new run nothing would, so do not call it there before the first step.
+    # Adam's state, get_state_dict takes an empty step, which Adam counts. read() overwrites this
+    # count. In a new run nothing would overwrite it, so do not call get_state_dict there before the
+    # first step.
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state}
     read(path, state)

@@ -8,7 +8,7 @@ of its shard (reduce_scatter). So FSDP sends 1.5 times as many bytes as DDP.
 fully_shard() turns each parameter into a DTensor: a tensor that knows which rank has which shard.
 It makes new parameters, so the optimizer must be made after it.
 
-Each call of fully_shard() makes one group of parameters, which travel in one message. So the lesson
+Each call to fully_shard() makes one group of parameters, which travel in one message. So the lesson
 calls it for each layer, and finally for the whole model. This outermost call does two things. It
 shards the parameters that are in none of the layers (here there are none), and it lets FSDP learn
 the order of the layers. So while one layer computes in backward(), the ranks already gather the
@@ -45,7 +45,7 @@ Try breaking it, in a copy:
   1. Make the optimizer before `shard(model, args)`. How far do the parameters move?
   2. Shard only the whole model, and no layers. How many bytes are gathered at the same time?
   3. Shard only the layers, and not the whole model. What changes in the row `backward`?
-  4. Write `torch.manual_seed(args.seed + rank)`. Whose parameters are trained?
+  4. Write `torch.manual_seed(args.seed + rank)`. Which rank's parameters are trained?
 
 The next lesson, fully_sharded_checkpoints.py, adds what a long run needs.
 """

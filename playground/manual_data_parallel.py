@@ -77,7 +77,7 @@ def join(local_rank, args):
         device = torch.device("cpu")
         backend = "gloo"
         cores = max(1, torch.get_num_threads() // args.gpus)
-        torch.set_num_threads(cores)  # NEW: the ranks of a node divide its cores among them
+        torch.set_num_threads(cores)  # NEW: the ranks of a node divide its cores among themselves
     dist.init_process_group(
         args.backend or backend,
         init_method=args.init_method or f"tcp://{args.ip}:{args.port}",  # rank 0 listens there

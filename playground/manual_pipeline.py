@@ -16,8 +16,8 @@ A schedule is the order in which a rank computes forward and backward passes. Th
           ranks keeps the activations of at most p - r micro-batches. The losses are the same.
 
 The loss of a micro-batch is multiplied by its fraction of the batch. So the losses add up to the
-mean over the batch, and so do the gradients. With p ranks and m micro-batches, each rank is idle in
-(p-1)/(m+p-1) of the time with either schedule. model_parallel.py explains this bubble.
+mean over the batch, and so do the gradients. With p ranks and m micro-batches, each rank is idle
+for (p-1)/(m+p-1) of the time with either schedule. model_parallel.py explains this bubble.
 
 Run it:
     torchrun --standalone --nproc-per-node 2 playground/manual_pipeline.py
@@ -440,7 +440,8 @@ def train(args):
     kept = [None] * world_size
     dist.all_gather_object(kept, stage.most_kept)
     if rank == 0:
-        print(f"most micro-batches whose activations each rank kept: {kept}", flush=True)
+        words = "largest number of micro-batches whose activations each rank kept"
+        print(f"{words}: {kept}", flush=True)
     images, labels = next(iter(train_loader))
     steps = {}
     steps[args.schedule, args.micro_batches] = watch(

@@ -183,7 +183,7 @@ def ring_all_reduce(tensor):
     world_size = dist.get_world_size()
     right = (rank + 1) % world_size
     left = (rank - 1) % world_size
-    # NEW: the chunks are views into the tensor. Some are longer by one number than others, and some
+    # NEW: the chunks are views into the tensor. Some are one number longer than others, and some
     # are empty if there are more ranks than numbers.
     chunks = tensor.view(-1).tensor_split(world_size)
     # NEW: reduce-scatter. Each rank adds the chunk that it receives to its own, and sends the

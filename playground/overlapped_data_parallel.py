@@ -95,7 +95,7 @@ def join(local_rank, args):
         device = torch.device("cpu")
         backend = "gloo"
         cores = max(1, torch.get_num_threads() // args.gpus)
-        torch.set_num_threads(cores)  # the ranks of a node divide its cores among them
+        torch.set_num_threads(cores)  # the ranks of a node divide its cores among themselves
     dist.init_process_group(
         args.backend or backend,
         init_method=args.init_method or f"tcp://{args.ip}:{args.port}",  # rank 0 listens there
@@ -218,8 +218,8 @@ class Buckets:
         """
         started_early = self.started_early
         # With overlap, these buckets have not been started, because a parameter in them, or in a
-        # bucket before them, got no gradient on this rank. Without overlap, they are all buckets.
-        # They are sent now, because the other ranks wait for them.
+        # bucket before them, got no gradient on this rank. Without overlap, these are all of the
+        # buckets. They are sent now, because the other ranks wait for them.
         for bucket in self.buckets[self.started :]:
             self.start(bucket)
         for bucket in self.buckets:

@@ -17,7 +17,7 @@ computes which micro-batch. PyTorch has many schedules, and this lesson offers f
                          the gradients of the parameters. So a rank computes these when it would
                          otherwise be idle (https://arxiv.org/abs/2401.10241).
 
-With p ranks and m micro-batches, the first two schedules leave each rank idle in (p-1)/(m+p-1) of
+With p ranks and m micro-batches, the first two schedules leave each rank idle for (p-1)/(m+p-1) of
 the time, if messages take no time. This is the bubble of model_parallel.py. With wide layers, the
 measured bubble is closer to this formula. With narrow layers, messages take most of the time. The
 lesson measures the bubble after training. playground/pictures.md draws the four schedules.

@@ -2,7 +2,7 @@ r"""Where the time of a step goes: torch.profiler shows which messages hide behi
 
 This lesson is distributed_data_parallel_torchrun.py with a profiler. In every epoch the profiler
 records when the operations and messages of ten steps begin and end. Each rank writes its record, a
-trace, to a file. Open this file on https://ui.perfetto.dev, which does not upload it. A row is a
+trace, to a file. Open this file at https://ui.perfetto.dev, which does not upload it. A row is a
 thread, time runs to the right, and the spans named gloo:all_reduce are messages.
 
 While a message travels, a rank can compute. Then the message costs no time of its own, and we call
@@ -235,7 +235,7 @@ def train(args):
     trace_path = f"{args.out}/rank{rank}.json"
 
     def write_trace(profiler):
-        """Write what the profiler has recorded; it calls this after ten steps."""
+        """Write what the profiler has recorded. It is called after ten steps."""
         profiler.export_chrome_trace(trace_path)
 
     # NEW: the profiler skips the first five steps, because they are slower. If an epoch has fewer
