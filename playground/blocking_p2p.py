@@ -172,8 +172,9 @@ def exchange(order, rank, device, group=None):
             dist.send(mine, dst=right)
     elif order == "isend and irecv":
         # Neither call blocks. Each returns a request at once, and wait() blocks until the message
-        # is complete. This cure is for gloo. NCCL may run the operations of a rank one after the
-        # other, so both ranks could wait in isend.
+        # is complete. This cure is for gloo. With NCCL, a GPU may run the operations of its rank
+        # one after the other. Then each GPU could wait in its isend, and none would begin its
+        # irecv.
         requests = [dist.isend(mine, dst=right), dist.irecv(theirs, src=left)]
         for request in requests:
             request.wait()
@@ -209,7 +210,7 @@ def talk(local_rank, args):
     if args.deadlock:
         show_deadlock(rank, device)
     else:
-        relay(rank, device)  # connects each pair of ranks, which takes NCCL a while the first time
+        relay(rank, device)  # connects each rank to the next, which takes NCCL a while
         for late in (0, 1):
             if rank == 0:
                 print(f"rank {late} starts a second late:", flush=True)

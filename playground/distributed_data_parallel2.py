@@ -198,7 +198,7 @@ def main():
     add = parser.add_argument
     add("-n", "--nodes", type=int, default=1, help="number of nodes")
     add("-g", "--gpus", type=int, help="processes on each node; default: its GPUs, or 2")
-    add("-nr", "--nr", "-r", "--rank", type=int, default=0, help="number of this node, from 0")
+    add("-nr", "--nr", "-r", "--rank", type=int, default=0, help="number of this node (not a rank)")
     add("-ip", "--ip", default="127.0.0.1", help="address of node 0")
     add("--port", type=int, default=8888, help="port of node 0; with -n 1, any free port")
     add("--init_method", metavar="URL", help="replaces -ip, --port: tcp://... or env://")

@@ -32,10 +32,10 @@ step:
 
 The last two columns of the first table are the bytes for each parameter, and the bytes that a rank
 sends in a step. The rows below `gathered` show the gathered bytes while a layer computes. In the
-forward pass, memory holds a layer twice: in the buffer that received the message, and as
-parameters. backward() goes from layer 4 to layer 1, so read its row from right to left. Memory then
-holds one copy of the layer that computes, and the buffer already has the layer to its left. So for
-layer 4 it holds 2,600 + 16,640 = 19,240 bytes. playground/pictures.md draws these bytes for a model
+forward pass, memory holds a layer twice: in the buffer that received the message, and copied out of
+it as parameters. backward() goes from layer 4 to layer 1, so read its row from right to left. While
+a layer computes with its copy, the buffer already has the layer to its left. So for layer 4 memory
+holds 2,600 + 16,640 = 19,240 bytes. playground/pictures.md draws these bytes for a model
 with eight layers.
 
 DDP's first bucket holds up to 1 MiB of gradients, and every later bucket up to 25 MiB. So DDP would
@@ -177,6 +177,9 @@ def train(args):
         progress = tqdm(train_loader, leave=False, disable=hidden)
         loss_sum, hits, seen = run_epoch(model, progress, device, optimizer)
         seconds = time.perf_counter() - start
+        # NEW: forward() gathers the layers, so all ranks must call it equally often. They do here,
+        # because their parts of the test set differ by one image at most, and none is just above a
+        # multiple of 1000, the images in a test batch.
         _, test_hits, test_seen = run_epoch(model, test_loader, device)
         if rank == 0:
             print(

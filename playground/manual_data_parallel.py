@@ -27,7 +27,8 @@ It prints (process ids, host and times will differ):
     epoch 1/3  loss 0.3961  train 88.27%  test 94.00%  3.54 s  16,938 images/s
 
 These are the same numbers as in single_gpu.py, up to rounding. You get them with any number of
-processes that divides --batch_size.
+processes that divides --batch_size. (Rounding errors grow in training, so after an epoch a few
+images may be recognized by one model only. With --double, the printed numbers are equal.)
 
 Try breaking it, in a copy (cp playground/manual_data_parallel.py playground/broken.py):
   1. Comment out `send_weights(...)` in train. Do all ranks train the same model? Compare the losses
@@ -210,12 +211,13 @@ def train(local_rank, args):
     rank, device = join(local_rank, args)
     world_size = dist.get_world_size()
     torch.set_default_dtype(torch.float64 if args.double else torch.float32)
-    torch.manual_seed(args.seed + rank)  # NEW: the models differ until send_weights
+    torch.manual_seed(args.seed + rank)  # NEW: the models differ, so send_weights is needed
     train_set, test_set = load(args.dataset, args.data_dir)
     # NEW: the order of the images is that of single_gpu.py, because both samplers call
     # torch.randperm with a generator whose seed is args.seed + epoch. Of n ranks, rank r gets the
     # images at the positions r, r + n, r + 2n and so on. So the k-th batches of all ranks together
-    # are the k-th batch of single_gpu.py.
+    # are the k-th batch of single_gpu.py. If n does not divide the number of images, drop_last
+    # leaves out the last ones. (The drop_last of DataLoader leaves out a batch that is not full.)
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     per_rank_batch = args.batch_size // world_size  # NEW: --batch_size is the global batch
     pin_memory = device.type == "cuda"  # a GPU copies from pinned memory while Python continues

@@ -166,9 +166,10 @@ class Stage1:
         self.flat = flat_copy(self.parameters)
         vector_to_parameters(self.flat, self.parameters)
         self.shard = own_shard(self.flat)
-        # NEW: the optimizer gets this rank's shard only, so it keeps 1/n of the state. For a model
-        # that uses all its parameters, make_optimizer([self.shard]) would do. An optimizer takes
-        # any tensor that has a .grad.
+        # NEW: the optimizer gets this rank's shard only, so it keeps 1/n of the state. An optimizer
+        # takes any tensor that has a .grad. If a model uses all its parameters,
+        # make_optimizer([self.shard]) would do. Here the shard is split into one view for each
+        # parameter, so that the optimizer can skip a parameter that is not used.
         self.views = self.split(self.shard)
         self.optimizer = make_optimizer(self.views)
 

@@ -15,9 +15,10 @@ its left neighbour, until every rank has the sum over all ranks. This is called 
 The ring sends few bytes. With n ranks, the tensor is split into n chunks, so a chunk has 1/n of the
 bytes. In each step, every rank sends one chunk to the right. The receiver adds its own numbers, and
 sends this partial sum in the next step. After n - 1 steps, a partial sum has visited all ranks, so
-it is complete. In n - 1 more steps, the complete sums travel around the ring to all ranks. So each
-rank sends 2(n-1)/n of the tensor's bytes. That is less than twice the tensor, however many ranks
-there are. playground/pictures.md draws the steps with four ranks.
+it is complete. (This half is called reduce-scatter.) In n - 1 more steps, the complete sums travel
+around the ring to all ranks. (This half is called all-gather.) So each rank sends 2(n-1)/n of the
+tensor's bytes. That is less than twice the tensor, however many ranks there are.
+playground/pictures.md draws the steps with four ranks.
 
 Run it:
     python playground/nonblocking_p2p.py         # two processes, started by this script

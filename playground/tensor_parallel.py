@@ -335,7 +335,8 @@ def train(args):
         pin_memory=pin_memory,
     )
     test_loader = DataLoader(test_set, 1000, collate_fn=whole_batch, pin_memory=pin_memory)
-    # NEW: the whole model stays on the CPU. Only the shards of this rank must fit on its GPU.
+    # NEW: the whole model is made on the CPU, and moved after it is split. So only the shards of
+    # this rank must fit on its GPU.
     model = MODELS[args.model](args.width, args.layers)
     pairs = find_pairs(model)
     if args.by == "hand":
