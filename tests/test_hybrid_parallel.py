@@ -184,8 +184,8 @@ def test_what_a_checkpoint_costs_in_memory(shape, names, tmp_path):
         (4, ("--mesh", "3x2"), ("--mesh 3x2 does not have 4 processes", "4x1 or 2x2 or 1x4")),
         (6, ("--mesh", "6"), ("6x1 or 3x2 or 2x3 or 1x6",)),
         (3, ("--mesh", "1x3"), ("--width 64 cannot be divided by the 3 ranks", "use --width 63")),
-        (7, (), ("--batch_size 120 cannot be divided by 7", "use --batch_size 119")),
-        (7, HSDP, ("--batch_size 120 cannot be divided by 7", "use --batch_size 119")),
+        (7, (), ("--batch_size 120 cannot be divided by the 7 rows", "use --batch_size 119")),
+        (7, HSDP, ("--batch_size 120 cannot be divided by the 7 ranks", "use --batch_size 119")),
         (2, ("--kind", "fsdp"), ("invalid choice", "hsdp")),
     ],
 )

@@ -72,9 +72,8 @@ def test_one_file_of_tests(checkout):
         (("-k", "parity"), "tests "),
     ):
         done = script(checkout / "run" / "test.sh", *flags)
-        assert done.stdout == f"-m pytest {tests}-n 4 --dist worksteal {' '.join(flags)}\n", (
-            done.stderr
-        )
+        options = f"-n 4 --dist worksteal --reruns 1 {' '.join(flags)}"
+        assert done.stdout == f"-m pytest {tests}{options}\n", done.stderr
 
 
 @pytest.mark.parametrize(("gpus", "device"), [(0, "--device cpu "), (1, "--device cpu "), (2, "")])
