@@ -4,8 +4,11 @@
 DataLoader:
 
     DataLoader(train_set, batch_size=128, sampler=sampler, collate_fn=whole_batch)
+
+`loaders` makes the DataLoaders that single_gpu.py and distributed_data_parallel.py show in full.
 """
 
+import argparse
 import contextlib
 import http.client
 import os
@@ -19,7 +22,7 @@ import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 DATASETS = {"mnist": 60_000, "digits": 1_500}  # training images
 DATA_DIR = str(Path(__file__).resolve().parents[1] / "data")
@@ -99,22 +102,26 @@ def fetch(dataset: str | None, data_dir: str | Path, batch_size: int = 1) -> str
     return dataset
 
 
-def load(dataset: str, data_dir: str | Path) -> tuple[Images, Images]:
+def load(
+    dataset: str, data_dir: str | Path, dtype: torch.dtype = torch.float32
+) -> tuple[Images, Images]:
     """Read the data into memory, normalised once. Call `fetch` before it.
 
     Args:
         dataset: "mnist" (60,000 and 10,000 images) or "digits" (1,500 and 297, resized from 8x8).
         data_dir: the folder given to `fetch`.
+        dtype: of the images.
 
     Returns:
-        The training set and the test set, of torch's default dtype.
+        The training set and the test set.
     """
     if dataset == "mnist":
         from torchvision.datasets import MNIST  # here, because digits do without it
 
         parts = [MNIST(data_dir, train=train) for train in (True, False)]
         # The last two numbers are the mean and the standard deviation of all training pixels.
-        return tuple(_normalised(part.data, part.targets, 255, 0.1307, 0.3081) for part in parts)
+        numbers = (255, 0.1307, 0.3081)
+        return tuple(_normalised(part.data, part.targets, dtype, *numbers) for part in parts)
     from sklearn.datasets import load_digits
 
     digits = load_digits()
@@ -122,12 +129,35 @@ def load(dataset: str, data_dir: str | Path) -> tuple[Images, Images]:
     # The digits of one writer follow each other in the file. So shuffle before the split.
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     parts = (order[:1500], order[1500:])
-    return tuple(_normalised(images[part], labels[part], 16, 0.3051, 0.3245) for part in parts)
+    numbers = (16, 0.3051, 0.3245)
+    return tuple(_normalised(images[part], labels[part], dtype, *numbers) for part in parts)
 
 
-def _normalised(pixels: Tensor, labels: Tensor, white: int, mean: float, std: float) -> Images:
+def loaders(
+    args: argparse.Namespace, rank: int = 0, world_size: int = 1
+) -> tuple[DataLoader, DataLoader]:
+    """Return a DataLoader of this rank's training images, and one of its test images.
+
+    Of n ranks, rank r trains on the images at the positions r, r + n, r + 2n, ... of an order that
+    is the same on all ranks. train_loader.sampler.set_epoch(epoch) changes the order. The batches
+    of all ranks together have --batch_size images. Each test image is on one rank only.
+    """
+    dtype = torch.float64 if args.double else torch.float32
+    train_set, test_set = load(args.dataset, args.data_dir, dtype)
+    options = {"collate_fn": whole_batch, "pin_memory": args.device == "cuda"}
+    sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
+    per_rank_batch = args.batch_size // world_size
+    train_loader = DataLoader(train_set, per_rank_batch, sampler=sampler, drop_last=True, **options)
+    test_indices = range(rank, len(test_set), world_size)
+    test_loader = DataLoader(test_set, 1000, sampler=test_indices, **options)
+    return train_loader, test_loader
+
+
+def _normalised(
+    pixels: Tensor, labels: Tensor, dtype: torch.dtype, white: int, mean: float, std: float
+) -> Images:
     """Scale pixels (N, H, W) from 0..white to mean 0 and standard deviation 1, resize to 28x28."""
-    images = pixels.unsqueeze(1).to(torch.get_default_dtype()).div_(white)
+    images = pixels.unsqueeze(1).to(dtype).div_(white)
     if images.shape[2:] != (28, 28):
         images = F.interpolate(images, size=(28, 28), mode="bilinear")
     return Images(images.sub_(mean).div_(std), labels.long())

@@ -30,13 +30,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from tqdm import tqdm
 
-# DistributedDataParallel imports this module, whose functions have the process group as a default
-# argument. Imported after init_process_group(), it would keep the group and gloo's threads until
-# Python shuts down, which then may abort (https://github.com/pytorch/pytorch/issues/190489). So it
-# is imported here, before there is a group.
-with contextlib.suppress(ImportError):  # PyTorch will remove it
-    import torch.distributed.nn.functional  # noqa: F401
-
 TORCHRUN = (
     "torchrun --standalone --nproc-per-node 2 playground/distributed_data_parallel_torchrun.py"
 )
@@ -47,12 +40,19 @@ LOOK = (
 PAUSE = 3.0  # seconds for which a rank that lost its connection leaves the word to the others
 
 
-def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+def check(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, replicas: int | None = None
+) -> None:
     """Refuse flags that no lesson can work with, and make the folders for what the lesson writes.
 
     A lesson with --nodes starts its ranks itself. One with --timeout but without --nodes gets its
     rank from the environment; if there is no RANK, it becomes rank 0 of 1. All other lessons are a
     single process.
+
+    Args:
+        parser: its error() is called.
+        args: what it has parsed.
+        replicas: how many equal parts a batch is split into; None: a part for each rank.
 
     Raises:
         SystemExit: with status 2, after one line on stderr.
@@ -65,6 +65,22 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         _check_backend(parser.error, args)
     if "nodes" in args:
         _check_address(parser.error, args)
+    if getattr(args, "batch_size", None):
+        _check_batch(parser.error, args, replicas)
+
+
+def _check_batch(refuse: Callable, args: argparse.Namespace, replicas: int | None) -> None:
+    """The batch can be divided into equal parts."""
+    if replicas is None and "nodes" in args:
+        replicas = args.nodes * args.gpus
+    elif replicas is None:
+        replicas = int(os.environ.get("WORLD_SIZE", 1))
+    if args.batch_size % replicas:
+        nearest = max(1, round(args.batch_size / replicas)) * replicas
+        refuse(
+            f"--batch_size {args.batch_size} cannot be divided by {replicas} processes:"
+            f" use --batch_size {nearest}"
+        )
 
 
 def _check_numbers(refuse: Callable, args: argparse.Namespace) -> None:
@@ -149,8 +165,7 @@ def _check_backend(refuse: Callable, args: argparse.Namespace) -> None:
         refuse(f"this PyTorch is built without {args.backend}: use --backend gloo")
     if args.backend == "nccl" and args.device != "cuda":
         refuse("nccl needs GPUs: use --backend gloo")
-    sends = "batch_size" not in args or getattr(args, "weights", "") == "send"
-    if args.backend == "gloo" and args.device == "cuda" and sends:
+    if args.backend == "gloo" and args.device == "cuda" and "batch_size" not in args:
         refuse("gloo cannot send GPU memory from rank to rank: use --backend nccl or --device cpu")
 
 

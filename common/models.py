@@ -1,9 +1,10 @@
-"""The networks that the lessons train: an MLP and a CNN.
+"""The networks that the lessons train: an MLP and a CNN. `make_model` makes the one of --model.
 
 Each consists of two stages, so that model_parallel.py can put them on two devices. A stage is an
 ordinary `nn.Sequential`. The names of the parameters do not depend on where a stage is.
 """
 
+import argparse
 from itertools import chain, pairwise
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 # On newer GPUs, cuDNN would round the inputs of convolutions to 10 bits (TF32). Then the lessons
 # could not compute the same numbers.
-torch.backends.cudnn.conv.fp32_precision = "ieee"
+torch.backends.cudnn.allow_tf32 = False
 
 
 class MLP(nn.Module):
@@ -68,3 +69,12 @@ class CNN(nn.Module):
 
 
 MODELS = {"mlp": MLP, "cnn": CNN}
+
+
+def make_model(args: argparse.Namespace) -> nn.Module:
+    """Return the model of --model, --width and --layers, with random parameters.
+
+    With --double the parameters are float64. They start with the numbers that float32 starts with.
+    """
+    model = MODELS[args.model](args.width, args.layers)
+    return model.double() if args.double else model

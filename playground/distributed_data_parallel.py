@@ -1,12 +1,12 @@
 """DistributedDataParallel: one process for each GPU, on one machine or on many.
 
-DistributedDataParallel (DDP) is a wrapper around a model. It does what manual_data_parallel.py and
-overlapped_data_parallel.py do by hand. At the start it sends the parameters of rank 0 to all ranks.
-In backward() it collects the gradients in buckets. As soon as a bucket is full, DDP starts its
-all_reduce, while backward() still computes the gradients of earlier layers.
+DistributedDataParallel (DDP) is a wrapper around a model. It does what the two lessons before do by
+hand. At the start it sends the parameters of rank 0 to all ranks. In backward() it collects the
+gradients in buckets. As soon as a bucket is full, DDP starts its all_reduce, while backward() still
+computes the gradients of earlier layers.
 
-DDP leaves two things to the lesson. A sampler gives each rank its part of every global batch, and
-the results are summed over the ranks before rank 0 prints them.
+DDP leaves two things to you. A sampler gives each rank its part of every global batch, and the
+results are summed over the ranks before rank 0 prints them.
 
 Run it:
     python playground/distributed_data_parallel.py -g 2
@@ -22,13 +22,13 @@ It prints (process ids, host and times will differ):
     epoch 1/3  loss 0.3961  train 88.27%  test 94.00%  1.12 s  53,396 images/s
 
 These are the same numbers as in single_gpu.py, up to rounding. You get them with any number of
-processes that divides --batch_size.
+processes that divides --batch_size. With --double, the loss has the same twelve digits.
 
-Try breaking it, in a copy:
+Try breaking it, in a copy (cp playground/distributed_data_parallel.py playground/broken.py):
   1. Comment out `sampler.set_epoch(epoch)`. Which order does each epoch have then? Compare the
      losses of the second epoch.
-  2. Let only rank 0 test: write `if rank == 0:` before `_, test_hits, test_seen = ...`. Where does
-     each rank wait?
+  2. Let only rank 0 test: write `if rank == 0:` before `tested = run_epoch(...)`. Where does each
+     rank wait?
   3. Add `self.unused = nn.Linear(1, 1)` to the MLP in common/models.py. What does DDP complain
      about, and what does it suggest?
 
@@ -38,9 +38,7 @@ fault: fault_same_order.py, fault_too_many_images.py and fault_cannot_load.py.
 The next lesson, distributed_data_parallel2.py, starts the same training with detectron2's helpers.
 """
 
-import argparse
 import os
-import platform
 import sys
 import time
 from datetime import timedelta
@@ -52,12 +50,13 @@ import torch.multiprocessing as mp
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
-from tqdm import tqdm
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
-from common.data import DATA_DIR, fetch, load, whole_batch
+from common import flags
+from common.data import fetch, load, whole_batch
 from common.guard_rails import check, explained
-from common.models import MODELS
+from common.models import make_model
+from common.report import RANKS, bar, epoch_line, rank_row
 from common.roll_call import meet
 
 
@@ -83,39 +82,37 @@ def join(local_rank, args):
         timeout=timedelta(seconds=args.timeout),  # for the start, and for each collective
         device_id=gpu,
     )
-    row = f"{args.nr:<6}{rank:<6}{local_rank:<12}{device!s:<8}{os.getpid():<8}{platform.node()}"
     rows = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, row)
+    dist.all_gather_object(rows, rank_row(args.nr, rank, local_rank, device))
     if rank == 0:
-        print("node  rank  local_rank  device  pid     host", *rows, sep="\n", flush=True)
+        print(RANKS, *rows, sep="\n", flush=True)
     return rank, device
 
 
 def run_epoch(model, loader, device, optimizer=None):
     """Train, or only test if there is no optimizer.
 
-    Returns three sums over the images of all ranks: the losses, the images that were recognized,
-    the images.
+    Returns three sums over the images of all ranks: the loss, the number classified correctly, the
+    number of images.
     """
-    training = optimizer is not None
-    model.train(training)
+    model.train(optimizer is not None)
     # The sums stay on the device. Reading them in each step would make Python wait for the GPU.
-    totals = torch.zeros(3, dtype=torch.float64, device=device)
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
     for images, labels in loader:
         images = images.to(device, non_blocking=True)
         labels = labels.to(device, non_blocking=True)
-        with torch.set_grad_enabled(training):
+        with torch.set_grad_enabled(model.training):
             logits = model(images)
             loss = F.cross_entropy(logits, labels)
-        if training:
+        if optimizer is not None:
             optimizer.zero_grad()
             loss.backward()  # NEW: DDP averages the gradients over all ranks in here
             optimizer.step()
-        totals[0] += loss.detach() * len(labels)
-        totals[1] += (logits.argmax(dim=1) == labels).sum()
-        totals[2] += len(labels)
-    dist.all_reduce(totals)
-    return totals.tolist()
+        sums[0] += loss.detach() * len(labels)
+        sums[1] += (logits.argmax(dim=1) == labels).sum()
+        sums[2] += len(labels)
+    dist.all_reduce(sums)
+    return sums.tolist()
 
 
 @explained  # guard rail: explains errors
@@ -123,9 +120,9 @@ def train(local_rank, args):
     """Train and test, and print one line for each epoch."""
     rank, device = join(local_rank, args)
     world_size = dist.get_world_size()
-    torch.set_default_dtype(torch.float64 if args.double else torch.float32)
-    torch.manual_seed(args.seed)
-    train_set, test_set = load(args.dataset, args.data_dir)
+    dtype = torch.float64 if args.double else torch.float32
+    train_set, test_set = load(args.dataset, args.data_dir, dtype)
+    # Each rank gets its own part of every global batch. All parts have the same size.
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     per_rank_batch = args.batch_size // world_size
     pin_memory = device.type == "cuda"  # a GPU copies from pinned memory while Python continues
@@ -134,7 +131,9 @@ def train(local_rank, args):
         per_rank_batch,
         sampler=sampler,
         drop_last=True,
-        collate_fn=whole_batch,  # common/data.py's data sets return whole batches already
+        # These data sets return whole batches, so there is nothing to collate. For your own data
+        # set, leave collate_fn out, and set num_workers.
+        collate_fn=whole_batch,
         pin_memory=pin_memory,
     )
     # Each test image counts once. DistributedSampler would repeat some to make the parts equal.
@@ -142,39 +141,35 @@ def train(local_rank, args):
     test_loader = DataLoader(
         test_set, 1000, sampler=test_indices, collate_fn=whole_batch, pin_memory=pin_memory
     )
-    model = MODELS[args.model](args.width, args.layers).to(device)
+    torch.manual_seed(args.seed)
+    model = make_model(args).to(device)
     # NEW: DDP sends the parameters of rank 0 to all ranks. Many tutorials pass device_ids as well.
     # That is not needed, because the model and the images are on this rank's device already.
+    # Batch norm would use only the images of one rank: see distributed_data_parallel_resnet.py.
     model = DistributedDataParallel(model)
+    torch.manual_seed(args.seed + rank)  # if there is dropout, each rank drops different neurons
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
 
     for epoch in range(args.epochs):
-        # The order differs from epoch to epoch, and it is the same on all ranks and in each run.
-        sampler.set_epoch(epoch)
+        sampler.set_epoch(epoch)  # each epoch has an order of its own, the same on all ranks
         start = time.perf_counter()
-        hidden = None if rank == 0 else True  # None: the bar is hidden if there is no terminal
-        progress = tqdm(train_loader, leave=False, disable=hidden)
-        loss_sum, hits, seen = run_epoch(model, progress, device, optimizer)
+        progress = bar(train_loader, show=rank == 0)
+        trained = run_epoch(model, progress, device, optimizer)
         seconds = time.perf_counter() - start
-        # NEW: test the plain model inside DDP. If a model has buffers, DDP's own forward() sends
-        # those of rank 0, so all ranks must call it equally often. But some ranks may have fewer
-        # test batches.
-        _, test_hits, test_seen = run_epoch(model.module, test_loader, device)
+        # NEW: test the plain model inside DDP. If a model has buffers, such as the running averages
+        # of batch norm, DDP's own forward() sends those of rank 0. So all ranks must call it the
+        # same number of times. But some ranks may have fewer test batches.
+        tested = run_epoch(model.module, test_loader, device)
         if rank == 0:
-            print(
-                f"epoch {epoch + 1}/{args.epochs}  loss {loss_sum / seen:.4f}"
-                f"  train {hits / seen:.2%}  test {test_hits / test_seen:.2%}"
-                f"  {seconds:.2f} s  {seen / seconds:,.0f} images/s",
-                flush=True,
-            )
-        if rank == 0 and args.savefile:
+            print(epoch_line(args, epoch, seconds, trained, tested), flush=True)
+        if rank == 0 and args.savefile:  # all ranks have the same model, so one saves it
             # NEW: model.module again, because the keys of DDP's own state begin with "module."
             state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
             state |= {"epoch": epoch + 1, "args": vars(args)}
-            with open(f"{args.savefile}.tmp", "wb") as file:
-                torch.save(state, file)
+            unfinished = f"{args.savefile}.{os.getpid()}"  # no other job writes to this file
+            torch.save(state, unfinished)
             # The last checkpoint stays whole even if this run is killed while it writes.
-            os.replace(f"{args.savefile}.tmp", args.savefile)
+            os.replace(unfinished, args.savefile)
     # NEW: DDP refers to the group, so delete DDP first. Otherwise the process may hang.
     del model
     dist.destroy_process_group()
@@ -183,11 +178,7 @@ def train(local_rank, args):
 @explained  # guard rail: explains errors
 def main():
     """Read the flags and start the ranks of this node."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage=argparse.SUPPRESS,
-    )
+    parser = flags.Parser(__doc__, parents=[flags.training()])
     add = parser.add_argument
     add("-n", "--nodes", type=int, default=1, help="number of nodes")
     add("-g", "--gpus", type=int, help="processes on each node; default: its GPUs, or 2")
@@ -198,28 +189,12 @@ def main():
     add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     add("--backend", choices=["gloo", "nccl", "mpi"], help="default: nccl on GPUs, gloo on CPUs")
     add("--timeout", type=int, default=60, help="seconds to wait for another rank")
-    add("--epochs", type=int, default=3)
     add("--batch_size", type=int, default=128, help="images in a step, over all ranks")
-    add("--lr", type=float, default=1e-3, help="Adam's learning rate")
-    add("--model", choices=MODELS, default="mlp")
-    add("--width", type=int, help="neurons in each hidden layer; default: 64 (mlp), 120 (cnn)")
-    add("--layers", type=int, help="hidden linear layers; default: 3 (mlp), 1 (cnn)")
-    add("--dataset", choices=["mnist", "digits"], help="default: mnist, or digits without mnist")
-    add("--data_dir", default=DATA_DIR, help="default: data/ beside playground/")
-    add("--seed", type=int, default=0)
-    add("--double", action="store_true", help="compute in float64, so that lessons agree exactly")
     add("-s", "--savefile", help="write a checkpoint to this file after each epoch")
     args = parser.parse_args()
     if args.gpus is None:
         args.gpus = torch.cuda.device_count() if args.device == "cuda" else 2
     check(parser, args)  # guard rail: refuses impossible flags
-    world_size = args.nodes * args.gpus
-    if args.batch_size % world_size:
-        nearest = max(1, round(args.batch_size / world_size)) * world_size
-        parser.error(
-            f"--batch_size {args.batch_size} cannot be divided by {world_size} processes:"
-            f" use --batch_size {nearest}"
-        )
     # The data is fetched once on each node, before its ranks start.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     meet(args)  # guard rail: finds the other nodes
