@@ -220,7 +220,6 @@ def run_epoch(model, loader, device, optimizer=None, gradients=None):
     number of images.
     """
     model.train(optimizer is not None)
-    # The sums stay on the device. Reading them in each step would make Python wait for the GPU.
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     for images, labels in loader:
         images = images.to(device, non_blocking=True)
@@ -296,10 +295,8 @@ def main():
     check(parser, args)  # guard rail: refuses impossible flags
     if not args.bucket_cap_mb > 0:
         parser.error(f"--bucket_cap_mb {args.bucket_cap_mb}: must be more than 0")
-    # The data is fetched once on each node, before its ranks start.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     meet(args)  # guard rail: finds the other nodes
-    # Calls train(0, args), train(1, args) and so on, each in a process of its own.
     mp.spawn(train, (args,), args.gpus)
 
 
