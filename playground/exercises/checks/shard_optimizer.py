@@ -64,7 +64,6 @@ CASES = {
     "Adagrad, missing gradients": {"model_class": Unused, "make_optimizer": ADAGRAD},
 }
 NAME = "ShardedOptimizer"
-LESSON = ("manual_sharding.py", "Stage1")
 HINTS = (
     "An all_reduce is a reduce_scatter and an all_gather. What can a rank do with its shard of the "
     "mean gradient between the two?",
