@@ -11,7 +11,6 @@ CASES = {
 }
 ONLY = ("send", "recv")
 INSTEAD = "use batch_isend_irecv"
-LESSON = ("nonblocking_p2p.py", "ring_all_reduce")
 HINTS = (
     "Split the tensor into one chunk for each rank. First let each chunk travel around the ring "
     "and collect the numbers of all ranks. Then let the finished sums travel around the ring.",
