@@ -11,7 +11,8 @@ backend carries the messages: gloo between CPUs, NCCL between GPUs.
 
 Then one rank can call send, and another rank can call recv. recv writes into a tensor that exists
 already, the buffer. It must have the shape and the dtype of the tensor that is sent. On CPUs both
-calls block: recv returns when the data has arrived, and send returns when the other rank receives.
+calls block: recv returns when the data has arrived, and send returns when the other rank has called
+recv and has the data. On GPUs both only add work to a queue of the GPU, and return at once.
 
 Run it:
     python playground/blocking_p2p.py              # two processes, started by this script
@@ -22,7 +23,8 @@ Run it on two nodes, each command on its own node:
     python playground/blocking_p2p.py -n 2 -g 1 -nr 0 -ip <ip of node 0>
     python playground/blocking_p2p.py -n 2 -g 1 -nr 1 -ip <ip of node 0>
 
-It prints a table of the ranks. Then rank 0 starts a second late, and after that rank 1. On CPUs:
+It prints a table of the ranks. Then the ranks pass numbers on twice. In the first run, rank 0
+starts a second late, and in the second run rank 1. The first run prints, on CPUs:
     rank 0 starts a second late:
     rank 0: [0.0, 1.0, 2.0, 3.0] -> [0.0, 1.0, 2.0, 3.0], 0.0 s in recv, 0.0 s in send
     rank 1: [0.0, 0.0, 0.0, 0.0] -> [0.0, 1.0, 2.0, 3.0], 1.0 s in recv, 0.0 s in send
@@ -64,7 +66,7 @@ def join(local_rank, args):
     """Join the process group and print the table of ranks. Returns this rank and its device."""
     # The nodes before this one have args.gpus ranks each.
     rank = args.nr * args.gpus + local_rank
-    # The shell sets LOCAL_RANK if each rank is started by hand (see main).
+    # In ranks that are started by hand (see main), local_rank is 0 here. The shell sets LOCAL_RANK.
     local_rank = int(os.environ.get("LOCAL_RANK", local_rank))
     if args.device == "cuda":
         gpu = torch.device("cuda", local_rank)
@@ -95,7 +97,7 @@ def join(local_rank, args):
 def relay(rank, device, late=None):
     """Pass four numbers from rank 0 to rank 1, then to rank 2 and so on. One rank may start late.
 
-    Returns a line with the buffer before and after, and the seconds in each call.
+    Returns a line with the buffer before and after, and the seconds spent in each call.
     """
     if rank == 0:
         numbers = torch.arange(4.0, device=device)
@@ -107,11 +109,10 @@ def relay(rank, device, late=None):
     start = now(device)
     if rank > 0:
         dist.recv(numbers, src=rank - 1)  # on CPUs, returns when the data has arrived
-    # With NCCL, recv only adds the message to a queue of the GPU. So now() waits for the GPU.
-    received = now(device)
+    received = now(device)  # with NCCL, recv has returned before the data arrived, so now() waits
     if rank < dist.get_world_size() - 1:
         dist.send(numbers, dst=rank + 1)  # on CPUs, returns when the other rank receives
-    sent = time.perf_counter()  # does not wait for the GPU, to show that send returns at once
+    sent = time.perf_counter()  # not now(), to show that NCCL's send returns at once
     times = f"{received - start:.1f} s in recv, {sent - received:.1f} s in send"
     return f"rank {rank}: {before} -> {numbers.tolist()}, {times}"
 
@@ -133,9 +134,9 @@ def exchange(order, rank, device, group=None):
         dist.recv(theirs, src=left, group=group)
     elif order == "even ranks send first":
         # An odd rank receives first, so its left neighbour can finish its send. With an odd number
-        # of ranks, the last rank and rank 0 are neighbours and both send first. The last rank then
-        # waits until rank 0 has finished its send to rank 1, and receives. So it waits longer, but
-        # not forever, because the ranks that wait for each other form no circle.
+        # of ranks, the last rank and rank 0 are neighbours, and both send first. The last rank then
+        # waits longer: rank 0 first finishes its own send, and only then receives from the last
+        # rank. This is no deadlock, because rank 1 receives first, so rank 0 can finish.
         if rank % 2 == 0:
             dist.send(mine, dst=right)
             dist.recv(theirs, src=left)
@@ -144,9 +145,8 @@ def exchange(order, rank, device, group=None):
             dist.send(mine, dst=right)
     elif order == "isend and irecv":
         # Neither call blocks. Each returns a request at once, and wait() blocks until the message
-        # is complete. This cure is for gloo. With NCCL, a GPU may run the operations of its rank
-        # one after the other. Then each GPU could wait in its isend, and none would begin its
-        # irecv.
+        # is complete. Do not use this cure with NCCL, which may run the two operations of a rank
+        # one after the other. Then every GPU waits in its isend, so no GPU starts its irecv.
         requests = [dist.isend(mine, dst=right), dist.irecv(theirs, src=left)]
         for request in requests:
             request.wait()
@@ -160,12 +160,13 @@ def exchange(order, rank, device, group=None):
 
 def show_deadlock(rank, device):
     """Make all ranks wait for each other for three seconds. Then show three cures."""
-    # A second process group of all ranks, in which a message may take three seconds at most.
+    # A second process group of all ranks, in which a message may take three seconds at most. It
+    # uses gloo also on GPUs, because gloo then raises an error, and NCCL would end the process.
     impatient = dist.new_group(backend="gloo", timeout=timedelta(seconds=3))
     try:
         received = exchange("all ranks send first", rank, torch.device("cpu"), impatient)
         report(f"rank {rank}: received {received}")
-    except RuntimeError:  # gloo raises it after three seconds, or when the other rank has given up
+    except RuntimeError:  # gloo raises it after three seconds, or when the other rank has timed out
         right = (rank + 1) % dist.get_world_size()
         report(f"rank {rank}: DEADLOCK: rank {right} did not receive, because it was in send, too")
     for order in ("even ranks send first", "isend and irecv", "batch_isend_irecv"):
@@ -202,7 +203,8 @@ def talk(local_rank, args):
         show_deadlock(rank, device)
     else:
         # The first messages connect each rank to the next, which takes NCCL a while. PyTorch may
-        # warn of "unbatched P2P ops": NCCL runs such messages of a rank one after the other.
+        # warn of "unbatched P2P ops", which are messages outside batch_isend_irecv. NCCL runs such
+        # messages of a rank one after the other, and here this does no harm.
         relay(rank, device)
         for late in (0, 1):
             if rank == 0:

@@ -19,9 +19,9 @@ after the call:
     rank 0: [10.0, 11.0] -> [30.0], sends 4 bytes
     rank 1: [20.0, 21.0] -> [32.0], sends 4 bytes
 
-The bytes are computed, not measured. They are right if the messages travel around a ring, as in
-nonblocking_p2p.py. For scatter, gather and all_to_all, they are right if the messages go straight
-to their destination. gloo and NCCL may choose other routes. NCCL's own tests use the same formulas:
+The bytes are computed, not measured, for one route: broadcast and reduce pass the numbers along a
+chain of ranks. all_gather, reduce_scatter and all_reduce use the ring of nonblocking_p2p.py. The
+others send directly. gloo and NCCL may choose other routes. NCCL's own tests use these formulas:
 https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
 
 Try breaking it, in a copy (cp playground/collectives.py playground/broken.py). Run each
@@ -77,7 +77,7 @@ def scatter(mine, rank, n):
 
 
 def gather(mine, rank, n):
-    """Rank 0 gets chunk r of each rank r; the other ranks send one chunk each."""
+    """Rank 0 gets chunk 1 of rank 1, chunk 2 of rank 2 and so on; they send one chunk each."""
     if rank == 0:
         whole = torch.empty_like(mine)
         chunks = list(whole.chunk(n))  # views, so gather writes into `whole`
@@ -90,9 +90,9 @@ def gather(mine, rank, n):
 
 
 def all_gather(mine, rank, n):
-    """All ranks get chunk r of each rank r; each rank sends n-1 chunks."""
+    """All ranks get chunk 0 of rank 0, chunk 1 of rank 1 and so on; each rank sends n-1 chunks."""
     whole = torch.empty_like(mine)
-    # Newer versions of PyTorch have it as all_gather_single, too.
+    # Newer versions of PyTorch also call it all_gather_single.
     dist.all_gather_into_tensor(whole, mine.chunk(n)[rank])
     return whole, n - 1
 
@@ -108,13 +108,13 @@ def reduce(mine, rank, n):
 def reduce_scatter(mine, rank, n):
     """Each rank gets its chunk of the sum over all ranks; each rank sends n-1 chunks."""
     chunk = torch.empty_like(mine[:1])
-    # Newer versions of PyTorch have it as reduce_scatter_single, too.
+    # Newer versions of PyTorch also call it reduce_scatter_single.
     dist.reduce_scatter_tensor(chunk, mine)
     return chunk, n - 1
 
 
 def all_to_all(mine, rank, n):
-    """Rank r gets chunk r of each rank, as if rows became columns; each rank sends n-1 chunks."""
+    """Rank r gets chunk r of each rank, so rows become columns; each rank sends n-1 chunks."""
     whole = torch.empty_like(mine)
     dist.all_to_all_single(whole, mine)
     return whole, n - 1
@@ -144,7 +144,8 @@ def start_and_wait(numbers):
     # NEW: every collective takes async_op=True. It then returns a handle at once, which is like the
     # requests of isend and irecv. Until wait() returns, do not read or change `total`.
     handle = dist.all_reduce(total, async_op=True)
-    handle.wait()  # until here, this rank could have computed something else
+    # Here this rank could compute something else, while the message travels.
+    handle.wait()
     return total
 
 
@@ -153,7 +154,7 @@ def wait_at_barrier(rank):
     if rank == 0:
         time.sleep(0.5)
     start = time.perf_counter()
-    dist.barrier()  # NEW: sends no numbers; it returns when all ranks have called it
+    dist.barrier()  # NEW: it returns when all ranks have called it; it carries no data of yours
     return time.perf_counter() - start
 
 
@@ -192,8 +193,7 @@ def join(local_rank, args):
 def report(line):
     """Print one line from each rank, in the order of the ranks.
 
-    all_gather_object is a collective: all ranks call it together, and each one receives the objects
-    of all ranks. The lesson collectives.py explains such calls.
+    all_gather_object is an all_gather of Python objects, which it turns into bytes and back.
     """
     lines = [None] * dist.get_world_size()
     dist.all_gather_object(lines, line)
@@ -203,7 +203,7 @@ def report(line):
 
 @explained  # guard rail: explains errors
 def talk(local_rank, args):
-    """Show each collective, then an all_reduce that is made of two others, and a barrier."""
+    """Show each collective, an all_reduce that is made of two others, async_op and a barrier."""
     rank, device = join(local_rank, args)
     n = dist.get_world_size()
     numbers = torch.arange(float(n), device=device) + 10 * (rank + 1)  # on rank 0: 10, 11, ...

@@ -8,8 +8,8 @@ nn.DataParallel is obsolete, but older code often uses it. It is slow for three 
 share one Python interpreter. The first GPU does more than the others. The model is copied in every
 step. DistributedDataParallel has replaced it, with a process for each GPU.
 
-Without a GPU, nn.DataParallel does nothing: the model runs as in single_gpu.py. With --by hand, the
-lesson does the same work itself, with any number of replicas on any device.
+Without a GPU, nn.DataParallel does nothing: the model runs as in single_gpu.py. With --by hand,
+this file does the work of nn.DataParallel itself, with any number of replicas on any device.
 
 Run it:
     python playground/data_parallel.py                   # all GPUs of this machine
@@ -50,7 +50,7 @@ class Replicas(nn.Module):
     """Computes a batch in parts, one part with each replica of a model, as nn.DataParallel does.
 
     Args:
-        module: the model, on the first of the devices. It must have no buffers.
+        module: the model, on the first of the devices. Its buffers are not kept up to date.
         devices: where the replicas compute, one for each part of a batch.
     """
 
@@ -58,15 +58,17 @@ class Replicas(nn.Module):
         super().__init__()
         self.module = module
         self.devices = devices
+        # functional_call puts parameters into a module while it computes, so each thread needs a
+        # module of its own. In a plain list, parameters() does not find those of the replicas.
         self.replicas = [copy.deepcopy(module) for _ in devices]
         self.threads = ThreadPoolExecutor(len(devices))
 
     def compute(self, replica, part, device, grad_enabled):
         """Compute one part of the batch on one device, in a thread of its own."""
         torch.set_grad_enabled(grad_enabled)  # each thread has its own setting
-        # NEW: the replica gets copies of the model's parameters in each step. Copying is an
-        # operation like any other. So backward() passes the gradient of each copy back to the
-        # parameter, and adds up what comes from all replicas.
+        # NEW: the replica computes with copies of the model's parameters. autograd records that
+        # they were copied. So backward() passes the gradient of each copy back to the model's
+        # parameter, and adds up those of all replicas.
         parameters = {}
         for name, parameter in self.module.named_parameters():
             parameters[name] = parameter.to(device, copy=True)
@@ -77,7 +79,8 @@ class Replicas(nn.Module):
         """Turn images, (N, 1, 28, 28), on the first device into logits, (N, 10), there."""
         parts = images.chunk(len(self.devices))  # fewer than there are devices, if N is small
         grad_enabled = [torch.is_grad_enabled()] * len(parts)
-        # NEW: each thread calls compute(replica, part, device, grad_enabled) for one of the parts.
+        # NEW: thread i calls compute(replicas[i], parts[i], devices[i], grad_enabled[i]). If there
+        # are fewer parts than devices, map() stops after the last part.
         outputs = self.threads.map(self.compute, self.replicas, parts, self.devices, grad_enabled)
         return torch.cat([output.to(self.devices[0]) for output in outputs])
 
@@ -110,7 +113,7 @@ def run_epoch(model, loader, device, optimizer=None):
 def train(args):
     """Train and test, and print one line for each epoch."""
     device = torch.device(args.device)
-    train_loader, test_loader = loaders(args)  # the DataLoaders of single_gpu.py
+    train_loader, test_loader = loaders(args)  # with the same batches as in single_gpu.py
     torch.manual_seed(args.seed)
     model = make_model(args).to(device)
     # NEW: from here on, model(images) uses all devices. The training loop does not change.

@@ -2,11 +2,12 @@
 
 DistributedDataParallel (DDP) is a wrapper around a model. It does what the two lessons before do by
 hand. At the start it sends the parameters of rank 0 to all ranks. In backward() it collects the
-gradients in buckets. As soon as a bucket is full, DDP starts its all_reduce, while backward() still
-computes the gradients of earlier layers.
+gradients in buckets. As soon as all gradients of a bucket are there, DDP starts its all_reduce,
+while backward() still computes the gradients of earlier layers. (The default model fits into one
+bucket, so nothing overlaps here. profile_steps.py shows a larger model.)
 
-DDP leaves two things to you. A sampler gives each rank its part of every global batch, and the
-results are summed over the ranks before rank 0 prints them.
+Two things remain your task: a sampler must give each rank its part of every global batch, and the
+results must be summed over the ranks before rank 0 prints them.
 
 Run it:
     python playground/distributed_data_parallel.py -g 2
@@ -29,8 +30,8 @@ Try breaking it, in a copy (cp playground/distributed_data_parallel.py playgroun
      losses of the second epoch.
   2. Let only rank 0 test: write `if rank == 0:` before `tested = run_epoch(...)`. Where does each
      rank wait?
-  3. Add `self.unused = nn.Linear(1, 1)` to the MLP in common/models.py. What does DDP complain
-     about, and what does it suggest?
+  3. Add `model.unused = torch.nn.Linear(1, 1)` after `model = make_model(args)...`. What does DDP
+     complain about, and what does it suggest?
 
 Now write it yourself: exact_accuracy.py in playground/exercises/. Three programs there have a
 fault: fault_same_order.py, fault_too_many_images.py and fault_cannot_load.py.
@@ -136,9 +137,9 @@ def train(local_rank, args):
     model = make_model(args).to(device)
     # NEW: DDP sends the parameters of rank 0 to all ranks. Many tutorials pass device_ids as well.
     # That is not needed, because the model and the images are on this rank's device already.
-    # Batch norm would use only the images of one rank: see distributed_data_parallel_resnet.py.
+    # (If your model has batch norm, read distributed_data_parallel_resnet.py.)
     model = DistributedDataParallel(model)
-    torch.manual_seed(args.seed + rank)  # if there is dropout, each rank drops different neurons
+    torch.manual_seed(args.seed + rank)  # dropout, if there is any, must differ between ranks
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
 
     for epoch in range(args.epochs):
@@ -147,9 +148,9 @@ def train(local_rank, args):
         progress = bar(train_loader, show=rank == 0)
         trained = run_epoch(model, progress, device, optimizer)
         seconds = time.perf_counter() - start
-        # NEW: test the plain model inside DDP. If a model has buffers, such as the running averages
-        # of batch norm, DDP's own forward() sends those of rank 0. So all ranks must call it the
-        # same number of times. But some ranks may have fewer test batches.
+        # NEW: test the plain model inside DDP. DDP's own forward() may send the model's buffers,
+        # such as the running averages of batch norm, so it can wait for other ranks. The plain
+        # model sends nothing, so some ranks may have fewer test batches than others.
         tested = run_epoch(model.module, test_loader, device)
         if rank == 0:
             print(epoch_line(args, epoch, seconds, trained, tested), flush=True)
@@ -161,7 +162,7 @@ def train(local_rank, args):
             torch.save(state, unfinished)
             # The last checkpoint stays whole even if this run is killed while it writes.
             os.replace(unfinished, args.savefile)
-    # NEW: DDP refers to the group, so delete DDP first. Otherwise the process may hang.
+    # NEW: delete DDP before the group, because DDP uses it. Otherwise the process may hang here.
     del model
     dist.destroy_process_group()
 

@@ -1,8 +1,8 @@
 """DistributedDataParallel with detectron2's helpers: launch starts the ranks, comm has collectives.
 
-Read this lesson if you work on a project that uses detectron2, by Facebook AI Research, or that has
-borrowed two modules from it, as many have. A new project does not need them: the next lesson starts
-the ranks with torchrun, which comes with PyTorch.
+Read this lesson if your project uses detectron2, by Facebook AI Research, or has copied its modules
+launch and comm. A new project does not need them. The next lesson starts the ranks with torchrun,
+which comes with PyTorch.
 
 `launch` replaces two steps of distributed_data_parallel.py: it starts the processes of this node,
 and it joins each of them to the process group. `comm` offers ranks and collectives under short
@@ -111,7 +111,7 @@ def train(args):
     train_loader, test_loader = loaders(args, rank, world_size)
     torch.manual_seed(args.seed)
     plain_model = make_model(args).to(device)
-    # NEW: launch forms no group for a single process, and DDP needs a group.
+    # NEW: with one process, launch forms no group, but DDP needs one. So train the plain model.
     if world_size > 1:
         model = DistributedDataParallel(plain_model)
     else:
@@ -125,13 +125,15 @@ def train(args):
         start = time.perf_counter()
         progress = bar(train_loader, show=rank == 0)
         loss, hits, images = run_epoch(model, progress, device, optimizer)
-        # NEW: adds up the tensors of all ranks, name by name. Only rank 0 gets the result.
+        # NEW: there are two ways to add up the sums. reduce_dict adds up the tensors of all ranks,
+        # name by name. Only rank 0 gets the result.
         sums = {"loss": loss, "hits": hits, "images": images}
         sums = comm.reduce_dict(sums, average=False)
         trained = [sums[name].item() for name in ("loss", "hits", "images")]
         seconds = time.perf_counter() - start
         test_sums = run_epoch(plain_model, test_loader, device).cpu()
-        # NEW: rank 0 gets a list of the Python objects of all ranks, the others an empty list.
+        # NEW: gather takes any Python object. Rank 0 gets a list of those of all ranks, and the
+        # other ranks get an empty list.
         parts = comm.gather(test_sums)
         if comm.is_main_process():
             tested = sum(parts).tolist()
@@ -166,9 +168,9 @@ def main():
     # The data is fetched once on each node, before its ranks start.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     meet(args)  # guard rail: finds the other nodes
-    # NEW: launch uses GPUs if any are visible, so none may be with --device cpu. And launch joins
-    # the group before it selects a GPU, so NCCL guesses one: the rank modulo the visible GPUs. The
-    # guess is right if there are as many visible GPUs as processes on a node.
+    # NEW: launch uses NCCL if it finds a GPU, so --device cpu must hide all GPUs. launch joins the
+    # group before it selects the GPU, so NCCL takes GPU number rank % (visible GPUs). This is right
+    # only if as many GPUs are visible as there are processes on the node.
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible:
         numbers = visible.split(",")

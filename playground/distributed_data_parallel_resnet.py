@@ -2,20 +2,20 @@ r"""A real model: ResNet-18 on CIFAR-10, with pretrained parameters, accumulatio
 
 Three things are new with a model of this size:
 
-  - A batch may not fit in memory. --accumulate splits it into micro-batches and adds up their
-    gradients. DDP would average the gradients after every micro-batch. no_sync() delays this until
-    the last micro-batch.
+  - The activations of a batch may not fit in memory. --accumulate splits the batch into
+    micro-batches and adds up their gradients. DDP would average the gradients after every
+    micro-batch. no_sync() turns this off for all micro-batches except the last.
   - Training need not begin with random parameters. --pretrained begins with parameters that were
     trained on ImageNet.
   - Batch norm keeps running averages of its inputs in buffers, which are tensors without a
     gradient. DDP copies the buffers of rank 0 to all ranks before each step, so these averages come
     from the images of rank 0 alone. (nn.SyncBatchNorm, on GPUs, uses the images of all ranks.)
 
-Run it. (--timeout 600 is for the first time, because the other ranks wait for the download.)
+Run it. (In the first run, one rank downloads and the others wait for it, hence --timeout 600.)
     torchrun --standalone --nproc-per-node 2 \
         playground/distributed_data_parallel_resnet.py --pretrained --timeout 600
 
-Run it on GPUs that you choose: local rank 0 gets GPU 1, local rank 1 GPU 6, local rank 2 GPU 3.
+Run it on GPUs that you choose. Local rank 0 gets GPU 1, 1 gets 6, 2 gets 3. (3 divides 126.)
     torchrun --standalone --nproc-per-node 3 \
         playground/distributed_data_parallel_resnet.py --gpu_ids 1,6,3 --batch_size 126
 
@@ -151,7 +151,7 @@ def run_epoch(model, loader, device, optimizer=None, accumulate=1):
         labels = labels.to(device, non_blocking=True)
         if training:
             optimizer.zero_grad()
-        # NEW: the micro-batches have almost the same size, and none of them is empty.
+        # NEW: as many micro-batches as --accumulate says, but never more than there are images.
         count = min(accumulate, len(labels))
         micro_batches = zip(images.tensor_split(count), labels.tensor_split(count), strict=True)
         for number, (micro_images, micro_labels) in enumerate(micro_batches, start=1):
@@ -165,8 +165,8 @@ def run_epoch(model, loader, device, optimizer=None, accumulate=1):
                 logits = model(micro_images)
                 loss = F.cross_entropy(logits, micro_labels)
                 if training:
-                    # NEW: the loss is a mean over the micro-batch. Weighted by its fraction of the
-                    # batch, the losses add up to the mean over the batch, and so do the gradients.
+                    # NEW: the loss is a mean over the micro-batch. Weighted by its fraction of this
+                    # rank's batch, the losses add up to the mean over it, and so do the gradients.
                     fraction = len(micro_labels) / len(labels)
                     (loss * fraction).backward()
             sums[0] += loss.detach() * len(micro_labels)
@@ -204,7 +204,7 @@ def train(args):
     torch.manual_seed(args.seed)
     weights = None
     if args.pretrained and rank == 0:
-        weights = ResNet18_Weights.DEFAULT  # NEW: on rank 0 only, because DDP sends its parameters
+        weights = ResNet18_Weights.DEFAULT  # NEW: on rank 0 only; DDP sends them to the others
     model = resnet18(weights=weights)
     model.fc = nn.Linear(model.fc.in_features, 10)  # NEW: 10 classes instead of ImageNet's 1000
     model = model.double() if args.double else model
@@ -226,7 +226,8 @@ def train(args):
         progress = bar(train_loader, show=rank == 0)
         trained = run_epoch(model, progress, device, optimizer, args.accumulate)
         seconds = time.perf_counter() - start
-        # NEW: test with the running averages of rank 0 on all ranks.
+        # NEW: in the last step, each rank has changed its own running averages. Send those of rank
+        # 0, so that all ranks test the same model.
         for buffer in model.module.buffers():
             dist.broadcast(buffer, src=0)
         tested = run_epoch(model.module, test_loader, device)

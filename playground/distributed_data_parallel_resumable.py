@@ -10,8 +10,8 @@ Run it with restarts:
         --max-restarts 3 playground/distributed_data_parallel_resumable.py
 
 The ranks look up each other's addresses in a store, which is a small server. By default, torchrun
-keeps the store when it restarts the ranks, although it contains the addresses of dead processes.
-TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives the ranks a new store each time.
+keeps it after a restart, so new ranks may read the addresses of dead ones. The variable in front of
+the command gives them a new store each time.
 
 Resume it with more epochs, here in a single process, and look at the curves in a browser:
     python playground/distributed_data_parallel_resumable.py --epochs 5
@@ -25,12 +25,14 @@ Run it on one or two nodes, with the same command on each:
     NODE0=<ip> NODES=1:2 RESTARTS=3 \
         run/torchrun_node.sh playground/distributed_data_parallel_resumable.py
 
-This starts with one node. A second node may join later, and it may leave again. --run_dir must be a
-folder that both nodes share, and --batch_size a multiple of both numbers of processes.
+NODES=1:2 means at least one node and at most two. So a second node may join later, and it may leave
+again. --run_dir must be a folder that both nodes share. --batch_size must be divisible by the
+number of processes of one node, and by that of two nodes.
 
 Try breaking it, in a copy:
-  1. Run it with restarts, and kill a rank by its process id, which is in the table. Compare the
-     last lines with those of a run without the kill.
+  1. Run it with restarts, --epochs 30 and --run_dir runs/killed. Kill a rank by its process id,
+     which is in the table. Compare the last lines with those of a run without the kill, in another
+     --run_dir.
   2. Comment out `optimizer.load_state_dict(...)`, and resume a run. Why do the losses differ?
 
 Now write it yourself: save_and_resume.py in playground/exercises/.
@@ -82,14 +84,14 @@ def save(args, epoch, model, optimizer):
 def newest_checkpoint(args):
     """Return the path of the newest checkpoint that can be read, or None if there is none.
 
-    A run that cannot be resumed ends here, by sys.exit. torchrun takes this for a failure. So with
+    A run that cannot be resumed ends here, by sys.exit. torchrun treats this as a failure. So with
     --max-restarts it starts the ranks again, and they end with the same line.
     """
     paths = sorted(Path(args.run_dir).glob("epoch-*.pt"), reverse=True)  # the newest first
     for path in paths:
         try:
             # NEW: with mmap=True a tensor is read only when it is used, so this check is fast. It
-            # finds a file that is cut short, but not a tensor in which some numbers have changed.
+            # finds a truncated file, but no numbers of a tensor that have changed.
             state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         except Exception as error:  # its type depends on the damage
             kind = type(error).__name__
@@ -114,7 +116,7 @@ def newest_checkpoint(args):
 def resume(path, model, optimizer):
     """Load a checkpoint on this rank. Returns how many epochs are done."""
     # NEW: with mmap=True, each rank reads a tensor of the file only when the tensor is copied into
-    # the model. So no rank needs memory for a second model.
+    # the model. So no rank holds the whole checkpoint in memory beside the model.
     state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
@@ -195,17 +197,17 @@ def train(args):
     path = chosen[0]
     done = resume(path, model.module, optimizer) if path else 0
     if rank == 0:
-        # NEW: the run may have ended after it drew the points of an epoch, and before it saved the
-        # checkpoint. purge_step hides these points.
+        # NEW: a run may stop after it wrote the points of an epoch, and before it saved the
+        # checkpoint. purge_step hides these points, because the epoch is repeated.
         curves = SummaryWriter(args.run_dir, purge_step=done + 1)
 
     # NEW: epochs that are done are not repeated. An epoch that was not finished is repeated from
     # its beginning. If your epochs take hours, save every few minutes, with the number of batches
-    # that are done, and skip so many. (StatefulDataLoader of torchdata does this for you.)
+    # that are done, and skip that many batches. (torchdata's StatefulDataLoader does this for you.)
     for epoch in range(done, args.epochs):
         train_loader.sampler.set_epoch(epoch)
-        # NEW: dropout and random crops, if there are any, draw other numbers on each rank and in
-        # each epoch. Without this line, a run that is resumed would draw those of the first epoch.
+        # NEW: dropout and random crops, if there are any, draw different numbers on each rank and
+        # in each epoch. Without this line, a resumed run would draw those of the first epoch.
         torch.manual_seed(args.seed + epoch * world_size + rank)
         start = time.perf_counter()
         progress = bar(train_loader, show=rank == 0)

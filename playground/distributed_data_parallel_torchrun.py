@@ -10,7 +10,7 @@ Run it on one node (--standalone makes torchrun choose a free port):
     torchrun --standalone --nproc-per-node 2 playground/distributed_data_parallel_torchrun.py
 
 Run it on two nodes, with the same command on both (run/torchrun_node.sh adds checks to it). Here
-"rdzv" is short for rendezvous, and "c10d" is the name of torchrun's built-in rendezvous:
+"rdzv" is short for rendezvous, and "c10d" is PyTorch's own, which needs no other server:
     torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d \
         --rdzv-endpoint <ip of node 0>:29500 playground/distributed_data_parallel_torchrun.py
 
@@ -20,9 +20,9 @@ Run it in a single process, without torchrun (common/guard_rails.py then sets th
 It prints the table of ranks and the same numbers as single_gpu.py (times will differ):
     epoch 1/3  loss 0.3961  train 88.27%  test 94.00%  1.12 s  53,396 images/s
 
-torchrun may warn first that it sets OMP_NUM_THREADS to 1, so that each process computes with one
-core of a CPU. The lessons before called torch.set_num_threads instead. To use more cores, put
-OMP_NUM_THREADS=4 in front of the command.
+torchrun may warn first that it sets OMP_NUM_THREADS to 1, so each process uses one core of a CPU.
+This replaces torch.set_num_threads of the lessons before. To use more cores, put OMP_NUM_THREADS=4
+in front of the command.
 
 Try breaking it, in a copy:
   1. Write `assert rank == 0` after `rank, device = join(args)`. What does torchrun report, and what
@@ -107,7 +107,7 @@ def run_epoch(model, loader, device, optimizer=None):
 def train(args):
     """Train and test, and print one line for each epoch."""
     rank, device = join(args)
-    meet(args)  # guard rail: compares the flags of the ranks
+    meet(args)  # guard rail: stops if the ranks have different flags
     train_loader, test_loader = loaders(args, rank, dist.get_world_size())
     torch.manual_seed(args.seed)
     model = make_model(args).to(device)
@@ -130,7 +130,7 @@ def train(args):
 
 
 @explained  # guard rail: explains errors
-@record  # NEW: torchrun's report then contains the traceback of the rank that failed first
+@record  # NEW: writes the traceback of an error to a file, and torchrun's report shows it
 def main():
     """Read the flags, make sure that the data is there, and train as one of the ranks."""
     parser = flags.Parser(__doc__, parents=[flags.training()])
@@ -139,7 +139,7 @@ def main():
     add("--timeout", type=int, default=60, help="seconds to wait for another rank")
     add("--batch_size", type=int, default=128, help="images in a step, over all ranks")
     args = parser.parse_args()
-    check(parser, args)  # guard rail: refuses impossible flags
+    check(parser, args)  # guard rail: refuses impossible flags; without torchrun it sets RANK, ...
     # NEW: all ranks of a node call fetch() before there is a group. A file lock lets one of them
     # download the data, and the others find it on disk.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)

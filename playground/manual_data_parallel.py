@@ -5,8 +5,8 @@ Three things make several processes train like a single one:
   - They start with the same model, because rank 0 sends its parameters to all ranks (send_weights).
   - The global batch is all images of one step. Each rank computes the gradients for its own part of
     it. A sampler chooses the parts.
-  - Before each step the ranks average their gradients (average_gradients). So every optimizer takes
-    the same step, and the copies of the model stay equal.
+  - Before each step the ranks average their gradients (average_gradients). Each rank has its own
+    optimizer, but all of them take the same step. So the copies of the model stay equal.
 
 A single process would take the same step. The loss is a mean over images, and all parts have the
 same size. So the mean of the ranks' gradients is the gradient of the global batch.
@@ -26,8 +26,9 @@ It prints (process ids, host and times will differ):
     0     1     1           cpu     4243    laptop
     epoch 1/3  loss 0.3961  train 88.27%  test 94.00%  3.54 s  16,938 images/s
 
-These are the same numbers as in single_gpu.py, up to rounding. You get them with any number of
-processes that divides --batch_size. With --double, the loss has the same twelve digits.
+These are the numbers of single_gpu.py, for any number of processes that divides --batch_size. Only
+the last digits differ, because float32 sums depend on the order of addition. With --double, all
+twelve digits of the loss agree.
 
 @SPEED@
 
@@ -69,16 +70,16 @@ def send_weights(model):
     A model with buffers, such as the running averages of batch norm, would have to send these, too.
     """
     for parameter in model.parameters():
-        # NEW: rank 0 sends, and the other ranks receive into their own parameter. detach() returns
-        # the same numbers without autograd, which would not allow that they change.
+        # NEW: rank 0 sends, and the other ranks receive into their own parameters. detach() keeps
+        # autograd from recording the change.
         dist.broadcast(parameter.detach(), src=0)
 
 
 def average_gradients(model):
     """Replace each gradient with its mean over the ranks, which is the global batch's gradient.
 
-    All ranks must have gradients for the same parameters, so that they send the same messages. The
-    exercise average_gradients.py is about models for which this is not so.
+    All ranks must have gradients for the same parameters, so that they send the same messages. In
+    the exercise average_gradients.py, some ranks lack some gradients.
     """
     for parameter in model.parameters():
         if parameter.grad is not None:  # a frozen parameter has none
@@ -87,7 +88,10 @@ def average_gradients(model):
 
 
 def average_in_one_bucket(model):
-    """Do the same with one long message, which takes less time than many short ones."""
+    """Do the same with a bucket: one tensor that contains all gradients.
+
+    Each message has a fixed cost, so one long message takes less time than many short ones.
+    """
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     bucket = torch.cat([gradient.flatten() for gradient in gradients])
     dist.all_reduce(bucket)
@@ -160,11 +164,10 @@ def train(local_rank, args):
     world_size = dist.get_world_size()
     dtype = torch.float64 if args.double else torch.float32
     train_set, test_set = load(args.dataset, args.data_dir, dtype)
-    # NEW: the order of the images is that of single_gpu.py, because both samplers shuffle with the
-    # seed args.seed + epoch. Of n ranks, rank r gets the images at the positions r, r + n, r + 2n
-    # and so on. So the k-th batches of all ranks together are the k-th batch of single_gpu.py. If n
-    # does not divide the number of images, drop_last leaves out the last ones. (The drop_last of
-    # DataLoader leaves out a batch that is not full.)
+    # NEW: both samplers shuffle with the seed args.seed + epoch, so the order of the images is that
+    # of single_gpu.py. Of n ranks, rank r gets the images at the positions r, r + n, r + 2n and so
+    # on. So the k-th batches of all ranks together are the k-th batch of single_gpu.py.
+    # If n does not divide the number of images, drop_last leaves out the last ones.
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     per_rank_batch = args.batch_size // world_size  # NEW: --batch_size is the global batch
     pin_memory = device.type == "cuda"  # a GPU copies from pinned memory while Python continues
@@ -177,12 +180,12 @@ def train(local_rank, args):
         pin_memory=pin_memory,
     )
     # NEW: each test image counts once. DistributedSampler would repeat some to make the parts
-    # equal.
+    # equal. Any sequence of indices can be a sampler.
     test_indices = range(rank, len(test_set), world_size)
     test_loader = DataLoader(
         test_set, 1000, sampler=test_indices, collate_fn=whole_batch, pin_memory=pin_memory
     )
-    torch.manual_seed(args.seed + rank)  # NEW: the models differ, so send_weights is needed
+    torch.manual_seed(args.seed + rank)  # NEW: different models, so that send_weights has an effect
     model = make_model(args).to(device)
     send_weights(model)  # NEW: from here on, all ranks have the model of rank 0
     average = average_in_one_bucket if args.bucket else average_gradients

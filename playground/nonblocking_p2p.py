@@ -15,7 +15,8 @@ Run it:
 
 It runs on two nodes in the same way as blocking_p2p.py.
 
-It prints a table of the ranks, and then, on CPUs (the numbers of products will differ):
+It prints a table of the ranks. Then rank 0 sleeps for half a second, and each rank multiplies
+matrices for half a second and exchanges a message. On CPUs (the numbers of products will differ):
     blocking, rank 0: [-1.0, -1.0] -> [1.0, 1.0] in 1.0 s, 0.5 s of it idle, 25,491 products
     blocking, rank 1: [-1.0, -1.0] -> [0.0, 0.0] in 1.0 s, 0.5 s of it idle, 25,630 products
     rank 0 |zzzzzzzzzzzzzzzzzzzzzzzzzzzzzzcccccccccccccccccccccccccccccc|
@@ -27,10 +28,10 @@ It prints a table of the ranks, and then, on CPUs (the numbers of products will 
     ring, rank 0: [0.0, 1.0, 2.0, 3.0, 4.0] -> [0.0, 3.0, 6.0, 9.0, 12.0], = dist.all_reduce: True
     ring, rank 1: [0.0, 2.0, 4.0, 6.0, 8.0] -> [0.0, 3.0, 6.0, 9.0, 12.0], = dist.all_reduce: True
 
-Rank 0 sleeps for half a second first, and each rank multiplies matrices for half a second (c). With
-blocking calls, rank 1 first waits for rank 0 (r), and then computes. With non-blocking calls, rank
-1 computes while it waits. Before and after are the buffers: each rank sends a tensor that is filled
-with its rank, so rank 0 receives the ones of rank 1.
+With blocking calls, rank 1 first waits for rank 0 (r), and then computes (c). With non-blocking
+calls, it computes while it waits. All time except the half second of computing is idle, so the
+sleep of rank 0 is idle, too. The two lists are the receive buffer before and after the exchange.
+Each rank sends a tensor that is filled with its rank, so rank 0 receives the ones of rank 1.
 
 Try breaking it, in a copy (cp playground/nonblocking_p2p.py playground/broken.py):
   1. In `nonblocking`, write `mine.fill_(9)` on the line after `start_exchange(...)`. Which rank
@@ -83,10 +84,10 @@ def nonblocking(rank, mine, theirs, right, left):
     requests = start_exchange(mine, theirs, right, left)
     products = work(mine.device)  # NEW: the messages travel while this rank computes
     for request in requests:
-        # NEW: from here on, `mine` may be changed and `theirs` may be read. On a GPU, wait() does
-        # not block Python. It adds the wait to the GPU's queue of work (its CUDA stream), so what
-        # Python adds afterwards runs after the message.
+        # On a GPU, wait() does not block Python. It adds the wait to the GPU's queue of work (its
+        # CUDA stream), so what Python adds afterwards runs after the message.
         request.wait()
+    # NEW: all requests are complete, so `mine` may be changed and `theirs` may be read.
     return products
 
 
@@ -95,20 +96,22 @@ def ring_all_reduce(tensor):
 
     The tensor must be contiguous. With n ranks, it is split into n chunks. In each step, every rank
     sends one chunk to the right. In the first n - 1 steps (the reduce-scatter), the receiver adds
-    its own numbers, and sends this partial sum in the next step. At the end, each chunk is complete
-    on one rank: rank r has the sum in chunk r + 1, and the last rank has it in chunk 0. In n - 1
-    more steps (the all-gather), the complete chunks travel around the ring to all ranks. Here are
-    three ranks with three chunks each. a, b and c are the numbers of ranks 0, 1 and 2, and sum is
-    a+b+c:
+    it to its own chunk, and sends this partial sum in the next step. At the end, each chunk is
+    complete on one rank: rank r has the sum in chunk r + 1, and the last rank has it in chunk 0. In
+    n - 1 more steps (the all-gather), the complete chunks travel around the ring to all ranks. Here
+    are three ranks with three chunks each. a, b and c are the numbers of ranks 0, 1 and 2 in a
+    chunk, and sum is a+b+c:
 
                               rank 0              rank 1              rank 2
+        chunk                 0    1    2         0    1    2         0    1    2
         at the start          a    a    a         b    b    b         c    c    c
         reduce-scatter, 1     a    a    a+c       a+b  b    b         c    b+c  c
         reduce-scatter, 2     a    sum  a+c       a+b  b    sum       sum  b+c  c
         all-gather, 1         sum  sum  a+c       a+b  sum  sum       sum  b+c  sum
         all-gather, 2         sum  sum  sum       sum  sum  sum       sum  sum  sum
 
-    A rank sends 2(n-1) chunks. This is less than twice the tensor, for any number of ranks.
+    A rank sends 2(n-1) chunks, and each is 1/n of the tensor. So it sends less than twice the
+    tensor, for any number of ranks.
     """
     rank = dist.get_rank()
     world_size = dist.get_world_size()
@@ -117,7 +120,8 @@ def ring_all_reduce(tensor):
     # NEW: the chunks are views into the tensor. Some are one number longer than others, and some
     # are empty if there are more ranks than numbers.
     chunks = tensor.view(-1).tensor_split(world_size)
-    # NEW: reduce-scatter. Each rank adds what it receives to its own chunk.
+    # NEW: reduce-scatter. In step 0, rank r sends chunk r. In each later step it sends the chunk
+    # that it has just received and added up, which is the one before.
     for step in range(world_size - 1):
         send_index = (rank - step) % world_size
         receive_index = (rank - step - 1) % world_size
@@ -125,7 +129,8 @@ def ring_all_reduce(tensor):
         for request in start_exchange(chunks[send_index], received, right, left):
             request.wait()
         chunks[receive_index].add_(received)
-    # NEW: all-gather. Each rank replaces its chunk with the sum that it receives.
+    # NEW: all-gather. Rank r begins with chunk r + 1, which it has just completed. Each rank
+    # replaces its chunk with the sum that it receives.
     for step in range(world_size - 1):
         send_index = (rank - step + 1) % world_size
         receive_index = (rank - step) % world_size

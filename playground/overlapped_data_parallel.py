@@ -1,17 +1,17 @@
 """Data parallelism with overlap: the gradients are on their way while backward() still computes.
 
-manual_data_parallel.py starts to average the gradients after backward(). Until backward() ends, no
-message travels. From then on, no rank computes. But backward() computes the gradients one after the
-other, from the last layer to the first. So the gradients of the last layers can travel while
-backward() computes those of the first layers.
+manual_data_parallel.py sends all gradients after backward(), so no rank computes while they travel.
+But backward() completes the gradients one after the other, from the last layer to the first. So the
+gradients of the last layers can travel while backward() computes those of the first layers.
 
 It takes two things. A hook is a function that backward() calls as soon as the gradient of a
 parameter is complete. And all_reduce(..., async_op=True) starts a message without waiting for it.
 The class EachGradient does this with a message for each gradient. The class Buckets sends several
 gradients in one message, because one long message takes less time than many short ones.
 
-Both need models that use the same parameters on all ranks, in the same order, because all ranks
-must start the same messages in the same order. The exercise overlap_gradients.py is about others.
+All ranks must start the same messages in the same order. So both classes need models that use all
+of their parameters, and in the same order on all ranks. The exercise overlap_gradients.py does
+without this condition.
 
 Run it:
     python playground/overlapped_data_parallel.py -g 2
@@ -20,12 +20,12 @@ Run it:
 
 It prints the same numbers as single_gpu.py. Then it prints what it counted and measured in ten more
 steps of each way, here for the third command (times will differ):
-    rank  how         messages  early  backward (ms)  waiting (ms)
+    rank  how         messages  done  backward (ms)  waiting (ms)
 @TABLE@
 
-"early" counts the messages that were started when backward() returned. "waiting" is the time from
-then until all gradients are averaged. On CPUs, gloo's threads carry the messages, and they use the
-same cores as backward(). So early messages make backward() slower, but the sum of both times is
+"done" is how many messages have arrived when backward() returns. "waiting" is the time from then
+until all gradients are averaged. On CPUs, gloo's threads carry the messages, and they use the same
+cores as backward(). So messages that overlap make backward() slower, but the sum of both times is
 smaller.
 
 Try breaking it, in a copy (cp playground/overlapped_data_parallel.py playground/broken.py):
@@ -63,22 +63,22 @@ class EachGradient:
     """Averages each gradient over the ranks, in a message of its own, while backward() computes."""
 
     def __init__(self, model):
-        self.messages = []
+        self.handles = []
         for parameter in model.parameters():
             # NEW: backward() calls self.start(parameter) as soon as parameter.grad is complete.
             parameter.register_post_accumulate_grad_hook(self.start)
 
     def start(self, parameter):
         """Start to average the gradient of a parameter, and return at once."""
-        parameter.grad /= dist.get_world_size()
+        parameter.grad /= dist.get_world_size()  # before the message: it must not change meanwhile
         # NEW: async_op=True returns a handle, and backward() continues.
-        self.messages.append(dist.all_reduce(parameter.grad, async_op=True))
+        self.handles.append(dist.all_reduce(parameter.grad, async_op=True))
 
     def finish(self):
         """Wait for all messages. Call it between backward() and the optimizer's step."""
-        for handle in self.messages:
+        for handle in self.handles:
             handle.wait()
-        self.messages.clear()
+        self.handles.clear()
 
 
 class Buckets:
@@ -86,24 +86,27 @@ class Buckets:
 
     Args:
         model: all of its parameters must get a gradient in each step, and have the same dtype.
-        bucket_cap_mb: the most that a bucket holds, in MiB, unless a single parameter is larger.
+        bucket_cap_mb: a bucket with so many MiB or more is full, as in DDP.
     """
 
     def __init__(self, model, bucket_cap_mb):
         self.buckets = []
         self.bucket_of = {}
-        free = 0  # bytes that the last bucket still has room for
-        for parameter in model.parameters():
-            if parameter.nbytes > free:
-                self.buckets.append([])
-                free = bucket_cap_mb * 2**20
-            bucket = self.buckets[-1]
+        full = True
+        # NEW: the order in which backward() completes the gradients, from the last layer on.
+        for parameter in reversed(list(model.parameters())):
+            if full:
+                bucket = []
+                size = 0  # bytes
+                self.buckets.append(bucket)
             bucket.append(parameter)
-            free -= parameter.nbytes
+            size += parameter.nbytes
+            full = size >= bucket_cap_mb * 2**20
             self.bucket_of[parameter] = bucket
             parameter.register_post_accumulate_grad_hook(self.on_gradient)
         self.complete = set()  # the parameters whose gradients are complete in this step
-        self.messages = []
+        self.started = []  # the buckets whose messages have been started, and the messages
+        self.handles = []
 
     def on_gradient(self, parameter):
         """Note that a gradient is complete. If its bucket is complete, start the message."""
@@ -112,20 +115,22 @@ class Buckets:
         if self.complete.issuperset(bucket):
             message = torch.cat([each.grad.flatten() for each in bucket])
             message /= dist.get_world_size()
-            handle = dist.all_reduce(message, async_op=True)
-            self.messages.append((bucket, message, handle))
+            self.started.append((bucket, message))
+            self.handles.append(dist.all_reduce(message, async_op=True))
 
     def finish(self):
         """Wait for all messages, and replace each gradient with its mean over the ranks."""
-        if len(self.messages) < len(self.buckets):
+        if len(self.started) < len(self.buckets):
             raise RuntimeError("a parameter got no gradient, so its bucket was not sent")
-        for bucket, message, handle in self.messages:
+        for (bucket, message), handle in zip(self.started, self.handles, strict=True):
             handle.wait()
+            # torch.cat has copied the gradients, so the means are copied back.
             sizes = [parameter.numel() for parameter in bucket]
             for parameter, mean in zip(bucket, message.split(sizes), strict=True):
                 parameter.grad.copy_(mean.view_as(parameter))
         self.complete.clear()
-        self.messages.clear()
+        self.started.clear()
+        self.handles.clear()
 
 
 def send_weights(model):
@@ -154,11 +159,11 @@ def show_overlap(how, args, batch, device):
     images = images.to(device)
     labels = labels.to(device)
     model = make_model(args).to(device)
-    gradients = None
+    averager = None
     if how == "each":
-        gradients = EachGradient(model)
+        averager = EachGradient(model)
     if how == "buckets":
-        gradients = Buckets(model, args.bucket_cap_mb)
+        averager = Buckets(model, args.bucket_cap_mb)
     backward_times = []
     waiting_times = []
     for _ in range(10):
@@ -168,19 +173,19 @@ def show_overlap(how, args, batch, device):
         start = now(device)
         loss.backward()
         computed = now(device)
-        if gradients is None:
-            early = 0
+        if averager is None:
             messages = len(list(model.parameters()))
+            done = 0
             average_gradients(model)
         else:
-            early = len(gradients.messages)
-            messages = early
-            gradients.finish()
+            messages = len(averager.handles)
+            done = sum(handle.is_completed() for handle in averager.handles)
+            averager.finish()
         waiting_times.append(now(device) - computed)
         backward_times.append(computed - start)
     backward_ms = 1000 * median(backward_times)
     waiting_ms = 1000 * median(waiting_times)
-    counts = f"{dist.get_rank():<6}{how:<12}{messages:<10}{early:<7}"
+    counts = f"{dist.get_rank():<6}{how:<12}{messages:<10}{done:<6}"
     return f"{counts}{backward_ms:<15.2f}{waiting_ms:.2f}"
 
 
@@ -213,7 +218,7 @@ def join(local_rank, args):
     return rank, device
 
 
-def run_epoch(model, loader, device, optimizer=None, gradients=None):
+def run_epoch(model, loader, device, optimizer=None, averager=None):
     """Train, or only test if there is no optimizer.
 
     Returns three sums over the images of all ranks: the loss, the number classified correctly, the
@@ -230,7 +235,7 @@ def run_epoch(model, loader, device, optimizer=None, gradients=None):
         if optimizer is not None:
             optimizer.zero_grad()
             loss.backward()  # NEW: the hooks start messages in here
-            gradients.finish()  # NEW: from here on, each gradient is the mean over the ranks
+            averager.finish()  # NEW: from here on, each gradient is the mean over the ranks
             optimizer.step()
         sums[0] += loss.detach() * len(labels)
         sums[1] += (logits.argmax(dim=1) == labels).sum()
@@ -248,22 +253,22 @@ def train(local_rank, args):
     model = make_model(args).to(device)
     send_weights(model)
     if args.by == "each":
-        gradients = EachGradient(model)  # NEW: registers the hooks
+        averager = EachGradient(model)  # NEW: registers the hooks
     else:
-        gradients = Buckets(model, args.bucket_cap_mb)
+        averager = Buckets(model, args.bucket_cap_mb)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
 
     for epoch in range(args.epochs):
         train_loader.sampler.set_epoch(epoch)
         start = time.perf_counter()
         progress = bar(train_loader, show=rank == 0)
-        trained = run_epoch(model, progress, device, optimizer, gradients)
+        trained = run_epoch(model, progress, device, optimizer, averager)
         seconds = time.perf_counter() - start
         tested = run_epoch(model, test_loader, device)
         if rank == 0:
             print(epoch_line(args, epoch, seconds, trained, tested), flush=True)
     if rank == 0:
-        print("rank  how         messages  early  backward (ms)  waiting (ms)", flush=True)
+        print("rank  how         messages  done  backward (ms)  waiting (ms)", flush=True)
     for how in ("afterwards", "each", "buckets"):
         rows = [None] * dist.get_world_size()
         dist.all_gather_object(rows, show_overlap(how, args, next(iter(train_loader)), device))
@@ -286,9 +291,9 @@ def main():
     add("--timeout", type=int, default=60, help="seconds to wait for another rank")
     add("--batch_size", type=int, default=128, help="images in a step, over all ranks")
     add("--by", choices=["each", "buckets"], default="buckets", help="gradients in a message")
-    # DDP's buckets hold 1 MiB first, and then 25. The default model has 0.2 MiB of gradients, so it
-    # would fit into a single bucket. Its message could only start when backward() ends.
-    add("--bucket_cap_mb", type=float, default=0.05, help="MiB of gradients in a bucket")
+    # DDP's first bucket is full with 1 MiB, and the others with 25. The default model has 0.2 MiB
+    # of gradients, so it would fit into one bucket, which is complete only when backward() ends.
+    add("--bucket_cap_mb", type=float, default=0.01, help="MiB of gradients in a bucket")
     args = parser.parse_args()
     if args.gpus is None:
         args.gpus = torch.cuda.device_count() if args.device == "cuda" else 2

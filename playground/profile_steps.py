@@ -5,24 +5,24 @@ records when the operations and messages of ten steps begin and end. Each rank w
 trace, to a file. Open this file at https://ui.perfetto.dev, which does not upload it. A row is a
 thread, time runs to the right, and the spans named gloo:all_reduce are messages.
 
-While a message travels, a rank can compute. Then the message costs no time of its own, and we call
-it hidden. If the rank has nothing to compute meanwhile, it waits. DDP hides a part of its messages,
-because it sends a bucket of gradients as soon as backward() has filled it.
+A message that travels while the rank computes costs no time of its own. We call it hidden. If the
+rank has nothing to compute meanwhile, it waits. DDP hides a part of its messages, because it sends
+a bucket of gradients as soon as backward() has filled it.
 
 Run it:
     torchrun --standalone --nproc-per-node 2 \
         playground/profile_steps.py --batch_size 512 --width 1024 --epochs 1
 
-It prints the same numbers as single_gpu.py, then the mean time of a step and its parts for each
-rank. Here only rank 0 is shown (times will differ):
+It prints the numbers that single_gpu.py prints with these flags, then the mean time of a step and
+its parts for each rank. Here only rank 0 is shown (times will differ):
     epoch 1/1  loss 0.2961  train 90.87%  test 95.73%  5.64 s  10,620 images/s
     rank  step (ms)   = data      + computing + messages    messages hidden
     0     54.90       0.39        41.10       13.42         8.71
 
-"data" is the time in which a rank only reads a batch, and "messages" the time in which it waits for
-messages, or for a rank that is late. "computing" is the remainder, which includes Python's own
-overhead. "messages hidden" is not a part of the step, because it passes while the rank computes.
-The profiler makes steps slower, so compare the parts of a step, and not images/s.
+"data" is time in which a rank only reads a batch. "messages" is time in which it waits, for a
+message or for a late rank. "computing" is the remainder, which includes Python's own overhead.
+"messages hidden" is not a part of the step, because it passes while the rank computes. The profiler
+makes steps slower, so compare the parts of a step, and not images/s.
 
 Add one of these flags to the command, and almost nothing is hidden:
     --bucket_cap_mb 1000    a single bucket of DDP, which is full only when backward() ends
@@ -36,7 +36,7 @@ Try breaking it, in a copy:
      "computing" grow, and on which rank "messages"?
   2. Comment out `profiler.step()`, and run it with a new --out. What does the schedule wait for?
 
-The next lesson, manual_sharding.py, shards what DDP replicates.
+The next lesson, manual_sharding.py, shards what DDP replicates on every rank.
 """
 
 import json
@@ -65,8 +65,10 @@ from measure.traces import mean_ms, minus, named, whole_steps
 def step_times(trace):
     """Return where the time of a rank went: the mean of the traced steps and of their parts, in ms.
 
-    named() returns when the operations of a trace began and ended whose category and name match a
-    pattern. minus() returns the times in the first list that are not in the second.
+    Times are lists of pairs, (begin, end). named() returns those of the operations whose category
+    and name match a pattern. A category is "kernel" for work on a GPU, "cpu_op" for an operation of
+    PyTorch on a CPU, "user_annotation" for a span with a name. minus() returns the times of its
+    first list that are in no time of the second. mean_ms() adds up the times inside the steps.
     """
     steps = whole_steps(trace)
     loading = named(trace, r"user_annotation enumerate\(DataLoader\)")
@@ -74,16 +76,16 @@ def step_times(trace):
     computing = named(trace, "kernel (?!nccl)")
     if not computing:  # there is no GPU
         messages = named(trace, "user_annotation gloo:")
-        # Both a rank that waits and a rank that computes are in backward(). The operations in there
-        # begin with aten.
+        # backward() is in the trace even while a rank only waits in it. So count the operations
+        # named aten::..., which run only while the rank computes.
         computing = named(trace, r"cpu_op aten::|user_annotation Optimizer\.")
         computing = minus(computing, loading)  # the loader calls operations, too
     # NEW: what is neither computing nor hidden behind computing is waited for.
-    waited_for = minus(messages, computing)
+    waiting = minus(messages, computing)
     only_loading = minus(loading, computing + messages)
     step = mean_ms(steps, steps)
     data = mean_ms(only_loading, steps)
-    exposed = mean_ms(waited_for, steps)
+    exposed = mean_ms(waiting, steps)
     hidden = mean_ms(messages, steps) - exposed
     compute = step - data - exposed
     return {"step": step, "data": data, "compute": compute, "exposed": exposed, "hidden": hidden}
@@ -106,8 +108,8 @@ def show_steps(rank, path):
 def average_gradients(model):
     """Replace each gradient with its mean over the ranks, as in manual_data_parallel.py.
 
-    On a GPU, all_reduce without async_op=True uses the stream of the computations. So nothing is
-    computed meanwhile. DDP's messages have a stream of their own. (A stream is a queue of work.)
+    A stream is a queue of work for a GPU. all_reduce without async_op=True runs in the stream of
+    the computations, so nothing is computed meanwhile. DDP's messages have a stream of their own.
     """
     for parameter in model.parameters():
         if parameter.grad is not None:
@@ -199,11 +201,11 @@ def train(args):
     trace_path = f"{args.out}/rank{rank}.json"
 
     def write_trace(profiler):
-        """Write what the profiler has recorded. It is called after ten steps."""
+        """Write what the profiler has recorded. It is called after ten steps, or at the end."""
         profiler.export_chrome_trace(trace_path)
 
-    # NEW: the profiler skips the first five steps, because they are slower. If an epoch has fewer
-    # than ten steps, it skips half of them.
+    # NEW: the first five steps are not kept (warmup), because they are slower, and then ten steps
+    # are. If an epoch has fewer than ten steps, half of them are not kept.
     warmup = min(5, len(train_loader) // 2)
     schedule = torch.profiler.schedule(wait=0, warmup=warmup, active=10, repeat=1)
 
@@ -218,7 +220,7 @@ def train(args):
         tested = run_epoch(plain_model, test_loader, device)
         if rank == 0:
             print(epoch_line(args, epoch, seconds, trained, tested), flush=True)
-    show_steps(rank, trace_path)  # NEW: those of the last epoch
+    show_steps(rank, trace_path)  # NEW: of the last epoch, because each epoch overwrites the trace
     # DDP refers to the group, so delete DDP first. Otherwise the process may hang.
     del model
     dist.destroy_process_group()
