@@ -100,7 +100,7 @@ def shard(model, args):
     mesh = dist.init_device_mesh(args.device, (dist.get_world_size(),))  # all ranks in a row
     # The group of a mesh may have PyTorch's own timeout: 30 minutes (gloo) or 10 (NCCL).
     mesh.get_group().set_timeout(timedelta(seconds=args.timeout))
-    own_dtype = next(model.parameters()).dtype
+    own_dtype = torch.float64 if args.double else torch.float32
     compute_dtype = torch.bfloat16 if args.precision == "bf16" else own_dtype
     # NEW: the layers are gathered in one dtype, and they compute in it. The gradients are averaged
     # in a different one.
