@@ -201,7 +201,7 @@ def train(args):
     model = make_model(args)
     for layer in model.modules():
         if isinstance(layer, torch.nn.Dropout):
-            layer.p = args.dropout
+            layer.p = args.dropout  # in the other lessons it is 0
     # This also moves the shards to the device, one layer after the other.
     shard(model, args)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
@@ -245,10 +245,10 @@ def train(args):
         state = {"model": model_state, "optimizer": optimizer_state}
         state |= {"epoch": max(done, args.epochs), "args": vars(args)}
         if rank == 0:
-            with open(f"{args.savefile}.tmp", "wb") as file:
-                torch.save(state, file)
+            unfinished = f"{args.savefile}.{os.getpid()}"  # no other job writes to this file
+            torch.save(state, unfinished)
             # The last checkpoint stays whole even if this run is killed while it writes.
-            os.replace(f"{args.savefile}.tmp", args.savefile)
+            os.replace(unfinished, args.savefile)
     dist.destroy_process_group()
 
 
