@@ -218,7 +218,7 @@ def train(args):
 
     # Epochs that are done are not repeated.
     for epoch in range(done, args.epochs):
-        train_loader.sampler.set_epoch(epoch)  # each epoch has an order of its own
+        train_loader.sampler.set_epoch(epoch)
         # NEW: different on each rank and in each epoch, so each rank drops different neurons.
         torch.manual_seed(args.seed + epoch * world_size + rank)
         start = time.perf_counter()

@@ -140,11 +140,11 @@ def train(args):
     model = make_model(args)
     # NEW: this also moves the shards to the device, one layer after the other.
     shard(model, args)
-    torch.manual_seed(args.seed + rank)  # if there is dropout, each rank drops different neurons
+    torch.manual_seed(args.seed + rank)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
 
     for epoch in range(args.epochs):
-        train_loader.sampler.set_epoch(epoch)  # each epoch has an order of its own
+        train_loader.sampler.set_epoch(epoch)
         start = time.perf_counter()
         progress = bar(train_loader, show=rank == 0)
         trained = run_epoch(model, progress, device, optimizer)

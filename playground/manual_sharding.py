@@ -356,7 +356,7 @@ def train(args):
     model = make_model(args).to(device)
     for tensor in model.state_dict().values():
         dist.broadcast(tensor, src=0)  # all ranks start with the parameters of rank 0, as with DDP
-    torch.manual_seed(args.seed + rank)  # if there is dropout, each rank drops different neurons
+    torch.manual_seed(args.seed + rank)
     count = sum(parameter.numel() for parameter in model.parameters())
     make_optimizer = partial(torch.optim.Adam, lr=args.lr, eps=1e-6, fused=True)
     if args.stage == 1:
@@ -368,7 +368,7 @@ def train(args):
         optimizer = make_optimizer(model.parameters())  # NEW: they are shards now
 
     for epoch in range(args.epochs):
-        train_loader.sampler.set_epoch(epoch)  # each epoch has an order of its own
+        train_loader.sampler.set_epoch(epoch)
         start = time.perf_counter()
         progress = bar(train_loader, show=rank == 0)
         trained = run_epoch(model, progress, device, optimizer)

@@ -216,5 +216,6 @@ def test_a_rank_that_does_nothing(kind, change):
             job.kill()
     assert [end.returncode for end in ends] == [1, 1, 1]
     for end in ends:
-        assert re.fullmatch(r"error: .*another rank has ended, .*\n", end.stderr), end.stderr
+        place = r"error: rank \d waited at hybrid_parallel.py, line \d+: "
+        assert re.fullmatch(rf"{place}.*another rank has ended, .*\n", end.stderr), end.stderr
     assert any("Timed out" in end.stderr for end in ends)
