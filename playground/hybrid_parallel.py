@@ -43,7 +43,7 @@ With --kind hsdp it counts:
 Try breaking it, in a copy (cp playground/hybrid_parallel.py playground/broken.py):
   1. Before `optimizer.step()`, write `torch.nn.utils.clip_grad_norm_(model.parameters(), 1)`. Does
      it work with --model mlp, and with --model cnn?
-  2. Write `loaders(args, rank, dist.get_world_size())`. Is there an error?
+  2. Write `set_epoch(epoch + rank)`. Which ranks must read the same images? Is there an error?
   3. Call `shard(model, mesh["dp"])` before `split(model, mesh["tp"])`. Is there an error?
 
 This is the last lesson. README.md says which kind of parallelism is right for which model.
