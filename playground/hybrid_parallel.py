@@ -1,65 +1,40 @@
 """A mesh of ranks: one kind of parallelism along its rows, and a second kind along its columns.
 
 A mesh is a grid of ranks. Its two axes have names. The ranks of a row form a process group, and so
-do the ranks of a column. A message along an axis stays inside one of these groups. --mesh 2x2 means
-two rows of two ranks. With --kind tp, the axes are called tp and dp:
+do the ranks of a column. --mesh 2x2 means two rows of two ranks. With --kind tp:
 
             tp 0      tp 1
     dp 0    rank 0    rank 1
     dp 1    rank 2    rank 3
 
-The tp axis runs along a row: ranks 0 and 1 form a tp group, and ranks 2 and 3 form a second one.
-The dp axis runs along a column: ranks 0 and 2 form a dp group, and so do ranks 1 and 3.
-
 --kind tp combines tensor parallelism (tp) with FSDP, which is a kind of data parallelism (dp). The
-ranks of a row split the linear layers, as in tensor_parallel.py, and process the same images. Each
-row processes its own images. The ranks of a column have the same part of each layer. They shard
-this part with fully_shard, as in fully_sharded_data_parallel.py. So a parameter is divided twice.
-For example, the first layer has 64 outputs, so its weight has the shape (64, 784). Splitting leaves
-each rank the numbers for 32 outputs, and sharding leaves it those for 16 outputs.
+ranks of a row split the linear layers, as in tensor_parallel.py, and process the same images. The
+ranks of a column have the same part of each layer, and shard it with fully_shard. So a parameter is
+divided twice. The first layer has 64 outputs: splitting leaves each rank the numbers for 32 of
+them, and sharding leaves it those for 16.
 
---kind hsdp uses FSDP along both axes (hybrid sharded data parallelism). The axes are called
-replicate and shard, and each rank processes its own images. The ranks of a row shard the whole
-model. So each row is a replica of the model, and the ranks of a column have the same shards. They
-average the gradients of these shards with an all_reduce. With this kind, --mesh 1x4 is FSDP alone,
-and --mesh 4x1 sends as many bytes as DDP.
+--kind hsdp uses FSDP along both axes (hybrid sharded data parallelism). The ranks of a row shard
+the whole model. So each row is a replica of the model, and the ranks of a column have the same
+shards. They average the gradients of these shards with an all_reduce.
 
-collectives.py shows what each of n ranks sends. In an all_reduce of S bytes it is 2 (n-1)/n S. In
-an all_gather or a reduce_scatter it is (n-1)/n S. So on a mesh with d rows of t ranks, each rank
-sends this in a step:
+On a mesh with d rows of t ranks, each rank sends this in a step (collectives.py shows why):
+    tp           2 (t-1)/t of the bytes of all pairs' outputs and of the gradients of their inputs
+    dp           3 (d-1)/d of the bytes of the parameters that a rank has after splitting
+    shard        3 (t-1)/t of the bytes of all parameters
+    replicate    2 (d-1)/d of the bytes of one shard's gradients
 
-    --kind tp
-        tp           2 (t-1)/t A, where A is the size in bytes of the outputs of all pairs and of
-                     the gradients of their inputs (the images need none)
-        dp           3 (d-1)/d of the bytes of the parameters that a rank has after splitting
-    --kind hsdp
-        shard        3 (t-1)/t of the bytes of all parameters
-        replicate    2 (d-1)/d of the bytes of one shard's gradients
-
-The factor 3 counts an all_gather for forward(), an all_gather for backward(), and a reduce_scatter
-of the gradients. Only what is sent along tp grows with the number of images. playground/pictures.md
-draws what travels along each axis.
-
-A row should lie inside a node, because the links inside a node are faster. With --kind tp, the
-ranks of a row wait for each message, because a pair of layers needs the sum that the pair before it
-has computed. The ranks of a column can be on different nodes, because FSDP can send messages while
-layers compute. With --kind hsdp, a rank sends more bytes along its row than along its column.
-
-torchrun gives the ranks of a node consecutive numbers. So all rows lie inside nodes if the length
-of a row divides the number of ranks on a node. For example, rows of 2 lie inside nodes of 4 ranks.
+Let each row lie inside a node, because the links inside a node are faster. torchrun gives the ranks
+of a node consecutive numbers, so rows of 2 lie inside nodes of 4 ranks.
 
 Run it:
     torchrun --standalone --nproc-per-node 4 playground/hybrid_parallel.py
-    torchrun --standalone --nproc-per-node 4 playground/hybrid_parallel.py --mesh 1x4
     torchrun --standalone --nproc-per-node 4 playground/hybrid_parallel.py --kind hsdp
 
-It prints the same numbers as single_gpu.py. Then it prints the mesh, as above, and it counts the
-messages of one more step:
+It prints the same numbers as single_gpu.py, and the messages of one more step:
     axis       collective      counted  predicted  bytes sent  predicted
     tp         all_reduce      3        3          35,328      35,328
     dp         all_gather      8        8          118,568     118,568
     dp         reduce_scatter  4        4          59,284      59,284
-
 With --kind hsdp it counts:
     shard      all_gather      8        8          236,840     236,840
     shard      reduce_scatter  4        4          118,420     118,420
@@ -68,16 +43,13 @@ With --kind hsdp it counts:
 Try breaking it, in a copy (cp playground/hybrid_parallel.py playground/broken.py):
   1. Before `optimizer.step()`, write `torch.nn.utils.clip_grad_norm_(model.parameters(), 1)`. Does
      it work with --model mlp, and with --model cnn?
-  2. In `DistributedSampler(...)`, leave out `dp_size, dp_rank, `. Is there an error?
+  2. Write `set_epoch(epoch + rank)`. Which ranks must read the same images? Is there an error?
   3. Call `shard(model, mesh["dp"])` before `split(model, mesh["tp"])`. Is there an error?
 
 This is the last lesson. README.md says which kind of parallelism is right for which model.
 """
 
-import argparse
-import logging
 import os
-import platform
 import sys
 import time
 import warnings
@@ -86,18 +58,17 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, DistributedSampler
-from tqdm import tqdm
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
-from common.data import DATA_DIR, fetch, load, whole_batch
+from common import flags
+from common.data import fetch, loaders
 from common.guard_rails import check, explained
-from common.models import MODELS
+from common.models import make_model
+from common.report import RANKS, bar, epoch_line, rank_row
 from common.roll_call import meet
 from measure.steps import show_axes
 
@@ -118,11 +89,10 @@ def join(args):
     dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=gpu)
     rank = dist.get_rank()
     node = os.environ.get("GROUP_RANK", "0")
-    row = f"{node:<6}{rank:<6}{local_rank:<12}{device!s:<8}{os.getpid():<8}{platform.node()}"
     rows = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, row)
+    dist.all_gather_object(rows, rank_row(node, rank, local_rank, device))
     if rank == 0:
-        print("node  rank  local_rank  device  pid     host", *rows, sep="\n", flush=True)
+        print(RANKS, *rows, sep="\n", flush=True)
     return rank, device
 
 
@@ -134,10 +104,8 @@ def split(model, mesh):
         plan[first] = ColwiseParallel()  # the columns of its matrix, not those of the mesh
         plan[second] = RowwiseParallel()
     parallelize_module(model, mesh, plan)
-    # PyTorch 2.15 warns about two things that are correct here: the output of a layer is a view,
-    # and a DTensor on two axes needs two messages to become whole.
+    # PyTorch 2.15 warns that the output of a layer is a view, which is correct here.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module")
-    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
 
 
 def shard(model, mesh):
@@ -154,52 +122,36 @@ def shard(model, mesh):
 def run_epoch(model, loader, device, dp_group, optimizer=None):
     """Train, or only test if there is no optimizer.
 
-    Returns three sums over all images: the losses, the images that were recognized, the images.
+    Returns three sums over all images: the loss, the number classified correctly, the number of
+    images.
     """
-    training = optimizer is not None
-    model.train(training)
+    model.train(optimizer is not None)
     # The sums stay on the device. Reading them in each step would make Python wait for the GPU.
-    totals = torch.zeros(3, dtype=torch.float64, device=device)
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
     for images, labels in loader:
         images = images.to(device, non_blocking=True)
         labels = labels.to(device, non_blocking=True)
-        with torch.set_grad_enabled(training):
+        with torch.set_grad_enabled(model.training):
             logits = model(images)
             loss = F.cross_entropy(logits, labels)
-        if training:
+        if optimizer is not None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        totals[0] += loss.detach() * len(labels)
-        totals[1] += (logits.argmax(dim=1) == labels).sum()
-        totals[2] += len(labels)
-    dist.all_reduce(totals, group=dp_group)  # NEW: the ranks of a tp group have the same images
-    return totals.tolist()
+        sums[0] += loss.detach() * len(labels)
+        sums[1] += (logits.argmax(dim=1) == labels).sum()
+        sums[2] += len(labels)
+    dist.all_reduce(sums, group=dp_group)  # NEW: the ranks of a tp group have the same images
+    return sums.tolist()
 
 
-def save(args, epoch, model, optimizer):
-    """Write a checkpoint that the other lessons can load. All ranks call it, and rank 0 writes."""
-    # Each tensor is gathered, and moved to the CPU of rank 0 before the next one is gathered.
-    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights, averages = get_state_dict(model, optimizer, options=whole)
-    state = {"model": weights, "optimizer": averages, "epoch": epoch, "args": vars(args)}
-    if dist.get_rank() == 0:
-        with open(f"{args.savefile}.tmp", "wb") as file:
-            torch.save(state, file)
-        # The last checkpoint stays whole even if this run is killed while it writes.
-        os.replace(f"{args.savefile}.tmp", args.savefile)
-
-
-@record  # torchrun's report then contains the traceback of the rank that failed first
 def train(args):
     """Train and test, and print one line for each epoch. Then show the messages of a step."""
     rank, device = join(args)
     meet(args)  # guard rail: compares the flags of the ranks
-    torch.set_default_dtype(torch.float64 if args.double else torch.float32)
-    torch.manual_seed(args.seed)
-    train_set, test_set = load(args.dataset, args.data_dir)
     rows, columns = map(int, args.mesh.split("x"))
-    model = MODELS[args.model](args.width, args.layers)
+    torch.manual_seed(args.seed)
+    model = make_model(args)
     if args.kind == "tp":
         # NEW: the first row of the mesh has the ranks 0, 1, ..., and the next row those after them
         mesh = dist.init_device_mesh(device.type, (rows, columns), mesh_dim_names=("dp", "tp"))
@@ -220,72 +172,35 @@ def train(args):
         # NEW: the groups of a mesh have PyTorch's own timeouts: 30 minutes (gloo) or 10 (NCCL)
         group.set_timeout(timedelta(seconds=args.timeout))
     # NEW: the ranks of a tp group have the same dp_rank, so they read the same images
-    sampler = DistributedSampler(train_set, dp_size, dp_rank, seed=args.seed, drop_last=True)
-    per_rank_batch = args.batch_size // dp_size
-    pin_memory = device.type == "cuda"  # a GPU copies from pinned memory while Python continues
-    train_loader = DataLoader(
-        train_set,
-        per_rank_batch,
-        sampler=sampler,
-        drop_last=True,
-        collate_fn=whole_batch,  # common/data.py's data sets return whole batches already
-        pin_memory=pin_memory,
-    )
-    # Each test image counts once. DistributedSampler would repeat some to make the parts equal.
-    test_indices = range(dp_rank, len(test_set), dp_size)
-    test_loader = DataLoader(
-        test_set, 1000, sampler=test_indices, collate_fn=whole_batch, pin_memory=pin_memory
-    )
+    train_loader, test_loader = loaders(args, dp_rank, dp_size)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
 
     for epoch in range(args.epochs):
-        # The order differs from epoch to epoch, and it is the same on all ranks and in each run.
-        sampler.set_epoch(epoch)
+        train_loader.sampler.set_epoch(epoch)
         start = time.perf_counter()
-        hidden = None if rank == 0 else True  # None: the bar is hidden if there is no terminal
-        progress = tqdm(train_loader, leave=False, disable=hidden)
-        loss_sum, hits, seen = run_epoch(model, progress, device, dp_group, optimizer)
+        progress = bar(train_loader, show=rank == 0)
+        trained = run_epoch(model, progress, device, dp_group, optimizer)
         seconds = time.perf_counter() - start
-        _, test_hits, test_seen = run_epoch(model, test_loader, device, dp_group)
+        tested = run_epoch(model, test_loader, device, dp_group)
         if rank == 0:
-            print(
-                f"epoch {epoch + 1}/{args.epochs}  loss {loss_sum / seen:.4f}"
-                f"  train {hits / seen:.2%}  test {test_hits / test_seen:.2%}"
-                f"  {seconds:.2f} s  {seen / seconds:,.0f} images/s",
-                flush=True,
-            )
-        if args.savefile:
-            save(args, epoch + 1, model, optimizer)
+            print(epoch_line(args, epoch, seconds, trained, tested), flush=True)
     show_axes(mesh, model, *next(iter(train_loader)))
     dist.destroy_process_group()
 
 
 @explained  # guard rail: explains errors
+@record  # torchrun's report then shows the error of the rank that failed first
 def main():
     """Read the flags, make sure that the data is there, and train as one of the ranks."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage=argparse.SUPPRESS,
-    )
+    parser = flags.Parser(__doc__, parents=[flags.training()])
     add = parser.add_argument
     add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     add("--kind", choices=["tp", "hsdp"], default="tp", help="what the axes of the mesh are")
     add("--mesh", help="rows x ranks per row; default: two ranks per row if possible, else one")
     add("--timeout", type=int, default=60, help="seconds to wait for another rank")
-    add("--epochs", type=int, default=3)
     add("--batch_size", type=int, default=128, help="images in a step, over all ranks")
-    add("--lr", type=float, default=1e-3, help="Adam's learning rate")
-    add("--model", choices=MODELS, default="mlp")
-    add("--width", type=int, help="neurons in each hidden layer; default: 64 (mlp), 120 (cnn)")
-    add("--layers", type=int, help="hidden linear layers; default: 3 (mlp), 1 (cnn)")
-    add("--dataset", choices=["mnist", "digits"], help="default: mnist, or digits without mnist")
-    add("--data_dir", default=DATA_DIR, help="default: data/ beside playground/")
-    add("--seed", type=int, default=0)
-    add("--double", action="store_true", help="compute in float64, so that lessons agree exactly")
-    add("-s", "--savefile", help="write a checkpoint to this file after each epoch")
     args = parser.parse_args()
-    check(parser, args)  # guard rail: refuses impossible flags
+    check(parser, args, replicas=1)  # guard rail: refuses impossible flags
     world_size = int(os.environ["WORLD_SIZE"])
     meshes = []
     for columns in range(1, world_size + 1):
