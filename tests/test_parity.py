@@ -63,7 +63,7 @@ NO_PARITY = {"distributed_data_parallel_resnet"}  # because of batch norm
 SHARDS_BY_HAND = {"manual_sharding", "tensor_parallel"}
 
 
-def result(lesson, *flags, processes=None, env=None):
+def printed(lesson, *flags, processes=None, env=None):
     """Run a lesson on the digits. Returns its epoch lines."""
     with tempfile.TemporaryDirectory() as folder:
         where = ()
@@ -78,7 +78,7 @@ def result(lesson, *flags, processes=None, env=None):
 def with_parameters(lesson, *flags, folder, processes=None):
     """Run a lesson in float64. Its ranks write their parameters to the folder."""
     env = {"PARAMETERS": str(folder)}
-    return result(lesson, "--double", *flags, processes=processes, env=env)
+    return printed(lesson, "--double", *flags, processes=processes, env=env)
 
 
 @functools.cache
@@ -87,6 +87,20 @@ def expected_parameters(model):
     with tempfile.TemporaryDirectory() as folder:
         with_parameters("single_gpu", "--model", model, folder=folder)
         return torch.load(Path(folder) / "rank0.pt")
+
+
+def result(lesson, *flags, processes=None):
+    """Run a lesson that saves a checkpoint. Returns its epoch lines and the checkpoint."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "checkpoint.pt"
+        lines = printed(lesson, *flags, "--savefile", path, processes=processes)
+        return lines, torch.load(path, weights_only=True)
+
+
+@functools.cache
+def single(*flags):
+    """Return what DDP comes to in one process, which runs only once with these flags."""
+    return result("distributed_data_parallel", *flags, processes=1)
 
 
 def test_all_training_lessons_are_here():
@@ -123,16 +137,14 @@ def test_float32(lesson, model):
     """What a learner sees: the same losses and accuracies."""
     (flags, counts), *_ = VARIANTS[lesson].items()
     processes = 2 if 2 in counts else counts[-1]
-    lines = result(lesson, "--model", model, *flags, processes=processes)
+    lines = printed(lesson, "--model", model, *flags, processes=processes)
     assert lines == one_process(*TWO_EPOCHS, "--model", model)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_checkpoint_has_what_it_should(name, tmp_path):
+def test_a_checkpoint_has_what_it_should(name):
     """Four keys, plain values, and a state for each parameter."""
-    path = tmp_path / "c.pt"
-    result("distributed_data_parallel", "--model", name, "--savefile", path, processes=2)
-    checkpoint = torch.load(path, weights_only=True)
+    _, checkpoint = single("--model", name)
     assert set(checkpoint) == {"model", "optimizer", "epoch", "args"}
     assert checkpoint["epoch"] == 2
     assert checkpoint["args"]["batch_size"] == 120
