@@ -6,9 +6,8 @@ process has a rank, which is its number over all nodes, from 0 to world size - 1
 its number on its own node.
 
 Processes share no memory, so they exchange data as messages. First they find each other at an
-address that is given to all of them (the rendezvous), and form a process group. That is what
-init_process_group() does, in the function join below. A backend carries the messages: gloo between
-CPUs, NCCL between GPUs.
+address that is given to all of them (the rendezvous), and form a process group: see join below. A
+backend carries the messages: gloo between CPUs, NCCL between GPUs.
 
 Then one rank can call send, and another rank can call recv. recv writes into a tensor that exists
 already, the buffer. It must have the shape and the dtype of the tensor that is sent. On CPUs both
@@ -23,26 +22,15 @@ Run it on two nodes, each command on its own node:
     python playground/blocking_p2p.py -n 2 -g 1 -nr 0 -ip <ip of node 0>
     python playground/blocking_p2p.py -n 2 -g 1 -nr 1 -ip <ip of node 0>
 
-Or start each rank by hand. Open two terminals, and type the export line in both. Then type the
-first RANK line in one terminal, and the second one in the other:
-    export WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=8888
-    RANK=0 LOCAL_RANK=0 python playground/blocking_p2p.py
-    RANK=1 LOCAL_RANK=1 python playground/blocking_p2p.py
-
-It prints a table of the ranks, and then, on CPUs:
+It prints a table of the ranks. Then rank 0 starts a second late, and after that rank 1. On CPUs:
     rank 0 starts a second late:
     rank 0: [0.0, 1.0, 2.0, 3.0] -> [0.0, 1.0, 2.0, 3.0], 0.0 s in recv, 0.0 s in send
     rank 1: [0.0, 0.0, 0.0, 0.0] -> [0.0, 1.0, 2.0, 3.0], 1.0 s in recv, 0.0 s in send
     rank 0 |zzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzz|
     rank 1 |rrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrr|
 
-Each line with numbers shows a rank's four numbers before and after the calls. Rank 0 only sends, so
-its numbers do not change. Rank 1 spends a second in recv, because rank 0 has not sent yet. Then the
-lesson repeats this, and rank 1 starts a second late. Now rank 0 spends the second in send. On GPUs,
-send only adds the message to a queue and returns at once.
-
-The lines with letters show the same second from left to right: z means that a rank sleeps, r that
-it is in recv, and s that it is in send.
+The numbers are those of a rank before and after the calls. The letters show the same second from
+left to right: z means that a rank sleeps, r that it is in recv, and s that it is in send.
 
 Try breaking it, in a copy (cp playground/blocking_p2p.py playground/broken.py):
   1. Give rank 1 a buffer of three numbers. Which rank fails, and with what message?
@@ -54,9 +42,7 @@ README.md in that folder says how.
 The next lesson, nonblocking_p2p.py, computes while a message is on its way.
 """
 
-import argparse
 import os
-import platform
 import sys
 import time
 from datetime import timedelta
@@ -67,7 +53,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
+from common import flags
 from common.guard_rails import check, explained
+from common.report import RANKS, rank_row
 from common.roll_call import meet
 from measure.timeline import Calls
 
@@ -76,7 +64,7 @@ def join(local_rank, args):
     """Join the process group and print the table of ranks. Returns this rank and its device."""
     # The nodes before this one have args.gpus ranks each.
     rank = args.nr * args.gpus + local_rank
-    # The shell sets LOCAL_RANK if each rank is started by hand.
+    # The shell sets LOCAL_RANK if each rank is started by hand (see main).
     local_rank = int(os.environ.get("LOCAL_RANK", local_rank))
     if args.device == "cuda":
         gpu = torch.device("cuda", local_rank)
@@ -98,30 +86,10 @@ def join(local_rank, args):
         timeout=timedelta(seconds=args.timeout),
         device_id=gpu,  # NCCL then starts here, and not later, at the first message
     )
-    row = f"{args.nr:<6}{rank:<6}{local_rank:<12}{device!s:<8}{os.getpid():<8}{platform.node()}"
     if rank == 0:
-        print("node  rank  local_rank  device  pid     host", flush=True)
-    report(row)
+        print(RANKS, flush=True)
+    report(rank_row(args.nr, rank, local_rank, device))
     return rank, device
-
-
-def report(line):
-    """Print one line from each rank, in the order of the ranks.
-
-    all_gather_object is a collective: all ranks call it together, and each one receives the objects
-    of all ranks. The lesson collectives.py explains such calls.
-    """
-    lines = [None] * dist.get_world_size()
-    dist.all_gather_object(lines, line)
-    if dist.get_rank() == 0:
-        print(*lines, sep="\n", flush=True)
-
-
-def now(device):
-    """Return the time in seconds. GPU calls are asynchronous, so wait until they are done."""
-    if device.type == "cuda":
-        torch.cuda.current_stream().synchronize()
-    return time.perf_counter()
 
 
 def relay(rank, device, late=None):
@@ -138,7 +106,8 @@ def relay(rank, device, late=None):
         time.sleep(1)
     start = now(device)
     if rank > 0:
-        dist.recv(numbers, src=rank - 1)  # returns when the data has arrived
+        dist.recv(numbers, src=rank - 1)  # on CPUs, returns when the data has arrived
+    # With NCCL, recv only adds the message to a queue of the GPU. So now() waits for the GPU.
     received = now(device)
     if rank < dist.get_world_size() - 1:
         dist.send(numbers, dst=rank + 1)  # on CPUs, returns when the other rank receives
@@ -163,7 +132,10 @@ def exchange(order, rank, device, group=None):
         dist.send(mine, dst=right, group=group)
         dist.recv(theirs, src=left, group=group)
     elif order == "even ranks send first":
-        # An odd rank receives first, so its left neighbour can finish its send.
+        # An odd rank receives first, so its left neighbour can finish its send. With an odd number
+        # of ranks, the last rank and rank 0 are neighbours and both send first. The last rank then
+        # waits until rank 0 has finished its send to rank 1, and receives. So it waits longer, but
+        # not forever, because the ranks that wait for each other form no circle.
         if rank % 2 == 0:
             dist.send(mine, dst=right)
             dist.recv(theirs, src=left)
@@ -203,6 +175,25 @@ def show_deadlock(rank, device):
         report(f"rank {rank}: {order}: received {received}")
 
 
+def report(line):
+    """Print one line from each rank, in the order of the ranks.
+
+    all_gather_object is a collective: all ranks call it together, and each one receives the objects
+    of all ranks. The lesson collectives.py explains such calls.
+    """
+    lines = [None] * dist.get_world_size()
+    dist.all_gather_object(lines, line)
+    if dist.get_rank() == 0:
+        print(*lines, sep="\n", flush=True)
+
+
+def now(device):
+    """Return the time in seconds. GPU calls are asynchronous, so wait until they are done."""
+    if device.type == "cuda":
+        torch.cuda.current_stream().synchronize()
+    return time.perf_counter()
+
+
 @explained  # guard rail: explains errors
 def talk(local_rank, args):
     """Show which rank waits in which call, or, with --deadlock, how all ranks can wait forever."""
@@ -210,11 +201,15 @@ def talk(local_rank, args):
     if args.deadlock:
         show_deadlock(rank, device)
     else:
-        relay(rank, device)  # connects each rank to the next, which takes NCCL a while
+        # The first messages connect each rank to the next, which takes NCCL a while. PyTorch may
+        # warn of "unbatched P2P ops": NCCL runs such messages of a rank one after the other.
+        relay(rank, device)
         for late in (0, 1):
             if rank == 0:
                 print(f"rank {late} starts a second late:", flush=True)
-            with Calls() as calls:  # notes when this rank is in which call
+            # Calls() notes when this rank sleeps, or is in a call that sends or receives. show()
+            # draws a line of letters for each rank.
+            with Calls() as calls:
                 line = relay(rank, device, late)
             report(line)
             calls.show()
@@ -224,17 +219,11 @@ def talk(local_rank, args):
 @explained  # guard rail: explains errors
 def main():
     """Read the flags and start the ranks of this node."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage=argparse.SUPPRESS,
-    )
+    parser = flags.Parser(__doc__)
     add = parser.add_argument
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     add("-n", "--nodes", type=int, default=1, help="number of nodes")
-    add(
-        "-g", "--gpus", type=int, default=max(gpus, 2), help="processes on each; default: GPUs or 2"
-    )
+    add("-g", "--gpus", type=int, default=max(gpus, 2), help="processes a node; default: GPUs or 2")
     add("-nr", "--nr", type=int, default=0, help="number of this node, from 0")
     add("-ip", "--ip", default="127.0.0.1", help="address of node 0")
     add("--port", type=int, default=8888, help="port of node 0; with -n 1, any free port")
@@ -246,7 +235,9 @@ def main():
     args = parser.parse_args()
     check(parser, args)  # guard rail: refuses impossible flags
     if "RANK" in os.environ:
-        # This rank was started by hand, so it counts as a node of its own, with one process.
+        # Each rank was started by hand, for example with `RANK=0 LOCAL_RANK=0 WORLD_SIZE=2
+        # MASTER_ADDR=127.0.0.1 MASTER_PORT=8888 python playground/blocking_p2p.py`, and the same
+        # with 1 in a second terminal. So it counts as a node of its own, with one process.
         args.nodes = int(os.environ["WORLD_SIZE"])
         args.gpus = 1
         args.nr = int(os.environ["RANK"])

@@ -4,18 +4,18 @@ send and recv involve two ranks. A collective involves all ranks, so every rank 
 ranks must also call the same collectives in the same order, with tensors of the same size.
 
 Here each of n ranks has a tensor of n numbers. The tensor is split into n chunks, of one number
-each. In some collectives each rank gets one chunk only. Then rank r gets chunk r. S is the size of
-the tensor in bytes, so a chunk has S/n bytes.
+each. In some collectives each rank gets one chunk only. Then rank r gets chunk r. (In the ring of
+nonblocking_p2p.py, rank r ends with the sum in chunk r + 1. A collective gives it chunk r.)
 
 Run it:
     python playground/collectives.py         # two processes, started by this script
     python playground/collectives.py -g 3    # any number of processes
 
-It runs on two nodes, or with ranks that you start by hand, in the same way as blocking_p2p.py.
+It runs on two nodes in the same way as blocking_p2p.py.
 
 It prints a table of the ranks. Then it prints for each collective what every rank holds before and
 after the call:
-    reduce_scatter: Each rank gets its chunk of the sum over all ranks; each rank sends (n-1)/n S.
+    reduce_scatter: Each rank gets its chunk of the sum over all ranks; each rank sends n-1 chunks.
     rank 0: [10.0, 11.0] -> [30.0], sends 4 bytes
     rank 1: [20.0, 21.0] -> [32.0], sends 4 bytes
 
@@ -41,10 +41,9 @@ there has a fault: fault_never_returns.py.
 The next lesson, single_gpu.py, is the plain training loop that later lessons change.
 """
 
-import argparse
 import os
-import platform
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -53,15 +52,116 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
+from common import flags
 from common.guard_rails import check, explained
+from common.report import RANKS, rank_row
 from common.roll_call import meet
+
+
+# NEW: each of the following functions shows one collective. It returns what this rank holds after
+# the call, and how many chunks this rank sends.
+def broadcast(mine, rank, n):
+    """All ranks get rank 0's numbers; each rank except the last sends n chunks."""
+    dist.broadcast(mine, src=0)
+    sent = n if rank < n - 1 else 0
+    return mine, sent
+
+
+def scatter(mine, rank, n):
+    """Each rank gets its chunk of rank 0's numbers; rank 0 sends n-1 chunks."""
+    chunk = torch.empty_like(mine[:1])
+    chunks = list(mine.chunk(n)) if rank == 0 else None
+    dist.scatter(chunk, chunks, src=0)
+    sent = n - 1 if rank == 0 else 0
+    return chunk, sent
+
+
+def gather(mine, rank, n):
+    """Rank 0 gets chunk r of each rank r; the other ranks send one chunk each."""
+    if rank == 0:
+        whole = torch.empty_like(mine)
+        chunks = list(whole.chunk(n))  # views, so gather writes into `whole`
+    else:
+        whole = mine[:0]  # empty, because this rank gets nothing
+        chunks = None
+    dist.gather(mine.chunk(n)[rank], chunks, dst=0)
+    sent = 1 if rank > 0 else 0
+    return whole, sent
+
+
+def all_gather(mine, rank, n):
+    """All ranks get chunk r of each rank r; each rank sends n-1 chunks."""
+    whole = torch.empty_like(mine)
+    # Newer versions of PyTorch have it as all_gather_single, too.
+    dist.all_gather_into_tensor(whole, mine.chunk(n)[rank])
+    return whole, n - 1
+
+
+def reduce(mine, rank, n):
+    """Rank 0 gets the sum over all ranks; the other ranks send n chunks each."""
+    dist.reduce(mine, dst=0)  # op=dist.ReduceOp.MAX would give the maximum instead of the sum
+    if rank == 0:
+        return mine, 0
+    return mine[:0], n  # the numbers that are left in `mine` are undefined, so they are not shown
+
+
+def reduce_scatter(mine, rank, n):
+    """Each rank gets its chunk of the sum over all ranks; each rank sends n-1 chunks."""
+    chunk = torch.empty_like(mine[:1])
+    # Newer versions of PyTorch have it as reduce_scatter_single, too.
+    dist.reduce_scatter_tensor(chunk, mine)
+    return chunk, n - 1
+
+
+def all_to_all(mine, rank, n):
+    """Rank r gets chunk r of each rank, as if rows became columns; each rank sends n-1 chunks."""
+    whole = torch.empty_like(mine)
+    dist.all_to_all_single(whole, mine)
+    return whole, n - 1
+
+
+def all_reduce(mine, rank, n):
+    """All ranks get the sum over all ranks; each rank sends 2(n-1) chunks."""
+    dist.all_reduce(mine)
+    return mine, 2 * (n - 1)
+
+
+COLLECTIVES = [
+    broadcast,
+    scatter,
+    gather,
+    all_gather,
+    reduce,
+    reduce_scatter,
+    all_to_all,
+    all_reduce,
+]
+
+
+def start_and_wait(numbers):
+    """Add up the numbers of all ranks, without blocking Python. Returns the sum."""
+    total = numbers.clone()
+    # NEW: every collective takes async_op=True. It then returns a handle at once, which is like the
+    # requests of isend and irecv. Until wait() returns, do not read or change `total`.
+    handle = dist.all_reduce(total, async_op=True)
+    handle.wait()  # until here, this rank could have computed something else
+    return total
+
+
+def wait_at_barrier(rank):
+    """Let rank 0 reach a barrier half a second late. Returns the seconds that this rank waited."""
+    if rank == 0:
+        time.sleep(0.5)
+    start = time.perf_counter()
+    dist.barrier()  # NEW: sends no numbers; it returns when all ranks have called it
+    return time.perf_counter() - start
 
 
 def join(local_rank, args):
     """Join the process group and print the table of ranks. Returns this rank and its device."""
     # The nodes before this one have args.gpus ranks each.
     rank = args.nr * args.gpus + local_rank
-    # The shell sets LOCAL_RANK if each rank is started by hand.
+    # The shell sets LOCAL_RANK if each rank is started by hand (see main).
     local_rank = int(os.environ.get("LOCAL_RANK", local_rank))
     if args.device == "cuda":
         gpu = torch.device("cuda", local_rank)
@@ -83,10 +183,9 @@ def join(local_rank, args):
         timeout=timedelta(seconds=args.timeout),
         device_id=gpu,  # NCCL then starts here, and not later, at the first message
     )
-    row = f"{args.nr:<6}{rank:<6}{local_rank:<12}{device!s:<8}{os.getpid():<8}{platform.node()}"
     if rank == 0:
-        print("node  rank  local_rank  device  pid     host", flush=True)
-    report(row)
+        print(RANKS, flush=True)
+    report(rank_row(args.nr, rank, local_rank, device))
     return rank, device
 
 
@@ -102,89 +201,9 @@ def report(line):
         print(*lines, sep="\n", flush=True)
 
 
-# NEW: each of the following functions shows one collective. It returns what this rank holds after
-# the call, and how many chunks this rank sends.
-def broadcast(mine, rank, n):
-    """All ranks get rank 0's numbers; each rank except the last sends S."""
-    dist.broadcast(mine, src=0)
-    sent = n if rank < n - 1 else 0
-    return mine, sent
-
-
-def scatter(mine, rank, n):
-    """Each rank gets its chunk of rank 0's numbers; rank 0 sends (n-1)/n S."""
-    chunk = torch.empty_like(mine[:1])
-    chunks = list(mine.chunk(n)) if rank == 0 else None
-    dist.scatter(chunk, chunks, src=0)
-    sent = n - 1 if rank == 0 else 0
-    return chunk, sent
-
-
-def gather(mine, rank, n):
-    """Rank 0 gets chunk r of each rank r; the other ranks send S/n each."""
-    if rank == 0:
-        whole = torch.empty_like(mine)
-        chunks = list(whole.chunk(n))  # views, so gather writes into `whole`
-    else:
-        whole = mine[:0]  # empty, because this rank gets nothing
-        chunks = None
-    dist.gather(mine.chunk(n)[rank], chunks, dst=0)
-    sent = 1 if rank > 0 else 0
-    return whole, sent
-
-
-def all_gather(mine, rank, n):
-    """All ranks get chunk r of each rank r; each rank sends (n-1)/n S."""
-    whole = torch.empty_like(mine)
-    # PyTorch 2.15 recommends the newer name all_gather_single, which version 2.9 lacks.
-    dist.all_gather_into_tensor(whole, mine.chunk(n)[rank])
-    return whole, n - 1
-
-
-def reduce(mine, rank, n):
-    """Rank 0 gets the sum over all ranks; the other ranks send S each."""
-    dist.reduce(mine, dst=0)  # op=dist.ReduceOp.MAX would give the maximum instead of the sum
-    if rank == 0:
-        return mine, 0
-    return mine[:0], n  # the numbers that are left in `mine` are undefined, so they are not shown
-
-
-def reduce_scatter(mine, rank, n):
-    """Each rank gets its chunk of the sum over all ranks; each rank sends (n-1)/n S."""
-    chunk = torch.empty_like(mine[:1])
-    # PyTorch 2.15 recommends the newer name reduce_scatter_single, which version 2.9 lacks.
-    dist.reduce_scatter_tensor(chunk, mine)
-    return chunk, n - 1
-
-
-def all_to_all(mine, rank, n):
-    """Rank r gets chunk r of each rank, as if rows became columns; each rank sends (n-1)/n S."""
-    whole = torch.empty_like(mine)
-    dist.all_to_all_single(whole, mine)
-    return whole, n - 1
-
-
-def all_reduce(mine, rank, n):
-    """All ranks get the sum over all ranks; each rank sends 2(n-1)/n S."""
-    dist.all_reduce(mine)
-    return mine, 2 * (n - 1)
-
-
-COLLECTIVES = [
-    broadcast,
-    scatter,
-    gather,
-    all_gather,
-    reduce,
-    reduce_scatter,
-    all_to_all,
-    all_reduce,
-]
-
-
 @explained  # guard rail: explains errors
 def talk(local_rank, args):
-    """Show each collective as a table, then an all_reduce that is made of two others."""
+    """Show each collective, then an all_reduce that is made of two others, and a barrier."""
     rank, device = join(local_rank, args)
     n = dist.get_world_size()
     numbers = torch.arange(float(n), device=device) + 10 * (rank + 1)  # on rank 0: 10, 11, ...
@@ -199,28 +218,25 @@ def talk(local_rank, args):
     whole = torch.empty_like(numbers)
     # NEW: each rank sends its chunk of the sum, so all ranks have the whole sum.
     dist.all_gather_into_tensor(whole, chunk)
-    total, _ = all_reduce(numbers, rank, n)
+    total, _ = all_reduce(numbers.clone(), rank, n)
     equal = whole.equal(total)
     if rank == 0:
         print("reduce_scatter, then all_gather: together they are an all_reduce", flush=True)
     report(f"rank {rank}: {before} -> {chunk.tolist()} -> {whole.tolist()}, = all_reduce: {equal}")
+    total = start_and_wait(numbers)
+    report(f"rank {rank}: {before} -> {total.tolist()} by async_op")
+    report(f"rank {rank}: {wait_at_barrier(rank):.1f} s at a barrier, to which rank 0 came late")
     dist.destroy_process_group()
 
 
 @explained  # guard rail: explains errors
 def main():
     """Read the flags and start the ranks of this node."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage=argparse.SUPPRESS,
-    )
+    parser = flags.Parser(__doc__)
     add = parser.add_argument
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     add("-n", "--nodes", type=int, default=1, help="number of nodes")
-    add(
-        "-g", "--gpus", type=int, default=max(gpus, 2), help="processes on each; default: GPUs or 2"
-    )
+    add("-g", "--gpus", type=int, default=max(gpus, 2), help="processes a node; default: GPUs or 2")
     add("-nr", "--nr", type=int, default=0, help="number of this node, from 0")
     add("-ip", "--ip", default="127.0.0.1", help="address of node 0")
     add("--port", type=int, default=8888, help="port of node 0; with -n 1, any free port")

@@ -125,22 +125,13 @@ def train(local_rank, args):
     # Each rank gets its own part of every global batch. All parts have the same size.
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     per_rank_batch = args.batch_size // world_size
-    pin_memory = device.type == "cuda"  # a GPU copies from pinned memory while Python continues
-    train_loader = DataLoader(
-        train_set,
-        per_rank_batch,
-        sampler=sampler,
-        drop_last=True,
-        # These data sets return whole batches, so there is nothing to collate. For your own data
-        # set, leave collate_fn out, and set num_workers.
-        collate_fn=whole_batch,
-        pin_memory=pin_memory,
-    )
+    # These data sets return whole batches, so there is nothing to collate. For your own data set,
+    # leave collate_fn out, and set num_workers.
+    options = {"collate_fn": whole_batch, "pin_memory": args.device == "cuda"}
+    train_loader = DataLoader(train_set, per_rank_batch, sampler=sampler, drop_last=True, **options)
     # Each test image counts once. DistributedSampler would repeat some to make the parts equal.
     test_indices = range(rank, len(test_set), world_size)
-    test_loader = DataLoader(
-        test_set, 1000, sampler=test_indices, collate_fn=whole_batch, pin_memory=pin_memory
-    )
+    test_loader = DataLoader(test_set, 1000, sampler=test_indices, **options)
     torch.manual_seed(args.seed)
     model = make_model(args).to(device)
     # NEW: DDP sends the parameters of rank 0 to all ranks. Many tutorials pass device_ids as well.

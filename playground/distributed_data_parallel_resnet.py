@@ -1,41 +1,35 @@
 r"""A real model: ResNet-18 on CIFAR-10, with pretrained parameters, accumulation and batch norm.
 
-Three things are new with a model of this size.
+Three things are new with a model of this size:
 
-A batch may need more memory than there is. --accumulate splits it into micro-batches and adds up
-their gradients. DDP would average the gradients after every micro-batch. no_sync() delays this
-until the last micro-batch.
+  - A batch may not fit in memory. --accumulate splits it into micro-batches and adds up their
+    gradients. DDP would average the gradients after every micro-batch. no_sync() delays this until
+    the last micro-batch.
+  - Training need not begin with random parameters. --pretrained begins with parameters that were
+    trained on ImageNet.
+  - Batch norm keeps running averages of its inputs in buffers, which are tensors without a
+    gradient. DDP copies the buffers of rank 0 to all ranks before each step, so these averages come
+    from the images of rank 0 alone. (nn.SyncBatchNorm, on GPUs, uses the images of all ranks.)
 
-Training need not begin with random parameters. --pretrained begins with parameters that were
-trained on ImageNet.
-
-Batch norm keeps running averages of its inputs in buffers, which are tensors without a gradient.
-DDP copies the buffers of rank 0 to all ranks before each step, so these averages come from the
-images of rank 0 alone. (nn.SyncBatchNorm, on GPUs, uses the images of all ranks.)
-
-Run it. (Add --timeout 600 the first time, because the other ranks wait for the download.)
+Run it. (--timeout 600 is for the first time, because the other ranks wait for the download.)
     torchrun --standalone --nproc-per-node 2 \
-        playground/distributed_data_parallel_resnet.py --pretrained
-
-Run it with four micro-batches in each step:
-    torchrun --standalone --nproc-per-node 2 \
-        playground/distributed_data_parallel_resnet.py --accumulate 4
+        playground/distributed_data_parallel_resnet.py --pretrained --timeout 600
 
 Run it on GPUs that you choose: local rank 0 gets GPU 1, local rank 1 GPU 6, local rank 2 GPU 3.
     torchrun --standalone --nproc-per-node 3 \
         playground/distributed_data_parallel_resnet.py --gpu_ids 1,6,3 --batch_size 126
 
-Run it on random images, without a download:
-    python playground/distributed_data_parallel_resnet.py --dataset fake
+Run it on random images, without a download, with four micro-batches in each step:
+    torchrun --standalone --nproc-per-node 2 \
+        playground/distributed_data_parallel_resnet.py --dataset fake --accumulate 4
 
-It prints the table of ranks, then how a batch is split, then a line for each epoch. Two ranks with
---dataset fake and --accumulate 4 printed (numbers will differ):
+It prints the table of ranks, then how a batch is split, then a line for each epoch. The third
+command prints (numbers will differ, and random images cannot be recognized):
     global batch 128 = 2 ranks x 64 images, on each rank in 4 micro-batches
     epoch 1/3  loss 2.4936  train 9.84%  test 9.50%  9.71 s  185 images/s
 
 In training, batch norm uses the mean over the images that one rank processes at a time. So the
-losses change a little with the number of ranks and of micro-batches. Such a deep network also
-amplifies rounding errors, so the losses differ from one processor to another.
+losses change a little with the number of ranks and of micro-batches.
 
 Try breaking it, in a copy:
   1. Replace `model.no_sync()` with `nullcontext()`, and run it with --double --accumulate 8. Do the
@@ -48,9 +42,7 @@ Now write it yourself: accumulate_gradients.py in playground/exercises/.
 The next lesson, profile_steps.py, measures where the time of a step goes.
 """
 
-import argparse
 import os
-import platform
 import sys
 import time
 from contextlib import nullcontext
@@ -67,37 +59,13 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torchvision.datasets import CIFAR10, FakeData
 from torchvision.models import ResNet18_Weights, resnet18
 from torchvision.transforms import Compose, ConvertImageDtype, Normalize, PILToTensor
-from tqdm import tqdm
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
+from common import flags
 from common.data import DATA_DIR
 from common.guard_rails import check, explained
+from common.report import RANKS, bar, epoch_line, rank_row
 from common.roll_call import meet
-
-
-def join(args):
-    """Join the process group and print the table of ranks. Returns this rank and its device."""
-    local_rank = int(os.environ["LOCAL_RANK"])
-    if args.device == "cuda":
-        # NEW: --gpu_ids 1,6,3 gives GPU 1 to local rank 0, GPU 6 to local rank 1, and so on.
-        number = args.gpu_ids[local_rank] if args.gpu_ids else local_rank
-        gpu = torch.device("cuda", number)
-        device = gpu
-        backend = "nccl"
-        torch.cuda.set_device(gpu)  # otherwise every rank would also take memory on GPU 0
-    else:
-        gpu = None
-        device = torch.device("cpu")
-        backend = "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=gpu)
-    rank = dist.get_rank()
-    node = os.environ.get("GROUP_RANK", "0")
-    row = f"{node:<6}{rank:<6}{local_rank:<12}{device!s:<8}{os.getpid():<8}{platform.node()}"
-    rows = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, row)
-    if rank == 0:
-        print("node  rank  local_rank  device  pid     host", *rows, sep="\n", flush=True)
-    return rank, device
 
 
 def gpu_numbers(text):
@@ -125,8 +93,7 @@ def load(args):
     transform = Compose(
         [
             PILToTensor(),
-            # NEW: pass the dtype, because a DataLoader's worker may have a different default.
-            ConvertImageDtype(torch.get_default_dtype()),
+            ConvertImageDtype(torch.float64 if args.double else torch.float32),
             # NEW: the pretrained parameters expect ImageNet's means and standard deviations.
             Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
         ]
@@ -145,16 +112,40 @@ def load(args):
     return train_set, test_set
 
 
+def join(args):
+    """Join the process group and print the table of ranks. Returns this rank and its device."""
+    local_rank = int(os.environ["LOCAL_RANK"])
+    if args.device == "cuda":
+        # NEW: --gpu_ids 1,6,3 gives GPU 1 to local rank 0, GPU 6 to local rank 1, and so on.
+        number = args.gpu_ids[local_rank] if args.gpu_ids else local_rank
+        gpu = torch.device("cuda", number)
+        device = gpu
+        backend = "nccl"
+        torch.cuda.set_device(gpu)  # otherwise every rank would also take memory on GPU 0
+    else:
+        gpu = None
+        device = torch.device("cpu")
+        backend = "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=gpu)
+    rank = dist.get_rank()
+    node = os.environ.get("GROUP_RANK", "0")
+    rows = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, rank_row(node, rank, local_rank, device))
+    if rank == 0:
+        print(RANKS, *rows, sep="\n", flush=True)
+    return rank, device
+
+
 def run_epoch(model, loader, device, optimizer=None, accumulate=1):
     """Train, or only test if there is no optimizer.
 
-    Returns three sums over the images of all ranks: the losses, the images that were recognized,
-    the images.
+    Returns three sums over the images of all ranks: the loss, the number classified correctly, the
+    number of images.
     """
     training = optimizer is not None
     model.train(training)
     # The sums stay on the device. Reading them in each step would make Python wait for the GPU.
-    totals = torch.zeros(3, dtype=torch.float64, device=device)
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
     for images, labels in loader:
         images = images.to(device, non_blocking=True)
         labels = labels.to(device, non_blocking=True)
@@ -178,23 +169,20 @@ def run_epoch(model, loader, device, optimizer=None, accumulate=1):
                     # batch, the losses add up to the mean over the batch, and so do the gradients.
                     fraction = len(micro_labels) / len(labels)
                     (loss * fraction).backward()
-            totals[0] += loss.detach() * len(micro_labels)
-            totals[1] += (logits.argmax(dim=1) == micro_labels).sum()
-            totals[2] += len(micro_labels)
+            sums[0] += loss.detach() * len(micro_labels)
+            sums[1] += (logits.argmax(dim=1) == micro_labels).sum()
+            sums[2] += len(micro_labels)
         if training:
             optimizer.step()
-    dist.all_reduce(totals)
-    return totals.tolist()
+    dist.all_reduce(sums)
+    return sums.tolist()
 
 
-@record
 def train(args):
     """Train and test, and print one line for each epoch."""
     rank, device = join(args)
     meet(args)  # guard rail: compares the flags of the ranks
     world_size = dist.get_world_size()
-    torch.set_default_dtype(torch.float64 if args.double else torch.float32)
-    torch.manual_seed(args.seed)
     train_set, test_set = load(args)
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     per_rank_batch = args.batch_size // world_size
@@ -205,6 +193,7 @@ def train(args):
         sampler=sampler,
         drop_last=True,
         num_workers=args.workers,  # NEW: processes that read and transform the images
+        persistent_workers=args.workers > 0,  # NEW: they stay alive from epoch to epoch
         pin_memory=pin_memory,
     )
     # Each test image counts once. DistributedSampler would repeat some to make the parts equal.
@@ -212,11 +201,13 @@ def train(args):
     test_loader = DataLoader(
         test_set, 1000, sampler=test_indices, num_workers=args.workers, pin_memory=pin_memory
     )
+    torch.manual_seed(args.seed)
     weights = None
     if args.pretrained and rank == 0:
         weights = ResNet18_Weights.DEFAULT  # NEW: on rank 0 only, because DDP sends its parameters
     model = resnet18(weights=weights)
     model.fc = nn.Linear(model.fc.in_features, 10)  # NEW: 10 classes instead of ImageNet's 1000
+    model = model.double() if args.double else model
     model = model.to(device)
     model = DistributedDataParallel(model)
     if rank == 0:
@@ -226,47 +217,31 @@ def train(args):
             f" on each rank in {args.accumulate} micro-batches",
             flush=True,
         )
+    torch.manual_seed(args.seed + rank)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
 
     for epoch in range(args.epochs):
-        # The order differs from epoch to epoch, and it is the same on all ranks and in each run.
         sampler.set_epoch(epoch)
         start = time.perf_counter()
-        hidden = None if rank == 0 else True  # None: the bar is hidden if there is no terminal
-        progress = tqdm(train_loader, leave=False, disable=hidden)
-        loss_sum, hits, seen = run_epoch(model, progress, device, optimizer, args.accumulate)
+        progress = bar(train_loader, show=rank == 0)
+        trained = run_epoch(model, progress, device, optimizer, args.accumulate)
         seconds = time.perf_counter() - start
-        # NEW: test with the running averages of rank 0 on all ranks, because these are saved.
+        # NEW: test with the running averages of rank 0 on all ranks.
         for buffer in model.module.buffers():
             dist.broadcast(buffer, src=0)
-        _, test_hits, test_seen = run_epoch(model.module, test_loader, device)
+        tested = run_epoch(model.module, test_loader, device)
         if rank == 0:
-            print(
-                f"epoch {epoch + 1}/{args.epochs}  loss {loss_sum / seen:.4f}"
-                f"  train {hits / seen:.2%}  test {test_hits / test_seen:.2%}"
-                f"  {seconds:.2f} s  {seen / seconds:,.0f} images/s",
-                flush=True,
-            )
-        if rank == 0 and args.savefile:
-            state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
-            state |= {"epoch": epoch + 1, "args": vars(args)}
-            with open(f"{args.savefile}.tmp", "wb") as file:
-                torch.save(state, file)
-            # The last checkpoint stays whole even if this run is killed while it writes.
-            os.replace(f"{args.savefile}.tmp", args.savefile)
+            print(epoch_line(args, epoch, seconds, trained, tested), flush=True)
     # DDP refers to the group, so delete DDP first. Otherwise the process may hang.
     del model
     dist.destroy_process_group()
 
 
 @explained  # guard rail: explains errors
+@record
 def main():
     """Read the flags, make sure that the data is there, and train as one of the ranks."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage=argparse.SUPPRESS,
-    )
+    parser = flags.Parser(__doc__)
     add = parser.add_argument
     add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     add("--timeout", type=int, default=60, help="seconds to wait for another rank")
@@ -281,16 +256,9 @@ def main():
     add("--accumulate", type=int, default=1, help="micro-batches in a step, to save memory")
     add("--workers", type=int, default=2, help="processes of each rank that read the images")
     add("--gpu_ids", type=gpu_numbers, help="GPUs of this node's processes, as in 1,6,3")
-    add("-s", "--savefile", help="write a checkpoint to this file after each epoch")
     args = parser.parse_args()
     check(parser, args)  # guard rail: refuses impossible flags
     world_size = int(os.environ["WORLD_SIZE"])
-    if args.batch_size % world_size:
-        nearest = max(1, round(args.batch_size / world_size)) * world_size
-        parser.error(
-            f"--batch_size {args.batch_size} cannot be divided by {world_size} processes:"
-            f" use --batch_size {nearest}"
-        )
     if args.batch_size // world_size < 2 * args.accumulate:
         parser.error(f"--accumulate {args.accumulate}: batch norm needs two images at a time")
     if args.gpu_ids:

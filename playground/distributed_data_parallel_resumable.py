@@ -13,23 +13,20 @@ The ranks look up each other's addresses in a store, which is a small server. By
 keeps the store when it restarts the ranks, although it contains the addresses of dead processes.
 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives the ranks a new store each time.
 
-Resume it with more epochs, here in a single process:
+Resume it with more epochs, here in a single process, and look at the curves in a browser:
     python playground/distributed_data_parallel_resumable.py --epochs 5
+    tensorboard --logdir runs
 
 It prints the table of ranks, and then where it resumes (times will differ):
     runs/mlp-mnist: 3 of 5 epochs are done (another --run_dir starts another run)
     epoch 4/5  loss 0.0968  train 96.97%  test 96.65%  1.49 s  40,152 images/s
-
-Look at the curves in a browser:
-    tensorboard --logdir runs
 
 Run it on one or two nodes, with the same command on each:
     NODE0=<ip> NODES=1:2 RESTARTS=3 \
         run/torchrun_node.sh playground/distributed_data_parallel_resumable.py
 
 This starts with one node. A second node may join later, and it may leave again. --run_dir must be a
-folder that both nodes share. The number of processes must divide --batch_size in both cases: with
-one node, and with two.
+folder that both nodes share, and --batch_size a multiple of both numbers of processes.
 
 Try breaking it, in a copy:
   1. Run it with restarts, and kill a rank by its process id, which is in the table. Compare the
@@ -41,9 +38,7 @@ Now write it yourself: save_and_resume.py in playground/exercises/.
 The next lesson, distributed_data_parallel_resnet.py, trains a larger model on colour images.
 """
 
-import argparse
 import os
-import platform
 import sys
 import time
 from datetime import timedelta
@@ -54,56 +49,47 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler
 from torch.utils.tensorboard import SummaryWriter
-from tqdm import tqdm
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
-from common.data import DATA_DIR, fetch, load, whole_batch
+from common import flags
+from common.data import fetch, loaders
 from common.guard_rails import check, explained
-from common.models import MODELS
+from common.models import make_model
+from common.report import RANKS, bar, epoch_line, rank_row
 from common.roll_call import meet
 
 # NEW: the numbers depend on these flags, so a run must be resumed with the same ones.
 MUST_AGREE = ["model", "width", "layers", "dataset", "batch_size", "lr", "seed", "double"]
 
 
-def join(args):
-    """Join the process group and print the table of ranks. Returns this rank and its device."""
-    local_rank = int(os.environ["LOCAL_RANK"])
-    if args.device == "cuda":
-        gpu = torch.device("cuda", local_rank)
-        device = gpu
-        backend = "nccl"
-        torch.cuda.set_device(gpu)  # otherwise every rank would also take memory on GPU 0
-    else:
-        gpu = None
-        device = torch.device("cpu")
-        backend = "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=gpu)
-    rank = dist.get_rank()
-    node = os.environ.get("GROUP_RANK", "0")
-    row = f"{node:<6}{rank:<6}{local_rank:<12}{device!s:<8}{os.getpid():<8}{platform.node()}"
-    rows = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, row)
-    if rank == 0:
-        print("node  rank  local_rank  device  pid     host", *rows, sep="\n", flush=True)
-    return rank, device
-
-
-def log(args, line):
-    """Print a line, and append it to the log in the run's folder."""
-    print(line, flush=True)
-    with open(f"{args.run_dir}/log.txt", "a") as file:
-        print(line, file=file)
+def save(args, epoch, model, optimizer):
+    """Write a checkpoint, and remove all but the last three."""
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    state |= {"epoch": epoch, "args": vars(args)}
+    unfinished = f"{args.run_dir}/unfinished-{os.getpid()}"
+    with open(unfinished, "wb") as file:
+        torch.save(state, file)
+        # NEW: the data reaches the disk before the file gets its name, because the node may fail.
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(unfinished, f"{args.run_dir}/epoch-{epoch:04}.pt")
+    paths = sorted(Path(args.run_dir).glob("epoch-*.pt"))
+    for path in paths[:-3]:
+        path.unlink()
 
 
 def newest_checkpoint(args):
-    """Return the path of the newest checkpoint that can be read, or None if there is none."""
+    """Return the path of the newest checkpoint that can be read, or None if there is none.
+
+    A run that cannot be resumed ends here, by sys.exit. torchrun takes this for a failure. So with
+    --max-restarts it starts the ranks again, and they end with the same line.
+    """
     paths = sorted(Path(args.run_dir).glob("epoch-*.pt"), reverse=True)  # the newest first
     for path in paths:
         try:
-            # NEW: with mmap=True a tensor is read only when it is used, so this check is fast.
+            # NEW: with mmap=True a tensor is read only when it is used, so this check is fast. It
+            # finds a file that is cut short, but not a tensor in which some numbers have changed.
             state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         except Exception as error:  # its type depends on the damage
             kind = type(error).__name__
@@ -125,74 +111,79 @@ def newest_checkpoint(args):
     return None
 
 
+def resume(path, model, optimizer):
+    """Load a checkpoint on this rank. Returns how many epochs are done."""
+    # NEW: with mmap=True, each rank reads a tensor of the file only when the tensor is copied into
+    # the model. So no rank needs memory for a second model.
+    state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    return state["epoch"]
+
+
+def log(args, line):
+    """Print a line, and append it to the log in the run's folder."""
+    print(line, flush=True)
+    with open(f"{args.run_dir}/log.txt", "a") as file:
+        print(line, file=file)
+
+
+def join(args):
+    """Join the process group and print the table of ranks. Returns this rank and its device."""
+    local_rank = int(os.environ["LOCAL_RANK"])
+    if args.device == "cuda":
+        gpu = torch.device("cuda", local_rank)
+        device = gpu
+        backend = "nccl"
+        torch.cuda.set_device(gpu)  # otherwise every rank would also take memory on GPU 0
+    else:
+        gpu = None
+        device = torch.device("cpu")
+        backend = "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=gpu)
+    rank = dist.get_rank()
+    node = os.environ.get("GROUP_RANK", "0")
+    rows = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, rank_row(node, rank, local_rank, device))
+    if rank == 0:
+        print(RANKS, *rows, sep="\n", flush=True)
+    return rank, device
+
+
 def run_epoch(model, loader, device, optimizer=None):
     """Train, or only test if there is no optimizer.
 
-    Returns three sums over the images of all ranks: the losses, the images that were recognized,
-    the images.
+    Returns three sums over the images of all ranks: the loss, the number classified correctly, the
+    number of images.
     """
-    training = optimizer is not None
-    model.train(training)
+    model.train(optimizer is not None)
     # The sums stay on the device. Reading them in each step would make Python wait for the GPU.
-    totals = torch.zeros(3, dtype=torch.float64, device=device)
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
     for images, labels in loader:
         images = images.to(device, non_blocking=True)
         labels = labels.to(device, non_blocking=True)
-        with torch.set_grad_enabled(training):
+        with torch.set_grad_enabled(model.training):
             logits = model(images)
             loss = F.cross_entropy(logits, labels)
-        if training:
+        if optimizer is not None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        totals[0] += loss.detach() * len(labels)
-        totals[1] += (logits.argmax(dim=1) == labels).sum()
-        totals[2] += len(labels)
-    dist.all_reduce(totals)
-    return totals.tolist()
+        sums[0] += loss.detach() * len(labels)
+        sums[1] += (logits.argmax(dim=1) == labels).sum()
+        sums[2] += len(labels)
+    dist.all_reduce(sums)
+    return sums.tolist()
 
 
-def save(args, epoch, model, optimizer):
-    """Write a checkpoint, and remove all but the last three."""
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    state |= {"epoch": epoch, "args": vars(args)}
-    with open(f"{args.run_dir}/unfinished.pt", "wb") as file:
-        torch.save(state, file)
-        # NEW: the data reaches the disk before the file gets its name, because the node may fail.
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(f"{args.run_dir}/unfinished.pt", f"{args.run_dir}/epoch-{epoch:04}.pt")
-    paths = sorted(Path(args.run_dir).glob("epoch-*.pt"))
-    for path in paths[:-3]:
-        path.unlink()
-
-
-@record
 def train(args):
     """Train and test, and print one line for each epoch."""
     rank, device = join(args)
     meet(args)  # guard rail: compares the flags of the ranks
     world_size = dist.get_world_size()
-    torch.set_default_dtype(torch.float64 if args.double else torch.float32)
+    train_loader, test_loader = loaders(args, rank, world_size)
     torch.manual_seed(args.seed)
-    train_set, test_set = load(args.dataset, args.data_dir)
-    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
-    per_rank_batch = args.batch_size // world_size
-    pin_memory = device.type == "cuda"  # a GPU copies from pinned memory while Python continues
-    train_loader = DataLoader(
-        train_set,
-        per_rank_batch,
-        sampler=sampler,
-        drop_last=True,
-        collate_fn=whole_batch,  # common/data.py's data sets return whole batches already
-        pin_memory=pin_memory,
-    )
-    # Each test image counts once. DistributedSampler would repeat some to make the parts equal.
-    test_indices = range(rank, len(test_set), world_size)
-    test_loader = DataLoader(
-        test_set, 1000, sampler=test_indices, collate_fn=whole_batch, pin_memory=pin_memory
-    )
-    model = MODELS[args.model](args.width, args.layers).to(device)
+    model = make_model(args).to(device)
     model = DistributedDataParallel(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
     # NEW: rank 0 chooses the checkpoint for all ranks. If every rank looked into a network folder,
@@ -202,40 +193,33 @@ def train(args):
         chosen = [newest_checkpoint(args)]
     dist.broadcast_object_list(chosen, device=device)  # NEW: sends a path, not the checkpoint
     path = chosen[0]
-    done = 0  # epochs
-    if path:
-        # NEW: each rank reads the file itself. With mmap=True, it reads a tensor of the file only
-        # when the tensor is copied into the model.
-        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        model.module.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        done = state["epoch"]
+    done = resume(path, model.module, optimizer) if path else 0
     if rank == 0:
         # NEW: the run may have ended after it drew the points of an epoch, and before it saved the
         # checkpoint. purge_step hides these points.
         curves = SummaryWriter(args.run_dir, purge_step=done + 1)
 
-    # NEW: epochs that are done are not repeated.
+    # NEW: epochs that are done are not repeated. An epoch that was not finished is repeated from
+    # its beginning. If your epochs take hours, save every few minutes, with the number of batches
+    # that are done, and skip so many. (StatefulDataLoader of torchdata does this for you.)
     for epoch in range(done, args.epochs):
-        # The order differs from epoch to epoch, and it is the same on all ranks and in each run.
-        sampler.set_epoch(epoch)
+        train_loader.sampler.set_epoch(epoch)
+        # NEW: dropout and random crops, if there are any, draw other numbers on each rank and in
+        # each epoch. Without this line, a run that is resumed would draw those of the first epoch.
+        torch.manual_seed(args.seed + epoch * world_size + rank)
         start = time.perf_counter()
-        hidden = None if rank == 0 else True  # None: the bar is hidden if there is no terminal
-        progress = tqdm(train_loader, leave=False, disable=hidden)
-        loss_sum, hits, seen = run_epoch(model, progress, device, optimizer)
+        progress = bar(train_loader, show=rank == 0)
+        trained = run_epoch(model, progress, device, optimizer)
         seconds = time.perf_counter() - start
-        _, test_hits, test_seen = run_epoch(model.module, test_loader, device)
+        tested = run_epoch(model.module, test_loader, device)
         if rank == 0:
-            log(
-                args,
-                f"epoch {epoch + 1}/{args.epochs}  loss {loss_sum / seen:.4f}"
-                f"  train {hits / seen:.2%}  test {test_hits / test_seen:.2%}"
-                f"  {seconds:.2f} s  {seen / seconds:,.0f} images/s",
-            )
-            curves.add_scalar("loss", loss_sum / seen, epoch + 1)
-            curves.add_scalar("accuracy/train", hits / seen, epoch + 1)
-            curves.add_scalar("accuracy/test", test_hits / test_seen, epoch + 1)
-            curves.add_scalar("images per second", seen / seconds, epoch + 1)
+            loss, hits, images = trained
+            _, test_hits, test_images = tested
+            log(args, epoch_line(args, epoch, seconds, trained, tested))
+            curves.add_scalar("loss", loss / images, epoch + 1)
+            curves.add_scalar("accuracy/train", hits / images, epoch + 1)
+            curves.add_scalar("accuracy/test", test_hits / test_images, epoch + 1)
+            curves.add_scalar("images per second", images / seconds, epoch + 1)
             curves.flush()
             save(args, epoch + 1, model.module, optimizer)
     # DDP refers to the group, so delete DDP first. Otherwise the process may hang.
@@ -244,37 +228,17 @@ def train(args):
 
 
 @explained  # guard rail: explains errors
+@record
 def main():
     """Read the flags, make sure that the data is there, and train as one of the ranks."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage=argparse.SUPPRESS,
-    )
+    parser = flags.Parser(__doc__, parents=[flags.training()])
     add = parser.add_argument
     add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     add("--timeout", type=int, default=60, help="seconds to wait for another rank")
-    add("--epochs", type=int, default=3)
     add("--batch_size", type=int, default=128, help="images in a step, over all ranks")
-    add("--lr", type=float, default=1e-3, help="Adam's learning rate")
-    add("--model", choices=MODELS, default="mlp")
-    add("--width", type=int, help="neurons in each hidden layer; default: 64 (mlp), 120 (cnn)")
-    add("--layers", type=int, help="hidden linear layers; default: 3 (mlp), 1 (cnn)")
-    add("--dataset", choices=["mnist", "digits"], help="default: mnist, or digits without mnist")
-    add("--data_dir", default=DATA_DIR, help="default: data/ beside playground/")
-    add("--seed", type=int, default=0)
-    add("--double", action="store_true", help="compute in float64, so that lessons agree exactly")
     add("--run_dir", help="folder of the run; default: runs/<model>-<dataset>")
     args = parser.parse_args()
     check(parser, args)  # guard rail: refuses impossible flags
-    world_size = int(os.environ["WORLD_SIZE"])
-    if args.batch_size % world_size:
-        nearest = max(1, round(args.batch_size / world_size)) * world_size
-        parser.error(
-            f"--batch_size {args.batch_size} cannot be divided by {world_size} processes:"
-            f" use --batch_size {nearest}"
-        )
-    # The ranks of a node fetch the data one at a time, so it is downloaded once.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     if args.run_dir is None:
         args.run_dir = f"runs/{args.model}-{args.dataset}"

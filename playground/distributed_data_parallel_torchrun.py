@@ -1,4 +1,4 @@
-r"""torchrun: it starts the ranks, and the environment tells each process its rank.
+r"""torchrun starts the ranks and passes each its rank in environment variables.
 
 torchrun comes with PyTorch. It starts the processes of a node, and it sets variables in the
 environment of each process. init_process_group() reads four of them by itself: RANK, WORLD_SIZE,
@@ -20,8 +20,9 @@ Run it in a single process, without torchrun (common/guard_rails.py then sets th
 It prints the table of ranks and the same numbers as single_gpu.py (times will differ):
     epoch 1/3  loss 0.3961  train 88.27%  test 94.00%  1.12 s  53,396 images/s
 
-torchrun may warn first that it sets OMP_NUM_THREADS to 1. On a CPU each process then computes with
-one core.
+torchrun may warn first that it sets OMP_NUM_THREADS to 1, so that each process computes with one
+core of a CPU. The lessons before called torch.set_num_threads instead. To use more cores, put
+OMP_NUM_THREADS=4 in front of the command.
 
 Try breaking it, in a copy:
   1. Write `assert rank == 0` after `rank, device = join(args)`. What does torchrun report, and what
@@ -33,9 +34,7 @@ fault_missing_file.py.
 The next lesson, distributed_data_parallel_resumable.py, resumes after a process has died.
 """
 
-import argparse
 import os
-import platform
 import sys
 import time
 from datetime import timedelta
@@ -46,13 +45,13 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler
-from tqdm import tqdm
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
-from common.data import DATA_DIR, fetch, load, whole_batch
+from common import flags
+from common.data import fetch, loaders
 from common.guard_rails import check, explained
-from common.models import MODELS
+from common.models import make_model
+from common.report import RANKS, bar, epoch_line, rank_row
 from common.roll_call import meet
 
 
@@ -72,130 +71,77 @@ def join(args):
     dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=gpu)
     rank = dist.get_rank()
     node = os.environ.get("GROUP_RANK", "0")  # NEW: torchrun's number of this node
-    row = f"{node:<6}{rank:<6}{local_rank:<12}{device!s:<8}{os.getpid():<8}{platform.node()}"
     rows = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, row)
+    dist.all_gather_object(rows, rank_row(node, rank, local_rank, device))
     if rank == 0:
-        print("node  rank  local_rank  device  pid     host", *rows, sep="\n", flush=True)
+        print(RANKS, *rows, sep="\n", flush=True)
     return rank, device
 
 
 def run_epoch(model, loader, device, optimizer=None):
     """Train, or only test if there is no optimizer.
 
-    Returns three sums over the images of all ranks: the losses, the images that were recognized,
-    the images.
+    Returns three sums over the images of all ranks: the loss, the number classified correctly, the
+    number of images.
     """
-    training = optimizer is not None
-    model.train(training)
+    model.train(optimizer is not None)
     # The sums stay on the device. Reading them in each step would make Python wait for the GPU.
-    totals = torch.zeros(3, dtype=torch.float64, device=device)
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
     for images, labels in loader:
         images = images.to(device, non_blocking=True)
         labels = labels.to(device, non_blocking=True)
-        with torch.set_grad_enabled(training):
+        with torch.set_grad_enabled(model.training):
             logits = model(images)
             loss = F.cross_entropy(logits, labels)
-        if training:
+        if optimizer is not None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        totals[0] += loss.detach() * len(labels)
-        totals[1] += (logits.argmax(dim=1) == labels).sum()
-        totals[2] += len(labels)
-    dist.all_reduce(totals)
-    return totals.tolist()
+        sums[0] += loss.detach() * len(labels)
+        sums[1] += (logits.argmax(dim=1) == labels).sum()
+        sums[2] += len(labels)
+    dist.all_reduce(sums)
+    return sums.tolist()
 
 
-@record  # NEW: torchrun's report then contains the traceback of the rank that failed first
 def train(args):
     """Train and test, and print one line for each epoch."""
     rank, device = join(args)
     meet(args)  # guard rail: compares the flags of the ranks
-    world_size = dist.get_world_size()
-    torch.set_default_dtype(torch.float64 if args.double else torch.float32)
+    train_loader, test_loader = loaders(args, rank, dist.get_world_size())
     torch.manual_seed(args.seed)
-    train_set, test_set = load(args.dataset, args.data_dir)
-    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
-    per_rank_batch = args.batch_size // world_size
-    pin_memory = device.type == "cuda"  # a GPU copies from pinned memory while Python continues
-    train_loader = DataLoader(
-        train_set,
-        per_rank_batch,
-        sampler=sampler,
-        drop_last=True,
-        collate_fn=whole_batch,  # common/data.py's data sets return whole batches already
-        pin_memory=pin_memory,
-    )
-    # Each test image counts once. DistributedSampler would repeat some to make the parts equal.
-    test_indices = range(rank, len(test_set), world_size)
-    test_loader = DataLoader(
-        test_set, 1000, sampler=test_indices, collate_fn=whole_batch, pin_memory=pin_memory
-    )
-    model = MODELS[args.model](args.width, args.layers).to(device)
+    model = make_model(args).to(device)
     model = DistributedDataParallel(model)
+    torch.manual_seed(args.seed + rank)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
 
     for epoch in range(args.epochs):
-        # The order differs from epoch to epoch, and it is the same on all ranks and in each run.
-        sampler.set_epoch(epoch)
+        train_loader.sampler.set_epoch(epoch)
         start = time.perf_counter()
-        hidden = None if rank == 0 else True  # None: the bar is hidden if there is no terminal
-        progress = tqdm(train_loader, leave=False, disable=hidden)
-        loss_sum, hits, seen = run_epoch(model, progress, device, optimizer)
+        progress = bar(train_loader, show=rank == 0)
+        trained = run_epoch(model, progress, device, optimizer)
         seconds = time.perf_counter() - start
-        _, test_hits, test_seen = run_epoch(model.module, test_loader, device)
+        tested = run_epoch(model.module, test_loader, device)
         if rank == 0:
-            print(
-                f"epoch {epoch + 1}/{args.epochs}  loss {loss_sum / seen:.4f}"
-                f"  train {hits / seen:.2%}  test {test_hits / test_seen:.2%}"
-                f"  {seconds:.2f} s  {seen / seconds:,.0f} images/s",
-                flush=True,
-            )
-        if rank == 0 and args.savefile:
-            state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
-            state |= {"epoch": epoch + 1, "args": vars(args)}
-            with open(f"{args.savefile}.tmp", "wb") as file:
-                torch.save(state, file)
-            # The last checkpoint stays whole even if this run is killed while it writes.
-            os.replace(f"{args.savefile}.tmp", args.savefile)
+            print(epoch_line(args, epoch, seconds, trained, tested), flush=True)
     # DDP refers to the group, so delete DDP first. Otherwise the process may hang.
     del model
     dist.destroy_process_group()
 
 
 @explained  # guard rail: explains errors
+@record  # NEW: torchrun's report then contains the traceback of the rank that failed first
 def main():
     """Read the flags, make sure that the data is there, and train as one of the ranks."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage=argparse.SUPPRESS,
-    )
+    parser = flags.Parser(__doc__, parents=[flags.training()])
     add = parser.add_argument
     add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     add("--timeout", type=int, default=60, help="seconds to wait for another rank")
-    add("--epochs", type=int, default=3)
     add("--batch_size", type=int, default=128, help="images in a step, over all ranks")
-    add("--lr", type=float, default=1e-3, help="Adam's learning rate")
-    add("--model", choices=MODELS, default="mlp")
-    add("--width", type=int, help="neurons in each hidden layer; default: 64 (mlp), 120 (cnn)")
-    add("--layers", type=int, help="hidden linear layers; default: 3 (mlp), 1 (cnn)")
-    add("--dataset", choices=["mnist", "digits"], help="default: mnist, or digits without mnist")
-    add("--data_dir", default=DATA_DIR, help="default: data/ beside playground/")
-    add("--seed", type=int, default=0)
-    add("--double", action="store_true", help="compute in float64, so that lessons agree exactly")
-    add("-s", "--savefile", help="write a checkpoint to this file after each epoch")
     args = parser.parse_args()
     check(parser, args)  # guard rail: refuses impossible flags
-    world_size = int(os.environ["WORLD_SIZE"])
-    if args.batch_size % world_size:
-        nearest = max(1, round(args.batch_size / world_size)) * world_size
-        parser.error(
-            f"--batch_size {args.batch_size} cannot be divided by {world_size} processes:"
-            f" use --batch_size {nearest}"
-        )
-    # The ranks of a node fetch the data one at a time, so it is downloaded once.
+    # NEW: all ranks of a node call fetch() before there is a group. A file lock lets one of them
+    # download the data, and the others find it on disk.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 

@@ -5,26 +5,15 @@ start a message. Each of them returns a request at once, so Python can compute w
 on its way. request.wait() blocks until the message is complete. Until then, do not change the
 tensor that you send, and do not read the buffer that you receive into.
 
-On a GPU, even wait() does not block Python. Python only adds work to queues, and the GPU processes
-each queue in order. Such a queue is called a CUDA stream. NCCL's messages have a stream of their
-own. wait() makes the stream of the computations wait for the message, and Python continues at once.
-
 The second part of this lesson is a ring. Each rank sends to its right neighbour and receives from
 its left neighbour, until every rank has the sum over all ranks. This is called an all-reduce.
-
-The ring sends few bytes. With n ranks, the tensor is split into n chunks, so a chunk has 1/n of the
-bytes. In each step, every rank sends one chunk to the right. The receiver adds its own numbers, and
-sends this partial sum in the next step. After n - 1 steps, a partial sum has visited all ranks, so
-it is complete. (This half is called reduce-scatter.) In n - 1 more steps, the complete sums travel
-around the ring to all ranks. (This half is called all-gather.) So each rank sends 2(n-1)/n of the
-tensor's bytes. That is less than twice the tensor, however many ranks there are.
 playground/pictures.md draws the steps with four ranks.
 
 Run it:
     python playground/nonblocking_p2p.py         # two processes, started by this script
     python playground/nonblocking_p2p.py -g 4    # a ring of four
 
-It runs on two nodes, or with ranks that you start by hand, in the same way as blocking_p2p.py.
+It runs on two nodes in the same way as blocking_p2p.py.
 
 It prints a table of the ranks, and then, on CPUs (the numbers of products will differ):
     blocking, rank 0: [-1.0, -1.0] -> [1.0, 1.0] in 1.0 s, 0.5 s of it idle, 25,491 products
@@ -38,15 +27,10 @@ It prints a table of the ranks, and then, on CPUs (the numbers of products will 
     ring, rank 0: [0.0, 1.0, 2.0, 3.0, 4.0] -> [0.0, 3.0, 6.0, 9.0, 12.0], = dist.all_reduce: True
     ring, rank 1: [0.0, 2.0, 4.0, 6.0, 8.0] -> [0.0, 3.0, 6.0, 9.0, 12.0], = dist.all_reduce: True
 
-Each line shows the buffer in which a rank receives, before and after the exchange. Each rank sends
-its own rank as numbers, so rank 0 ends with the ones of rank 1.
-
-Rank 0 sleeps for half a second first, and each rank multiplies matrices for half a second. With
-blocking calls, rank 1 first waits for rank 0, and then computes. With non-blocking calls, rank 1
-computes while it waits. (Rank 0 is idle both times, because its own sleep counts as idle.)
-
-The lines with letters show the same second from left to right: z means that a rank sleeps, r that
-it is in recv, s in send, w in wait(), and c that it computes. A dot is none of these.
+Rank 0 sleeps for half a second first, and each rank multiplies matrices for half a second (c). With
+blocking calls, rank 1 first waits for rank 0 (r), and then computes. With non-blocking calls, rank
+1 computes while it waits. Before and after are the buffers: each rank sends a tensor that is filled
+with its rank, so rank 0 receives the ones of rank 1.
 
 Try breaking it, in a copy (cp playground/nonblocking_p2p.py playground/broken.py):
   1. In `nonblocking`, write `mine.fill_(9)` on the line after `start_exchange(...)`. Which rank
@@ -58,9 +42,7 @@ fault_newer_parameters.py.
 The next lesson, collectives.py, shows the calls that all ranks make together.
 """
 
-import argparse
 import os
-import platform
 import sys
 import time
 from datetime import timedelta
@@ -71,72 +53,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
+from common import flags
 from common.guard_rails import check, explained
+from common.report import RANKS, rank_row
 from common.roll_call import meet
 from measure.timeline import Calls
-
-
-def join(local_rank, args):
-    """Join the process group and print the table of ranks. Returns this rank and its device."""
-    # The nodes before this one have args.gpus ranks each.
-    rank = args.nr * args.gpus + local_rank
-    # The shell sets LOCAL_RANK if each rank is started by hand.
-    local_rank = int(os.environ.get("LOCAL_RANK", local_rank))
-    if args.device == "cuda":
-        gpu = torch.device("cuda", local_rank)
-        device = gpu
-        backend = "nccl"
-        torch.cuda.set_device(gpu)  # otherwise every rank would also take memory on GPU 0
-    else:
-        gpu = None
-        device = torch.device("cpu")
-        backend = "gloo"
-    dist.init_process_group(
-        args.backend or backend,
-        # The address of the rendezvous: rank 0 listens there, and the other ranks connect to it.
-        init_method=args.init_method or f"tcp://{args.ip}:{args.port}",
-        rank=rank,  # this process; no two processes may have the same rank
-        world_size=args.nodes * args.gpus,  # all processes; the call returns when all have joined
-        # How long to wait for the other ranks, here and in each message. After this time, gloo
-        # raises an error, and NCCL ends the process.
-        timeout=timedelta(seconds=args.timeout),
-        device_id=gpu,  # NCCL then starts here, and not later, at the first message
-    )
-    row = f"{args.nr:<6}{rank:<6}{local_rank:<12}{device!s:<8}{os.getpid():<8}{platform.node()}"
-    if rank == 0:
-        print("node  rank  local_rank  device  pid     host", flush=True)
-    report(row)
-    return rank, device
-
-
-def report(line):
-    """Print one line from each rank, in the order of the ranks.
-
-    all_gather_object is a collective: all ranks call it together, and each one receives the objects
-    of all ranks. The lesson collectives.py explains such calls.
-    """
-    lines = [None] * dist.get_world_size()
-    dist.all_gather_object(lines, line)
-    if dist.get_rank() == 0:
-        print(*lines, sep="\n", flush=True)
-
-
-def now(device):
-    """Return the time in seconds. GPU calls are asynchronous, so wait until they are done."""
-    if device.type == "cuda":
-        torch.cuda.current_stream().synchronize()
-    return time.perf_counter()
-
-
-def work(device):
-    """Multiply matrices for half a second. Returns how many products were computed."""
-    matrix = torch.ones(32, 32, device=device)
-    products = 0
-    end = now(device) + 0.5
-    while now(device) < end:
-        matrix @ matrix
-        products += 1
-    return products
 
 
 def start_exchange(mine, theirs, right, left):
@@ -162,16 +83,23 @@ def nonblocking(rank, mine, theirs, right, left):
     requests = start_exchange(mine, theirs, right, left)
     products = work(mine.device)  # NEW: the messages travel while this rank computes
     for request in requests:
-        request.wait()  # NEW: from here on, `mine` may be changed and `theirs` may be read
+        # NEW: from here on, `mine` may be changed and `theirs` may be read. On a GPU, wait() does
+        # not block Python. It adds the wait to the GPU's queue of work (its CUDA stream), so what
+        # Python adds afterwards runs after the message.
+        request.wait()
     return products
 
 
 def ring_all_reduce(tensor):
     """Replace a tensor with its sum over all ranks, with messages between neighbours only.
 
-    The tensor must be contiguous. It is split into one chunk for each rank. This table shows what
-    three ranks hold after each step. Below each rank are its three chunks. The letters say which
-    ranks' numbers have been added up: a is rank 0, b is rank 1, c is rank 2, and sum is a+b+c:
+    The tensor must be contiguous. With n ranks, it is split into n chunks. In each step, every rank
+    sends one chunk to the right. In the first n - 1 steps (the reduce-scatter), the receiver adds
+    its own numbers, and sends this partial sum in the next step. At the end, each chunk is complete
+    on one rank: rank r has the sum in chunk r + 1, and the last rank has it in chunk 0. In n - 1
+    more steps (the all-gather), the complete chunks travel around the ring to all ranks. Here are
+    three ranks with three chunks each. a, b and c are the numbers of ranks 0, 1 and 2, and sum is
+    a+b+c:
 
                               rank 0              rank 1              rank 2
         at the start          a    a    a         b    b    b         c    c    c
@@ -179,6 +107,8 @@ def ring_all_reduce(tensor):
         reduce-scatter, 2     a    sum  a+c       a+b  b    sum       sum  b+c  c
         all-gather, 1         sum  sum  a+c       a+b  sum  sum       sum  b+c  sum
         all-gather, 2         sum  sum  sum       sum  sum  sum       sum  sum  sum
+
+    A rank sends 2(n-1) chunks. This is less than twice the tensor, for any number of ranks.
     """
     rank = dist.get_rank()
     world_size = dist.get_world_size()
@@ -187,9 +117,7 @@ def ring_all_reduce(tensor):
     # NEW: the chunks are views into the tensor. Some are one number longer than others, and some
     # are empty if there are more ranks than numbers.
     chunks = tensor.view(-1).tensor_split(world_size)
-    # NEW: reduce-scatter. Each rank adds the chunk that it receives to its own, and sends the
-    # result in the next step. At the end, rank r has the sum over all ranks in chunk r + 1, and the
-    # last rank has it in chunk 0.
+    # NEW: reduce-scatter. Each rank adds what it receives to its own chunk.
     for step in range(world_size - 1):
         send_index = (rank - step) % world_size
         receive_index = (rank - step - 1) % world_size
@@ -197,13 +125,74 @@ def ring_all_reduce(tensor):
         for request in start_exchange(chunks[send_index], received, right, left):
             request.wait()
         chunks[receive_index].add_(received)
-    # NEW: all-gather. Each rank replaces its chunk with the sum that it receives, and sends it in
-    # the next step.
+    # NEW: all-gather. Each rank replaces its chunk with the sum that it receives.
     for step in range(world_size - 1):
         send_index = (rank - step + 1) % world_size
         receive_index = (rank - step) % world_size
         for request in start_exchange(chunks[send_index], chunks[receive_index], right, left):
             request.wait()
+
+
+def work(device):
+    """Multiply matrices for half a second. Returns how many products were computed."""
+    matrix = torch.ones(32, 32, device=device)
+    products = 0
+    end = now(device) + 0.5
+    while now(device) < end:
+        matrix @ matrix
+        products += 1
+    return products
+
+
+def join(local_rank, args):
+    """Join the process group and print the table of ranks. Returns this rank and its device."""
+    # The nodes before this one have args.gpus ranks each.
+    rank = args.nr * args.gpus + local_rank
+    # The shell sets LOCAL_RANK if each rank is started by hand (see main).
+    local_rank = int(os.environ.get("LOCAL_RANK", local_rank))
+    if args.device == "cuda":
+        gpu = torch.device("cuda", local_rank)
+        device = gpu
+        backend = "nccl"
+        torch.cuda.set_device(gpu)  # otherwise every rank would also take memory on GPU 0
+    else:
+        gpu = None
+        device = torch.device("cpu")
+        backend = "gloo"
+    dist.init_process_group(
+        args.backend or backend,
+        # The address of the rendezvous: rank 0 listens there, and the other ranks connect to it.
+        init_method=args.init_method or f"tcp://{args.ip}:{args.port}",
+        rank=rank,  # this process; no two processes may have the same rank
+        world_size=args.nodes * args.gpus,  # all processes; the call returns when all have joined
+        # How long to wait for the other ranks, here and in each message. After this time, gloo
+        # raises an error, and NCCL ends the process.
+        timeout=timedelta(seconds=args.timeout),
+        device_id=gpu,  # NCCL then starts here, and not later, at the first message
+    )
+    if rank == 0:
+        print(RANKS, flush=True)
+    report(rank_row(args.nr, rank, local_rank, device))
+    return rank, device
+
+
+def report(line):
+    """Print one line from each rank, in the order of the ranks.
+
+    all_gather_object is a collective: all ranks call it together, and each one receives the objects
+    of all ranks. The lesson collectives.py explains such calls.
+    """
+    lines = [None] * dist.get_world_size()
+    dist.all_gather_object(lines, line)
+    if dist.get_rank() == 0:
+        print(*lines, sep="\n", flush=True)
+
+
+def now(device):
+    """Return the time in seconds. GPU calls are asynchronous, so wait until they are done."""
+    if device.type == "cuda":
+        torch.cuda.current_stream().synchronize()
+    return time.perf_counter()
 
 
 @explained  # guard rail: explains errors
@@ -242,17 +231,11 @@ def talk(local_rank, args):
 @explained  # guard rail: explains errors
 def main():
     """Read the flags and start the ranks of this node."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage=argparse.SUPPRESS,
-    )
+    parser = flags.Parser(__doc__)
     add = parser.add_argument
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     add("-n", "--nodes", type=int, default=1, help="number of nodes")
-    add(
-        "-g", "--gpus", type=int, default=max(gpus, 2), help="processes on each; default: GPUs or 2"
-    )
+    add("-g", "--gpus", type=int, default=max(gpus, 2), help="processes a node; default: GPUs or 2")
     add("-nr", "--nr", type=int, default=0, help="number of this node, from 0")
     add("-ip", "--ip", default="127.0.0.1", help="address of node 0")
     add("--port", type=int, default=8888, help="port of node 0; with -n 1, any free port")

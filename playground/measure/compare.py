@@ -77,13 +77,14 @@ from tqdm import tqdm
 PLAYGROUND = Path(__file__).resolve().parents[1]
 sys.path.append(str(PLAYGROUND))  # find measure/ from any working directory
 sys.path.append(str(PLAYGROUND.parent))  # find common/
+from profile_steps import step_times
+
 from common import flags
 from common.data import fetch
 from common.guard_rails import check, explained
 from measure.figures import draw_scaling, draw_speed, draw_steps, draw_widths
 from measure.processes import cores, follow, gpu_memory, gpu_variables, last_words, messages
 from measure.report import tell_parity, tell_scaling, tell_speed, tell_steps, tell_widths
-from measure.traces import step_times
 
 PARTS = ("parity", "scaling", "steps", "widths")
 LESSONS = (  # N stands for --gpus, GRID for a mesh of as many ranks

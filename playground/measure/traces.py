@@ -1,4 +1,4 @@
-"""Numbers from a trace of torch.profiler: what of a step is reading data, computing, messages."""
+"""Times in a trace of torch.profiler: finding them, and computing with them."""
 
 import re
 
@@ -51,40 +51,8 @@ def whole_steps(trace: dict) -> list[Span]:
     return steps
 
 
-def step_times(trace: dict) -> dict[str, float]:
-    """Return where a rank's time went: the mean of the steps in a trace and of their parts, in ms.
-
-    Args:
-        trace: as export_chrome_trace writes it. The loop called the profiler's step() at the end
-            of each step, after the step of an optimizer.
-
-    Returns:
-        "step" is the sum of "data", "compute" and "exposed", the messages that are waited for.
-        "hidden" are messages that travel while the rank computes.
-    """
-    steps = whole_steps(trace)
-    loading = named(trace, r"user_annotation enumerate\(DataLoader\)")
-    messages = named(trace, "kernel nccl")
-    computing = named(trace, "kernel (?!nccl)")
-    if not computing:  # there is no GPU
-        messages = named(trace, "user_annotation gloo:")
-        # A rank that waits is inside autograd or c10d. A rank that computes is inside these.
-        computing = named(trace, r"cpu_op aten::|user_annotation Optimizer\.")
-        computing = minus(computing, loading)  # the loader calls aten, too
-
-    def mean(spans):
-        outside = minus(spans, steps)
-        inside = minus(spans, outside)
-        microseconds = sum(end - start for start, end in inside)
-        return microseconds / len(steps) / 1000
-
-    step = mean(steps)
-    data = mean(minus(loading, computing + messages))
-    exposed = mean(minus(messages, computing))
-    return {
-        "step": step,
-        "data": data,
-        "compute": step - data - exposed,
-        "exposed": exposed,
-        "hidden": mean(messages) - exposed,
-    }
+def mean_ms(spans: list[Span], steps: list[Span]) -> float:
+    """Return how many milliseconds of a step the spans cover, on average over the steps."""
+    inside = minus(spans, minus(spans, steps))
+    microseconds = sum(end - start for start, end in inside)
+    return microseconds / len(steps) / 1000
