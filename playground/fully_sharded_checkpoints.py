@@ -44,9 +44,7 @@ Now write it yourself: seeded_dropout.py in playground/exercises/.
 The next lesson, model_parallel.py, splits a model between two devices.
 """
 
-import argparse
 import os
-import platform
 import sys
 import time
 import traceback
@@ -61,13 +59,13 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
-from torch.utils.data import DataLoader, DistributedSampler
-from tqdm import tqdm
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
-from common.data import DATA_DIR, fetch, load, whole_batch
+from common import flags
+from common.data import fetch, loaders
 from common.guard_rails import check, explained
-from common.models import MODELS
+from common.models import make_model
+from common.report import RANKS, bar, epoch_line, rank_row
 from common.roll_call import meet
 
 # The numbers depend on these flags, so a run must be resumed with the same ones.
@@ -90,18 +88,19 @@ def join(args):
     dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=gpu)
     rank = dist.get_rank()
     node = os.environ.get("GROUP_RANK", "0")
-    row = f"{node:<6}{rank:<6}{local_rank:<12}{device!s:<8}{os.getpid():<8}{platform.node()}"
     rows = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, row)
+    dist.all_gather_object(rows, rank_row(node, rank, local_rank, device))
     if rank == 0:
-        print("node  rank  local_rank  device  pid     host", *rows, sep="\n", flush=True)
+        print(RANKS, *rows, sep="\n", flush=True)
     return rank, device
 
 
 def shard(model, args):
     """Keep only a shard of every parameter on each rank. A layer gathers them when it computes."""
     mesh = dist.init_device_mesh(args.device, (dist.get_world_size(),))  # all ranks in a row
-    own_dtype = torch.get_default_dtype()
+    # The group of a mesh may have PyTorch's own timeout: 30 minutes (gloo) or 10 (NCCL).
+    mesh.get_group().set_timeout(timedelta(seconds=args.timeout))
+    own_dtype = next(model.parameters()).dtype
     compute_dtype = torch.bfloat16 if args.precision == "bf16" else own_dtype
     # NEW: the layers are gathered in one dtype, and they compute in it. The gradients are averaged
     # in a different one.
@@ -164,64 +163,45 @@ def resume(path, args, model, optimizer):
 def run_epoch(model, loader, device, optimizer=None, clip=0.0):
     """Train, or only test if there is no optimizer.
 
-    Returns four sums over the images of all ranks: the losses, the images that were recognized,
-    the images, the norms of the gradients.
+    Returns four sums over the images of all ranks: the loss, the number classified correctly, the
+    number of images, the norm of the gradients.
     """
-    training = optimizer is not None
-    model.train(training)
+    model.train(optimizer is not None)
     # The sums stay on the device. Reading them in each step would make Python wait for the GPU.
-    totals = torch.zeros(4, dtype=torch.float64, device=device)
+    sums = torch.zeros(4, dtype=torch.float64, device=device)
     for images, labels in loader:
         images = images.to(device, non_blocking=True)
         labels = labels.to(device, non_blocking=True)
-        with torch.set_grad_enabled(training):
+        with torch.set_grad_enabled(model.training):
             logits = model(images)
             loss = F.cross_entropy(logits, labels)
-        if training:
+        if optimizer is not None:
             optimizer.zero_grad()
             loss.backward()
             if clip:
                 # NEW: the norm is over the shards of all ranks, and it is a DTensor as well. It is
                 # weighted by the images, because train() divides the sum by their number.
                 norm = clip_grad_norm_(model.parameters(), clip)
-                totals[3] += norm.full_tensor() * len(labels)
+                sums[3] += norm.full_tensor() * len(labels)
             optimizer.step()
-        totals[0] += loss.detach() * len(labels)
-        totals[1] += (logits.argmax(dim=1) == labels).sum()
-        totals[2] += len(labels)
-    dist.all_reduce(totals)
-    return totals.tolist()
+        sums[0] += loss.detach() * len(labels)
+        sums[1] += (logits.argmax(dim=1) == labels).sum()
+        sums[2] += len(labels)
+    dist.all_reduce(sums)
+    return sums.tolist()
 
 
-@record
 def train(args):
     """Train and test, and print one line for each epoch."""
     rank, device = join(args)
     meet(args)  # guard rail: compares the flags of the ranks
     world_size = dist.get_world_size()
-    torch.set_default_dtype(torch.float64 if args.double else torch.float32)
+    train_loader, test_loader = loaders(args, rank, world_size)
     torch.manual_seed(args.seed)  # equal on all ranks, because each keeps a shard of what it draws
-    train_set, test_set = load(args.dataset, args.data_dir)
-    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
-    per_rank_batch = args.batch_size // world_size
-    pin_memory = device.type == "cuda"  # a GPU copies from pinned memory while Python continues
-    train_loader = DataLoader(
-        train_set,
-        per_rank_batch,
-        sampler=sampler,
-        drop_last=True,
-        collate_fn=whole_batch,  # common/data.py's data sets return whole batches already
-        pin_memory=pin_memory,
-    )
-    # Each test image counts once. DistributedSampler would repeat some to make the parts equal.
-    test_indices = range(rank, len(test_set), world_size)
-    test_loader = DataLoader(
-        test_set, 1000, sampler=test_indices, collate_fn=whole_batch, pin_memory=pin_memory
-    )
-    if args.dropout:
-        model = MODELS[args.model](args.width, args.layers, dropout=args.dropout)
-    else:
-        model = MODELS[args.model](args.width, args.layers)
+    model = make_model(args)
+    for layer in model.modules():
+        if isinstance(layer, torch.nn.Dropout):
+            layer.p = args.dropout
     # This also moves the shards to the device, one layer after the other.
     shard(model, args)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
@@ -238,25 +218,20 @@ def train(args):
 
     # Epochs that are done are not repeated.
     for epoch in range(done, args.epochs):
-        # The order differs from epoch to epoch, and it is the same on all ranks and in each run.
-        sampler.set_epoch(epoch)
+        train_loader.sampler.set_epoch(epoch)  # each epoch has an order of its own
         # NEW: different on each rank and in each epoch, so each rank drops different neurons.
         torch.manual_seed(args.seed + epoch * world_size + rank)
         start = time.perf_counter()
-        hidden = None if rank == 0 else True  # None: the bar is hidden if there is no terminal
-        progress = tqdm(train_loader, leave=False, disable=hidden)
-        sums = run_epoch(model, progress, device, optimizer, args.clip)
-        loss_sum, hits, seen, norm_sum = sums
+        progress = bar(train_loader, show=rank == 0)
+        *trained, norm_sum = run_epoch(model, progress, device, optimizer, args.clip)
         seconds = time.perf_counter() - start
-        _, test_hits, test_seen, _ = run_epoch(model, test_loader, device)
+        *tested, _ = run_epoch(model, test_loader, device)
+        line = epoch_line(args, epoch, seconds, trained, tested)
+        if args.clip:
+            images_trained = trained[2]
+            line += f"  norm {norm_sum / images_trained:.4f}"
         if rank == 0:
-            norm = f"  norm {norm_sum / seen:.4f}" if args.clip else ""
-            print(
-                f"epoch {epoch + 1}/{args.epochs}  loss {loss_sum / seen:.4f}"
-                f"  train {hits / seen:.2%}  test {test_hits / test_seen:.2%}"
-                f"  {seconds:.2f} s  {seen / seconds:,.0f} images/s{norm}",
-                flush=True,
-            )
+            print(line, flush=True)
         if args.run_dir:
             model_state, optimizer_state = get_state_dict(model, optimizer)
             state = {"model": model_state, "optimizer": optimizer_state}
@@ -278,26 +253,14 @@ def train(args):
 
 
 @explained  # guard rail: explains errors
+@record  # torchrun's report then shows the error of the rank that failed first
 def main():
     """Read the flags, make sure that the data is there, and train as one of the ranks."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage=argparse.SUPPRESS,
-    )
+    parser = flags.Parser(__doc__, parents=[flags.training()])
     add = parser.add_argument
     add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     add("--timeout", type=int, default=60, help="seconds to wait for another rank")
-    add("--epochs", type=int, default=3)
     add("--batch_size", type=int, default=128, help="images in a step, over all ranks")
-    add("--lr", type=float, default=1e-3, help="Adam's learning rate")
-    add("--model", choices=MODELS, default="mlp")
-    add("--width", type=int, help="neurons in each hidden layer; default: 64 (mlp), 120 (cnn)")
-    add("--layers", type=int, help="hidden linear layers; default: 3 (mlp), 1 (cnn)")
-    add("--dataset", choices=["mnist", "digits"], help="default: mnist, or digits without mnist")
-    add("--data_dir", default=DATA_DIR, help="default: data/ beside playground/")
-    add("--seed", type=int, default=0)
-    add("--double", action="store_true", help="compute in float64, so that lessons agree exactly")
     add("--precision", choices=["bf16"], help="gather layers and compute in bfloat16")
     add("--clip", type=float, default=0.0, help="largest norm of the gradients; 0: any")
     add("--dropout", type=float, default=0.0, help="fraction of the hidden neurons to drop (cnn)")
@@ -305,13 +268,6 @@ def main():
     add("-s", "--savefile", help="write one plain checkpoint to this file at the end")
     args = parser.parse_args()
     check(parser, args)  # guard rail: refuses impossible flags
-    world_size = int(os.environ["WORLD_SIZE"])
-    if args.batch_size % world_size:
-        nearest = max(1, round(args.batch_size / world_size)) * world_size
-        parser.error(
-            f"--batch_size {args.batch_size} cannot be divided by {world_size} processes:"
-            f" use --batch_size {nearest}"
-        )
     if not 0 <= args.dropout < 1:
         parser.error(f"--dropout {args.dropout}: must be 0 or more, and below 1")
     if args.dropout and args.model != "cnn":

@@ -74,10 +74,7 @@ Try breaking it, in a copy (cp playground/hybrid_parallel.py playground/broken.p
 This is the last lesson. README.md says which kind of parallelism is right for which model.
 """
 
-import argparse
-import logging
 import os
-import platform
 import sys
 import time
 import warnings
@@ -86,18 +83,17 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, DistributedSampler
-from tqdm import tqdm
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
-from common.data import DATA_DIR, fetch, load, whole_batch
+from common import flags
+from common.data import fetch, loaders
 from common.guard_rails import check, explained
-from common.models import MODELS
+from common.models import make_model
+from common.report import RANKS, bar, epoch_line, rank_row
 from common.roll_call import meet
 from measure.steps import show_axes
 
@@ -118,11 +114,10 @@ def join(args):
     dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=gpu)
     rank = dist.get_rank()
     node = os.environ.get("GROUP_RANK", "0")
-    row = f"{node:<6}{rank:<6}{local_rank:<12}{device!s:<8}{os.getpid():<8}{platform.node()}"
     rows = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, row)
+    dist.all_gather_object(rows, rank_row(node, rank, local_rank, device))
     if rank == 0:
-        print("node  rank  local_rank  device  pid     host", *rows, sep="\n", flush=True)
+        print(RANKS, *rows, sep="\n", flush=True)
     return rank, device
 
 
@@ -134,10 +129,8 @@ def split(model, mesh):
         plan[first] = ColwiseParallel()  # the columns of its matrix, not those of the mesh
         plan[second] = RowwiseParallel()
     parallelize_module(model, mesh, plan)
-    # PyTorch 2.15 warns about two things that are correct here: the output of a layer is a view,
-    # and a DTensor on two axes needs two messages to become whole.
+    # PyTorch 2.15 warns that the output of a layer is a view, which is correct here.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module")
-    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
 
 
 def shard(model, mesh):
@@ -154,52 +147,36 @@ def shard(model, mesh):
 def run_epoch(model, loader, device, dp_group, optimizer=None):
     """Train, or only test if there is no optimizer.
 
-    Returns three sums over all images: the losses, the images that were recognized, the images.
+    Returns three sums over all images: the loss, the number classified correctly, the number of
+    images.
     """
-    training = optimizer is not None
-    model.train(training)
+    model.train(optimizer is not None)
     # The sums stay on the device. Reading them in each step would make Python wait for the GPU.
-    totals = torch.zeros(3, dtype=torch.float64, device=device)
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
     for images, labels in loader:
         images = images.to(device, non_blocking=True)
         labels = labels.to(device, non_blocking=True)
-        with torch.set_grad_enabled(training):
+        with torch.set_grad_enabled(model.training):
             logits = model(images)
             loss = F.cross_entropy(logits, labels)
-        if training:
+        if optimizer is not None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        totals[0] += loss.detach() * len(labels)
-        totals[1] += (logits.argmax(dim=1) == labels).sum()
-        totals[2] += len(labels)
-    dist.all_reduce(totals, group=dp_group)  # NEW: the ranks of a tp group have the same images
-    return totals.tolist()
+        sums[0] += loss.detach() * len(labels)
+        sums[1] += (logits.argmax(dim=1) == labels).sum()
+        sums[2] += len(labels)
+    dist.all_reduce(sums, group=dp_group)  # NEW: the ranks of a tp group have the same images
+    return sums.tolist()
 
 
-def save(args, epoch, model, optimizer):
-    """Write a checkpoint that the other lessons can load. All ranks call it, and rank 0 writes."""
-    # Each tensor is gathered, and moved to the CPU of rank 0 before the next one is gathered.
-    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights, averages = get_state_dict(model, optimizer, options=whole)
-    state = {"model": weights, "optimizer": averages, "epoch": epoch, "args": vars(args)}
-    if dist.get_rank() == 0:
-        with open(f"{args.savefile}.tmp", "wb") as file:
-            torch.save(state, file)
-        # The last checkpoint stays whole even if this run is killed while it writes.
-        os.replace(f"{args.savefile}.tmp", args.savefile)
-
-
-@record  # torchrun's report then contains the traceback of the rank that failed first
 def train(args):
     """Train and test, and print one line for each epoch. Then show the messages of a step."""
     rank, device = join(args)
     meet(args)  # guard rail: compares the flags of the ranks
-    torch.set_default_dtype(torch.float64 if args.double else torch.float32)
-    torch.manual_seed(args.seed)
-    train_set, test_set = load(args.dataset, args.data_dir)
     rows, columns = map(int, args.mesh.split("x"))
-    model = MODELS[args.model](args.width, args.layers)
+    torch.manual_seed(args.seed)
+    model = make_model(args)
     if args.kind == "tp":
         # NEW: the first row of the mesh has the ranks 0, 1, ..., and the next row those after them
         mesh = dist.init_device_mesh(device.type, (rows, columns), mesh_dim_names=("dp", "tp"))
@@ -220,72 +197,35 @@ def train(args):
         # NEW: the groups of a mesh have PyTorch's own timeouts: 30 minutes (gloo) or 10 (NCCL)
         group.set_timeout(timedelta(seconds=args.timeout))
     # NEW: the ranks of a tp group have the same dp_rank, so they read the same images
-    sampler = DistributedSampler(train_set, dp_size, dp_rank, seed=args.seed, drop_last=True)
-    per_rank_batch = args.batch_size // dp_size
-    pin_memory = device.type == "cuda"  # a GPU copies from pinned memory while Python continues
-    train_loader = DataLoader(
-        train_set,
-        per_rank_batch,
-        sampler=sampler,
-        drop_last=True,
-        collate_fn=whole_batch,  # common/data.py's data sets return whole batches already
-        pin_memory=pin_memory,
-    )
-    # Each test image counts once. DistributedSampler would repeat some to make the parts equal.
-    test_indices = range(dp_rank, len(test_set), dp_size)
-    test_loader = DataLoader(
-        test_set, 1000, sampler=test_indices, collate_fn=whole_batch, pin_memory=pin_memory
-    )
+    train_loader, test_loader = loaders(args, dp_rank, dp_size)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
 
     for epoch in range(args.epochs):
-        # The order differs from epoch to epoch, and it is the same on all ranks and in each run.
-        sampler.set_epoch(epoch)
+        train_loader.sampler.set_epoch(epoch)  # each epoch has an order of its own
         start = time.perf_counter()
-        hidden = None if rank == 0 else True  # None: the bar is hidden if there is no terminal
-        progress = tqdm(train_loader, leave=False, disable=hidden)
-        loss_sum, hits, seen = run_epoch(model, progress, device, dp_group, optimizer)
+        progress = bar(train_loader, show=rank == 0)
+        trained = run_epoch(model, progress, device, dp_group, optimizer)
         seconds = time.perf_counter() - start
-        _, test_hits, test_seen = run_epoch(model, test_loader, device, dp_group)
+        tested = run_epoch(model, test_loader, device, dp_group)
         if rank == 0:
-            print(
-                f"epoch {epoch + 1}/{args.epochs}  loss {loss_sum / seen:.4f}"
-                f"  train {hits / seen:.2%}  test {test_hits / test_seen:.2%}"
-                f"  {seconds:.2f} s  {seen / seconds:,.0f} images/s",
-                flush=True,
-            )
-        if args.savefile:
-            save(args, epoch + 1, model, optimizer)
+            print(epoch_line(args, epoch, seconds, trained, tested), flush=True)
     show_axes(mesh, model, *next(iter(train_loader)))
     dist.destroy_process_group()
 
 
 @explained  # guard rail: explains errors
+@record  # torchrun's report then shows the error of the rank that failed first
 def main():
     """Read the flags, make sure that the data is there, and train as one of the ranks."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage=argparse.SUPPRESS,
-    )
+    parser = flags.Parser(__doc__, parents=[flags.training()])
     add = parser.add_argument
     add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     add("--kind", choices=["tp", "hsdp"], default="tp", help="what the axes of the mesh are")
     add("--mesh", help="rows x ranks per row; default: two ranks per row if possible, else one")
     add("--timeout", type=int, default=60, help="seconds to wait for another rank")
-    add("--epochs", type=int, default=3)
     add("--batch_size", type=int, default=128, help="images in a step, over all ranks")
-    add("--lr", type=float, default=1e-3, help="Adam's learning rate")
-    add("--model", choices=MODELS, default="mlp")
-    add("--width", type=int, help="neurons in each hidden layer; default: 64 (mlp), 120 (cnn)")
-    add("--layers", type=int, help="hidden linear layers; default: 3 (mlp), 1 (cnn)")
-    add("--dataset", choices=["mnist", "digits"], help="default: mnist, or digits without mnist")
-    add("--data_dir", default=DATA_DIR, help="default: data/ beside playground/")
-    add("--seed", type=int, default=0)
-    add("--double", action="store_true", help="compute in float64, so that lessons agree exactly")
-    add("-s", "--savefile", help="write a checkpoint to this file after each epoch")
     args = parser.parse_args()
-    check(parser, args)  # guard rail: refuses impossible flags
+    check(parser, args, replicas=1)  # guard rail: refuses impossible flags
     world_size = int(os.environ["WORLD_SIZE"])
     meshes = []
     for columns in range(1, world_size + 1):

@@ -46,9 +46,7 @@ Now write it yourself: gpipe.py and order_1f1b.py in playground/exercises/.
 The next lesson, pipeline_parallel.py, lets PyTorch do this, with more schedules.
 """
 
-import argparse
 import os
-import platform
 import sys
 import time
 from datetime import timedelta
@@ -58,13 +56,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, RandomSampler
-from tqdm import tqdm
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
-from common.data import DATA_DIR, fetch, load, whole_batch
+from common import flags
+from common.data import fetch, loaders
 from common.guard_rails import check, explained
-from common.models import MODELS
+from common.models import make_model
+from common.report import RANKS, bar, epoch_line, rank_row
 from common.roll_call import meet
 from measure.timeline import show, watch_step
 
@@ -89,11 +87,10 @@ def join(args):
     dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=gpu)
     rank = dist.get_rank()
     node = os.environ.get("GROUP_RANK", "0")
-    row = f"{node:<6}{rank:<6}{local_rank:<12}{device!s:<8}{os.getpid():<8}{platform.node()}"
     rows = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, row)
+    dist.all_gather_object(rows, rank_row(node, rank, local_rank, device))
     if rank == 0:
-        print("node  rank  local_rank  device  pid     host", *rows, sep="\n", flush=True)
+        print(RANKS, *rows, sep="\n", flush=True)
     return rank, device
 
 
@@ -242,7 +239,10 @@ class Stage:
             message = self.outputs[send_activations_of].detach().contiguous()
             operations.append(dist.P2POp(dist.isend, message, self.rank + 1))
         if receive_gradient_of is not None:
-            buffer = torch.empty_like(self.outputs[receive_gradient_of])
+            # The gradient arrives in the order of a contiguous tensor. empty_like would keep the
+            # strides of an output that is transposed.
+            output = self.outputs[receive_gradient_of]
+            buffer = torch.empty(output.shape, dtype=output.dtype, device=output.device)
             operations.append(dist.P2POp(dist.irecv, buffer, self.rank + 1))
             self.output_gradients[receive_gradient_of] = buffer
         for request in dist.batch_isend_irecv(operations):
@@ -306,12 +306,13 @@ SCHEDULES = {"GPipe": gpipe, "1F1B": one_forward_one_backward}
 def run_epoch(stage, loader, device, schedule=None, micro_batches=1, optimizer=None):
     """Train, or only test if there is no optimizer.
 
-    Returns three sums over all images: the losses, the images that were recognized, the images.
+    Returns three sums over all images: the loss, the number classified correctly, the number of
+    images.
     """
     training = optimizer is not None
     stage.layers.train(training)
     # The sums stay on the device. Reading them in each step would make Python wait for the GPU.
-    totals = torch.zeros(3, dtype=torch.float64, device=device)
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
     for images, labels in loader:
         images = images.to(device, non_blocking=True)
         labels = labels.to(device, non_blocking=True)
@@ -326,47 +327,11 @@ def run_epoch(stage, loader, device, schedule=None, micro_batches=1, optimizer=N
         if stage.is_last:  # NEW: only the last rank has the logits
             logits = torch.cat(stage.logits)
             loss = F.cross_entropy(logits, labels)
-            totals[0] += loss * len(labels)
-            totals[1] += (logits.argmax(dim=1) == labels).sum()
-            totals[2] += len(labels)
-    dist.all_reduce(totals)  # NEW: now all ranks have the sums
-    return totals.tolist()
-
-
-def save(args, epoch, model, parts, optimizer):
-    """Collect all stages on rank 0, and write a checkpoint like those of the other lessons."""
-    rank = dist.get_rank()
-    for number, part in enumerate(parts):
-        source = number  # NEW: the rank that trains this stage
-        # NEW: one tensor at a time, because with NCCL each message takes GPU memory.
-        # keep_vars=True yields the parameters themselves, which are the keys of optimizer.state.
-        for tensor in part.state_dict(keep_vars=True).values():
-            if rank == source and rank != 0:
-                optimizer_state = on_cpu(optimizer.state.get(tensor, {}))
-                dist.send_object_list([tensor.detach().cpu(), optimizer_state], dst=0)
-            if rank == 0 and source != 0:
-                received = [None, None]
-                dist.recv_object_list(received, src=source)
-                value, optimizer_state = received
-                # NEW: rank 0 has this stage, too, on its CPU, but has not trained it
-                tensor.detach().copy_(value)
-                if optimizer_state:
-                    optimizer.state[tensor] = optimizer_state
-    if rank == 0:
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        state |= {"epoch": epoch, "args": vars(args)}
-        with open(f"{args.savefile}.tmp", "wb") as file:
-            torch.save(state, file)
-        # The last checkpoint stays whole even if this run is killed while it writes.
-        os.replace(f"{args.savefile}.tmp", args.savefile)
-
-
-def on_cpu(state):
-    """Return a copy of a dict that has its tensors on the CPU."""
-    copy = {}
-    for name, value in state.items():
-        copy[name] = value.cpu() if torch.is_tensor(value) else value
-    return copy
+            sums[0] += loss * len(labels)
+            sums[1] += (logits.argmax(dim=1) == labels).sum()
+            sums[2] += len(labels)
+    dist.all_reduce(sums)  # NEW: now all ranks have the sums
+    return sums.tolist()
 
 
 def watch(stage, schedule, images, labels, micro_batches):
@@ -382,61 +347,34 @@ def watch(stage, schedule, images, labels, micro_batches):
     return watch_step(step, [stage], methods)
 
 
-@record
 def train(args):
     """Train and test, and print one line for each epoch. Then show when each rank computes."""
     rank, device = join(args)
     meet(args)  # guard rail: compares the flags of the ranks
     world_size = dist.get_world_size()
-    torch.set_default_dtype(torch.float64 if args.double else torch.float32)
-    torch.manual_seed(args.seed)
-    train_set, test_set = load(args.dataset, args.data_dir)
-    generator = torch.Generator()
     # NEW: all ranks read the same batches. The first stage uses the images, and the last one uses
     # the labels.
-    sampler = RandomSampler(train_set, generator=generator)
-    pin_memory = device.type == "cuda"  # a GPU copies from pinned memory while Python continues
-    train_loader = DataLoader(
-        train_set,
-        args.batch_size,
-        sampler=sampler,
-        drop_last=True,
-        collate_fn=whole_batch,  # common/data.py's data sets return whole batches already
-        pin_memory=pin_memory,
-    )
-    test_loader = DataLoader(
-        test_set, args.batch_size, collate_fn=whole_batch, pin_memory=pin_memory
-    )
+    train_loader, test_loader = loaders(args)
+    torch.manual_seed(args.seed)
     # NEW: each rank makes the whole model on the CPU, and moves only its own stage to its GPU.
-    model = MODELS[args.model](args.width, args.layers)
+    model = make_model(args)
     layers = torch.nn.Sequential(*model.stage1, *model.stage2)
     parts = cut(layers, world_size)
-    image, _ = train_set[0]
+    image, _ = train_loader.dataset[0]
     stage = Stage(parts[rank], image, device)
     schedule = SCHEDULES[args.schedule]
     # NEW: the parameters of the other ranks get no gradients here, so Adam leaves them out.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
 
     for epoch in range(args.epochs):
-        # The order differs from epoch to epoch, and it is the same on all ranks and in each run.
-        generator.manual_seed(args.seed + epoch)
+        train_loader.sampler.set_epoch(epoch)  # each epoch has an order of its own
         start = time.perf_counter()
-        hidden = None if rank == 0 else True  # None: the bar is hidden if there is no terminal
-        progress = tqdm(train_loader, leave=False, disable=hidden)
-        loss_sum, hits, seen = run_epoch(
-            stage, progress, device, schedule, args.micro_batches, optimizer
-        )
+        progress = bar(train_loader, show=rank == 0)
+        trained = run_epoch(stage, progress, device, schedule, args.micro_batches, optimizer)
         seconds = time.perf_counter() - start
-        _, test_hits, test_seen = run_epoch(stage, test_loader, device)
+        tested = run_epoch(stage, test_loader, device)
         if rank == 0:
-            print(
-                f"epoch {epoch + 1}/{args.epochs}  loss {loss_sum / seen:.4f}"
-                f"  train {hits / seen:.2%}  test {test_hits / test_seen:.2%}"
-                f"  {seconds:.2f} s  {seen / seconds:,.0f} images/s",
-                flush=True,
-            )
-        if args.savefile:
-            save(args, epoch + 1, model, parts, optimizer)
+            print(epoch_line(args, epoch, seconds, trained, tested), flush=True)
     kept = [None] * world_size
     dist.all_gather_object(kept, stage.most_kept)
     if rank == 0:
@@ -455,32 +393,19 @@ def train(args):
 
 
 @explained  # guard rail: explains errors
+@record  # torchrun's report then shows the error of the rank that failed first
 def main():
     """Read the flags, make sure that the data is there, and train as one of the ranks."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage=argparse.SUPPRESS,
-    )
+    parser = flags.Parser(__doc__, parents=[flags.training()])
     add = parser.add_argument
     add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     add("--schedule", choices=SCHEDULES, default="GPipe")
     add("--micro_batches", type=int, default=8, help="micro-batches in a batch")
     add("--plot", metavar="PNG", help="draw the timeline into this file")
     add("--timeout", type=int, default=60, help="seconds to wait for another rank")
-    add("--epochs", type=int, default=3)
     add("--batch_size", type=int, default=128, help="images in a step, over all ranks")
-    add("--lr", type=float, default=1e-3, help="Adam's learning rate")
-    add("--model", choices=MODELS, default="mlp")
-    add("--width", type=int, help="neurons in each hidden layer; default: 64 (mlp), 120 (cnn)")
-    add("--layers", type=int, help="hidden linear layers; default: 3 (mlp), 1 (cnn)")
-    add("--dataset", choices=["mnist", "digits"], help="default: mnist, or digits without mnist")
-    add("--data_dir", default=DATA_DIR, help="default: data/ beside playground/")
-    add("--seed", type=int, default=0)
-    add("--double", action="store_true", help="compute in float64, so that lessons agree exactly")
-    add("-s", "--savefile", help="write a checkpoint to this file after each epoch")
     args = parser.parse_args()
-    check(parser, args)  # guard rail: refuses impossible flags
+    check(parser, args, replicas=1)  # guard rail: refuses impossible flags
     world_size = int(os.environ["WORLD_SIZE"])
     layers = args.layers or HIDDEN_LAYERS[args.model]
     if layers + OTHER_LAYERS[args.model] < world_size:

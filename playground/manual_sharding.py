@@ -60,9 +60,7 @@ Now write it yourself: shard_optimizer.py and gather_layer.py in playground/exer
 The next lesson, fully_sharded_data_parallel.py, leaves stage 3 to PyTorch.
 """
 
-import argparse
 import os
-import platform
 import sys
 import time
 from datetime import timedelta
@@ -76,13 +74,13 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn import functional as F
 from torch.nn.utils import parametrize, vector_to_parameters
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, DistributedSampler
-from tqdm import tqdm
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
-from common.data import DATA_DIR, fetch, load, whole_batch
+from common import flags
+from common.data import fetch, loaders
 from common.guard_rails import check, explained
-from common.models import MODELS
+from common.models import make_model
+from common.report import RANKS, bar, epoch_line, rank_row
 from common.roll_call import meet
 from measure.memory import show_memory
 
@@ -103,11 +101,10 @@ def join(args):
     dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=gpu)
     rank = dist.get_rank()
     node = os.environ.get("GROUP_RANK", "0")
-    row = f"{node:<6}{rank:<6}{local_rank:<12}{device!s:<8}{os.getpid():<8}{platform.node()}"
     rows = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, row)
+    dist.all_gather_object(rows, rank_row(node, rank, local_rank, device))
     if rank == 0:
-        print("node  rank  local_rank  device  pid     host", *rows, sep="\n", flush=True)
+        print(RANKS, *rows, sep="\n", flush=True)
     return rank, device
 
 
@@ -339,76 +336,40 @@ def shard_parameters(model):
 def run_epoch(model, loader, device, optimizer=None):
     """Train, or only test if there is no optimizer.
 
-    Returns three sums over the images of all ranks: the losses, the images that were recognized,
-    the images.
+    Returns three sums over the images of all ranks: the loss, the number classified correctly, the
+    number of images.
     """
-    training = optimizer is not None
-    model.train(training)
+    model.train(optimizer is not None)
     # The sums stay on the device. Reading them in each step would make Python wait for the GPU.
-    totals = torch.zeros(3, dtype=torch.float64, device=device)
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
     for images, labels in loader:
         images = images.to(device, non_blocking=True)
         labels = labels.to(device, non_blocking=True)
-        with torch.set_grad_enabled(training):
+        with torch.set_grad_enabled(model.training):
             logits = model(images)
             loss = F.cross_entropy(logits, labels)
-        if training:
+        if optimizer is not None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        totals[0] += loss.detach() * len(labels)
-        totals[1] += (logits.argmax(dim=1) == labels).sum()
-        totals[2] += len(labels)
-    dist.all_reduce(totals)
-    return totals.tolist()
+        sums[0] += loss.detach() * len(labels)
+        sums[1] += (logits.argmax(dim=1) == labels).sum()
+        sums[2] += len(labels)
+    dist.all_reduce(sums)
+    return sums.tolist()
 
 
-def whole_state(model, names):
-    """Collect the tensors with these names on the CPU of rank 0, one at a time. Returns a dict.
-
-    All ranks must call it, because in stage 3 they gather each parameter. The dict is empty on all
-    ranks except rank 0.
-    """
-    state = {}
-    for name in names:
-        path, _, attribute = name.rpartition(".")
-        with torch.no_grad():
-            tensor = getattr(model.get_submodule(path), attribute)  # in stage 3, this gathers it
-        if dist.get_rank() == 0:
-            state[name] = tensor.detach().to("cpu", copy=True)
-        del tensor  # so that it is freed before the next one is gathered
-    return state
-
-
-@record
 def train(args):
     """Train and test, and print one line for each epoch."""
     rank, device = join(args)
     meet(args)  # guard rail: compares the flags of the ranks
     world_size = dist.get_world_size()
-    torch.set_default_dtype(torch.float64 if args.double else torch.float32)
+    train_loader, test_loader = loaders(args, rank, world_size)
     torch.manual_seed(args.seed)
-    train_set, test_set = load(args.dataset, args.data_dir)
-    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
-    per_rank_batch = args.batch_size // world_size
-    pin_memory = device.type == "cuda"  # a GPU copies from pinned memory while Python continues
-    train_loader = DataLoader(
-        train_set,
-        per_rank_batch,
-        sampler=sampler,
-        drop_last=True,
-        collate_fn=whole_batch,  # common/data.py's data sets return whole batches already
-        pin_memory=pin_memory,
-    )
-    # Each test image counts once. DistributedSampler would repeat some to make the parts equal.
-    test_indices = range(rank, len(test_set), world_size)
-    test_loader = DataLoader(
-        test_set, 1000, sampler=test_indices, collate_fn=whole_batch, pin_memory=pin_memory
-    )
-    model = MODELS[args.model](args.width, args.layers).to(device)
+    model = make_model(args).to(device)
     for tensor in model.state_dict().values():
         dist.broadcast(tensor, src=0)  # all ranks start with the parameters of rank 0, as with DDP
-    names = list(model.state_dict())
+    torch.manual_seed(args.seed + rank)  # if there is dropout, each rank drops different neurons
     count = sum(parameter.numel() for parameter in model.parameters())
     make_optimizer = partial(torch.optim.Adam, lr=args.lr, eps=1e-6, fused=True)
     if args.stage == 1:
@@ -420,66 +381,31 @@ def train(args):
         optimizer = make_optimizer(model.parameters())  # NEW: they are shards now
 
     for epoch in range(args.epochs):
-        # The order differs from epoch to epoch, and it is the same on all ranks and in each run.
-        sampler.set_epoch(epoch)
+        train_loader.sampler.set_epoch(epoch)  # each epoch has an order of its own
         start = time.perf_counter()
-        hidden = None if rank == 0 else True  # None: the bar is hidden if there is no terminal
-        progress = tqdm(train_loader, leave=False, disable=hidden)
-        loss_sum, hits, seen = run_epoch(model, progress, device, optimizer)
+        progress = bar(train_loader, show=rank == 0)
+        trained = run_epoch(model, progress, device, optimizer)
         seconds = time.perf_counter() - start
-        _, test_hits, test_seen = run_epoch(model, test_loader, device)
+        tested = run_epoch(model, test_loader, device)
         if rank == 0:
-            print(
-                f"epoch {epoch + 1}/{args.epochs}  loss {loss_sum / seen:.4f}"
-                f"  train {hits / seen:.2%}  test {test_hits / test_seen:.2%}"
-                f"  {seconds:.2f} s  {seen / seconds:,.0f} images/s",
-                flush=True,
-            )
-        if args.savefile:
-            # NEW: without the optimizer's state, which is sharded. (A later lesson saves it.)
-            state = {"model": whole_state(model, names), "epoch": epoch + 1, "args": vars(args)}
-        if rank == 0 and args.savefile:
-            with open(f"{args.savefile}.tmp", "wb") as file:
-                torch.save(state, file)
-            # The last checkpoint stays whole even if this run is killed while it writes.
-            os.replace(f"{args.savefile}.tmp", args.savefile)
+            print(epoch_line(args, epoch, seconds, trained, tested), flush=True)
     images, labels = next(iter(train_loader))
     show_memory(args.stage, count, model, optimizer, images.to(device), labels.to(device))
     dist.destroy_process_group()
 
 
 @explained  # guard rail: explains errors
+@record  # torchrun's report then shows the error of the rank that failed first
 def main():
     """Read the flags, make sure that the data is there, and train as one of the ranks."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage=argparse.SUPPRESS,
-    )
+    parser = flags.Parser(__doc__, parents=[flags.training()])
     add = parser.add_argument
     add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     add("--timeout", type=int, default=60, help="seconds to wait for another rank")
-    add("--stage", type=int, choices=[1, 2, 3], default=3, help="what is sharded: see above")
-    add("--epochs", type=int, default=3)
+    add("--stage", type=int, choices=[1, 2, 3], default=3, help="how much is sharded; 3: all")
     add("--batch_size", type=int, default=128, help="images in a step, over all ranks")
-    add("--lr", type=float, default=1e-3, help="Adam's learning rate")
-    add("--model", choices=MODELS, default="mlp")
-    add("--width", type=int, help="neurons in each hidden layer; default: 64 (mlp), 120 (cnn)")
-    add("--layers", type=int, help="hidden linear layers; default: 3 (mlp), 1 (cnn)")
-    add("--dataset", choices=["mnist", "digits"], help="default: mnist, or digits without mnist")
-    add("--data_dir", default=DATA_DIR, help="default: data/ beside playground/")
-    add("--seed", type=int, default=0)
-    add("--double", action="store_true", help="compute in float64, so that lessons agree exactly")
-    add("-s", "--savefile", help="write a checkpoint to this file after each epoch")
     args = parser.parse_args()
     check(parser, args)  # guard rail: refuses impossible flags
-    world_size = int(os.environ["WORLD_SIZE"])
-    if args.batch_size % world_size:
-        nearest = max(1, round(args.batch_size / world_size)) * world_size
-        parser.error(
-            f"--batch_size {args.batch_size} cannot be divided by {world_size} processes:"
-            f" use --batch_size {nearest}"
-        )
     # The ranks of a node fetch the data one at a time, so it is downloaded once.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)

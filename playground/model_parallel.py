@@ -45,21 +45,19 @@ Try breaking it, in a copy (cp playground/model_parallel.py playground/broken.py
 The next lesson, manual_pipeline.py, has a process for each stage.
 """
 
-import argparse
-import os
 import sys
 import time
 from pathlib import Path
 
 import torch
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, RandomSampler
-from tqdm import tqdm
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
-from common.data import DATA_DIR, fetch, load, whole_batch
+from common import flags
+from common.data import fetch, loaders
 from common.guard_rails import check, explained
-from common.models import MODELS
+from common.models import make_model
+from common.report import bar, epoch_line
 from measure.timeline import show, watch_modules
 
 
@@ -80,25 +78,25 @@ def forward(model, images, devices, micro_batches):
 def run_epoch(model, loader, devices, micro_batches, optimizer=None):
     """Train, or only test if there is no optimizer.
 
-    Returns three sums over all images: the losses, the images that were recognized, the images.
+    Returns three sums over all images: the loss, the number classified correctly, the number of
+    images.
     """
-    training = optimizer is not None
-    model.train(training)
+    model.train(optimizer is not None)
     # The sums stay on the device. Reading them in each step would make Python wait for the GPU.
-    totals = torch.zeros(3, dtype=torch.float64, device=devices[1])
+    sums = torch.zeros(3, dtype=torch.float64, device=devices[1])
     for images, labels in loader:
         labels = labels.to(devices[1], non_blocking=True)  # NEW: the loss is computed after stage2
-        with torch.set_grad_enabled(training):
+        with torch.set_grad_enabled(model.training):
             logits = forward(model, images, devices, micro_batches)
             loss = F.cross_entropy(logits, labels)
-        if training:
+        if optimizer is not None:
             optimizer.zero_grad()
             loss.backward()  # NEW: autograd copies gradients between the devices by itself
             optimizer.step()
-        totals[0] += loss.detach() * len(labels)
-        totals[1] += (logits.argmax(dim=1) == labels).sum()
-        totals[2] += len(labels)
-    return totals.tolist()
+        sums[0] += loss.detach() * len(labels)
+        sums[1] += (logits.argmax(dim=1) == labels).sum()
+        sums[2] += len(labels)
+    return sums.tolist()
 
 
 def observe(model, images, labels, devices, micro_batches, plot):
@@ -127,49 +125,22 @@ def train(args):
     """Train and test, and print one line for each epoch. Then show when each stage computes."""
     devices = [torch.device(name) for name in args.devices]
     micro_batches = args.micro_batches if args.pipelined else 1
-    torch.set_default_dtype(torch.float64 if args.double else torch.float32)
+    train_loader, test_loader = loaders(args)
     torch.manual_seed(args.seed)
-    train_set, test_set = load(args.dataset, args.data_dir)
-    generator = torch.Generator()
-    sampler = RandomSampler(train_set, generator=generator)
-    on_gpu = [device.type == "cuda" for device in devices]
-    pin_memory = any(on_gpu)  # a GPU copies from pinned memory while Python continues
-    train_loader = DataLoader(
-        train_set,
-        args.batch_size,
-        sampler=sampler,
-        drop_last=True,
-        collate_fn=whole_batch,  # common/data.py's data sets return whole batches already
-        pin_memory=pin_memory,
-    )
-    test_loader = DataLoader(test_set, 1000, collate_fn=whole_batch, pin_memory=pin_memory)
-    model = MODELS[args.model](args.width, args.layers)
+    model = make_model(args)
     model.stage1.to(devices[0])  # NEW: each stage has its own device
     model.stage2.to(devices[1])
     print(f"stage1 on {devices[0]}, stage2 on {devices[1]}", flush=True)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
 
     for epoch in range(args.epochs):
-        # The order differs from epoch to epoch, and it is the same in each run.
-        generator.manual_seed(args.seed + epoch)
+        train_loader.sampler.set_epoch(epoch)  # each epoch has an order of its own
         start = time.perf_counter()
-        progress = tqdm(train_loader, leave=False, disable=None)  # None: shown only on a terminal
-        loss_sum, hits, seen = run_epoch(model, progress, devices, micro_batches, optimizer)
+        progress = bar(train_loader)
+        trained = run_epoch(model, progress, devices, micro_batches, optimizer)
         seconds = time.perf_counter() - start
-        _, test_hits, test_seen = run_epoch(model, test_loader, devices, micro_batches)
-        print(
-            f"epoch {epoch + 1}/{args.epochs}  loss {loss_sum / seen:.4f}"
-            f"  train {hits / seen:.2%}  test {test_hits / test_seen:.2%}"
-            f"  {seconds:.2f} s  {seen / seconds:,.0f} images/s",
-            flush=True,
-        )
-        if args.savefile:
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            state |= {"epoch": epoch + 1, "args": vars(args)}
-            with open(f"{args.savefile}.tmp", "wb") as file:
-                torch.save(state, file)
-            # The last checkpoint stays whole even if this run is killed while it writes.
-            os.replace(f"{args.savefile}.tmp", args.savefile)
+        tested = run_epoch(model, test_loader, devices, micro_batches)
+        print(epoch_line(args, epoch, seconds, trained, tested), flush=True)
     images, labels = next(iter(train_loader))
     observe(model, images, labels, devices, micro_batches, args.plot)
 
@@ -177,11 +148,7 @@ def train(args):
 @explained  # guard rail: explains errors
 def main():
     """Read the flags, make sure that the data is there, and train."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage=argparse.SUPPRESS,
-    )
+    parser = flags.Parser(__doc__, parents=[flags.training()])
     add = parser.add_argument
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     names = ["cpu"] + [f"cuda:{number}" for number in range(gpus)]
@@ -192,17 +159,7 @@ def main():
     add("--pipelined", action="store_true", help="split each batch into micro-batches")
     add("--micro_batches", type=int, default=4, help="micro-batches in a batch, with --pipelined")
     add("--plot", metavar="PNG", help="draw the timeline into this file")
-    add("--epochs", type=int, default=3)
     add("--batch_size", type=int, default=128, help="images in a step")
-    add("--lr", type=float, default=1e-3, help="Adam's learning rate")
-    add("--model", choices=MODELS, default="mlp")
-    add("--width", type=int, help="neurons in each hidden layer; default: 64 (mlp), 120 (cnn)")
-    add("--layers", type=int, help="hidden linear layers; default: 3 (mlp), 1 (cnn)")
-    add("--dataset", choices=["mnist", "digits"], help="default: mnist, or digits without mnist")
-    add("--data_dir", default=DATA_DIR, help="default: data/ beside playground/")
-    add("--seed", type=int, default=0)
-    add("--double", action="store_true", help="compute in float64, so that lessons agree exactly")
-    add("-s", "--savefile", help="write a checkpoint to this file after each epoch")
     args = parser.parse_args()
     if args.devices is None and args.device == "cuda" and gpus > 1:
         args.devices = ["cuda:0", "cuda:1"]

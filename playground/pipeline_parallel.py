@@ -47,9 +47,7 @@ Try breaking it, in a copy (cp playground/pipeline_parallel.py playground/broken
 The next lesson, tensor_parallel.py, splits linear layers instead of the list of layers.
 """
 
-import argparse
 import os
-import platform
 import sys
 import time
 from datetime import timedelta
@@ -60,16 +58,21 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, RandomSampler
-from tqdm import tqdm
+from torch.utils.data import DataLoader
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
-from common.data import DATA_DIR, fetch, load, whole_batch
+from common import flags
+from common.data import fetch, loaders, whole_batch
 from common.guard_rails import check, explained
-from common.models import MODELS
+from common.models import make_model
+from common.report import RANKS, bar, epoch_line, rank_row
 from common.roll_call import meet
 from measure.timeline import show, watch
 
+# On GPUs, the messages between two ranks share one queue. With two stages on each rank, they may
+# block each other. If such a run hangs, set TORCH_DISTRIBUTED_PIPELINE_PER_EDGE_P2P=1 in the
+# environment. It gives each direction a queue of its own. (In PyTorch 2.14, the variable is called
+# TORCH_DISTRIBUTED_PIPELINE_PER_DIRECTION_P2P; older versions have none.)
 STAGES_PER_RANK = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "InterleavedZeroBubble": 2}
 # How many layers have parameters. The number of hidden layers is the default of --layers. The other
 # layers are the last one and, in the CNN, the two convolutions.
@@ -92,11 +95,10 @@ def join(args):
     dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=gpu)
     rank = dist.get_rank()
     node = os.environ.get("GROUP_RANK", "0")
-    row = f"{node:<6}{rank:<6}{local_rank:<12}{device!s:<8}{os.getpid():<8}{platform.node()}"
     rows = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, row)
+    dist.all_gather_object(rows, rank_row(node, rank, local_rank, device))
     if rank == 0:
-        print("node  rank  local_rank  device  pid     host", *rows, sep="\n", flush=True)
+        print(RANKS, *rows, sep="\n", flush=True)
     return rank, device
 
 
@@ -177,13 +179,14 @@ def fill(tensor, batch_size):
 def run_epoch(model, schedule, loader, device, batch_size, optimizer=None):
     """Train, or only test if there is no optimizer.
 
-    Returns three sums over all images: the losses, the images that were recognized, the images.
+    Returns three sums over all images: the loss, the number classified correctly, the number of
+    images.
     """
     rank = dist.get_rank()
     training = optimizer is not None
     model.train(training)
     # The sums stay on the device. Reading them in each step would make Python wait for the GPU.
-    totals = torch.zeros(3, dtype=torch.float64, device=device)
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
     for images, labels in loader:
         images = images.to(device, non_blocking=True)
         labels = labels.to(device, non_blocking=True)
@@ -203,81 +206,30 @@ def run_epoch(model, schedule, loader, device, batch_size, optimizer=None):
         if outputs is not None:  # only the last rank has the logits
             logits = outputs[: len(labels)].detach()
             loss = F.cross_entropy(logits, labels)
-            totals[0] += loss * len(labels)
-            totals[1] += (logits.argmax(dim=1) == labels).sum()
-            totals[2] += len(labels)
-    dist.all_reduce(totals)
-    return totals.tolist()
+            sums[0] += loss * len(labels)
+            sums[1] += (logits.argmax(dim=1) == labels).sum()
+            sums[2] += len(labels)
+    dist.all_reduce(sums)
+    return sums.tolist()
 
 
-def save(args, epoch, model, parts, optimizer):
-    """Collect all stages on rank 0, and write a checkpoint like those of the other lessons."""
-    rank = dist.get_rank()
-    world_size = dist.get_world_size()
-    for number, part in enumerate(parts):
-        source = number % world_size  # the rank that trains this stage
-        # One tensor at a time, because with NCCL each message takes GPU memory.
-        # keep_vars=True yields the parameters themselves, which are the keys of optimizer.state.
-        for tensor in part.state_dict(keep_vars=True).values():
-            if rank == source and rank != 0:
-                optimizer_state = on_cpu(optimizer.state.get(tensor, {}))
-                dist.send_object_list([tensor.detach().cpu(), optimizer_state], dst=0)
-            if rank == 0 and source != 0:
-                received = [None, None]
-                dist.recv_object_list(received, src=source)
-                value, optimizer_state = received
-                # Rank 0 has this stage, too, on its CPU, but has not trained it.
-                tensor.detach().copy_(value)
-                if optimizer_state:
-                    optimizer.state[tensor] = optimizer_state
-    if rank == 0:
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        state |= {"epoch": epoch, "args": vars(args)}
-        with open(f"{args.savefile}.tmp", "wb") as file:
-            torch.save(state, file)
-        # The last checkpoint stays whole even if this run is killed while it writes.
-        os.replace(f"{args.savefile}.tmp", args.savefile)
-
-
-def on_cpu(state):
-    """Return a copy of a dict that has its tensors on the CPU."""
-    copy = {}
-    for name, value in state.items():
-        copy[name] = value.cpu() if torch.is_tensor(value) else value
-    return copy
-
-
-@record
 def train(args):
     """Train and test, and print one line for each epoch. Then show when each rank computes."""
     rank, device = join(args)
     meet(args)  # guard rail: compares the flags of the ranks
     world_size = dist.get_world_size()
-    torch.set_default_dtype(torch.float64 if args.double else torch.float32)
-    torch.manual_seed(args.seed)
-    train_set, test_set = load(args.dataset, args.data_dir)
-    generator = torch.Generator()
     # All ranks read the same batches. The first stage uses the images, and the last one uses the
     # labels.
-    sampler = RandomSampler(train_set, generator=generator)
-    pin_memory = device.type == "cuda"  # a GPU copies from pinned memory while Python continues
-    train_loader = DataLoader(
-        train_set,
-        args.batch_size,
-        sampler=sampler,
-        drop_last=True,
-        collate_fn=whole_batch,  # common/data.py's data sets return whole batches already
-        pin_memory=pin_memory,
-    )
-    test_loader = DataLoader(
-        test_set, args.batch_size, collate_fn=whole_batch, pin_memory=pin_memory
-    )
+    train_loader, test_loader = loaders(args)
+    # NEW: the stages take batches of one size only, so test batches get the size of training ones.
+    test_loader = DataLoader(test_loader.dataset, args.batch_size, collate_fn=whole_batch)
+    torch.manual_seed(args.seed)
     # Each rank makes the whole model on the CPU, and moves only its own stages to its GPU.
-    model = MODELS[args.model](args.width, args.layers)
+    model = make_model(args)
     # NEW: this works around a bug in PyTorch 2.9: https://github.com/pytorch/pytorch/pull/165539.
-    # A stage first sends shapes as int64, but the receiver's buffer has the default dtype. float64
-    # has 8 bytes, like int64, so the buffer is large enough. The model has been made, so nothing
-    # else changes.
+    # Before the first step, each stage sends an int64 to the next one, but the receiver's buffer
+    # has the default dtype. float64 has 8 bytes, like int64, so the buffer is large enough. The
+    # model and the data keep their own dtype.
     torch.set_default_dtype(torch.float64)
     layers = torch.nn.Sequential(*model.stage1, *model.stage2)
     parts = cut(layers, world_size * STAGES_PER_RANK[args.schedule])
@@ -286,25 +238,14 @@ def train(args):
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
 
     for epoch in range(args.epochs):
-        # The order differs from epoch to epoch, and it is the same on all ranks and in each run.
-        generator.manual_seed(args.seed + epoch)
+        train_loader.sampler.set_epoch(epoch)  # each epoch has an order of its own
         start = time.perf_counter()
-        hidden = None if rank == 0 else True  # None: the bar is hidden if there is no terminal
-        progress = tqdm(train_loader, leave=False, disable=hidden)
-        loss_sum, hits, seen = run_epoch(
-            model, schedule, progress, device, args.batch_size, optimizer
-        )
+        progress = bar(train_loader, show=rank == 0)
+        trained = run_epoch(model, schedule, progress, device, args.batch_size, optimizer)
         seconds = time.perf_counter() - start
-        _, test_hits, test_seen = run_epoch(model, schedule, test_loader, device, args.batch_size)
+        tested = run_epoch(model, schedule, test_loader, device, args.batch_size)
         if rank == 0:
-            print(
-                f"epoch {epoch + 1}/{args.epochs}  loss {loss_sum / seen:.4f}"
-                f"  train {hits / seen:.2%}  test {test_hits / test_seen:.2%}"
-                f"  {seconds:.2f} s  {seen / seconds:,.0f} images/s",
-                flush=True,
-            )
-        if args.savefile:
-            save(args, epoch + 1, model, parts, optimizer)
+            print(epoch_line(args, epoch, seconds, trained, tested), flush=True)
     images, labels = next(iter(train_loader))
     steps = {}
     steps[args.schedule, args.micro_batches] = watch(schedule, stages, images, labels)
@@ -320,32 +261,19 @@ def train(args):
 
 
 @explained  # guard rail: explains errors
+@record  # torchrun's report then shows the error of the rank that failed first
 def main():
     """Read the flags, make sure that the data is there, and train as one of the ranks."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage=argparse.SUPPRESS,
-    )
+    parser = flags.Parser(__doc__, parents=[flags.training()])
     add = parser.add_argument
     add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     add("--schedule", choices=STAGES_PER_RANK, default="GPipe")
     add("--micro_batches", type=int, default=8, help="micro-batches in a batch")
     add("--plot", metavar="PNG", help="draw the timeline into this file")
     add("--timeout", type=int, default=60, help="seconds to wait for another rank")
-    add("--epochs", type=int, default=3)
     add("--batch_size", type=int, default=128, help="images in a step, over all ranks")
-    add("--lr", type=float, default=1e-3, help="Adam's learning rate")
-    add("--model", choices=MODELS, default="mlp")
-    add("--width", type=int, help="neurons in each hidden layer; default: 64 (mlp), 120 (cnn)")
-    add("--layers", type=int, help="hidden linear layers; default: 3 (mlp), 1 (cnn)")
-    add("--dataset", choices=["mnist", "digits"], help="default: mnist, or digits without mnist")
-    add("--data_dir", default=DATA_DIR, help="default: data/ beside playground/")
-    add("--seed", type=int, default=0)
-    add("--double", action="store_true", help="compute in float64, so that lessons agree exactly")
-    add("-s", "--savefile", help="write a checkpoint to this file after each epoch")
     args = parser.parse_args()
-    check(parser, args)  # guard rail: refuses impossible flags
+    check(parser, args, replicas=1)  # guard rail: refuses impossible flags
     world_size = int(os.environ["WORLD_SIZE"])
     if world_size == 1:
         args.schedule = "GPipe"  # the other schedules need several ranks

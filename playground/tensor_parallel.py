@@ -74,9 +74,7 @@ Now write it yourself: split_pair.py in playground/exercises/.
 The next lesson, hybrid_parallel.py, combines tensor parallelism with FSDP.
 """
 
-import argparse
 import os
-import platform
 import sys
 import time
 from datetime import timedelta
@@ -88,13 +86,13 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, RandomSampler
-from tqdm import tqdm
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
-from common.data import DATA_DIR, fetch, load, whole_batch
+from common import flags
+from common.data import fetch, loaders
 from common.guard_rails import check, explained
-from common.models import MODELS
+from common.models import make_model
+from common.report import RANKS, bar, epoch_line, rank_row
 from common.roll_call import meet
 from measure.steps import compare_step
 
@@ -115,11 +113,10 @@ def join(args):
     dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=gpu)
     rank = dist.get_rank()
     node = os.environ.get("GROUP_RANK", "0")
-    row = f"{node:<6}{rank:<6}{local_rank:<12}{device!s:<8}{os.getpid():<8}{platform.node()}"
     rows = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, row)
+    dist.all_gather_object(rows, rank_row(node, rank, local_rank, device))
     if rank == 0:
-        print("node  rank  local_rank  device  pid     host", *rows, sep="\n", flush=True)
+        print(RANKS, *rows, sep="\n", flush=True)
     return rank, device
 
 
@@ -210,107 +207,55 @@ def find_pairs(model):
 
 
 def split_by_hand(model, pairs):
-    """Replace the layers of each pair with layers that keep only this rank's shards.
-
-    Returns a dict: the name of a parameter -> the dimension along which it is split.
-    """
+    """Replace the layers of each pair with layers that keep only this rank's shards."""
     count = len(list(model.parameters()))
-    shard_dims = {}
     for column, row in pairs:
         model.set_submodule(column, ColumnLinear(model.get_submodule(column)))
         model.set_submodule(row, RowLinear(model.get_submodule(row)))
-        shard_dims |= {f"{column}.weight": 0, f"{column}.bias": 0, f"{row}.weight": 1}
     # Splitting a layer makes new parameters. If two layers shared one, each now has its own, so
     # parameters() yields more than before.
     if len(list(model.parameters())) > count:
         raise ValueError(
             "layers that share a parameter cannot be split: leave them out of the pairs"
         )
-    return shard_dims
 
 
-def split_by_dtensor(model, pairs, device):
+def split_by_dtensor(model, pairs, mesh):
     """Let PyTorch split the layers. Parameters become DTensors: tensors that know their shards."""
-    mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))  # all ranks, in a row
     plan = {}  # its keys are the names of layers, as in model.named_modules()
     for column, row in pairs:
         plan[column] = ColwiseParallel()
         plan[row] = RowwiseParallel()
-    parallelize_module(model, mesh, plan)  # NEW: does what is written by hand above
+    # NEW: does what is written by hand above. It moves each parameter to the device and then keeps
+    # only a shard, one whole parameter at a time.
+    parallelize_module(model, mesh, plan)
 
 
 def run_epoch(model, loader, device, optimizer=None):
     """Train, or only test if there is no optimizer.
 
-    Returns three sums over all images: the losses, the images that were recognized, the images.
+    Returns three sums over all images: the loss, the number classified correctly, the number of
+    images.
     """
-    training = optimizer is not None
-    model.train(training)
+    model.train(optimizer is not None)
     # The sums stay on the device. Reading them in each step would make Python wait for the GPU.
-    totals = torch.zeros(3, dtype=torch.float64, device=device)
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
     for images, labels in loader:
         images = images.to(device, non_blocking=True)
         labels = labels.to(device, non_blocking=True)
-        with torch.set_grad_enabled(training):
+        with torch.set_grad_enabled(model.training):
             logits = model(images)
             loss = F.cross_entropy(logits, labels)
-        if training:
+        if optimizer is not None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        totals[0] += loss.detach() * len(labels)
-        totals[1] += (logits.argmax(dim=1) == labels).sum()
-        totals[2] += len(labels)
-    return totals.tolist()  # NEW: without an all_reduce, because each rank has seen all images
+        sums[0] += loss.detach() * len(labels)
+        sums[1] += (logits.argmax(dim=1) == labels).sum()
+        sums[2] += len(labels)
+    return sums.tolist()  # NEW: without an all_reduce, because each rank has seen all images
 
 
-def gather(tensor, shard_dim):
-    """Return the whole tensor on the CPU of rank 0, and None on the other ranks.
-
-    shard_dim is the dimension along which the tensor was split by hand, or None if it was not.
-    """
-    rank = dist.get_rank()
-    if isinstance(tensor, DTensor):
-        tensor = tensor.full_tensor()  # for a moment, each rank holds the whole of this one tensor
-    elif shard_dim is not None:
-        shards = None
-        if rank == 0:
-            shards = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-        dist.gather(tensor, shards)
-        if rank == 0:
-            tensor = torch.cat([shard.cpu() for shard in shards], shard_dim)
-    if rank > 0:
-        return None
-    return tensor.cpu()
-
-
-def save(args, epoch, model, optimizer, shard_dims):
-    """Write a checkpoint like those of the other lessons. All ranks call this, and rank 0 writes.
-
-    The tensors are gathered one after the other, so no GPU ever holds the whole model.
-    """
-    state = {"model": {}, "optimizer": optimizer.state_dict()}
-    state |= {"epoch": epoch, "args": vars(args)}
-    for name, tensor in model.state_dict().items():
-        state["model"][name] = gather(tensor, shard_dims.get(name))
-    parameters = list(model.named_parameters())  # the optimizer numbers them in this order
-    for number, tensors in state["optimizer"]["state"].items():
-        name, parameter = parameters[number]
-        gathered = {}
-        for key, tensor in tensors.items():
-            shard_dim = None
-            if tensor.shape == parameter.shape:  # Adam's averages, but not its count of steps
-                shard_dim = shard_dims.get(name)
-            gathered[key] = gather(tensor, shard_dim)
-        state["optimizer"]["state"][number] = gathered
-    if dist.get_rank() == 0:
-        with open(f"{args.savefile}.tmp", "wb") as file:
-            torch.save(state, file)
-        # The last checkpoint stays whole even if this run is killed while it writes.
-        os.replace(f"{args.savefile}.tmp", args.savefile)
-
-
-@record  # torchrun's report then contains the traceback of the rank that failed first
 def train(args):
     """Train and test, and print one line for each epoch."""
     rank, device = join(args)
@@ -320,34 +265,23 @@ def train(args):
     if rank == 0 and world_size > local_world_size:
         # NEW: each pair of layers waits for a message, which takes longer between nodes.
         print("The ranks span several nodes: each pair of layers waits for the network", flush=True)
-    torch.set_default_dtype(torch.float64 if args.double else torch.float32)
+    train_loader, test_loader = loaders(args)  # NEW: all ranks read the same images
     torch.manual_seed(args.seed)
-    train_set, test_set = load(args.dataset, args.data_dir)
-    generator = torch.Generator()
-    sampler = RandomSampler(train_set, generator=generator)  # NEW: all ranks read the same images
-    pin_memory = device.type == "cuda"  # a GPU copies from pinned memory while Python continues
-    train_loader = DataLoader(
-        train_set,
-        args.batch_size,
-        sampler=sampler,
-        drop_last=True,
-        collate_fn=whole_batch,  # common/data.py's data sets return whole batches already
-        pin_memory=pin_memory,
-    )
-    test_loader = DataLoader(test_set, 1000, collate_fn=whole_batch, pin_memory=pin_memory)
     # NEW: the whole model is made on the CPU, and moved after it is split. So only the shards of
-    # this rank must fit on its GPU.
-    model = MODELS[args.model](args.width, args.layers)
+    # this rank must fit on its GPU, and with --by dtensor one whole parameter at a time.
+    model = make_model(args)
     pairs = find_pairs(model)
     if args.by == "hand":
-        shard_dims = split_by_hand(model, pairs)
+        split_by_hand(model, pairs)
     else:
-        shard_dims = {}  # not needed: a DTensor knows along which dimension it is split
-        split_by_dtensor(model, pairs, device)
+        mesh = dist.init_device_mesh(device.type, (world_size,))  # all ranks, in a row
+        # The group of a mesh may have PyTorch's own timeout: 30 minutes (gloo) or 10 (NCCL).
+        mesh.get_group().set_timeout(timedelta(seconds=args.timeout))
+        split_by_dtensor(model, pairs, mesh)
     model = model.to(device)
     if args.compare:
         torch.manual_seed(args.seed)  # so the whole model starts from the same parameters
-        compare_step(model, MODELS[args.model](args.width, args.layers), *next(iter(train_loader)))
+        compare_step(model, make_model(args), *next(iter(train_loader)))
     # NEW: fused=True does not work with DTensors and plain tensors together. A model with layers
     # outside the pairs has both, if PyTorch has split it.
     kinds = {isinstance(parameter, DTensor) for parameter in model.parameters()}
@@ -355,34 +289,22 @@ def train(args):
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=fused)
 
     for epoch in range(args.epochs):
-        # The order differs from epoch to epoch, and it is the same on all ranks and in each run.
-        generator.manual_seed(args.seed + epoch)
+        train_loader.sampler.set_epoch(epoch)  # each epoch has an order of its own
         start = time.perf_counter()
-        hidden = None if rank == 0 else True  # None: the bar is hidden if there is no terminal
-        progress = tqdm(train_loader, leave=False, disable=hidden)
-        loss_sum, hits, seen = run_epoch(model, progress, device, optimizer)
+        progress = bar(train_loader, show=rank == 0)
+        trained = run_epoch(model, progress, device, optimizer)
         seconds = time.perf_counter() - start
-        _, test_hits, test_seen = run_epoch(model, test_loader, device)
+        tested = run_epoch(model, test_loader, device)
         if rank == 0:
-            print(
-                f"epoch {epoch + 1}/{args.epochs}  loss {loss_sum / seen:.4f}"
-                f"  train {hits / seen:.2%}  test {test_hits / test_seen:.2%}"
-                f"  {seconds:.2f} s  {seen / seconds:,.0f} images/s",
-                flush=True,
-            )
-        if args.savefile:
-            save(args, epoch + 1, model, optimizer, shard_dims)
+            print(epoch_line(args, epoch, seconds, trained, tested), flush=True)
     dist.destroy_process_group()
 
 
 @explained  # guard rail: explains errors
+@record  # torchrun's report then shows the error of the rank that failed first
 def main():
     """Read the flags, make sure that the data is there, and train as one of the ranks."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage=argparse.SUPPRESS,
-    )
+    parser = flags.Parser(__doc__, parents=[flags.training()])
     add = parser.add_argument
     add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     add(
@@ -393,19 +315,9 @@ def main():
     )
     add("--compare", action="store_true", help="first compare a step with that of the whole model")
     add("--timeout", type=int, default=60, help="seconds to wait for another rank")
-    add("--epochs", type=int, default=3)
     add("--batch_size", type=int, default=128, help="images in a step, the same on all ranks")
-    add("--lr", type=float, default=1e-3, help="Adam's learning rate")
-    add("--model", choices=MODELS, default="mlp")
-    add("--width", type=int, help="neurons in each hidden layer; default: 64 (mlp), 120 (cnn)")
-    add("--layers", type=int, help="hidden linear layers; default: 3 (mlp), 1 (cnn)")
-    add("--dataset", choices=["mnist", "digits"], help="default: mnist, or digits without mnist")
-    add("--data_dir", default=DATA_DIR, help="default: data/ beside playground/")
-    add("--seed", type=int, default=0)
-    add("--double", action="store_true", help="compute in float64, so that lessons agree exactly")
-    add("-s", "--savefile", help="write a checkpoint to this file after each epoch")
     args = parser.parse_args()
-    check(parser, args)  # guard rail: refuses impossible flags
+    check(parser, args, replicas=1)  # guard rail: refuses impossible flags
     world_size = int(os.environ["WORLD_SIZE"])
     default_width = {"mlp": 64, "cnn": 120}[args.model]
     width = args.width or default_width
