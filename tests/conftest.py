@@ -72,10 +72,19 @@ def pytest_report_header():
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Say last what tests have recorded, such as how much a check compared."""
+    """Say last what tests have recorded, such as how much a check compared.
+
+    Of values whose name begins with "largest", only the largest one is shown.
+    """
+    largest = {}
     for report in terminalreporter.getreports("passed"):
         for name, value in report.user_properties if report.when == "call" else ():
-            terminalreporter.write_line(f"{name}: {value}")
+            if name.startswith("largest "):
+                largest[name] = max(value, largest.get(name, value))
+            else:
+                terminalreporter.write_line(f"{name}: {value}")
+    for name, value in largest.items():
+        terminalreporter.write_line(f"{name}: {value:.0e}")
 
 
 def committed(path):
@@ -117,6 +126,8 @@ class Job:
             key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES
         }
         environment["OMP_NUM_THREADS"] = "1"  # several tests and processes share the cores
+        if DETECTRON2 != "the real detectron2":  # which causes such warnings itself
+            environment["PYTHONWARNINGS"] = "error::FutureWarning"
         environment |= {"PLAYGROUND_TEST": self.mark} | (env or {})
         environment = {name: value for name, value in environment.items() if value is not None}
         if not cold:
@@ -330,17 +341,14 @@ def single_gpu(*flags):
     return epochs(run("single_gpu", *flags).stdout)
 
 
-def one_process(*flags):
+def one_process(*flags, apart=2.01e-4):
     """Return what the epoch lines of other lessons must equal on any CPU.
 
-    Rounding moves the loss and up to three images.
+    Rounding moves the loss, which may be so far `apart`, and up to three images.
     """
-    images = {"train": 300 / 1440, "test": 300 / 297}  # of the digits, in %
+    images = {"train": 300 / 1440 + 0.01, "test": 300 / 297 + 0.01}  # of the digits, in %
     return [
-        {
-            name: pytest.approx(value, abs=images.get(name, 2e-4) + 1e-6)
-            for name, value in line.items()
-        }
+        {name: pytest.approx(value, abs=images.get(name, apart)) for name, value in line.items()}
         for line in single_gpu(*flags)
     ]
 

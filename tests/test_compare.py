@@ -17,18 +17,7 @@ import time
 
 import matplotlib.image
 import pytest
-from conftest import (
-    DIGITS,
-    LESSONS,
-    ROOT,
-    Lesson,
-    alive,
-    by_torchrun,
-    epochs,
-    lesson_path,
-    one_process,
-    talks,
-)
+from conftest import DIGITS, LESSONS, ROOT, Lesson, alive, by_torchrun, epochs, one_process, talks
 
 from playground.measure import compare as tool
 from playground.measure import processes
@@ -65,7 +54,7 @@ def course(tmp_path):
 
 
 def test_the_numbers_are_the_lessons_own(tmp_path):
-    """Parity, speed and steps of real runs. Two agree in float64, and do not in float32."""
+    """Parity, speed and steps of real runs. In float64, the same twelve digits are printed."""
     lesson = "distributed_data_parallel_torchrun"
     done, results = compare(
         tmp_path, "--epochs", 2, "--only", "parity", "steps", "--lessons", lesson
@@ -86,9 +75,11 @@ def test_the_numbers_are_the_lessons_own(tmp_path):
         assert 200 < run["memory_mib"] < 5000
         assert "gpu_memory_mib" not in run
         assert run["name"] in done.stdout
-    assert all(len(run["epochs"]) == 1 and "--double" in run["command"] for run in double)
-    assert one["difference_float32"] == one["difference_float64"] == 0
-    assert 0 < ddp["difference_float64"] < 1e-12 < ddp["difference_float32"] < 1e-3
+    for run, in_float64 in zip((one, ddp), double, strict=True):
+        assert "--double" in in_float64["command"] and len(in_float64["epochs"]) == 2
+        assert run["loss_float64"] == in_float64["loss"]
+        assert f"| {run['loss_float64']:.12f} |" in done.stdout
+    assert one["difference"] == 0 <= ddp["difference"] < 1e-10
     assert "1 of 1 end with the loss of single_gpu.py" in done.stdout
     assert "only rounding differs" in done.stdout
     for run, average in ((by_ddp, "ddp"), (each, "each"), (bucket, "bucket")):
@@ -205,14 +196,14 @@ def test_messages_that_lessons_count(said, counted, tmp_path):
 
 
 def test_lessons_that_shard_a_model(tmp_path):
-    """Each ends with the parameters of one process, and its row has the messages it counted."""
+    """Each prints the losses of one process, and its row has the messages that it counted."""
     lessons = ("fully_sharded_data_parallel", "tensor_parallel")
     done, results = compare(tmp_path, "--epochs", 1, "--only", "parity", "--lessons", *lessons)
     one, *runs = [run for run in results["runs"] if run["kind"] == "float32"]
     counted = ["8 all_gather, 4 reduce_scatter", "3 all_reduce", "3 all_reduce"]
     assert "messages" not in one
     assert [run.get("messages") for run in runs] == counted  # the last two in float64 only
-    assert all(run["difference_float64"] < 1e-12 for run in runs)
+    assert all(run["difference"] < 1e-10 for run in runs)
     assert "3 of 3 end with the loss of single_gpu.py" in done.stdout
 
 
@@ -225,9 +216,9 @@ time.sleep(0.5)
 """
 
 
-@pytest.mark.parametrize(("linux", "least", "most"), [(True, 100, 250), (False, 400, 1400)])
-def test_memory(linux, least, most, tmp_path, monkeypatch):
-    """What a lesson takes after its first epoch line counts only where there is no /proc."""
+@pytest.mark.parametrize(("linux", "most"), [(True, 550), (False, 1400)])
+def test_memory(linux, most, tmp_path, monkeypatch):
+    """The peak of a lesson until its end, with /proc and without it."""
     if not linux:
         monkeypatch.setattr(processes, "PROC", tmp_path / "proc")
     larger = [sys.executable, "-c", "x = bytearray(1500 * 2**20)"]
@@ -235,7 +226,7 @@ def test_memory(linux, least, most, tmp_path, monkeypatch):
     words = [sys.executable, "-c", GROWS]
     status, said, memory = processes.follow(words, {}, tmp_path, 60)
     assert status == 0 and len(said) == 1
-    assert least < memory < most
+    assert 400 < memory < most
 
 
 TORCH = """
@@ -337,16 +328,21 @@ def test_where_ddp_starts_to_be_faster(several, where, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("apart", "said"), [(2e-16, "only rounding differs"), (1e-3, "more than rounding")]
+    ("apart", "said"),
+    [
+        (0, "at most 0, so only rounding differs"),
+        (1e-12, "at most 1e-12, so only rounding differs"),
+        (1e-3, "a loss differs by 0.001. This is more than rounding"),
+    ],
 )
 def test_what_float64_shows(apart, said, capsys):
     """From made-up runs, one of them wrong: the sentence."""
     one = {"name": "single_gpu.py", "lesson": "single_gpu", "failed": False, "loss": 1.4064}
-    one |= {"train": 72.43, "test": 85.19, "difference_float32": 0, "difference_float64": 0}
-    other = one | {"name": "x.py", "lesson": "x", "difference_float64": apart}
-    tell_parity([one, other], argparse.Namespace(epochs=2))
+    one |= {"train": 72.43, "test": 85.19, "loss_float64": 1.406419734911, "difference": 0}
+    other = one | {"name": "x.py", "lesson": "x", "difference": apart}
+    tell_parity([one, other])
     out = capsys.readouterr().out
-    assert said in out and "1 of 1 end with the loss of single_gpu.py." in out
+    assert said in " ".join(out.split()) and "1 of 1 end with the loss of single_gpu.py." in out
 
 
 def test_what_fails_is_a_row(course, tmp_path):
@@ -425,6 +421,7 @@ def test_ctrl_c_keeps_what_there_is(tmp_path):
         (("--timeout", "0"), "must be 1 or more"),
         (("--batch_size", 100), "cannot be divided by each of [1, 2, 8]: use --batch_size 96"),
         (("--lr", "nan"), "--lr nan: must be a number"),
+        (("--double",), "--double: leave it out"),
     ],
 )
 def test_bad_input(flags, told, main):
@@ -433,8 +430,8 @@ def test_bad_input(flags, told, main):
     assert told in done.stderr and len(done.stderr.splitlines()) == 1
 
 
-def test_help_is_the_docstring(main):
-    """--help has the commands."""
+def test_help(main):
+    """--help has the first paragraph of the docstring, and flags of its own and of the lessons."""
     out = main("measure.compare", "--help", status=0).stdout
-    assert "python playground/measure/compare.py --dataset digits --epochs 2" in out
-    assert lesson_path("measure/compare").is_file()
+    assert "What parallelism gains and costs: this tool runs the lessons" in out
+    assert "--widths" in out and "--layers" in out

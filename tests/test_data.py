@@ -3,6 +3,7 @@
 Most tests are about fetch(): files that are missing or damaged, and several processes at once.
 """
 
+import argparse
 import os
 import shutil
 import signal
@@ -19,11 +20,11 @@ import torch
 from conftest import ROOT, epochs, run
 from sklearn.datasets import load_digits
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 from torchvision.datasets import MNIST
 from torchvision.transforms import Compose, Normalize, ToTensor
 
-from common.data import Images, fetch, load, whole_batch
+from common.data import Images, fetch, load, loaders, whole_batch
 from common.models import CNN, MLP
 
 # Bytes of the unpacked files. They are not taken from common.data, to detect a wrong number there.
@@ -276,6 +277,35 @@ def test_digits_are_normalised_and_the_same_each_time(tmp_path):
     torch.manual_seed(1)  # the user's seed does not change the split
     for part, again in zip((train_set, test_set), load("digits", tmp_path), strict=True):
         assert part.images.equal(again.images) and part.labels.equal(again.labels)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("double", [False, True])
+def test_the_loaders_of_all_ranks(world_size, double):
+    """Their training batches make up those of single_gpu.py, and each test image is there once."""
+    args = argparse.Namespace(dataset="digits", data_dir=None, batch_size=120, seed=3)
+    args.device = "cpu"
+    args.double = double
+    pairs = [loaders(args, rank, world_size) for rank in range(world_size)]
+    for epoch in (0, 1):
+        for train_loader, _ in pairs:
+            train_loader.sampler.set_epoch(epoch)
+        order = RandomSampler(range(1500), generator=torch.Generator().manual_seed(3 + epoch))
+        batches = BatchSampler(order, 120, drop_last=True)
+        train_set = pairs[0][0].dataset
+        train_loaders = [train_loader for train_loader, _ in pairs]
+        for batch, *parts in zip(batches, *train_loaders, strict=True):
+            for rank, (images, labels) in enumerate(parts):
+                part = batch[rank::world_size]
+                assert images.equal(train_set.images[part])
+                assert labels.equal(train_set.labels[part])
+    found = Counter()
+    for _, test_loader in pairs:
+        for images, _ in test_loader:
+            assert images.dtype == (torch.float64 if double else torch.float32)
+            found.update(image.numpy().tobytes() for image in images)
+    test_set = pairs[0][1].dataset
+    assert found == Counter(image.numpy().tobytes() for image in test_set.images)
 
 
 def test_mnist_equals_torchvisions(mnist):

@@ -413,15 +413,20 @@ def test_batches_are_copied_while_python_continues(lesson):
 
 
 def test_convolutions_are_as_exact_as_on_a_cpu():
-    """common/models.py switches off cuDNN's TF32, which would round their inputs to 10 bits."""
-    convolutions = torch.backends.cudnn.conv
-    before = convolutions.fp32_precision
-    convolutions.fp32_precision = "tf32"
+    """common/models.py switches off cuDNN's TF32, which would round their inputs to 10 bits.
+
+    Both of PyTorch's switches can be read afterwards. If only the newer one is set, reading the
+    older one raises an error.
+    """
+    cudnn = torch.backends.cudnn
+    before = cudnn.allow_tf32
+    cudnn.allow_tf32 = True
     try:
         importlib.reload(importlib.import_module("common.models"))
-        assert convolutions.fp32_precision == "ieee"
+        assert cudnn.allow_tf32 is False
+        assert cudnn.conv.fp32_precision in ("none", "ieee")
     finally:
-        convolutions.fp32_precision = before
+        cudnn.allow_tf32 = before
 
 
 class Event:

@@ -22,8 +22,10 @@ from conftest import (
     by_torchrun,
     epochs,
     free_port,
+    one_process,
     ranks,
     run,
+    single_gpu,
     torchrun,
     train,
 )
@@ -40,10 +42,7 @@ SHARED = {
 DIGITS = ("--dataset", "digits", "--batch_size", 120)
 ONE_EPOCH = (*DIGITS, "--epochs", 1)
 TWO_EPOCHS = (*DIGITS, "--epochs", 2)
-NUMBERS = [
-    (("--model", "mlp"), 1e-5),
-    (("--model", "cnn", "--double"), 1e-12),
-]  # and how far apart weights may be
+NUMBERS = [("--model", "mlp"), ("--model", "cnn", "--double")]
 ONE_PROCESS = [
     ("single_gpu", ()),
     ("data_parallel", ("-g", 1)),
@@ -69,7 +68,7 @@ ONE_PROCESS = [
 ]
 TWO_RANKS = [
     ("manual_data_parallel", ()),
-    ("manual_data_parallel", ("--weights", "send", "--bucket")),
+    ("manual_data_parallel", ("--bucket",)),
     ("manual_data_parallel", ("--backend", "gloo")),
     ("distributed_data_parallel", ()),
     ("distributed_data_parallel", ("--backend", "gloo")),
@@ -192,22 +191,17 @@ def output(jobs):
 
 
 def kept(lesson, folder):
-    """Return the flags with which a lesson writes its second checkpoint to epoch-0002.pt."""
-    where = (
-        ("--run_dir", folder)
-        if lesson == "distributed_data_parallel_resumable"
-        else ("-s", folder / "epoch-0002.pt")
-    )
-    return (*where, *(("--out", folder) if lesson == "profile_steps" else ()))
+    """Return the flags of a lesson that always writes to a folder."""
+    return {
+        "distributed_data_parallel_resumable": ("--run_dir", folder),
+        "profile_steps": ("--out", folder),
+    }.get(lesson, ())
 
 
-def assert_as_on_the_cpu(out, folder, flags, apart):
-    """Compare printed numbers and weights with those of single_gpu.py on the CPU."""
-    import torch  # here: where all is skipped nobody needs it
-    from test_parity import assert_equal, single
-
-    checkpoint = torch.load(folder / "epoch-0002.pt", map_location="cpu", weights_only=True)
-    assert_equal((epochs(out), checkpoint), single(*flags), apart)
+def assert_as_on_the_cpu(out, flags):
+    """Compare printed numbers with those of single_gpu.py on the CPU: in float64, to 1e-10."""
+    apart = 1e-10 if "--double" in flags else 2.01e-4
+    assert epochs(out) == one_process(*TWO_EPOCHS, "--device", "cpu", *flags, apart=apart)
 
 
 def changed(lesson, folder, old, new):
@@ -219,10 +213,10 @@ def changed(lesson, folder, old, new):
     return path
 
 
-@pytest.mark.parametrize(("network", "apart"), NUMBERS)
+@pytest.mark.parametrize("network", NUMBERS)
 @pytest.mark.parametrize(("lesson", "flags"), ONE_PROCESS)
-def test_one_process(lesson, flags, network, apart, gpu, tmp_path):
-    """The CPU's numbers: to 1e-5 in float32, to 1e-12 in float64. A CPU reads the checkpoint."""
+def test_one_process(lesson, flags, network, gpu, tmp_path):
+    """The CPU's numbers: to the last digits but one in float32, to 1e-10 in float64."""
     job = Lesson(
         lesson,
         *TWO_EPOCHS,
@@ -233,27 +227,17 @@ def test_one_process(lesson, flags, network, apart, gpu, tmp_path):
         env=ALL_GPUS,
         cold=True,
     )
-    assert_as_on_the_cpu(output([job]), tmp_path, network, apart)
+    assert_as_on_the_cpu(output([job]), network)
 
 
-@pytest.mark.parametrize(
-    ("network", "apart"), [(("--model", "cnn"), 1e-3), (("--model", "mlp", "--double"), 1e-12)]
-)
-def test_the_other_numbers(network, apart, gpu, tmp_path):
-    """The CNN in float32, where Adam makes rounding larger; and the figures of the MLP."""
-    job = Lesson(
-        "single_gpu",
-        *TWO_EPOCHS,
-        *CUDA,
-        *network,
-        *kept("single_gpu", tmp_path),
-        env=ALL_GPUS,
-        cold=True,
-    )
+@pytest.mark.parametrize("network", [("--model", "cnn"), ("--model", "mlp", "--double")])
+def test_the_other_numbers(network, gpu):
+    """The CNN in float32, and the figures of the MLP in float64."""
+    job = Lesson("single_gpu", *TWO_EPOCHS, *CUDA, *network, env=ALL_GPUS, cold=True)
     out = output([job])
-    assert_as_on_the_cpu(out, tmp_path, network, apart)
+    assert_as_on_the_cpu(out, network)
     if "mlp" in network:
-        assert epochs(out)[-1]["loss"] == 1.3712
+        assert epochs(out)[-1]["loss"] == pytest.approx(1.406419734911, abs=1e-10)
 
 
 EXACT = """import sys, torch
@@ -272,21 +256,21 @@ def test_convolutions_without_tf32(gpu):
     assert float(output([Job(sys.executable, "-c", EXACT, CUDA[1], env=env)])) < 1e-5
 
 
-@pytest.mark.parametrize(("network", "apart"), NUMBERS)
+@pytest.mark.parametrize("network", NUMBERS)
 @pytest.mark.parametrize(("lesson", "flags"), TWO_RANKS)
-def test_two_ranks(lesson, flags, network, apart, two_ranks, tmp_path):
+def test_two_ranks(lesson, flags, network, two_ranks, tmp_path):
     """The same numbers from two ranks over NCCL, and over gloo; the table names the GPUs."""
     out = output(two_ranks(lesson, *TWO_EPOCHS, *CUDA, *network, *flags, *kept(lesson, tmp_path)))
     assert tuple(re.findall(r"^\d +\d +\d +(\S+)  ", out, re.M)) == two_ranks.devices
-    assert_as_on_the_cpu(out, tmp_path, network, apart)
+    assert_as_on_the_cpu(out, network)
 
 
-@pytest.mark.parametrize(("network", "apart"), NUMBERS)
+@pytest.mark.parametrize("network", NUMBERS)
 @pytest.mark.parametrize(
     ("lesson", "flags"),
     [("data_parallel", ("-g", 2)), ("model_parallel", ()), ("model_parallel", ("--pipelined",))],
 )
-def test_two_gpus_in_one_process(lesson, flags, network, apart, two_gpus, tmp_path):
+def test_two_gpus_in_one_process(lesson, flags, network, two_gpus, tmp_path):
     """Copies of the model, and a half of it on each."""
     job = Lesson(
         lesson,
@@ -299,7 +283,7 @@ def test_two_gpus_in_one_process(lesson, flags, network, apart, two_gpus, tmp_pa
         cold=True,
     )
     out = output([job])
-    assert_as_on_the_cpu(out, tmp_path, network, apart)
+    assert_as_on_the_cpu(out, network)
     if lesson == "model_parallel":
         assert f"stage1 on {NAMES[0]}, stage2 on {NAMES[1]}" in out
 
@@ -348,7 +332,7 @@ def test_checkpoints_move_between_gpu_and_cpu(gpu, tmp_path):
             )
             out = output([job])
         assert "1 of 2 epochs are done" in out
-        assert_as_on_the_cpu((folder / "log.txt").read_text(), folder, flags, 1e-12)
+        assert_as_on_the_cpu((folder / "log.txt").read_text(), flags)
 
 
 def test_sharded_checkpoints_move_between_gpus_and_cpus(two_ranks, tmp_path):
@@ -357,22 +341,13 @@ def test_sharded_checkpoints_move_between_gpus_and_cpus(two_ranks, tmp_path):
     for on_gpus in ((1, 2), (2, 1)):
         folder, out = tmp_path / str(on_gpus[0]), ""
         for number in (1, 2):
-            own = (
-                *DIGITS,
-                *flags,
-                "--epochs",
-                number,
-                "--run_dir",
-                folder,
-                "-s",
-                folder / "epoch-0002.pt",
-            )
+            own = (*DIGITS, *flags, "--epochs", number, "--run_dir", folder)
             if number == on_gpus[0]:
                 out += output(two_ranks(lesson, *own, *CUDA))
             else:
                 out += train(lesson, *own, "--device", "cpu", processes=3).stdout
         assert re.findall(r"^epoch (\d)", out, re.M) == ["1", "2"]
-        assert_as_on_the_cpu(out, folder, flags, 1e-12)
+        assert_as_on_the_cpu(out, flags)
 
 
 def test_a_sharded_checkpoint_of_another_run(two_ranks, tmp_path):
@@ -429,15 +404,13 @@ def test_collectives_of_one_rank(gpu):
 
 
 @pytest.mark.parametrize("kind", ["tp", "hsdp"])
-def test_a_mesh_of_four_gpus(kind, tmp_path):
+def test_a_mesh_of_four_gpus(kind):
     """2x2: communicators along both axes, the CPU's numbers and tables."""
     need(4)
     lesson, flags = "hybrid_parallel", ("--model", "mlp", "--double")
     own = (*TWO_EPOCHS, *flags, "--mesh", "2x2", "--kind", kind)
-    out = output(
-        ranks(lesson, *own, *CUDA, *kept(lesson, tmp_path), processes=4, env=ALL_GPUS, cold=True)
-    )
-    assert_as_on_the_cpu(out, tmp_path, flags, 1e-12)
+    out = output(ranks(lesson, *own, *CUDA, processes=4, env=ALL_GPUS, cold=True))
+    assert_as_on_the_cpu(out, flags)
     assert shown(out) == shown(train(lesson, *own, "--device", "cpu", processes=4).stdout)
 
 
@@ -496,15 +469,13 @@ def test_clipping(two_ranks, tmp_path):
 def test_bfloat16(two_ranks, tmp_path):
     """The losses are near those of float32, but differ. Parameters stay in float32."""
     lesson = "fully_sharded_checkpoints"
-    out = output(
-        two_ranks(lesson, *TWO_EPOCHS, *CUDA, "--precision", "bf16", *kept(lesson, tmp_path))
-    )
-    import torch
-    from test_parity import single
+    path = tmp_path / "c.pt"
+    out = output(two_ranks(lesson, *TWO_EPOCHS, *CUDA, "--precision", "bf16", "-s", path))
+    import torch  # here, because where all tests are skipped, none needs it
 
-    for line, right in zip(epochs(out), single("--model", "mlp")[0], strict=True):
+    for line, right in zip(epochs(out), single_gpu(*TWO_EPOCHS, "--device", "cpu"), strict=True):
         assert 1e-5 < abs(line["loss"] - right["loss"]) < 0.03
-    checkpoint = torch.load(tmp_path / "epoch-0002.pt", weights_only=True)
+    checkpoint = torch.load(path, weights_only=True)
     assert {weight.dtype for weight in checkpoint["model"].values()} == {torch.float32}
 
 
@@ -617,13 +588,11 @@ def test_the_other_node_of_a_rank_that_fails(on_one_gpu, tmp_path):
     assert len(zero.stderr.strip().splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    "lesson", ["distributed_data_parallel", "distributed_data_parallel_torchrun"]
-)
-def test_a_full_disk(lesson, two_ranks, tmp_path):
+def test_a_full_disk(two_ranks, tmp_path):
     """Only rank 0 writes, and the other one waits: rank 0's node ends and says why in one line."""
-    (tmp_path / "c.pt.tmp").symlink_to("/dev/full")
-    jobs = two_ranks(lesson, *TWO_EPOCHS, *CUDA, "--timeout", 900, "-s", tmp_path / "c.pt")
+    unfinished = 'f"{args.savefile}.{os.getpid()}"'
+    path = changed("distributed_data_parallel", tmp_path, unfinished, '"/dev/full"')
+    jobs = two_ranks(path, *TWO_EPOCHS, *CUDA, "--timeout", 900, "-s", tmp_path / "c.pt")
     try:
         done = jobs[0].wait(300)
     finally:
@@ -765,63 +734,6 @@ def test_a_trace_has_nccls_kernels(average, two_ranks, tmp_path):
         assert float(computing) > 0 and float(waited) + float(hidden) > 0
 
 
-def test_break_it_with_a_wrapper_in_the_checkpoint(gpu, tmp_path):
-    """data_parallel.py's first exercise: all keys begin with "module.", and it cannot be loaded."""
-    path = changed(
-        "data_parallel", tmp_path, 'model.module if args.device == "cuda" else model', "model"
-    )
-    output(
-        [
-            Lesson(
-                path,
-                *TWO_EPOCHS,
-                *CUDA,
-                "-g",
-                1,
-                *kept("data_parallel", tmp_path),
-                env=ALL_GPUS,
-                cold=True,
-            )
-        ]
-    )
-    import torch
-
-    from common.models import MLP
-
-    weights = torch.load(tmp_path / "epoch-0002.pt", map_location="cpu", weights_only=True)["model"]
-    assert weights and all(name.startswith("module.") for name in weights)
-    with pytest.raises(RuntimeError, match="Missing key"):
-        MLP().load_state_dict(weights)
-
-
-@pytest.mark.parametrize("gpus", [1, 2])
-def test_break_it_with_a_model_that_stays_on_the_cpu(gpus, tmp_path):
-    """data_parallel.py's second: two GPUs say where they want the model, one takes it there."""
-    need(gpus)
-    path = changed(
-        "data_parallel",
-        tmp_path,
-        "(args.width, args.layers).to(device)",
-        "(args.width, args.layers)",
-    )
-    job = Lesson(
-        path,
-        *TWO_EPOCHS,
-        *CUDA,
-        "-g",
-        gpus,
-        *kept("data_parallel", tmp_path),
-        env=ALL_GPUS,
-        cold=True,
-    )
-    if gpus == 1:
-        assert_as_on_the_cpu(output([job]), tmp_path, ("--model", "mlp"), 1e-5)
-    else:
-        done = job.wait()
-        assert done.returncode == 1
-        assert f"module must have its parameters and buffers on device {NAMES[0]}" in done.stderr
-
-
 def test_break_it_with_activations_on_the_wrong_gpu(two_gpus, tmp_path):
     """model_parallel.py's first: stage2's first layer has its weights elsewhere."""
     path = changed(
@@ -841,7 +753,7 @@ def test_compare(gpu, tmp_path):
     results = json.loads((tmp_path / "results.json").read_text())
     assert len(results["machine"]["gpus"]) == machine()[0]
     assert not any(one["failed"] for one in results["runs"]) and len(results["runs"]) == 7
-    assert results["runs"][1]["difference_float64"] < 1e-12
+    assert results["runs"][1]["difference"] < 1e-10
     assert all(0 < one["gpu_memory_mib"] < one["memory_mib"] for one in results["runs"])
 
 

@@ -21,6 +21,7 @@ import socket
 import subprocess
 import sys
 import traceback
+import warnings
 from pathlib import Path
 
 libc = ctypes.CDLL(None)
@@ -93,6 +94,7 @@ def _serve(requests: socket.socket) -> None:
     The first waits for the end of the second, which runs the script.
     """
     subprocess.Popen = _Popen  # before torchrun's modules import it
+    import parameters  # noqa: F401
     import sklearn.datasets  # noqa: F401
     import torch._dynamo
     import torch.distributed.checkpoint
@@ -170,6 +172,13 @@ def _be(words: list[str], env: dict[str, str]) -> None:
         str(Path(sys.argv[0]).parent),
         *filter(None, env.get("PYTHONPATH", "").split(os.pathsep)),
     ]
+    if "PYTHONWARNINGS" in env:  # Python has read it before the fork
+        warnings.simplefilter("error", FutureWarning)
+    write_parameters = None
+    if "PARAMETERS" in env:
+        from parameters import remember
+
+        write_parameters = remember(Path(env["PARAMETERS"]))
     status = 1
     try:
         if sys.argv[0] == "-m":
@@ -177,6 +186,8 @@ def _be(words: list[str], env: dict[str, str]) -> None:
             runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(sys.argv[0], run_name="__main__")
+        if write_parameters is not None:
+            write_parameters()
         status = 0
     except SystemExit as end:
         if end.code is None:

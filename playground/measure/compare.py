@@ -4,9 +4,10 @@ Parallelism pays if it saves more computing than it costs in messages, in starti
 in a second copy of the model. This cannot be predicted, but it can be measured. The tool has four
 parts. Each run is a process of its own, which is started by the command line of a lesson.
 
-  parity   The training lessons run, and the tool compares losses, accuracies and parameters. The
-           same runs show images/s, start-up time and memory. A second run of each lesson, one epoch
-           in float64, shows how much of the difference is rounding.
+  parity   The training lessons run, and the tool compares the losses and accuracies that they
+           print. The same runs show images/s, start-up time and memory. A second run of each lesson
+           computes in float64. Its losses have twelve digits, so they show any difference that is
+           more than rounding.
   scaling  distributed_data_parallel.py runs with 1, 2, 4, ... processes. Strong scaling keeps the
            global batch, and weak scaling keeps the per-rank batch.
   steps    profile_steps.py shows where the time of a step goes: when DDP averages the gradients,
@@ -32,7 +33,7 @@ It prints a table and some sentences for each part (numbers will differ):
     | tensor_parallel.py, 2 processes             |   94,421 |        4.4 |             960 | ...
 
 A lesson that fails has a row with its error. The folder --out gets results.json, four figures, and
-what each run has left: its output, its checkpoint, and traces for https://ui.perfetto.dev.
+what each run has left: its output, and traces for https://ui.perfetto.dev.
 
 What is approximate:
   - A traced step takes longer than others. So compare the parts of a step, not its length.
@@ -41,9 +42,8 @@ What is approximate:
     share the cores with those that compute. On GPUs, a kernel may belong to the step before.
   - Start-up is the time to the first epoch line, without the training of that epoch. So it includes
     the first test.
-  - Memory is that of the largest process, without the memory of GPUs. On Linux, it is measured
-    until the first epoch line, because a checkpoint may collect a sharded model afterwards. The C
-    library keeps some freed memory, unless MALLOC_MMAP_THRESHOLD_=1000000 is set (glibc).
+  - Memory is that of the largest process, without the memory of GPUs. The C library keeps some
+    freed memory, unless MALLOC_MMAP_THRESHOLD_=1000000 is set (glibc).
   - Memory on a GPU is what the tensors of a process take at most, until its end. PyTorch counts it
     (torch.accelerator.max_memory_allocated).
   - "Messages" are the collectives of each rank in a step, in lessons that count them.
@@ -58,7 +58,6 @@ Try breaking it, in a copy:
      `--only steps` is 0 now, and why?
 """
 
-import argparse
 import json
 import math
 import os
@@ -80,9 +79,9 @@ sys.path.append(str(PLAYGROUND))  # find measure/ from any working directory
 sys.path.append(str(PLAYGROUND.parent))  # find common/
 from profile_steps import step_times
 
-from common.data import DATA_DIR, fetch
+from common import flags
+from common.data import fetch
 from common.guard_rails import check, explained
-from common.models import MODELS
 from measure.figures import draw_scaling, draw_speed, draw_steps, draw_widths
 from measure.processes import cores, follow, gpu_memory, gpu_variables, last_words, messages
 from measure.report import tell_parity, tell_scaling, tell_speed, tell_steps, tell_widths
@@ -190,11 +189,11 @@ def plan(args):
 
 
 def plan_parity(args):
-    """List the runs of all lessons: first in float32, then one epoch of each in float64."""
+    """List the runs of all lessons: first in float32, then in float64."""
     rows, columns = fitting_mesh(args.device, args.gpus, args.width)
     blanks = {"N": str(args.gpus), "GRID": f"{rows}x{columns}"}
     runs = []
-    for kind, flags in (("float32", []), ("float64", ["--double", "--epochs", "1"])):
+    for kind, double in (("float32", []), ("float64", ["--double"])):
         for line in LESSONS:
             lesson, *words = [blanks.get(word, word) for word in line.split()]
             if lesson != "single_gpu" and lesson not in args.lessons:
@@ -203,7 +202,7 @@ def plan_parity(args):
             if lesson == "tensor_parallel" and kind == "float64":
                 more = ["--compare"]  # counts messages; in float32 its memory would be measured
             run = {"part": "parity", "kind": kind, "lesson": lesson, "words": words}
-            runs.append(run | {"flags": flags + more})
+            runs.append(run | {"flags": double + more})
     return runs
 
 
@@ -253,18 +252,18 @@ def command(run, args, folder):
     variables = {"OMP_NUM_THREADS": str(threads)}
     if args.device == "cuda":
         variables |= gpu_variables(folder)
-    keep = ["--savefile", f"{folder}/checkpoint.pt"]
+    keep = []
     if run["lesson"] == "distributed_data_parallel_resumable":
         keep = ["--run_dir", str(folder)]
     if run["lesson"] == "profile_steps":
         keep = ["--out", str(folder), "--epochs", "1"]  # a trace has a few steps only
-    flags = []
+    passed_on = []
     for name in PASSED_ON:
         value = getattr(args, name)
         if value is not None:
-            flags.append(f"--{name}={value}")
+            passed_on.append(f"--{name}={value}")
     lesson = str(PLAYGROUND / f"{run['lesson']}.py")
-    return [*start, lesson, *flags, *run["words"], *run.get("flags", []), *keep], variables
+    return [*start, lesson, *passed_on, *run["words"], *run.get("flags", []), *keep], variables
 
 
 def execute(run, args, folder):
@@ -307,37 +306,30 @@ def execute(run, args, folder):
             run[name] = mean(of_rank[name] for of_rank in times)
 
 
-def add_differences(runs):
-    """Add to the float32 runs what each lesson's parameters differ by from those of single_gpu.py.
+def add_float64(runs):
+    """Add to the float32 runs what the lessons print in float64.
 
-    Returns the float32 runs. Those that have failed in float64 get a note.
+    These are the last loss, and the largest difference of a loss from that of single_gpu.py in the
+    same epoch. Returns the float32 runs. Those that have failed in float64 get a note.
     """
     rows = [run for run in runs if run["kind"] == "float32"]
     by_name = {row["name"]: row for row in rows}
-    for kind in ("float32", "float64"):
-        same_kind = [run for run in runs if run["kind"] == kind]
-        if not same_kind or same_kind[0]["failed"]:
+    doubles = [run for run in runs if run["kind"] == "float64"]
+    for run in doubles:
+        row = by_name[run["name"]]
+        if run["failed"]:
+            row["note"] = f"float64: {run['note']}"
+            continue
+        row["loss_float64"] = run["loss"]
+        if "messages" in run:
+            row["messages"] = run["messages"]
+        if doubles[0]["failed"]:
             continue  # there is nothing to compare with
-        expected = parameters(same_kind[0])
-        for run in same_kind:
-            row = by_name[run["name"]]
-            if run["failed"]:
-                row.setdefault("note", f"{kind}: {run['note']}")
-                continue
-            found = parameters(run)
-            differences = []
-            for name, tensor in expected.items():
-                differences.append((found[name] - tensor).abs().max().item())
-            row[f"difference_{kind}"] = max(differences)
-            if "messages" in run:
-                row["messages"] = run["messages"]
+        differences = []
+        for found, expected in zip(run["epochs"], doubles[0]["epochs"], strict=True):
+            differences.append(abs(found["loss"] - expected["loss"]))
+        row["difference"] = max(differences)
     return rows
-
-
-def parameters(run):
-    """Return the model in the newest checkpoint of a run."""
-    newest = max(Path(run["folder"]).glob("*.pt"))
-    return torch.load(newest, map_location="cpu", weights_only=True)["model"]
 
 
 def add_speed_ups(runs):
@@ -372,11 +364,11 @@ def tell(runs, args, interrupted):
     of_part = {}
     for part in PARTS:
         of_part[part] = [run for run in runs if run["part"] == part]
-    of_part["parity"] = add_differences(of_part["parity"])
+    of_part["parity"] = add_float64(of_part["parity"])
     add_speed_ups(of_part["scaling"])
     widths = by_width(of_part["widths"], args)
     if of_part["parity"]:
-        tell_parity(of_part["parity"], args)
+        tell_parity(of_part["parity"])
         tell_speed([run for run in of_part["parity"] if not run["failed"]], args)
     if of_part["scaling"]:
         tell_scaling(of_part["scaling"], args)
@@ -414,6 +406,8 @@ def cpu_name():
 
 def complete(parser, args):
     """Choose what was not given: numbers of processes and a batch that fit all runs."""
+    if args.double:
+        parser.error("--double: leave it out, because the part parity runs each lesson with it")
     most = max(2, CORES)
     default = 2
     if args.device == "cuda":
@@ -446,11 +440,7 @@ def complete(parser, args):
 @explained  # guard rail: explains errors
 def main():
     """Make the runs, one after the other, and report. After Ctrl-C report what there is."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage=argparse.SUPPRESS,
-    )
+    parser = flags.Parser(__doc__, parents=[flags.training()])
     add = parser.add_argument
     names = sorted({line.split()[0] for line in LESSONS})
     add("--out", metavar="DIR", default="comparison", help="folder for all that is written")
@@ -463,15 +453,7 @@ def main():
     add("--widths", nargs="+", type=int, default=[64, 256, 1024], help="for widths")
     add("--timeout", dest="seconds", type=int, default=900, help="seconds that a run may take")
     add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--epochs", type=int, default=3)
     add("--batch_size", type=int, help="images in a step, over all ranks; default: 128 or near it")
-    add("--lr", type=float, default=1e-3, help="Adam's learning rate")
-    add("--model", choices=MODELS, default="mlp")
-    add("--width", type=int, help="neurons in each hidden layer; default: 64 (mlp), 120 (cnn)")
-    add("--layers", type=int, help="hidden linear layers; default: 3 (mlp), 1 (cnn)")
-    add("--dataset", choices=["mnist", "digits"], help="default: mnist, or digits without mnist")
-    add("--data_dir", default=DATA_DIR, help="default: data/ beside playground/")
-    add("--seed", type=int, default=0)
     args = parser.parse_args()
     complete(parser, args)
     runs = []

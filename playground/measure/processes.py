@@ -32,8 +32,7 @@ def follow(
 
     Returns:
         Its status. A dict for each epoch line: NAMES, and "at", the seconds after which the line
-        appeared. The peak of the memory of its largest process in MiB: until the first of these
-        lines on Linux, until the end elsewhere.
+        appeared. The peak of the memory of its largest process in MiB.
 
     Raises:
         TimeoutError: if it takes longer.
@@ -61,7 +60,7 @@ def follow(
                 at = time.monotonic() - start
                 if at > seconds:
                     raise TimeoutError(f"took longer than {seconds} s: use a larger --timeout")
-                peak = _peak_memory(process.pid)
+                memory = max(memory, _peak_memory(process.pid))
                 # This comes before reading, so that nothing is missed that is printed at the end.
                 pid, status, usage = os.wait4(process.pid, os.WNOHANG)
                 ended = pid == process.pid
@@ -72,9 +71,6 @@ def follow(
                     if found:
                         numbers = [float(text.replace(",", "")) for text in found.groups()]
                         epochs.append(dict(zip(NAMES, numbers, strict=True)) | {"at": at})
-                # After its first epoch line, a lesson may need more memory for a checkpoint.
-                if not epochs:
-                    memory = max(memory, peak)
         finally:
             _end(process)
     if not PROC.exists():

@@ -5,9 +5,9 @@ import textwrap
 
 from measure.processes import cores
 
-LOSS_APART = (
-    1.01e-4  # printed losses have four decimals, and the last one may be rounded up or down
-)
+# How far apart two losses may be. The last decimal may be rounded up or down.
+APART = 1.01e-4  # in float32, because it is printed with four decimals
+APART_DOUBLE = 1e-10  # in float64, which is printed with twelve
 
 
 def table(title: str, rows: list[dict], columns: dict[str, str]) -> None:
@@ -49,15 +49,15 @@ def say(*sentences: str) -> None:
     print(textwrap.fill(" ".join(sentences), 100))
 
 
-def tell_parity(runs: list[dict], args: argparse.Namespace) -> None:
-    """Say whether all lessons end with the same numbers."""
+def tell_parity(runs: list[dict]) -> None:
+    """Say whether all lessons print the same numbers."""
     columns = {
         "lesson": "{name}",
         "loss": "{loss:.4f}",
         "train": "{train:.2f}%",
         "test": "{test:.2f}%",
-        "parameters differ by, float32": "{difference_float32:.0e}",
-        "float64, 1 epoch": "{difference_float64:.0e}",
+        "loss, float64": "{loss_float64:.12f}",
+        "differs by": "{difference:.0g}",
     }
     table("Parity: the last epoch", runs, columns)
     good = [run for run in runs if not run["failed"]]
@@ -65,20 +65,21 @@ def tell_parity(runs: list[dict], args: argparse.Namespace) -> None:
         say("There are no two lessons to compare.")
         return
     one, *others = good
-    alike = [run for run in others if abs(run["loss"] - one["loss"]) < LOSS_APART]
-    single = max(run["difference_float32"] for run in others)
-    say(
-        f"{len(alike)} of {len(others)} end with the loss of single_gpu.py.",
-        f"In float32, parameters differ by up to {single:.0e}, because sums are rounded in a",
-        f"different order, and {args.epochs} epochs amplify that.",
-    )
-    doubles = [run["difference_float64"] for run in others if "difference_float64" in run]
-    if doubles and max(doubles) < 1e-10:
-        say(f"In float64, they differ by at most {max(doubles):.0e}, so only rounding differs.")
-    elif doubles:
+    alike = [run for run in others if abs(run["loss"] - one["loss"]) < APART]
+    say(f"In float32, {len(alike)} of {len(others)} end with the loss of single_gpu.py.")
+    differences = [run["difference"] for run in others if "difference" in run]
+    if not differences:
+        return
+    largest = max(differences)
+    if largest < APART_DOUBLE:
         say(
-            f"In float64, they differ by up to {max(doubles):.0e}. This is more than rounding,",
-            "so a lesson computes something else.",
+            f"In float64, the losses of each epoch differ by at most {largest:.0g}, so only",
+            "rounding differs.",
+        )
+    else:
+        say(
+            f"In float64, a loss differs by {largest:.0g}. This is more than rounding, so a lesson",
+            "computes something else.",
         )
 
 

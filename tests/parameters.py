@@ -1,0 +1,65 @@
+"""Write the trained parameters of a lesson, which has no flag for it, to a file for each rank.
+
+warm.py calls `remember` in a process that it forks if the environment has PARAMETERS, the folder
+for the files.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+
+def remember(folder: Path) -> Callable[[], None]:
+    """Remember each Adam that is made in this process, or in a process that it forks.
+
+    A rank writes the parameters before it destroys its process group. The function that is returned
+    writes them in a process without a group, at its end.
+    """
+    optimizers = []
+    make_adam = torch.optim.Adam.__init__
+    destroy = dist.destroy_process_group
+
+    def make_and_remember(optimizer, *arguments, **options):
+        make_adam(optimizer, *arguments, **options)
+        optimizers.append(optimizer)
+
+    def write(rank=0):
+        trained = []
+        for optimizer in optimizers:
+            for parameter in optimizer.state:  # those of another rank's stage are not there
+                value = parameter.detach()
+                if isinstance(value, DTensor):
+                    value = value.full_tensor()
+                trained.append(value)
+        if trained:
+            torch.save(trained, folder / f"rank{rank}.pt")
+        optimizers.clear()  # a DTensor refers to the group, and must not outlive it
+
+    def write_and_destroy():
+        write(dist.get_rank())
+        destroy()
+
+    torch.optim.Adam.__init__ = make_and_remember
+    dist.destroy_process_group = write_and_destroy
+    return write
+
+
+def largest_difference(folder: Path, expected: list[torch.Tensor]) -> float:
+    """Return how far the parameters in a folder are from these at most.
+
+    Either each rank has all of them, or they are divided among the ranks, in any order.
+    """
+    models = [torch.load(path) for path in folder.glob("rank*.pt")]
+    if any(len(model) < len(expected) for model in models):
+        models = [sum(models, [])]
+    differences = []
+    for model in models:
+        assert len(model) == len(expected)
+        for parameter in expected:
+            same_shape = [found for found in model if found.shape == parameter.shape]
+            apart = [(found - parameter).abs().max().item() for found in same_shape]
+            differences.append(min(apart))  # the others with its shape are other layers
+    return max(differences)
