@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import LESSONS, ROOT, by_torchrun, committed
+from conftest import LESSONS, ROOT, by_torchrun, committed, run
 
 READING_ORDER = [
     "blocking_p2p",
@@ -148,9 +148,9 @@ def test_common_is_small():
 
 
 @pytest.mark.parametrize("lesson", LESSONS)
-def test_help_is_short(lesson, main):
+def test_help_is_short(lesson):
     """--help prints what the lesson is about and its flags. The commands are in the file."""
-    out = main(lesson, "--help", status=0).stdout
+    out = run(lesson, "--help").stdout
     first = ast.get_docstring(ast.parse(source(lesson))).partition("\n\n")[0]
     usage, about, rest = out.split("\n\n", 2)
     assert usage == f"usage: {lesson}.py [flags]"
