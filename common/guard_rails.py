@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import errno
 import functools
+import inspect
 import logging
 import math
 import multiprocessing
@@ -320,7 +321,7 @@ def _disk_is_full(error: BaseException) -> bool:
 
 def _place(error: BaseException, function: Callable) -> str:
     """Return where this rank was in the lesson: `rank 1 waited at x.py, line 80: dist.recv(y)`."""
-    file = function.__code__.co_filename
+    file = inspect.unwrap(function).__code__.co_filename  # @record may stand between
     frames = traceback.extract_tb(error.__traceback__)
     last = [frame for frame in frames if frame.filename == file][-1]
     rank = f"rank {dist.get_rank()}" if dist.is_initialized() else "this rank"

@@ -100,7 +100,7 @@ def shard(model, args):
     mesh = dist.init_device_mesh(args.device, (dist.get_world_size(),))  # all ranks in a row
     # The group of a mesh may have PyTorch's own timeout: 30 minutes (gloo) or 10 (NCCL).
     mesh.get_group().set_timeout(timedelta(seconds=args.timeout))
-    own_dtype = next(model.parameters()).dtype
+    own_dtype = torch.float64 if args.double else torch.float32
     compute_dtype = torch.bfloat16 if args.precision == "bf16" else own_dtype
     # NEW: the layers are gathered in one dtype, and they compute in it. The gradients are averaged
     # in a different one.
@@ -201,7 +201,7 @@ def train(args):
     model = make_model(args)
     for layer in model.modules():
         if isinstance(layer, torch.nn.Dropout):
-            layer.p = args.dropout
+            layer.p = args.dropout  # in the other lessons it is 0
     # This also moves the shards to the device, one layer after the other.
     shard(model, args)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
@@ -218,7 +218,7 @@ def train(args):
 
     # Epochs that are done are not repeated.
     for epoch in range(done, args.epochs):
-        train_loader.sampler.set_epoch(epoch)  # each epoch has an order of its own
+        train_loader.sampler.set_epoch(epoch)
         # NEW: different on each rank and in each epoch, so each rank drops different neurons.
         torch.manual_seed(args.seed + epoch * world_size + rank)
         start = time.perf_counter()
@@ -245,10 +245,10 @@ def train(args):
         state = {"model": model_state, "optimizer": optimizer_state}
         state |= {"epoch": max(done, args.epochs), "args": vars(args)}
         if rank == 0:
-            with open(f"{args.savefile}.tmp", "wb") as file:
-                torch.save(state, file)
+            unfinished = f"{args.savefile}.{os.getpid()}"  # no other job writes to this file
+            torch.save(state, unfinished)
             # The last checkpoint stays whole even if this run is killed while it writes.
-            os.replace(f"{args.savefile}.tmp", args.savefile)
+            os.replace(unfinished, args.savefile)
     dist.destroy_process_group()
 
 

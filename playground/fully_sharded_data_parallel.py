@@ -9,10 +9,9 @@ fully_shard() turns each parameter into a DTensor: a tensor that knows which ran
 It makes new parameters, so the optimizer must be made after it.
 
 Each call to fully_shard() makes one group of parameters, which travel in one message. So the lesson
-calls it for each layer, and finally for the whole model. This outermost call does two things. It
-shards the parameters that are in none of the layers (here there are none), and it lets FSDP learn
-the order of the layers. So while one layer computes in backward(), the ranks already gather the
-next one (prefetching).
+calls it for each layer, and finally for the whole model. This outermost call lets FSDP learn the
+order of the layers. So while one layer computes in backward(), the ranks already gather the next
+one (prefetching).
 
 With --keep_weights, the parameters stay whole from the forward pass to backward(). Then FSDP sends
 as many bytes as DDP, but needs more memory.
@@ -30,22 +29,17 @@ step:
     backward  200,960       217,600       33,280        19,240
     messages of a step: 8 all_gather, 4 reduce_scatter, 0 all_reduce. DDP: one for each bucket
 
-The last two columns of the first table are the bytes for each parameter, and the bytes that a rank
-sends in a step. The rows below `gathered` show the gathered bytes while a layer computes. In the
-forward pass, memory holds a layer twice: in the buffer that received the message, and copied out of
-it as parameters. backward() goes from layer 4 to layer 1, so read its row from right to left. While
-a layer computes with its copy, the buffer already has the layer to its left. So for layer 4 memory
-holds 2,600 + 16,640 = 19,240 bytes. playground/pictures.md draws these bytes for a model
-with eight layers.
-
-DDP's first bucket holds up to 1 MiB of gradients, and every later bucket up to 25 MiB. So DDP would
-need one message for this model.
+The rows below `gathered` show the gathered bytes while a layer computes. In the forward pass,
+memory holds a layer twice: in the buffer that received the message, and copied out of it as
+parameters. backward() goes from layer 4 to layer 1, so read its row from right to left. While a
+layer computes with its copy, the buffer already has the layer to its left. So for layer 4 memory
+holds 2,600 + 16,640 = 19,240 bytes. playground/pictures.md draws these bytes for eight layers.
 
 Try breaking it, in a copy:
   1. Make the optimizer before `shard(model, args)`. How far do the parameters move?
   2. Shard only the whole model, and no layers. How many bytes are gathered at the same time?
   3. Shard only the layers, and not the whole model. What changes in the row `backward`?
-  4. Write `torch.manual_seed(args.seed + rank)`. Which rank's parameters are trained?
+  4. Before `model = ...`, seed with `args.seed + rank`. Which rank's parameters are trained?
 
 The next lesson, fully_sharded_checkpoints.py, adds what a long run needs.
 """
@@ -146,11 +140,11 @@ def train(args):
     model = make_model(args)
     # NEW: this also moves the shards to the device, one layer after the other.
     shard(model, args)
-    torch.manual_seed(args.seed + rank)  # if there is dropout, each rank drops different neurons
+    torch.manual_seed(args.seed + rank)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
 
     for epoch in range(args.epochs):
-        train_loader.sampler.set_epoch(epoch)  # each epoch has an order of its own
+        train_loader.sampler.set_epoch(epoch)
         start = time.perf_counter()
         progress = bar(train_loader, show=rank == 0)
         trained = run_epoch(model, progress, device, optimizer)

@@ -1,65 +1,40 @@
 """A mesh of ranks: one kind of parallelism along its rows, and a second kind along its columns.
 
 A mesh is a grid of ranks. Its two axes have names. The ranks of a row form a process group, and so
-do the ranks of a column. A message along an axis stays inside one of these groups. --mesh 2x2 means
-two rows of two ranks. With --kind tp, the axes are called tp and dp:
+do the ranks of a column. --mesh 2x2 means two rows of two ranks. With --kind tp:
 
             tp 0      tp 1
     dp 0    rank 0    rank 1
     dp 1    rank 2    rank 3
 
-The tp axis runs along a row: ranks 0 and 1 form a tp group, and ranks 2 and 3 form a second one.
-The dp axis runs along a column: ranks 0 and 2 form a dp group, and so do ranks 1 and 3.
-
 --kind tp combines tensor parallelism (tp) with FSDP, which is a kind of data parallelism (dp). The
-ranks of a row split the linear layers, as in tensor_parallel.py, and process the same images. Each
-row processes its own images. The ranks of a column have the same part of each layer. They shard
-this part with fully_shard, as in fully_sharded_data_parallel.py. So a parameter is divided twice.
-For example, the first layer has 64 outputs, so its weight has the shape (64, 784). Splitting leaves
-each rank the numbers for 32 outputs, and sharding leaves it those for 16 outputs.
+ranks of a row split the linear layers, as in tensor_parallel.py, and process the same images. The
+ranks of a column have the same part of each layer, and shard it with fully_shard. So a parameter is
+divided twice. The first layer has 64 outputs: splitting leaves each rank the numbers for 32 of
+them, and sharding leaves it those for 16.
 
---kind hsdp uses FSDP along both axes (hybrid sharded data parallelism). The axes are called
-replicate and shard, and each rank processes its own images. The ranks of a row shard the whole
-model. So each row is a replica of the model, and the ranks of a column have the same shards. They
-average the gradients of these shards with an all_reduce. With this kind, --mesh 1x4 is FSDP alone,
-and --mesh 4x1 sends as many bytes as DDP.
+--kind hsdp uses FSDP along both axes (hybrid sharded data parallelism). The ranks of a row shard
+the whole model. So each row is a replica of the model, and the ranks of a column have the same
+shards. They average the gradients of these shards with an all_reduce.
 
-collectives.py shows what each of n ranks sends. In an all_reduce of S bytes it is 2 (n-1)/n S. In
-an all_gather or a reduce_scatter it is (n-1)/n S. So on a mesh with d rows of t ranks, each rank
-sends this in a step:
+On a mesh with d rows of t ranks, each rank sends this in a step (collectives.py shows why):
+    tp           2 (t-1)/t of the bytes of all pairs' outputs and of the gradients of their inputs
+    dp           3 (d-1)/d of the bytes of the parameters that a rank has after splitting
+    shard        3 (t-1)/t of the bytes of all parameters
+    replicate    2 (d-1)/d of the bytes of one shard's gradients
 
-    --kind tp
-        tp           2 (t-1)/t A, where A is the size in bytes of the outputs of all pairs and of
-                     the gradients of their inputs (the images need none)
-        dp           3 (d-1)/d of the bytes of the parameters that a rank has after splitting
-    --kind hsdp
-        shard        3 (t-1)/t of the bytes of all parameters
-        replicate    2 (d-1)/d of the bytes of one shard's gradients
-
-The factor 3 counts an all_gather for forward(), an all_gather for backward(), and a reduce_scatter
-of the gradients. Only what is sent along tp grows with the number of images. playground/pictures.md
-draws what travels along each axis.
-
-A row should lie inside a node, because the links inside a node are faster. With --kind tp, the
-ranks of a row wait for each message, because a pair of layers needs the sum that the pair before it
-has computed. The ranks of a column can be on different nodes, because FSDP can send messages while
-layers compute. With --kind hsdp, a rank sends more bytes along its row than along its column.
-
-torchrun gives the ranks of a node consecutive numbers. So all rows lie inside nodes if the length
-of a row divides the number of ranks on a node. For example, rows of 2 lie inside nodes of 4 ranks.
+Let each row lie inside a node, because the links inside a node are faster. torchrun gives the ranks
+of a node consecutive numbers, so rows of 2 lie inside nodes of 4 ranks.
 
 Run it:
     torchrun --standalone --nproc-per-node 4 playground/hybrid_parallel.py
-    torchrun --standalone --nproc-per-node 4 playground/hybrid_parallel.py --mesh 1x4
     torchrun --standalone --nproc-per-node 4 playground/hybrid_parallel.py --kind hsdp
 
-It prints the same numbers as single_gpu.py. Then it prints the mesh, as above, and it counts the
-messages of one more step:
+It prints the same numbers as single_gpu.py, and the messages of one more step:
     axis       collective      counted  predicted  bytes sent  predicted
     tp         all_reduce      3        3          35,328      35,328
     dp         all_gather      8        8          118,568     118,568
     dp         reduce_scatter  4        4          59,284      59,284
-
 With --kind hsdp it counts:
     shard      all_gather      8        8          236,840     236,840
     shard      reduce_scatter  4        4          118,420     118,420
@@ -68,7 +43,7 @@ With --kind hsdp it counts:
 Try breaking it, in a copy (cp playground/hybrid_parallel.py playground/broken.py):
   1. Before `optimizer.step()`, write `torch.nn.utils.clip_grad_norm_(model.parameters(), 1)`. Does
      it work with --model mlp, and with --model cnn?
-  2. In `DistributedSampler(...)`, leave out `dp_size, dp_rank, `. Is there an error?
+  2. Write `set_epoch(epoch + rank)`. Which ranks must read the same images? Is there an error?
   3. Call `shard(model, mesh["dp"])` before `split(model, mesh["tp"])`. Is there an error?
 
 This is the last lesson. README.md says which kind of parallelism is right for which model.
@@ -201,7 +176,7 @@ def train(args):
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
 
     for epoch in range(args.epochs):
-        train_loader.sampler.set_epoch(epoch)  # each epoch has an order of its own
+        train_loader.sampler.set_epoch(epoch)
         start = time.perf_counter()
         progress = bar(train_loader, show=rank == 0)
         trained = run_epoch(model, progress, device, dp_group, optimizer)

@@ -15,22 +15,11 @@ A step of stage 1 has three parts:
   2. The optimizer of the rank updates this shard.
   3. An all_gather gives every rank the updated shards of all ranks.
 
-Together, a reduce_scatter and an all_gather send as much as one all_reduce (collectives.py). So
-stages 1 and 2 send as much as DDP. Stage 3 sends 1.5 times as much, because it gathers the
+Together, a reduce_scatter and an all_gather send as much as one all_reduce. So stages 1 and 2 send
+as much as DDP. Stage 3, which PyTorch calls FSDP, sends 1.5 times as much, because it gathers the
 parameters twice in each step: for the forward pass and for backward().
 
-Stages 2 and 3 shard each parameter separately. So a gradient can be averaged, or a parameter
-gathered, without the others.
-
 All stages work with any optimizer that updates each number separately, such as Adam, AdamW or SGD.
-An optimizer that needs the norm of a whole tensor would see only a shard of it.
-
-Stage 3 is what PyTorch calls FSDP, which the next lesson uses. FSDP does three things better:
-  - It gathers the parameters of a layer again in backward(), and computes nothing twice. This
-    lesson can gather them again only by running the layer's forward() a second time.
-  - In backward(), it gathers the next layer while the current one computes (prefetching). Here each
-    layer waits for its own parameters.
-  - It sends one message for each layer. Here it is one for each parameter.
 
 Run it:
     torchrun --standalone --nproc-per-node 2 playground/manual_sharding.py --stage 2
@@ -42,16 +31,14 @@ step:
     formula   236,840       118,420       236,840       592,100       10.00         236,840
     DDP       236,840       236,840       473,680       947,360       16.00         236,840
 
-The last two columns are the bytes for each parameter, and the bytes that a rank sends in a step.
-The row "formula" follows from the list above. Adam's state has 32 bytes more than the formula,
-because Adam counts its steps. The ranks send 32 bytes more, because they tell each other which
-parameters have a gradient.
+The rank holds 32 bytes more than the formula, because Adam counts its steps. It sends 32 bytes
+more, because the ranks tell each other which parameters have a gradient.
 
 Try breaking it, in a copy (cp playground/manual_sharding.py playground/broken.py):
   1. In Stage2, give the optimizer `self.parameters` in place of `self.shards`. What is trained with
      --stage 2, and which column of the table shows it?
-  2. Comment out the two lines of the broadcast, and seed with `args.seed + rank`. Which parameters
-     do the ranks start with?
+  2. Comment out the two lines of the broadcast, and write `torch.manual_seed(args.seed + rank)`
+     before `model = ...`. Which parameters do the ranks start with?
   3. Comment out `layer.forward = ...`, and run it with --stage 3 --width 512. The last two lines
      show the whole parameters in memory and the messages of a step. What changes in them?
 
@@ -369,7 +356,7 @@ def train(args):
     model = make_model(args).to(device)
     for tensor in model.state_dict().values():
         dist.broadcast(tensor, src=0)  # all ranks start with the parameters of rank 0, as with DDP
-    torch.manual_seed(args.seed + rank)  # if there is dropout, each rank drops different neurons
+    torch.manual_seed(args.seed + rank)
     count = sum(parameter.numel() for parameter in model.parameters())
     make_optimizer = partial(torch.optim.Adam, lr=args.lr, eps=1e-6, fused=True)
     if args.stage == 1:
@@ -381,7 +368,7 @@ def train(args):
         optimizer = make_optimizer(model.parameters())  # NEW: they are shards now
 
     for epoch in range(args.epochs):
-        train_loader.sampler.set_epoch(epoch)  # each epoch has an order of its own
+        train_loader.sampler.set_epoch(epoch)
         start = time.perf_counter()
         progress = bar(train_loader, show=rank == 0)
         trained = run_epoch(model, progress, device, optimizer)

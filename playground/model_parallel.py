@@ -134,7 +134,7 @@ def train(args):
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
 
     for epoch in range(args.epochs):
-        train_loader.sampler.set_epoch(epoch)  # each epoch has an order of its own
+        train_loader.sampler.set_epoch(epoch)
         start = time.perf_counter()
         progress = bar(train_loader)
         trained = run_epoch(model, progress, devices, micro_batches, optimizer)

@@ -24,7 +24,7 @@ lesson measures the bubble after training. playground/pictures.md draws the four
 
 Run it:
     torchrun --standalone --nproc-per-node 2 playground/pipeline_parallel.py --width 512 \
-        --layers 8 --batch_size 2048
+        --layers 8 --batch_size 1024
     torchrun --standalone --nproc-per-node 2 playground/pipeline_parallel.py --schedule 1F1B \
         --plot timeline.png
 
@@ -238,7 +238,7 @@ def train(args):
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
 
     for epoch in range(args.epochs):
-        train_loader.sampler.set_epoch(epoch)  # each epoch has an order of its own
+        train_loader.sampler.set_epoch(epoch)
         start = time.perf_counter()
         progress = bar(train_loader, show=rank == 0)
         trained = run_epoch(model, schedule, progress, device, args.batch_size, optimizer)

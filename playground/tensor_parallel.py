@@ -1,15 +1,9 @@
 """Tensor parallelism: the ranks split linear layers, and all of them process the same images.
 
-Linear layers are split in pairs. Let x be the input of a pair, y its output, and let A and B be the
-matrices by which its two layers multiply:
-
-    y = ReLU(x A) B
-
-Each rank keeps some columns of A. A column gives one number of x A, so each rank computes some of
-these numbers. ReLU changes each number separately, so each rank can apply it to its own numbers.
-Each rank also keeps the rows of B that are multiplied by just these numbers. The product of its
-numbers and its rows is one term of y, and y is the sum of these terms over the ranks. An all_reduce
-adds them up. An example for two ranks:
+Linear layers are split in pairs, y = ReLU(x A) B. Each rank keeps some columns of A, so it computes
+some of the numbers of x A. ReLU changes each number separately. Each rank also keeps the matching
+rows of B. The product of its numbers and its rows is one term of y, and an all_reduce adds up the
+terms. An example for two ranks:
 
     x = [1 2]      A = [1 0 | 2 1]      B = [1 0]
                        [0 1 | 1 1]          [0 1]
@@ -17,38 +11,22 @@ adds them up. An example for two ranks:
                                             [1 1]
                                             [2 0]
 
-    rank 0 has A0, left of the line, and B0, above the line:     rank 1 has A1 and B1:
-        x A0 = [1 2]                                                 x A1 = [4 3]
-        y0 = ReLU(x A0) B0 = [1 2]                                   y1 = ReLU(x A1) B1 = [10 4]
+    rank 0: x A0 = [1 2]                         rank 1: x A1 = [4 3]
+            y0 = ReLU(x A0) B0 = [1 2]                   y1 = ReLU(x A1) B1 = [10 4]
 
     the all_reduce: y = y0 + y1 = [11 6] = ReLU(x A) B
 
-The backward pass starts with the gradient of y, for example g = [1 1]. The gradient of a sum is
-also the gradient of each of its terms. So g is the gradient of y0 and of y1, and no message is
-needed. Each rank multiplies g by its rows, and gets the gradient of ReLU's output. In this example
-all inputs of ReLU are positive, so ReLU passes this gradient on unchanged. Both ranks have used x,
-each for its own columns. So the gradient of x is the sum over the ranks, and an all_reduce is
-needed where the pair begins:
+In the backward pass, each term of a sum gets the gradient of the sum, so no message is needed where
+a pair ends. Both ranks have used x, so its gradient is the sum over the ranks, and an all_reduce is
+needed where the pair begins. For g = [1 1], the gradient of y:
 
-    rank 0: g B0.T = [1 1]                                       rank 1: g B1.T = [2 2]
-            [1 1] A0.T = [1 1]                                           [2 2] A1.T = [6 4]
+    rank 0: g B0.T = [1 1]                       rank 1: g B1.T = [2 2]
+            [1 1] A0.T = [1 1]                           [2 2] A1.T = [6 4]
 
     the all_reduce: [1 1] + [6 4] = [7 5], the gradient of x in a single process
 
-Two functions do this: one where a pair begins, and one where it ends. Each has an all_reduce either
-in the forward pass or in the backward pass. Megatron-LM introduced these functions
-(https://arxiv.org/abs/1909.08053):
-
-    where a pair begins    Copy    forward: nothing       backward: all_reduce
-    where a pair ends      Add     forward: all_reduce    backward: nothing
-
-nn.Linear stores a matrix transposed: its parameter has the shape (out_features, in_features), and
-it computes x @ weight.T. So columns are split along dimension 0, and rows along dimension 1.
-playground/pictures.md draws a pair of layers on two ranks.
-
-On n ranks, a split layer takes 1/n of the memory for parameters, gradients and Adam's averages. The
-activations that are saved for backward() are split only inside a pair. The input and the output of
-a pair are whole on each rank. So are all other layers, such as the convolutions of the CNN.
+Copy and Add, below, are the two ends of a pair (https://arxiv.org/abs/1909.08053). On n ranks, a
+split layer takes 1/n of the memory. playground/pictures.md draws a pair of layers on two ranks.
 
 Run it:
     torchrun --standalone --nproc-per-node 2 playground/tensor_parallel.py --compare
@@ -59,14 +37,11 @@ single_gpu.py:
     outputs differ from the whole model's by 4e-08, gradients by 4e-09
     all_reduce in forward: 2, in backward: 1 (predicted: 2 and 1)
 
-The model has two pairs. The input of the first one is the images, which need no gradient. So there
-is only one all_reduce in backward.
-
 Try breaking it, in a copy (cp playground/tensor_parallel.py playground/broken.py), and run it with
 --compare:
   1. In ColumnLinear, replace `Copy.apply(inputs)` with `inputs`. Which numbers are still right?
-  2. Before `load(...)`, seed with `args.seed + rank`. Is there an error? Try --by dtensor, too.
-  3. Before each epoch, seed the generator with `args.seed + epoch + rank`. Is there an error?
+  2. Before `model = ...`, seed with `args.seed + rank`. Is there an error? Try --by dtensor, too.
+  3. Write `set_epoch(epoch + rank)`. Is there an error?
   4. Write `plan[column + "x"]`, and use --by dtensor. Then misspell the other key as well.
 
 Now write it yourself: split_pair.py in playground/exercises/.
@@ -170,6 +145,8 @@ class ColumnLinear(torch.nn.Module):
 
     def __init__(self, layer):
         super().__init__()
+        # nn.Linear stores a matrix transposed. So columns are split along dimension 0, and rows
+        # along dimension 1.
         self.weight = keep_shard(layer.weight, dim=0)
         self.bias = None
         if layer.bias is not None:
@@ -289,7 +266,7 @@ def train(args):
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=fused)
 
     for epoch in range(args.epochs):
-        train_loader.sampler.set_epoch(epoch)  # each epoch has an order of its own
+        train_loader.sampler.set_epoch(epoch)
         start = time.perf_counter()
         progress = bar(train_loader, show=rank == 0)
         trained = run_epoch(model, progress, device, optimizer)

@@ -5,10 +5,10 @@ What PyTorch's own classes do without an error is tried in `pitfalls`, in one ru
 
 import json
 import re
+import textwrap
 
 import pytest
-from conftest import DIGITS, epochs, ranks, train
-from test_parity import single
+from conftest import DIGITS, epochs, lesson_path, ranks, single_gpu, train
 
 from common.models import MODELS
 
@@ -113,7 +113,7 @@ def test_an_optimizer_made_too_early(change):
 def test_only_the_whole_model_is_sharded(change):
     """Exercise 2: the numbers are right, but everything is gathered at once, in one message."""
     out = two_epochs(change(LESSON, ("        if list(layer.parameters()):", "        if False:")))
-    expected = [line["loss"] for line in single("--model", "mlp")[0]]
+    expected = [line["loss"] for line in single_gpu(*SHORT, "--epochs", 2)]
     assert [line["loss"] for line in epochs(out)] == pytest.approx(expected, abs=2e-4)
     rows, messages = tables(out)
     whole = rows["DDP"][0]
@@ -137,7 +137,38 @@ def test_a_different_seed_on_each_rank(change):
     """Exercise 4: shards of two models are trained as one, see also `pitfalls`."""
     seed = "    torch.manual_seed(args.seed"
     out = two_epochs(change(LESSON, (f"{seed})", f"{seed} + rank)")))
-    assert abs(epochs(out)[0]["loss"] - single("--model", "mlp")[0][0]["loss"]) > 1e-3
+    assert abs(epochs(out)[0]["loss"] - single_gpu(*SHORT, "--epochs", 2)[0]["loss"]) > 1e-3
+
+
+NEW_GROUP = """    torch.cuda.is_available = lambda: True
+    mesh = dist.init_device_mesh(args.device, (dist.get_world_size(),))
+    assert mesh.get_group() is not dist.group.WORLD
+    torch.cuda.is_available = lambda: False
+"""
+EPOCH = "        train_loader.sampler.set_epoch(epoch)"
+
+
+@pytest.mark.parametrize("lesson", [LESSON, "fully_sharded_checkpoints", "tensor_parallel"])
+def test_a_rank_that_does_nothing_beside_unused_gpus(lesson, change):
+    """--timeout holds for the group of the mesh, too.
+
+    On a machine with GPUs, a mesh of CPUs has a group of its own, with a timeout of half an hour.
+    """
+    pattern = r"^( +)mesh = dist.init_device_mesh.*\n"
+    line = re.search(pattern, lesson_path(lesson).read_text(), re.M)
+    group = textwrap.indent(textwrap.dedent(NEW_GROUP), line[1])
+    if lesson == "tensor_parallel":
+        group = group.replace("args.device, (dist.get_world_size(),)", "device.type, (world_size,)")
+    sleep = f"        time.sleep(9999 * (rank == 1))\n{EPOCH}"
+    copy = change(lesson, (line[0], group), (EPOCH, sleep))
+    flags = (*SHORT, "--timeout", 5, *["--by", "dtensor"] * (lesson == "tensor_parallel"))
+    jobs = ranks(copy, *flags, processes=2)
+    try:
+        end = jobs[0].wait(200)
+    finally:
+        for job in jobs:
+            job.kill()
+    assert end.returncode == 1 and "Timed out" in end.stderr, end.stderr
 
 
 PITFALLS = """

@@ -9,10 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from conftest import DIGITS, epochs, free_port, torchrun, train
+from conftest import DIGITS, epochs, free_port, single_gpu, torchrun, train
 from nodes import sh, small_disk
 from test_errors import one_line
-from test_parity import result, single
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, RandomSampler
 
@@ -23,20 +22,25 @@ LESSON = "fully_sharded_checkpoints"
 SHORT = (*DIGITS, "--batch_size", 120)
 
 
+TWO_EPOCHS = (*SHORT, "--epochs", 2)
+
+
 def failed(*flags, processes=1):
     """Run the lesson, which has to end with status 1. Returns it with stdout and stderr."""
     return train(LESSON, *flags, processes=processes, status=1)
 
 
-def test_bfloat16():
+def test_bfloat16(tmp_path):
     """The losses are near those of float32, but differ. Parameters stay in float32."""
-    lines, checkpoint = result(LESSON, "--precision", "bf16", processes=2)
-    expected_lines, expected = single("--model", "mlp")
-    for line, right in zip(lines, expected_lines, strict=True):
+    flags = (*TWO_EPOCHS, "--precision", "bf16", "-s", tmp_path / "c.pt")
+    out = train(LESSON, *flags, processes=2).stdout
+    for line, right in zip(epochs(out), single_gpu(*TWO_EPOCHS), strict=True):
         assert 1e-5 < abs(line["loss"] - right["loss"]) < 0.03
-    found = checkpoint["model"]
+    found = torch.load(tmp_path / "c.pt", weights_only=True)["model"]
     assert {tensor.dtype for tensor in found.values()} == {torch.float32}
-    apart = [(found[name] - tensor).abs().max() for name, tensor in expected["model"].items()]
+    model, _, _ = plain_loop(2, dtype=torch.float32)
+    expected = model.state_dict()
+    apart = [(found[name] - tensor).abs().max() for name, tensor in expected.items()]
     assert 1e-5 < max(apart) < 0.05
 
 
@@ -77,7 +81,8 @@ def counted_rank(rank, world_size, port, results):
     torch.manual_seed(0)
     model = MODELS["mlp"](784, 12)
     size = sum(parameter.nbytes for parameter in model.parameters())
-    lesson.shard(model, argparse.Namespace(device="cpu", precision="bf16"))
+    flags = {"device": "cpu", "timeout": 60, "precision": "bf16", "double": False}
+    lesson.shard(model, argparse.Namespace(**flags))
     optimizer = torch.optim.Adam(model.parameters())
     found = {"size": size}
     with Messages() as messages:
@@ -116,17 +121,17 @@ def test_bytes_of_a_step_in_bfloat16_and_of_the_export():
     assert results[0]["peak"] > 3 * size - 1  # with Adam's two averages
 
 
-def clipped(clip):
-    """Train two epochs in a plain loop that clips. Returns the state, and the mean norms."""
+def plain_loop(count, clip=None, dtype=torch.float64):
+    """Train some epochs in one process, by hand. Returns model, optimizer and the mean norms."""
     torch.manual_seed(0)
-    train_set, _ = load("digits", None)
-    model = MODELS["mlp"]()
+    train_set, _ = load("digits", None, dtype)
+    model = MODELS["mlp"]().to(dtype)
     generator = torch.Generator()
     norms = []
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-6, fused=True)
     sampler = RandomSampler(train_set, generator=generator)
     loader = DataLoader(train_set, 120, sampler=sampler, drop_last=True, collate_fn=whole_batch)
-    for epoch in range(2):
+    for epoch in range(count):
         generator.manual_seed(epoch)
         for images, labels in loader:
             optimizer.zero_grad()
@@ -134,9 +139,10 @@ def clipped(clip):
             gradients = torch.cat([each.grad.flatten() for each in model.parameters()])
             norms.append(gradients.square().sum().sqrt())
             for parameter in model.parameters():
-                parameter.grad *= min(1, clip / (norms[-1] + 1e-6))
+                if clip:
+                    parameter.grad *= min(1, clip / (norms[-1] + 1e-6))
             optimizer.step()
-    return model.state_dict(), torch.stack(norms).view(2, -1).mean(dim=1).tolist()
+    return model, optimizer, torch.stack(norms).view(count, -1).mean(dim=1).tolist()
 
 
 def norms_in(out):
@@ -147,15 +153,12 @@ def norms_in(out):
 @pytest.mark.parametrize("processes", [2, 3])
 def test_clipping(processes, tmp_path):
     """By the norm over all ranks, which is printed: the parameters of a plain loop, to 1e-12."""
-    torch.set_default_dtype(torch.float64)
-    try:
-        expected, norms = clipped(0.5)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    flags = (*SHORT, "--epochs", 2, "--double", "--clip", 0.5, "-s", tmp_path / "c.pt")
+    model, _, norms = plain_loop(2, clip=0.5)
+    expected = model.state_dict()
+    flags = (*TWO_EPOCHS, "--double", "--clip", 0.5, "-s", tmp_path / "c.pt")
     out = train(LESSON, *flags, processes=processes).stdout
     found = torch.load(tmp_path / "c.pt", weights_only=True)["model"]
-    unclipped = single("--double", "--model", "mlp")[1]["model"]
+    unclipped = plain_loop(2)[0].state_dict()
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, atol=1e-12, rtol=0)
     apart = [(unclipped[name] - tensor).abs().max() for name, tensor in expected.items()]
@@ -187,13 +190,12 @@ def test_a_checkpoint_is_loaded_by_a_different_number_of_ranks(tmp_path):
         assert (f"epoch-000{done}: {done} of {done + 1} epochs are done" in out) == (done > 0)
         files = {path.name for path in (tmp_path / "run" / f"epoch-000{done + 1}").iterdir()}
         assert files == {".metadata", *(f"__{rank}_0.distcp" for rank in range(processes))}
-    train("single_gpu", *SHORT, "--epochs", 3, "--double", "-s", tmp_path / "one.pt")
     found = torch.load(tmp_path / "2.pt", weights_only=True)
-    expected = torch.load(tmp_path / "one.pt", weights_only=True)
-    for name, tensor in expected["model"].items():
+    model, optimizer, _ = plain_loop(3)
+    for name, tensor in model.state_dict().items():
         torch.testing.assert_close(found["model"][name], tensor, atol=1e-12, rtol=0)
     states = found["optimizer"]["state"].values()
-    for state, right in zip(states, expected["optimizer"]["state"].values(), strict=True):
+    for state, right in zip(states, optimizer.state.values(), strict=True):
         assert state.keys() == right.keys() == {"step", "exp_avg", "exp_avg_sq"}
         for name, value in right.items():
             torch.testing.assert_close(state[name], value, atol=1e-12, rtol=0)
@@ -219,7 +221,8 @@ def test_the_export_is_a_plain_checkpoint(run_dir, tmp_path):
     assert (checkpoint["epoch"], checkpoint["args"]["batch_size"]) == (2, 120)
     assert {type(value) for value in checkpoint["model"].values()} == {torch.Tensor}
     assert [path.name for path in tmp_path.iterdir()] == ["plain.pt"]
-    _, expected = single("--double", "--model", "mlp")
+    trained, trained_by, _ = plain_loop(2)
+    expected = {"model": trained.state_dict(), "optimizer": trained_by.state_dict()}
     assert list(checkpoint["model"]) == list(expected["model"])
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(9, 1, 28, 28, generator=generator, dtype=torch.float64)
@@ -287,7 +290,7 @@ def epochs_of_two():
     """Return the epoch lines of two epochs in float64."""
     return [
         {name: pytest.approx(value, abs=1e-3) for name, value in line.items()}
-        for line in single("--double", "--model", "mlp")[0]
+        for line in single_gpu(*TWO_EPOCHS, "--double")
     ]
 
 

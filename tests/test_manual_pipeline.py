@@ -11,12 +11,21 @@ from torch import nn
 from torch.nn import functional as F
 
 
+class Permuted(nn.Module):
+    """Returns its input with other strides, as a convolution in channels_last does."""
+
+    def forward(self, x):
+        """Return (N, C, H, W), in memory as (N, H, W, C)."""
+        return x.contiguous(memory_format=torch.channels_last)
+
+
 def unusual():
-    """Return layers with frozen parameters, buffers, a convolution, and no bias here and there."""
+    """Return layers with frozen parameters, buffers, other strides, and no bias here and there."""
     torch.manual_seed(0)
     layers = [
         nn.Conv2d(1, 3, 3),
         nn.BatchNorm2d(3).eval(),
+        Permuted(),
         nn.Flatten(),
         nn.Linear(48, 7, bias=False),
         nn.Tanh(),
@@ -25,7 +34,7 @@ def unusual():
         nn.Linear(9, 4),
     ]
     layers[0].requires_grad_(False)
-    layers[5].bias.requires_grad_(False)
+    layers[6].bias.requires_grad_(False)
     return nn.Sequential(*layers).double()
 
 

@@ -1,4 +1,4 @@
-"""Sharding by hand: the numbers of one process for any model, the table, a plain checkpoint."""
+"""Sharding by hand: the numbers of one process for any model, and the table."""
 
 import re
 from collections import Counter
@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from conftest import DIGITS, epochs, free_port, train
+from conftest import DIGITS, epochs, free_port, single_gpu, train
 from torch import nn
 from torch.nn import functional as F
 
@@ -66,30 +66,15 @@ def expected_row(parameters, stage, processes, rank):
     return [*held[:3], together, together / sum(counts), held[3]]
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory):
-    """What single_gpu.py prints and saves."""
-    path = tmp_path_factory.mktemp("reference") / "one.pt"
-    out = train("single_gpu", *TWO_EPOCHS, "--double", *ODD, "--savefile", path).stdout
-    return epochs(out), torch.load(path, weights_only=True)["model"]
-
-
 @pytest.mark.parametrize("processes", PROCESSES)
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_same_numbers_and_the_table(stage, processes, reference, tmp_path):
-    """Odd sizes: single_gpu.py's lines and parameters, and the bytes that sizes and stage give."""
-    flags = (*TWO_EPOCHS, "--double", *ODD, "--stage", stage, "--savefile", tmp_path / "all.pt")
-    out = train("manual_sharding", *flags, processes=processes).stdout
-    lines, expected_state = reference
-    assert epochs(out) == lines and len(lines) == 2
-    found = torch.load(tmp_path / "all.pt", weights_only=True)
-    assert found.keys() == {"model", "epoch", "args"} and found["epoch"] == 2
-    assert list(found["model"]) == list(expected_state)  # in the same order
-    model = MLP(13, 2).double()
-    model.load_state_dict(found["model"])  # a plain model takes it as it is
-    for name, tensor in expected_state.items():
-        torch.testing.assert_close(found["model"][name], tensor, atol=1e-12, rtol=0)
-    parameters = list(model.parameters())
+def test_the_same_numbers_and_the_table(stage, processes):
+    """Odd sizes: single_gpu.py's losses, and the bytes that sizes and stage give."""
+    flags = (*TWO_EPOCHS, "--double", *ODD)
+    out = train("manual_sharding", *flags, "--stage", stage, processes=processes).stdout
+    right = [line["loss"] for line in single_gpu(*flags)]
+    assert [line["loss"] for line in epochs(out)] == pytest.approx(right, abs=1e-10)
+    parameters = list(MLP(13, 2).double().parameters())
     table = rows(out)
     assert len(table) == processes + 2
     for rank in range(processes):
@@ -194,8 +179,18 @@ def sharded(lesson, stage, model, make_optimizer):
     return {1: lesson.Stage1, 2: lesson.Stage2}[stage](model, make_optimizer)
 
 
+def whole_state(model, names):
+    """Return the whole tensors with these names. In stage 3, reading a parameter gathers it."""
+    state = {}
+    for name in names:
+        path, _, attribute = name.rpartition(".")
+        with torch.no_grad():
+            state[name] = getattr(model.get_submodule(path), attribute).numpy(force=True).copy()
+    return state
+
+
 def odd_rank(rank, world_size, port, stage, results):
-    """Train the odd model with each optimizer, as one of the ranks. Rank 0 returns the states."""
+    """Train the odd model with each optimizer, as one of the ranks. Returns the states."""
     import manual_sharding as lesson
 
     torch.set_num_threads(1)
@@ -213,8 +208,7 @@ def odd_rank(rank, world_size, port, stage, results):
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        state = lesson.whole_state(model, names)
-        results[rank, name] = {key: tensor.numpy() for key, tensor in state.items()}
+        results[rank, name] = whole_state(model, names)
     dist.destroy_process_group()
 
 
@@ -233,15 +227,14 @@ def test_any_model_and_any_element_wise_optimizer(stage, world_size):
         results = dict(results)
     for name in OPTIMIZERS:
         expected = trained_alone(name, stage, world_size)
-        assert list(results[0, name]) == list(expected)
-        for key, tensor in expected.items():
-            found = torch.from_numpy(results[0, name][key])
-            torch.testing.assert_close(found, tensor, atol=1e-12, rtol=0, msg=f"{name}: {key}")
-        assert not any(results[rank, name] for rank in range(1, world_size))  # rank 0 has it all
+        for rank in range(world_size):
+            for key, tensor in expected.items():
+                found = torch.from_numpy(results[rank, name][key])
+                torch.testing.assert_close(found, tensor, atol=1e-12, rtol=0, msg=f"{name}: {key}")
 
 
 def watched_rank(rank, world_size, port, results):
-    """Note what stage 3 gathers: in a step and while a checkpoint is collected."""
+    """Note what stage 3 gathers in a step and in a test."""
     import manual_sharding as lesson
 
     from measure.memory import Messages, held
@@ -255,7 +248,6 @@ def watched_rank(rank, world_size, port, results):
         timeout=timedelta(seconds=5),
     )
     model = MODELS["cnn"](7)
-    names = list(model.state_dict())
     lesson.shard_parameters(model)
     images, labels = torch.randn(4, 1, 28, 28), torch.arange(4)
     found = {"kept": held(model.parameters())}
@@ -266,10 +258,6 @@ def watched_rank(rank, world_size, port, results):
     with Messages() as messages, torch.no_grad():
         model(images)
     found["test"] = (messages.counts, messages.most_gathered)
-    with Messages() as messages:
-        state = lesson.whole_state(model, names)
-    found["save"] = (messages.counts, messages.most_gathered)
-    found["saved"] = held(state.values())
     try:
         if rank == 0:
             model(images)  # rank 1 leaves it out
@@ -280,7 +268,7 @@ def watched_rank(rank, world_size, port, results):
 
 
 def test_what_stage_3_gathers():
-    """A layer at a time, and for a checkpoint a parameter at a time, which only rank 0 keeps."""
+    """A layer at a time, twice in a step and once in a test."""
     with mp.Manager() as manager:
         results = manager.dict()
         mp.start_processes(watched_rank, (3, free_port(), results), 3, start_method="fork")
@@ -290,13 +278,10 @@ def test_what_stage_3_gathers():
     ]
     sizes = [[4 * padded(each.numel(), 3) for each in layer.parameters()] for layer in layers]
     largest = max(map(sum, sizes))
-    for rank, found in results.items():
+    for found in results.values():
         assert found["kept"] == found["gradients"] == sum(map(sum, sizes)) / 3
         assert found["step"] == (Counter(all_gather=16, reduce_scatter=8), largest)
         assert found["test"] == (Counter(all_gather=8), largest)
-        assert found["save"] == (Counter(all_gather=8), max(map(max, sizes)))
-        whole = sum(parameter.nbytes for layer in layers for parameter in layer.parameters())
-        assert found["saved"] == (whole if rank == 0 else 0)
     assert results[0]["error"]  # the others have left out the layers for which it waits
 
 
@@ -378,14 +363,23 @@ BROADCAST = """    for tensor in model.state_dict().values():
 """
 
 
+SHOW = "    images, labels = next(iter(train_loader))\n"
+SAVE = """    for name in make_model(args).state_dict():
+        path, _, attribute = name.rpartition(".")
+        tensor = getattr(model.get_submodule(path), attribute)
+        if rank == 0:
+            torch.save(tensor.detach().clone(), f"FOLDER/{name}")
+"""
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_other_parameters_on_each_rank(change, stage, tmp_path):
     """Exercise 2: the model is put together from shards of two models."""
     seed = "    torch.manual_seed(args.seed"
-    copy = change("manual_sharding", (BROADCAST, ""), (f"{seed})", f"{seed} + rank)"))
-    flags = (*FLAGS[stage], "--lr", 0, "--savefile", tmp_path / "c.pt")
-    train(copy, *flags, processes=2)
-    found = torch.load(tmp_path / "c.pt", weights_only=True)["model"]
+    save = SAVE.replace("FOLDER", str(tmp_path))
+    pairs = [(BROADCAST, ""), (f"{seed})", f"{seed} + rank)"), (SHOW, save + SHOW)]
+    train(change("manual_sharding", *pairs), *FLAGS[stage], "--lr", 0, processes=2)
+    found = {name: torch.load(tmp_path / name) for name in MLP().state_dict()}
     drawn = []
     for seed in (0, 1):
         torch.manual_seed(seed)

@@ -1,16 +1,13 @@
-"""The tensor parallelism lesson: steps, messages, any module, checkpoints, and its exercises."""
+"""The tensor parallelism lesson: steps, messages, any module, and its exercises."""
 
-import argparse
 import copy
 import re
-import time
-import weakref
 
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import DIGITS, ROOT, epochs, free_port, single_gpu, train
-from test_timeline import ONE_STEP, assert_one_line, reference
+from test_timeline import assert_one_line
 from torch import nn
 
 LESSON = "tensor_parallel"
@@ -36,31 +33,6 @@ def fails(path, *flags, processes):
     with pytest.raises(AssertionError) as failed:
         train(path, *flags, processes=processes)
     return str(failed.value)
-
-
-def assert_whole(path, network, by_name=False):
-    """After ONE_STEP a checkpoint has all parameters and Adam's averages, as plain PyTorch has.
-
-    Adam's averages must agree to 1e-12, and an Adam of plain PyTorch must load them.
-    """
-    torch.set_default_dtype(torch.float64)
-    try:
-        names, gradients = reference(**network)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    checkpoint = torch.load(path, weights_only=True)
-    assert set(checkpoint) == {"model", "optimizer", "epoch", "args"}
-    assert list(checkpoint["model"]) == names
-    parameters = [nn.Parameter(tensor) for tensor in checkpoint["model"].values()]
-    optimizer = torch.optim.Adam(parameters)
-    optimizer.load_state_dict(checkpoint["optimizer"])
-    for number, (name, gradient) in enumerate(zip(names, gradients, strict=True)):
-        state = checkpoint["optimizer"]["state"][name if by_name else number]
-        assert state["step"] == 1
-        assert all(tensor.device.type == "cpu" for tensor in state.values())
-        assert checkpoint["model"][name].shape == state["exp_avg_sq"].shape == gradient.shape
-        loaded = optimizer.state[parameters[number]]["exp_avg"]
-        torch.testing.assert_close(loaded * 10, gradient, atol=1e-12, rtol=0)  # after one step
 
 
 @pytest.fixture
@@ -103,18 +75,19 @@ def test_a_step_is_that_of_the_whole_model(by, processes, flags, messages):
         ("dtensor", 2, {"model": "cnn", "layers": 2}),
     ],
 )
-def test_a_checkpoint_is_that_of_one_process(by, processes, network, tmp_path):
-    """After a step with all images rank 0 writes what plain PyTorch has."""
-    flags = [word for name, value in network.items() for word in (f"--{name}", value)]
-    savefile = ("-s", tmp_path / "c.pt")
-    done = train(LESSON, *ONE_STEP, *flags, "--by", by, *savefile, processes=processes)
+def test_numbers_are_those_of_one_process(by, processes, network):
+    """Other sizes than those of test_parity.py: the losses of single_gpu.py, to 1e-10."""
+    flags = [*TWO_EPOCHS, "--double"]
+    flags += [word for name, value in network.items() for word in (f"--{name}", value)]
+    right = [line["loss"] for line in single_gpu(*flags)]
+    done = train(LESSON, *flags, "--by", by, processes=processes)
     assert not done.stderr
-    assert_whole(tmp_path / "c.pt", network)
+    assert losses(done.stdout) == pytest.approx(right, abs=1e-10)
 
 
 def test_ranks_on_several_nodes():
     """One line says that each pair of layers waits for the network."""
-    out = train(LESSON, *ONE_STEP, processes=2, env={"LOCAL_WORLD_SIZE": "1"}).stdout
+    out = train(LESSON, *TWO_EPOCHS, processes=2, env={"LOCAL_WORLD_SIZE": "1"}).stdout
     assert out.count("The ranks span several nodes") == 1
 
 
@@ -222,12 +195,39 @@ def one_rank(rank, function, port, world_size, *args):
     dist.destroy_process_group()
 
 
+DIMS = {"first.weight": 0, "first.bias": 0, "second.weight": 1}  # of a pair, by hand
+DIMS |= {"third.weight": 0, "third.bias": 0, "fourth.weight": 1}
+
+
+def whole(tensor, dim):
+    """Return a tensor that is split along a dimension, or along none, as a whole."""
+    if dim is None:
+        return tensor
+    shards = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(shards, tensor)
+    return torch.cat(shards, dim)
+
+
+def whole_state(model, optimizer):
+    """Return the state of a model that is split by hand, and of its optimizer, as one process's."""
+    state = {"model": {}, "optimizer": optimizer.state_dict()}
+    for name, tensor in model.state_dict().items():
+        state["model"][name] = whole(tensor, DIMS.get(name))
+    parameters = list(model.named_parameters())  # the optimizer numbers them in this order
+    for number, tensors in state["optimizer"]["state"].items():
+        name, parameter = parameters[number]
+        for key, tensor in tensors.items():
+            dim = DIMS.get(name) if tensor.shape == parameter.shape else None
+            tensors[key] = whole(tensor, dim)
+    return state
+
+
 def train_by_hand(rank, model, name, path):
-    """Split a model, train it, check what only a rank sees, and save what rank 0 gathers."""
+    """Split a model, train it, check what only a rank sees, and save it as a whole."""
     import tensor_parallel as lesson
 
     model = copy.deepcopy(model)  # the ranks get the same memory
-    shard_dims = lesson.split_by_hand(model, PAIRS)
+    lesson.split_by_hand(model, PAIRS)
     optimizer = OPTIMIZERS[name](model.parameters())
     three_steps(model, optimizer)
     assert model.first.weight.shape == (12 // dist.get_world_size(), 6)
@@ -236,8 +236,9 @@ def train_by_hand(rank, model, name, path):
     frozen = {"first.weight", "fourth.bias", "unused.weight", "unused.bias"}
     assert gradients == {key for key, _ in model.named_parameters()} - frozen
     assert not model.first.weight.requires_grad and not model.fourth.bias.requires_grad
-    args = argparse.Namespace(savefile=str(path))
-    lesson.save(args, 3, model, optimizer, shard_dims)
+    state = whole_state(model, optimizer)
+    if rank == 0:
+        torch.save(state, path)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -298,58 +299,6 @@ def test_what_cannot_be_split():
     in_ranks(refuse, 2)
 
 
-def save_and_count(rank, by, folder):
-    """Save a split model, and count the bytes of the whole tensors that a GPU would hold."""
-    import tensor_parallel as lesson
-
-    layers = [nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)]
-    model = nn.Sequential(*layers, *copy.deepcopy(layers))
-    pairs = lesson.find_pairs(model)
-    shard_dims = {}
-    if by == "hand":
-        shard_dims = lesson.split_by_hand(model, pairs)
-    else:
-        lesson.split_by_dtensor(model, pairs, torch.device("cpu"))
-    optimizer = torch.optim.Adam(model.parameters())
-    model(torch.ones(1, 64)).sum().backward()
-    optimizer.step()
-    largest = 4 * 64 * 128
-    alive = []
-    most = 0
-
-    def held():
-        return sum(reference().nbytes for reference in alive if reference() is not None)
-
-    def on_gpu(function):
-        def watched(*args, **kwargs):
-            nonlocal most
-            tensor = function(*args, **kwargs)
-            alive.append(weakref.ref(tensor))
-            end = time.monotonic() + 5
-            while held() > largest and time.monotonic() < end:
-                time.sleep(0.01)  # a thread of gloo may still hold those of the last message
-            most = max(most, held())
-            return tensor
-
-        return watched
-
-    torch.Tensor.cpu = torch.Tensor.clone  # what .cpu() returns for a tensor on a GPU is a copy
-    torch.empty_like = on_gpu(torch.empty_like)
-    lesson.DTensor.full_tensor = on_gpu(lesson.DTensor.full_tensor)
-    args = argparse.Namespace(savefile=str(folder / "c.pt"))
-    lesson.save(args, 1, model, optimizer, shard_dims)
-    assert most == (0 if by == "hand" and rank > 0 else largest)
-    assert held() <= largest
-
-
-@pytest.mark.parametrize("by", ["hand", "dtensor"])
-def test_what_a_checkpoint_costs_in_memory(by, tmp_path):
-    """A GPU never holds more than one whole tensor; by hand, only rank 0's holds any."""
-    in_ranks(save_and_count, 2, by, tmp_path)
-    checkpoint = torch.load(tmp_path / "c.pt", weights_only=True)
-    assert checkpoint["model"]["0.weight"].shape == (128, 64)
-
-
 def test_without_the_sum_in_backward(change, right):
     """Exercise 1: outputs are right, gradients are not, and the second loss differs."""
     copied = change(LESSON, ("F.linear(Copy.apply(inputs), ", "F.linear(inputs, "))
@@ -363,7 +312,7 @@ def test_without_the_sum_in_backward(change, right):
 @pytest.mark.parametrize("by", ["hand", "dtensor"])
 def test_other_parameters_on_each_rank(by, change, right):
     """Exercise 2: by hand the model has shards of both; DTensor takes rank 0's. No error."""
-    seed = "    torch.manual_seed(args.seed{})\n    train_set"
+    seed = "    torch.manual_seed(args.seed{})\n    # NEW: the whole model"
     copied = change(LESSON, (seed.format(""), seed.format(" + rank")))
     out = train(copied, *TWO_EPOCHS, "--compare", "--by", by, processes=2).stdout
     (outputs, _), _ = compared(out)
@@ -378,8 +327,7 @@ def test_other_parameters_on_each_rank(by, change, right):
 @pytest.mark.parametrize("by", ["hand", "dtensor"])
 def test_other_images_on_each_rank(by, change, right):
     """Exercise 3: the ranks add up activations of different images, without an error."""
-    seed = "generator.manual_seed(args.seed + epoch{})"
-    copied = change(LESSON, (seed.format(""), seed.format(" + rank")))
+    copied = change(LESSON, ("set_epoch(epoch)", "set_epoch(epoch + rank)"))
     out = train(copied, *TWO_EPOCHS, "--by", by, "--compare", processes=2).stdout
     assert max(compared(out)[0]) < 1e-6
     assert losses(out)[1] > right[1] + 0.2
