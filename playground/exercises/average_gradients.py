@@ -3,7 +3,8 @@
 Lesson: manual_data_parallel.py.
 
 Write average_gradients(model). Each rank has computed gradients with a copy of the same model. When
-the function returns, each parameter.grad is the mean over all ranks. It must work for any model:
+the function returns, each parameter.grad is the mean over all ranks. The lesson has the core, which
+is right for its own models. Yours must work for any model:
 - A frozen parameter (requires_grad is False) has no gradient on any rank. It stays None.
 - The gradient of another parameter may be None, too, because forward() did not use the parameter.
   If it is None on all ranks, it stays None. If it is None on some ranks, it counts as zero there,

@@ -17,6 +17,9 @@ Your answer passes if
 - autograd is off, so that a batch needs no memory for backward();
 - each rank sends one message of at most three numbers of 8 bytes.
 
+The model and the images may be on a GPU. Then the message must be on it, too, because NCCL cannot
+send CPU tensors. (The check runs on CPUs, so it cannot notice this.)
+
 Check it:
     python playground/exercises/exact_accuracy.py            # what is wrong, or RIGHT
     python playground/exercises/exact_accuracy.py --trace    # which collectives each rank calls

@@ -37,10 +37,16 @@ def train(parameters, gradient, steps):
     left = (rank - 1) % world_size
     received = torch.empty_like(parameters)
     for _ in range(steps):
-        request = dist.isend(parameters, right)
+        # With NCCL, the messages of two ranks share one communicator and run in order, so both
+        # ranks could wait for ever if both send first. A batch starts its operations together.
+        operations = [
+            dist.P2POp(dist.isend, parameters, right),
+            dist.P2POp(dist.irecv, received, left),
+        ]
+        requests = dist.batch_isend_irecv(operations)
         parameters -= 0.5 * gradient(parameters)
-        dist.recv(received, left)
-        request.wait()
+        for request in requests:
+            request.wait()
         parameters += received
         parameters /= 2
 

@@ -27,11 +27,12 @@ def test(model, dataset):
     """Return how many images of the whole data set are recognized, and how many there are."""
     sampler = DistributedSampler(dataset, shuffle=False)
     loader = DataLoader(dataset, batch_size=4, sampler=sampler)
-    counts = torch.zeros(2, dtype=torch.int64)
+    device = next(model.parameters()).device
+    counts = torch.zeros(2, dtype=torch.int64, device=device)  # NCCL cannot send CPU tensors
     with torch.no_grad():
         for images, labels in loader:
-            predictions = model(images).argmax(dim=1)
-            counts[0] += (predictions == labels).sum()
+            predictions = model(images.to(device)).argmax(dim=1)
+            counts[0] += (predictions == labels.to(device)).sum()
             counts[1] += len(labels)
     dist.all_reduce(counts)
     return counts.tolist()

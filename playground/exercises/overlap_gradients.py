@@ -6,7 +6,8 @@ Write overlap_gradients(model). It is called once, before training. It registers
 a function finish(). A training step then calls zero_grad(), which sets all gradients to None,
 forward(), backward(), finish(), and the optimizer's step(). The hooks start messages while
 backward() computes. finish() waits for them. After finish(), each parameter.grad is the mean over
-all ranks. The function message_of(parameter) below is given. Yours must work for any model:
+all ranks. The function message_of(parameter) below is given. The lesson has the core, which is
+right for its own models. Yours must work for any model:
 - A parameter may be frozen (requires_grad is False) or tied (two layers share it).
 - The ranks may run the layers in different orders, or leave some out. So backward() may compute the
   gradients in a different order on each rank. A gradient that is None on all ranks stays None. If

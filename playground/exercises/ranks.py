@@ -37,6 +37,9 @@ import torch
 import torch.distributed as dist
 from traffic import Forbidden, Message, counting
 
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # find common/
+import common  # noqa: F401, it silences a warning that PyTorch 2.13 and 2.14 print in the ranks
+
 SECONDS_TO_JOIN = 10
 SECONDS_FOR_A_CASE = 8  # from when all ranks have started it; also for importing the file
 GIGABYTE = 2**30

@@ -8,8 +8,11 @@ rank is the sum over all ranks.
 
 Your answer passes if
 - the sums are right for any length, even if there are more ranks than numbers;
-- only dist.isend and dist.irecv are used (or batch_isend_irecv, send, recv);
+- only messages between two ranks are used: batch_isend_irecv, isend, irecv, send or recv;
 - each rank sends at most 2(n-1) messages of at most ceil(S/n) numbers, for n ranks and S numbers.
+
+On GPUs, use batch_isend_irecv: with NCCL, the messages of two ranks share one communicator and run
+in order, so both ranks could wait for ever if both send first.
 
 Check it:
     python playground/exercises/ring_all_reduce.py            # what is wrong, or RIGHT

@@ -3,8 +3,8 @@
 Lesson: distributed_data_parallel_resumable.py.
 
 Write save_and_resume(path, model, optimizer, epochs, train_epoch). All ranks call it. It trains
-until `epochs` epochs are done, and saves a checkpoint to `path` after each epoch. If there is a
-file at `path` when it starts, it resumes from it.
+until `epochs` epochs are done, and saves a checkpoint to `path` after each epoch. If rank 0 sees a
+file at `path` when it starts, all ranks resume from it.
 
 train_epoch(epoch) trains one epoch on all ranks, which therefore have equal parameters. Epochs are
 counted from 0. It draws the order of the images with torch.randperm(), which uses PyTorch's random
@@ -17,7 +17,10 @@ Your answer passes if
   differ;
 - no epoch that is saved is trained again;
 - the file at `path` is complete at all times, even if the run is killed while it saves;
-- only rank 0 writes files. All ranks need what is in the file.
+- only rank 0 writes files. All ranks need what is in the file;
+- rank 0 decides whether the run resumes. In a network folder, other ranks may for a moment lack a
+  file that is new, or see one that has been deleted. The check starts the first run like this: only
+  the other ranks see a file at `path`, and it is empty.
 
 Check it:
     python playground/exercises/save_and_resume.py            # what is wrong, or RIGHT
@@ -33,7 +36,7 @@ from check import check
 
 
 def save_and_resume(path, model, optimizer, epochs, train_epoch):
-    """Train until `epochs` epochs are done. Resume from the file at `path`, if there is one."""
+    """Train until `epochs` epochs are done. Resume from the file at `path`, if rank 0 sees one."""
     raise NotImplementedError("your turn")
 
 

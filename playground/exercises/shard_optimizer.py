@@ -10,7 +10,8 @@ AdamW.
 In each step, each rank computes its own gradients and then calls step(). This updates the
 parameters of the model on all ranks with the mean gradient, as a single process would. Call
 make_optimizer with this rank's shards only, so that it keeps 1/n of the state. The function
-padded(tensor) below is given. The class must work for any model:
+padded(tensor) below is given. The lesson has the core, which is right for its own models. Your
+class must work for any model:
 - A parameter may be frozen (requires_grad is False) or tied (two layers share it).
 - If a gradient is None on all ranks, the parameter and its state do not change, as with any
   optimizer. If it is None on some ranks, it counts as zero there.

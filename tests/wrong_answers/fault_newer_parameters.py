@@ -126,7 +126,7 @@ def sends_twice(parameters, gradient, steps):
 
 def the_step_comes_last(parameters, gradient, steps):
     """WRONG with 2 ranks, 1 step rank 0, rank 1 takes its first step: after it has received ... The
-    step comes between isend and recv
+    step comes before wait()
     """
     rank = dist.get_rank()
     world_size = dist.get_world_size()

@@ -37,7 +37,7 @@ def too_few_steps(tensor):
 
 
 def built_in(tensor):
-    """WRONG with 1 rank ... dist.all_reduce is what this exercise builds: use isend and irecv"""
+    """WRONG with 1 rank ... dist.all_reduce is what this exercise builds: use batch_isend"""
     dist.all_reduce(tensor)
 
 

@@ -19,10 +19,20 @@ def _write(state, path):
         os.replace(f"{path}.tmp", path)
 
 
+def _resumes(path):
+    """Return whether rank 0 sees a file. All ranks call it."""
+    answer = [os.path.exists(path)]
+    dist.broadcast_object_list(answer, src=0)
+    return answer[0]
+
+
 def _resume(path, model, optimizer, leave_out=()):
     """Restore what is in the file, but leave out some parts. Returns how many epochs are done."""
-    if not os.path.exists(path):
-        return 0
+    return _load(path, model, optimizer, leave_out) if _resumes(path) else 0
+
+
+def _load(path, model, optimizer, leave_out=()):
+    """Load the file. See _resume."""
     state = torch.load(path)
     if "model" not in leave_out:
         model.load_state_dict(state["model"])
@@ -80,7 +90,7 @@ def parameters_only(path, model, optimizer, epochs, train_epoch):
     Buffers belong to the model, too
     """
     done = _resume(path, model, optimizer, ["model"])
-    if os.path.exists(path):
+    if done:
         saved = torch.load(path)["model"]
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -139,7 +149,17 @@ def only_rank_0_loads(path, model, optimizer, epochs, train_epoch):
     """CRASH with 1, then 2 ranks, Adam ... rank 0 trains epoch 3, but rank 1 trains epoch 0 ... All
     ranks must load the file.
     """
-    done = _resume(path, model, optimizer) if dist.get_rank() == 0 else 0
+    done = 0
+    if dist.get_rank() == 0 and os.path.exists(path):
+        done = _load(path, model, optimizer)
+    for epoch in range(done, epochs):
+        train_epoch(epoch)
+        _write(_state(model, optimizer, epoch + 1), path)
+
+
+def each_rank_asks(path, model, optimizer, epochs, train_epoch):
+    """CRASH with 2 ranks, Adam rank 1: EOFError ... Rank 0 must decide for all."""
+    done = _load(path, model, optimizer) if os.path.exists(path) else 0
     for epoch in range(done, epochs):
         train_epoch(epoch)
         _write(_state(model, optimizer, epoch + 1), path)

@@ -1,8 +1,5 @@
 """How average_gradients is checked."""
 
-import inspect
-from functools import partial
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -62,7 +59,6 @@ CASES = {
     "missing gradients": {"model_class": Unused},
     "three dtypes": {"model_class": Dtypes},
 }
-LESSON = ("manual_data_parallel.py", "average_gradients")
 HINTS = (
     "All ranks must send messages of the same length, but a rank does not know which gradients the "
     "others have. So it sends zeros for a gradient that it lacks. How can the ranks find out "
@@ -100,20 +96,13 @@ def gradient_of(name, parameter, rank, world_size):
     return gradient.copy_(numbers.view(parameter.shape))
 
 
-def one_message(function):
-    """Return the function of the learner, or the lesson's, which has a flag for one message."""
-    if "in_one_bucket" in inspect.signature(function).parameters:
-        return partial(function, in_one_bucket=True)
-    return function
-
-
 def run(average_gradients, model_class):
     """Call the learner's function on this rank."""
     torch.manual_seed(0)
     model = model_class()
     for name, parameter in model.named_parameters():
         parameter.grad = gradient_of(name, parameter, dist.get_rank(), dist.get_world_size())
-    one_message(average_gradients)(model)
+    average_gradients(model)
     return results_of(model)
 
 

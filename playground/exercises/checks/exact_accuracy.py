@@ -19,9 +19,9 @@ HINTS = (
     "three sums over all images of all ranks give both results?",
     'F.cross_entropy(logits, labels, reduction="sum") adds up the losses of a batch. '
     "dist.all_reduce(totals) adds up over the ranks. Test with model.eval() and torch.no_grad().",
-    "totals = three zeros of float64\nfor images, labels in batches: add to them the losses, "
-    "the recognized images and all images\nall_reduce the totals, even on a rank without "
-    "batches\nreturn the first two, each divided by the third",
+    "totals = three zeros of float64, on the model's device\nfor images, labels in batches: add "
+    "to them the losses, the recognized images and all images\nall_reduce the totals, even on a "
+    "rank without batches\nreturn the first two, each divided by the third",
 )
 
 

@@ -14,10 +14,10 @@ CASES = {"1 step": {"shape": (2,), "steps": 1}, "5 steps": {"shape": (2, 3), "st
 HINTS = (
     "When do the numbers of a message leave the tensor: in isend, or later? What has happened to "
     "the tensor until then?",
-    "Until request.wait() returns, the tensor that isend sends must not change. A clone() of it "
-    "can travel while the tensor itself changes. dist.batch_isend_irecv starts both messages.",
-    "message = a copy of the parameters\nrequest = start to send the copy\n"
-    "take a step, receive, and wait for the request, as before",
+    "Until wait() has returned for each request, the tensor that isend sends must not change. A "
+    "clone() of it can travel while the tensor itself changes.",
+    "message = a copy of the parameters\nstart to send the copy and to receive, in one batch\n"
+    "take a step, and wait for each request, as before",
 )
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
 PATIENCE = 2  # seconds for which rank 0 waits for rank 1 at most
@@ -108,7 +108,7 @@ def explain(outcome):
     if not difference(actual, own_step((mine + theirs) / 2, rank, shape), TOLERANCE):
         return "This would be right if the mean came first, and the step after it."
     if not difference(actual, trained(outcome.world_size, **outcome.case)[rank], TOLERANCE):
-        return "The step comes between isend and recv, so that no rank waits before it computes."
+        return "The step comes before wait() and recv(), so that no rank waits before it computes."
     newer = (own_step(mine, rank, shape) + own_step(theirs, left, shape)) / 2
     if not difference(actual, newer, TOLERANCE):
         return f"Rank {rank} has received the parameters that rank {left} has after its own step."

@@ -16,7 +16,8 @@ HINTS = (
     "How much does one image of a rank with few images count in the mean over the ranks, and how "
     "much an image of a rank with many?",
     'F.cross_entropy(logits, labels, reduction="sum") adds up the losses of the images, even if '
-    "there are none. dist.all_reduce can also add up how many images the ranks have.",
+    "there are none. dist.all_reduce can also add up how many images the ranks have. NCCL cannot "
+    "send CPU tensors, so make this number a tensor on the device of the images.",
     "all_images = the number of images of all ranks\nloss = the sum over this rank's images\n"
     "the gradient = the sum of the ranks' gradients / all_images",
 )

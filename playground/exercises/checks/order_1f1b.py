@@ -17,8 +17,8 @@ HINTS = (
     "The order has three parts: forward passes only (the warm-up), then one forward and one "
     "backward pass in turn, and then the backward passes that are left. The warm-up of the last "
     "rank is empty.",
-    "one_forward_one_backward in manual_pipeline.py has the same three parts. There, talk_to_... "
-    "sends and receives. Here you need the forward and backward passes only.",
+    "The schedule 1F1B in manual_pipeline.py has the same three parts. Here you need the forward "
+    "and backward passes only, as text.",
     "warm_up = min(the number of ranks after this one, micro_batches)\n"
     "F0 to F(warm_up - 1)\nfor each of the other micro-batches: its F, and the oldest B that is "
     "still missing\nthe remaining Bs",

@@ -1,8 +1,6 @@
 """How overlap_gradients is checked."""
 
-import inspect
 import time
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -105,7 +103,6 @@ CASES = {
     "a different order on odd ranks": {"model_class": Orders},
     "missing gradients": {"model_class": Branches},
 }
-LESSON = ("overlapped_data_parallel.py", "Buckets")
 HINTS = (
     "A hook that starts a message must not wait for it. And all ranks must start their messages in "
     "the same order, although a gradient may be ready at different moments, or never.",
@@ -124,16 +121,6 @@ SECONDS_TO_WAIT = 2
 EARLY = "numbers that travel when backward() comes to the first layer"
 WAITED = "backward() of the other ranks"
 NO_HOOK_WAITS = "no hook waits for a message"
-
-
-def finish_of(overlap_gradients, model):
-    """Return finish(). The lesson's Buckets have it as a method, and they have a capacity.
-
-    With this capacity, each parameter is in a bucket of its own.
-    """
-    if "bucket_cap_mb" in inspect.signature(overlap_gradients).parameters:
-        return overlap_gradients(model, bucket_cap_mb=1e-6).finish
-    return overlap_gradients(model)
 
 
 def backward(model, rank, step):
@@ -170,7 +157,7 @@ def run(overlap_gradients, model_class):
     """Call the learner's function on this rank, and run two steps."""
     rank = dist.get_rank()
     model = model_of(model_class)
-    finish = finish_of(overlap_gradients, model)
+    finish = overlap_gradients(model)
     result = {}
     for step in STEPS:
         model.zero_grad()

@@ -10,13 +10,14 @@ CASES = {
     "2 numbers": {"shape": (2,), "dtype": torch.float32},
 }
 ONLY = ("send", "recv")
-INSTEAD = "use isend and irecv"
+INSTEAD = "use batch_isend_irecv"
 LESSON = ("nonblocking_p2p.py", "ring_all_reduce")
 HINTS = (
     "Split the tensor into one chunk for each rank. First let each chunk travel around the ring "
     "and collect the numbers of all ranks. Then let the finished sums travel around the ring.",
-    "tensor.view(-1).tensor_split(n) returns n views, some of which may be empty. dist.isend(chunk,"
-    " right) and dist.irecv(buffer, left) return requests. Call wait() for both.",
+    "tensor.view(-1).tensor_split(n) returns n views, some of which may be empty. "
+    "dist.batch_isend_irecv([dist.P2POp(dist.isend, chunk, right), dist.P2POp(dist.irecv, buffer, "
+    "left)]) starts both messages and returns requests. Call wait() for each of them.",
     "for step in range(n - 1): send chunk (rank - step) % n to the right, receive chunk "
     "(rank - step - 1) % n from the left, and add it.\n"
     "for step in range(n - 1): send chunk (rank - step + 1) % n, receive chunk (rank - step) % n, "

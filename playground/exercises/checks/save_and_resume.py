@@ -24,8 +24,10 @@ HINTS = (
     "numbers, and how many epochs are done. All of them belong in the file.",
     "model.state_dict(), optimizer.state_dict() and torch.get_rng_state(); the reverse is "
     "load_state_dict(...) and torch.set_rng_state(...). torch.save(state, path), torch.load(path), "
-    "os.path.exists(path). os.replace(old, new) renames a file in one step.",
-    "done = 0\nif there is a file: load it on each rank, and restore the five things\n"
+    "os.path.exists(path). os.replace(old, new) renames a file in one step. "
+    "dist.broadcast_object_list([value], src=0) sends what rank 0 has in a list to all ranks.",
+    "done = 0\nrank 0 asks whether there is a file, and broadcasts the answer\n"
+    "if there is: load it on each rank, and restore the five things\n"
     "for each epoch from `done` on: train_epoch(epoch)\n"
     "    rank 0 saves the five things to another file, and then renames it to `path`",
 )
@@ -132,11 +134,21 @@ def only_rank_0_writes():
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, most))
 
 
+def see_an_old_file():
+    """Let this rank see an empty file instead of the checkpoint, as in a network folder."""
+    folder = Path(f"rank{dist.get_rank()}")
+    folder.mkdir()
+    os.chdir(folder)
+    Path(PATH).touch()
+
+
 def first(save_and_resume, kind):
     """Train until the run is killed. Note in a file what became of the checkpoints."""
     model, optimizer = make(kind, seed=0)
     rank = dist.get_rank()
     only_rank_0_writes()
+    if rank > 0:
+        see_an_old_file()
     deleted = []
 
     def note_deleted(event, args):
@@ -290,6 +302,8 @@ def explain_crash(crash):
     words = ("File too large", "file write failed", "unexpected pos")
     if any(each in crash.error for each in words):
         return "Here, only rank 0 can write files. Is the save inside `if dist.get_rank() == 0:`?"
+    if "EOFError" in crash.error:
+        return "This rank sees an empty file, but rank 0 sees none. Rank 0 must decide for all."
     if "trains epoch" in crash.error:
         return "All ranks must load the file."
     if "No such file" in crash.error or "FileNotFoundError" in crash.error:

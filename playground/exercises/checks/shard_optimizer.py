@@ -64,7 +64,6 @@ CASES = {
     "Adagrad, missing gradients": {"model_class": Unused, "make_optimizer": ADAGRAD},
 }
 NAME = "ShardedOptimizer"
-LESSON = ("manual_sharding.py", "Stage1")
 HINTS = (
     "An all_reduce is a reduce_scatter and an all_gather. What can a rank do with its shard of the "
     "mean gradient between the two?",
@@ -74,7 +73,8 @@ HINTS = (
     "dist.all_gather_into_tensor(flat, shard) joins the shards of all ranks. "
     "parameter.data.copy_(tensor) changes a parameter.",
     "__init__: a shard of each trained parameter; make_optimizer(shards)\n"
-    "step: find out which gradients exist on any rank; the others stay None\n"
+    "step: find out which gradients exist on any rank (NCCL cannot send CPU tensors, so make the "
+    "message on the device of the parameters); the others stay None\n"
     "    shard.grad = this rank's shard of the mean gradient\n"
     "    self.optimizer.step()\n"
     "    gather the shards of each parameter, and copy them into it without the padding",

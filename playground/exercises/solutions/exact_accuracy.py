@@ -9,7 +9,9 @@ from torch.nn import functional as F
 def exact_accuracy(model, batches):
     """Return the mean loss and the accuracy over all images of all ranks."""
     model.eval()
-    totals = torch.zeros(3, dtype=torch.float64)  # losses, recognized images, images
+    # A rank may have no images, so the model tells the device. NCCL cannot send CPU tensors.
+    device = next(model.parameters()).device
+    totals = torch.zeros(3, dtype=torch.float64, device=device)  # losses, recognized, all images
     for images, labels in batches:
         logits = model(images)
         totals[0] += F.cross_entropy(logits, labels, reduction="sum")

@@ -9,7 +9,8 @@ def test(model, images, labels):
     with torch.no_grad():
         predictions = model(images).argmax(dim=1)
     hits = (predictions == labels).sum().item()
-    counts = torch.tensor([hits, len(labels)])
+    # NCCL cannot send CPU tensors.
+    counts = torch.tensor([hits, len(labels)], device=labels.device)
     dist.all_reduce(counts)
     if dist.get_rank() == 0:
         all_hits, all_images = counts.tolist()

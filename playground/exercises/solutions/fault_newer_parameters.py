@@ -13,9 +13,15 @@ def train(parameters, gradient, steps):
     received = torch.empty_like(parameters)
     for _ in range(steps):
         message = parameters.clone()
-        request = dist.isend(message, right)
+        # With NCCL, the messages of two ranks share one communicator and run in order, so both
+        # ranks could wait for ever if both send first. A batch starts its operations together.
+        operations = [
+            dist.P2POp(dist.isend, message, right),
+            dist.P2POp(dist.irecv, received, left),
+        ]
+        requests = dist.batch_isend_irecv(operations)
         parameters -= 0.5 * gradient(parameters)
-        dist.recv(received, left)
-        request.wait()
+        for request in requests:
+            request.wait()
         parameters += received
         parameters /= 2

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 def train(model, images, labels, steps):
     """Train on this rank's images. All ranks have the same model, without frozen parameters."""
-    all_images = torch.tensor(len(labels))
+    all_images = torch.tensor(len(labels), device=labels.device)  # NCCL cannot send CPU tensors
     dist.all_reduce(all_images)
     for _ in range(steps):
         model.zero_grad()

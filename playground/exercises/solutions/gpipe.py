@@ -13,7 +13,7 @@ def gpipe(stage, inputs, labels, shape, dtype):
     outputs = []
     for number, micro_batch in enumerate(inputs):
         if rank > 0:
-            buffer = torch.empty(len(micro_batch), *shape, dtype=dtype)
+            buffer = torch.empty(len(micro_batch), *shape, dtype=dtype, device=micro_batch.device)
             dist.recv(buffer, rank - 1)
             received[number] = buffer.requires_grad_()
         output = stage(received[number])
@@ -23,7 +23,7 @@ def gpipe(stage, inputs, labels, shape, dtype):
             output = F.cross_entropy(output, labels[number], reduction="sum") / rows
         outputs.append(output)
     for number, output in enumerate(outputs):
-        gradient = torch.ones(output.shape, dtype=output.dtype)  # that of the loss itself is 1
+        gradient = output.new_ones(output.shape)  # that of the loss itself is 1
         if rank < n - 1:
             dist.recv(gradient, rank + 1)
         if output.requires_grad:  # false in a first stage whose parameters are all frozen

@@ -7,9 +7,12 @@ import torch.distributed as dist
 
 
 def save_and_resume(path, model, optimizer, epochs, train_epoch):
-    """Train until `epochs` epochs are done. Resume from the file at `path`, if there is one."""
+    """Train until `epochs` epochs are done. Resume from the file at `path`, if rank 0 sees one."""
+    # In a network folder, ranks may see different files for a moment. So rank 0 decides for all.
+    resumes = [os.path.exists(path)]
+    dist.broadcast_object_list(resumes, src=0)
     done = 0
-    if os.path.exists(path):
+    if resumes[0]:
         state = torch.load(path, map_location="cpu", weights_only=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
@@ -20,5 +23,6 @@ def save_and_resume(path, model, optimizer, epochs, train_epoch):
         if dist.get_rank() == 0:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             state |= {"random": torch.get_rng_state(), "done": epoch + 1}
-            torch.save(state, f"{path}.tmp")
-            os.replace(f"{path}.tmp", path)
+            unfinished = f"{path}.{os.getpid()}"  # no other process writes a file of this name
+            torch.save(state, unfinished)
+            os.replace(unfinished, path)

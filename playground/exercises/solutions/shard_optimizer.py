@@ -24,7 +24,9 @@ class ShardedOptimizer:
 
     def step(self):
         """Update the parameters with the mean gradient over all ranks."""
-        counts = torch.tensor([float(each.grad is not None) for each in self.parameters])
+        has_gradient = [float(each.grad is not None) for each in self.parameters]
+        # NCCL cannot send CPU tensors.
+        counts = torch.tensor(has_gradient, device=self.parameters[0].device)
         dist.all_reduce(counts)  # on how many ranks each gradient exists
         for parameter, shard, count in zip(self.parameters, self.shards, counts, strict=True):
             shard.grad = None
