@@ -123,12 +123,16 @@ def test_rank_0_chooses_and_each_rank_reads(tmp_path):
     """Only rank 0 lists the folder, only a path is sent, and the file stays as it is."""
     text = lesson_path(LESSON).read_text()
     for old, new in (
-        ("    paths = sorted(Path(args.run_dir)", '    print("lists", os.environ["RANK"])\n'),
+        (
+            '    paths = sorted(Path(args.run_dir).glob("epoch-*.pt"), reverse=True)',
+            '    print("lists", os.environ["RANK"])\n',
+        ),
         (
             "    path = chosen[0]\n",
             "    print(f\"sent {chosen}, loads={torch.load(chosen[0], mmap=True)['epoch']}\")\n",
         ),
     ):
+        assert text.count(old) == 1
         at = text.index(old)
         text = text[:at] + new + text[at:]
     copy = tmp_path / f"{LESSON}.py"
