@@ -37,24 +37,29 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        """Print one line on stderr and exit with status 2.
+        """Print one line on stderr and exit with status 2."""
+        exit_with(f"{self.prog}: error: {message}", 2)
 
-        All ranks of torchrun find the same error. Of the ranks on a node, only the first one prints
-        it, and torchrun's report repeats it.
-        """
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            if os.environ["LOCAL_RANK"] != "0":
-                time.sleep(10)  # torchrun ends this rank when the first one has ended
-                sys.exit(2)
-            with contextlib.suppress(ValueError):
-                _tell_torchrun(message)
-        self.exit(2, f"{self.prog}: error: {message}\n")
+
+def exit_with(line: str, status: int) -> NoReturn:
+    """Print a line with an error on stderr and exit.
+
+    Most often all ranks of torchrun find the same error. Of the ranks on a node, only the first one
+    prints it, and torchrun's report repeats it.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        if os.environ["LOCAL_RANK"] != "0":
+            time.sleep(10)  # torchrun ends this rank meanwhile, if the first one has ended
+        with contextlib.suppress(ValueError):
+            _tell_torchrun(line.partition("error: ")[2] or line)
+    print(line, file=sys.stderr, flush=True)
+    sys.exit(status)
 
 
 @record
 def _tell_torchrun(message: str) -> None:
     """Raise an error, which `record` writes to the file that torchrun reads."""
-    raise ValueError(message)
+    raise ValueError(message) from None
 
 
 def training() -> argparse.ArgumentParser:

@@ -31,6 +31,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from tqdm import tqdm
 
+from common.flags import exit_with
+
 TORCHRUN = (
     "torchrun --standalone --nproc-per-node 2 playground/distributed_data_parallel_torchrun.py"
 )
@@ -212,8 +214,9 @@ def explained(function: Callable) -> Callable:
 
     A lost connection, a full disk, ranks that could not find each other and Ctrl-C end in one line.
     Other errors of PyTorch's own types keep their traceback, and advice follows it. All other
-    errors keep their traceback, with nothing added. Whatever the first process has started ends
-    with it. Its status is 1, or 130 after Ctrl-C.
+    errors keep their traceback, with nothing added. The line of a sys.exit() is printed once for
+    each node. Whatever the first process has started ends with it. Its status is 1, or 130 after
+    Ctrl-C.
     """
 
     @functools.wraps(function)
@@ -225,7 +228,9 @@ def explained(function: Callable) -> Callable:
         logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
         try:
             return function(*args)
-        except SystemExit:
+        except SystemExit as end:
+            if isinstance(end.code, str):  # as in sys.exit("error: there is no data")
+                exit_with(end.code, 1)
             raise
         except BaseException as error:  # PyTorch's CheckpointException is not an Exception
             text, status = _last_words(error, function)

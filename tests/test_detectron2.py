@@ -5,7 +5,7 @@ import re
 from conftest import SHORT, epochs, lesson_path, run
 
 LESSON = "distributed_data_parallel2"
-SEED = "    torch.manual_seed(seed)\n"
+SEED = "    torch.manual_seed(args.seed)\n"
 
 
 def changed(line, folder):
@@ -19,7 +19,7 @@ def changed(line, folder):
 
 def test_a_random_seed_for_all_ranks(tmp_path):
     """The ranks have the same seed, and the next run has a different one."""
-    copy = changed('    print(f"seed {seed}", flush=True)\n', tmp_path)
+    copy = changed('    print(f"seed {args.seed}", flush=True)\n', tmp_path)
     # Forked runs would share the state of numpy's generator, from which detectron2 draws.
     first = run(copy, *SHORT, "-g", 2, "--random_seed", cold=True).stdout
     second = run(copy, *SHORT, "-g", 1, "--random_seed", cold=True).stdout

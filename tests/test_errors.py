@@ -27,6 +27,7 @@ from conftest import (
     lesson_path,
     run,
     talks,
+    torchrun,
 )
 from nodes import small_disk
 
@@ -42,6 +43,7 @@ SPAWNING = [
 POINT_TO_POINT = ["blocking_p2p", "nonblocking_p2p"]
 BY_TORCHRUN = [lesson for lesson in LESSONS if by_torchrun(lesson)]
 ONE_PROCESS = ["single_gpu", "data_parallel", "model_parallel"]
+BATCH_OF_7 = ("--batch_size 7 cannot be divided by 2 processes: use --batch_size 8",)
 TWO_NODES = ("-n", 2, "-g", 1, "-ip", "127.0.0.2")
 
 
@@ -190,9 +192,48 @@ def test_a_batch_that_the_ranks_of_a_launcher_can_not_share(lesson, main):
     one_line(main(lesson, "--batch_size", 100, env=env), "--batch_size 100", "3", "99")
 
 
-@pytest.mark.parametrize("lesson", ["single_gpu", "distributed_data_parallel"])
-def test_savefile(lesson, tmp_path, main):
+@pytest.mark.parametrize(
+    ("lesson", "flags", "words"),
+    [
+        ("distributed_data_parallel_torchrun", ("--batch_size", 7), BATCH_OF_7),
+        ("distributed_data_parallel_torchrun", ("--batchsize", 8), ("unrecognized", "--batchsize")),
+        ("fully_sharded_data_parallel", ("--batch_size", 7), BATCH_OF_7),
+        (
+            "distributed_data_parallel_torchrun",
+            (*DIGITS, "--batch_size", 3000),
+            ("--batch_size must be at most 1500",),
+        ),
+    ],
+)
+def test_a_mistake_under_torchrun(lesson, flags, words):
+    """All ranks find it. Only one prints the line, and torchrun's report has it as the cause."""
+    done = torchrun(lesson, *flags).wait()
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    [line] = [line for line in lines if "error: " in line]
+    [reported] = [line for line in lines if "ValueError: " in line]
+    for word in words:
+        assert word in line
+    assert line.endswith("error: " + reported.partition("ValueError: ")[2])
+    assert "During handling" not in done.stderr
+
+
+def test_a_mistake_of_one_rank_under_torchrun(change):
+    """A rank that is not the first prints its line, too, if it is the only one with the mistake."""
+    ends = """    if os.environ["LOCAL_RANK"] == "1":
+        sys.exit("error: this rank has no data")
+    train(args)
+"""
+    copy = change("distributed_data_parallel_torchrun", ("    train(args)\n", ends))
+    done = torchrun(copy, *SHORT).wait()
+    assert done.returncode == 1
+    assert done.stderr.splitlines().count("error: this rank has no data") == 1
+    assert done.stderr.count("ValueError: this rank has no data") == 1
+
+
+def test_savefile(tmp_path, main):
     """A missing folder is made; what cannot be written is said first, and nothing is left there."""
+    lesson = "distributed_data_parallel"
     run(lesson, *DIGITS, "--epochs", 1, "-s", tmp_path / "new" / "folder" / "c.pt")
     assert os.listdir(tmp_path / "new" / "folder") == ["c.pt"]
     (tmp_path / "file").write_text("")
@@ -678,14 +719,11 @@ def test_without_detectron2():
 
 def test_a_full_disk(tmp_path):
     """No room for the next checkpoint: one line, and the last checkpoint is whole."""
+    lesson = "distributed_data_parallel"
+    path = tmp_path / "c.pt"
     with small_disk(tmp_path, "1100k"):
-        flags = (*SHORT[:-1], 50, "-s", tmp_path / "c.pt")
-        for lesson in ("single_gpu", "distributed_data_parallel"):
-            run(lesson, *flags[:-2], "--epochs", 1, "-s", tmp_path / "c.pt")
-            (tmp_path / "filler").write_bytes(bytes(300_000))
-            one_line(
-                run(lesson, *flags, status=1), "No space left on device", "make room", "--savefile"
-            )
-            torch.load(tmp_path / "c.pt", weights_only=True)
-            for name in os.listdir(tmp_path):
-                (tmp_path / name).unlink()
+        run(lesson, *SHORT, "-s", path)
+        (tmp_path / "filler").write_bytes(bytes(300_000))
+        done = run(lesson, *SHORT, "-s", path, status=1)
+        one_line(done, "No space left on device", "make room", "--savefile")
+        torch.load(path, weights_only=True)

@@ -20,6 +20,7 @@ from conftest import (
     Job,
     Lesson,
     by_torchrun,
+    each_epoch,
     epochs,
     free_port,
     one_process,
@@ -46,7 +47,9 @@ NUMBERS = [("--model", "mlp"), ("--model", "cnn", "--double")]
 ONE_PROCESS = [
     ("single_gpu", ()),
     ("data_parallel", ("-g", 1)),
+    ("data_parallel", ("--by", "hand", "-g", 1)),
     ("manual_data_parallel", ("-g", 1)),
+    ("overlapped_data_parallel", ("-g", 1)),
     ("distributed_data_parallel", ("-g", 1)),
     ("distributed_data_parallel", ("-g", 1, "--backend", "gloo")),
     ("distributed_data_parallel2", ("-g", 1)),
@@ -55,6 +58,7 @@ ONE_PROCESS = [
     ("model_parallel", ()),
     ("model_parallel", ("--pipelined",)),
     ("model_parallel", ("--devices", "cpu", NAMES[0])),
+    ("manual_pipeline", ()),
     ("pipeline_parallel", ()),
     ("manual_sharding", ("--stage", 1)),
     ("manual_sharding", ("--stage", 2)),
@@ -69,12 +73,15 @@ ONE_PROCESS = [
 TWO_RANKS = [
     ("manual_data_parallel", ()),
     ("manual_data_parallel", ("--bucket",)),
-    ("manual_data_parallel", ("--backend", "gloo")),
+    ("overlapped_data_parallel", ("--by", "each")),
+    ("overlapped_data_parallel", ("--by", "buckets")),
     ("distributed_data_parallel", ()),
     ("distributed_data_parallel", ("--backend", "gloo")),
     ("distributed_data_parallel2", ()),
     ("distributed_data_parallel_torchrun", ()),
     ("distributed_data_parallel_resumable", ()),
+    ("manual_pipeline", ("--schedule", "GPipe")),
+    ("manual_pipeline", ("--schedule", "1F1B")),
     ("pipeline_parallel", ("--schedule", "GPipe")),
     ("pipeline_parallel", ("--schedule", "1F1B")),
     ("pipeline_parallel", ("--schedule", "Interleaved1F1B")),
@@ -268,7 +275,12 @@ def test_two_ranks(lesson, flags, network, two_ranks, tmp_path):
 @pytest.mark.parametrize("network", NUMBERS)
 @pytest.mark.parametrize(
     ("lesson", "flags"),
-    [("data_parallel", ("-g", 2)), ("model_parallel", ()), ("model_parallel", ("--pipelined",))],
+    [
+        ("data_parallel", ("-g", 2)),
+        ("data_parallel", ("--by", "hand", "-g", 2)),
+        ("model_parallel", ()),
+        ("model_parallel", ("--pipelined",)),
+    ],
 )
 def test_two_gpus_in_one_process(lesson, flags, network, two_gpus, tmp_path):
     """Copies of the model, and a half of it on each."""
@@ -533,9 +545,7 @@ def test_the_ring(two_ranks):
     assert len(re.findall(r"^ring, rank .*= dist.all_reduce: True$", out, re.M)) == 2
 
 
-FAIL = """        if rank == 1 and epoch == 1:
-            raise ValueError("on purpose")
-        sampler.set_epoch(epoch)"""
+FAIL = 'if rank == 1 and epoch == 1: raise ValueError("on purpose")'
 
 
 @pytest.mark.parametrize(
@@ -548,7 +558,7 @@ FAIL = """        if rank == 1 and epoch == 1:
 )
 def test_a_rank_that_fails_while_others_wait(lesson, two_ranks, tmp_path):
     """Its node ends at once, long before --timeout, with the rank's own error."""
-    path = changed(lesson, tmp_path, "        sampler.set_epoch(epoch)", FAIL)
+    path = each_epoch(lesson, FAIL, tmp_path)
     jobs = two_ranks(path, *TWO_EPOCHS, *CUDA, "--timeout", 900)
     try:
         done = jobs[-1].wait(300)  # where each rank has a job, rank 0's would wait for 900 s
@@ -557,13 +567,13 @@ def test_a_rank_that_fails_while_others_wait(lesson, two_ranks, tmp_path):
             job.kill()
     assert done.returncode == 1
     assert len(re.findall(r"^ValueError: on purpose$", done.stderr, re.M)) == 1, done.stderr
-    assert re.search(r"changed.py.*, line \d+, in train", done.stderr)
+    assert re.search(rf"{lesson}.py.*, line \d+, in train", done.stderr)
 
 
 def test_a_rank_that_fails_under_torchrun(two_gpus, tmp_path):
     """torchrun ends the other rank, which waits for NCCL, and reports the one that failed."""
     lesson = "distributed_data_parallel_torchrun"
-    path = changed(lesson, tmp_path, "        sampler.set_epoch(epoch)", FAIL)
+    path = each_epoch(lesson, FAIL, tmp_path)
     done = torchrun(path, *TWO_EPOCHS, *CUDA, "--timeout", 900, env=ALL_GPUS).wait(300)
     assert done.returncode == 1 and "epoch 1/2" in done.stdout
     assert (
@@ -573,7 +583,7 @@ def test_a_rank_that_fails_under_torchrun(two_gpus, tmp_path):
 
 def test_the_other_node_of_a_rank_that_fails(on_one_gpu, tmp_path):
     """It notices after --timeout, or before, and says where to look."""
-    path = changed("distributed_data_parallel", tmp_path, "        sampler.set_epoch(epoch)", FAIL)
+    path = each_epoch("distributed_data_parallel", FAIL, tmp_path)
     jobs = on_one_gpu(path, *TWO_EPOCHS, *CUDA, "--timeout", 10)
     try:
         zero, one = [job.wait(300) for job in jobs]
@@ -624,7 +634,7 @@ def test_more_processes_than_gpus(lesson, gpu):
 
 
 def test_more_processes_of_torchrun_than_gpus(gpu):
-    """Each of them says it, before they wait for each other."""
+    """The first rank prints the line, before the ranks wait for each other."""
     have = machine()[0]
     job = torchrun(
         "distributed_data_parallel_torchrun", *TWO_EPOCHS, *CUDA, processes=have + 1, env=ALL_GPUS

@@ -7,7 +7,7 @@ import pytest
 from conftest import SHORT, Lesson, epochs, free_port, one_process, run, talks
 from test_errors import one_line
 
-TRAINING = ["manual_data_parallel", "distributed_data_parallel"]
+DDP = "distributed_data_parallel"
 
 
 def short(lesson):
@@ -24,12 +24,12 @@ def both_nodes(lesson, *flags, env=None):
     return done.stdout
 
 
-@pytest.mark.parametrize("lesson", ["blocking_p2p", "nonblocking_p2p", *TRAINING])
+@pytest.mark.parametrize("lesson", ["blocking_p2p", "nonblocking_p2p", DDP])
 def test_file(lesson, tmp_path):
     """Two nodes find each other in a file that both can read, without an address."""
     out = both_nodes(lesson, "--init_method", f"file://{tmp_path}/meet")
     assert out.startswith("node  rank")
-    if lesson in TRAINING:
+    if lesson == DDP:
         assert epochs(out) == one_process(*SHORT)
 
 
@@ -38,7 +38,7 @@ def test_file_with_a_group_made_later(tmp_path):
     run("blocking_p2p", "--deadlock", "--init_method", f"file://{tmp_path}/meet")
 
 
-@pytest.mark.parametrize("lesson", ["distributed_data_parallel", "distributed_data_parallel2"])
+@pytest.mark.parametrize("lesson", [DDP, "distributed_data_parallel2"])
 @pytest.mark.parametrize("how", ["tcp", "env"])
 def test_tcp_and_env(lesson, how):
     """The address comes from a URL or from the environment. The numbers stay the same."""
@@ -74,7 +74,7 @@ def test_started_by_hand_and_alone(lesson):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("lesson", ["distributed_data_parallel", "blocking_p2p"])
+@pytest.mark.parametrize("lesson", [DDP, "blocking_p2p"])
 def test_two_terminals_of_one_machine(lesson):
     """Two terminals of a machine are two nodes at 127.0.0.1, with two ranks each."""
     flags = (*short(lesson), "-n", 2, "-g", 2, "-ip", "127.0.0.1", "--port", free_port())
@@ -83,7 +83,7 @@ def test_two_terminals_of_one_machine(lesson):
     assert one.wait().returncode == 0
     rows = re.findall(r"^(\d) +(\d) +(\d) +cpu", done.stdout, re.M)
     assert ["".join(row) for row in rows] == ["000", "011", "120", "131"]  # node, rank, local_rank
-    if lesson in TRAINING:
+    if lesson == DDP:
         assert epochs(done.stdout) == one_process(*SHORT)
 
 
@@ -92,8 +92,8 @@ def test_ipv6():
     if not socket.has_dualstack_ipv6():
         pytest.skip("this machine has no IPv6")
     flags = (*SHORT, "-n", 2, "-g", 1, "-ip", "::1", "--port", free_port())
-    one = Lesson("distributed_data_parallel", *flags, "-nr", 1)
-    done = run("distributed_data_parallel", *flags, "-nr", 0)
+    one = Lesson(DDP, *flags, "-nr", 1)
+    done = run(DDP, *flags, "-nr", 0)
     assert one.wait().returncode == 0
     assert epochs(done.stdout) == one_process(*SHORT)
 

@@ -5,6 +5,7 @@ That accumulation and batch norm compute what they should in several ranks is in
 
 import copy
 import pickle
+import re
 import sys
 
 import numpy
@@ -49,15 +50,19 @@ def cifar10(tmp_path_factory):
 
 
 @pytest.fixture
-def small(tmp_path):
-    """A copy of the lesson with a tenth of its random images."""
+def saving(tmp_path):
+    """A copy of the lesson that writes its model to c.pt at the end, with fewer random images."""
     copy = tmp_path / f"{LESSON}.py"
-    assert PATH.read_text().count(FEWER[0]) == 1
-    copy.write_text(PATH.read_text().replace(*FEWER))
+    text = PATH.read_text()
+    end = "    del model\n"
+    for old in (FEWER[0], end):
+        assert text.count(old) == 1
+    save = f'    if rank == 0:\n        torch.save(model.module.state_dict(), "{tmp_path}/c.pt")\n'
+    copy.write_text(text.replace(*FEWER).replace(end, save + end))
     return copy
 
 
-def test_pretrained_parameters_and_colour_images(cifar10, tmp_path):
+def test_pretrained_parameters_and_colour_images(cifar10, saving, tmp_path):
     """Two ranks, two micro-batches; so small a learning rate hardly changes the parameters."""
     given = resnet18()
     (tmp_path / "hub" / "checkpoints").mkdir(parents=True)
@@ -66,24 +71,27 @@ def test_pretrained_parameters_and_colour_images(cifar10, tmp_path):
     script.write_text(WITHOUT_CHECKSUMS)
     agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
     flags = ["--device", "cpu", "--batch_size", 32, "--epochs", 1, "--workers", 1, "--pretrained"]
-    flags += ["--lr", 1e-9, "--accumulate", 2, "--data_dir", cifar10, "-s", tmp_path / "c.pt"]
+    flags += ["--lr", 1e-9, "--accumulate", 2, "--data_dir", cifar10]
     env = {"TORCH_HOME": str(tmp_path), "PYTHONPATH": f"{ROOT}:{ROOT / 'playground'}"}
-    done = Job(*agent, script, PATH, *flags, env=env).wait()
+    done = Job(*agent, script, saving, *flags, env=env).wait()
     assert done.returncode == 0, done.stderr
     assert "global batch 32 = 2 ranks x 16 images, on each rank in 2 micro-batches" in done.stdout
     assert len(epochs(done.stdout)) == 1
-    state = torch.load(tmp_path / "c.pt", weights_only=True)["model"]
+    state = torch.load(tmp_path / "c.pt", weights_only=True)
     assert state["fc.weight"].shape == (10, 512)
     torch.testing.assert_close(state["conv1.weight"], given.conv1.weight, atol=1e-6, rtol=0)
     assert state["bn1.num_batches_tracked"] == 2 * 2  # two steps, two micro-batches
     assert state["bn1.running_mean"].abs().sum() > 0
 
 
-def test_random_images_and_float64(small):
+def test_random_images_and_float64(saving, tmp_path):
     """--dataset fake needs no files, and --double has an effect."""
-    done = run(small, *FAKE, "--double")
+    done = run(saving, *FAKE, "--double")
     assert len(epochs(done.stdout)) == 1
     assert "global batch 60 = 1 ranks x 60 images, on each rank in 1 micro-batches" in done.stdout
+    assert re.search(r"^epoch 1/1  loss \d\.\d{12}  ", done.stdout, re.M)
+    state = torch.load(tmp_path / "c.pt", weights_only=True)
+    assert {state[name].dtype for name in ("conv1.weight", "fc.bias")} == {torch.float64}
 
 
 @pytest.mark.parametrize("flags", [(), ("--dataset", "fake", "--pretrained")])
@@ -193,17 +201,13 @@ def step(tmp_path):
     ("method", "flags"), [("fork", ()), ("spawn", ()), ("forkserver", ("--double",))]
 )
 def test_workers_live_with_each_start_method(method, flags, step):
-    """Python 3.14 starts workers by forkserver, earlier ones by fork.
-
-    A worker that is not forked has another default type than its rank, if that has --double.
-    """
+    """Python 3.14 starts workers by forkserver, earlier ones by fork: the numbers are the same."""
     line = step("--workers", 1, *flags, method=method)
-    if not flags:  # random images depend on the default type
-        assert line == pytest.approx(step("--workers", 0, method=method), abs=2e-4)
+    assert line == pytest.approx(step("--workers", 0, *flags, method=method), abs=2e-4)
 
 
-def test_two_ranks_begin_with_the_same_weights(small, tmp_path):
+def test_steps_of_two_ranks(saving, tmp_path):
     """One line for each epoch, and as many steps as there are global batches."""
-    done = train(small, *FAKE, "-s", tmp_path / "c.pt", processes=2)
+    done = train(saving, *FAKE, processes=2)
     assert len(epochs(done.stdout)) == 1
-    assert torch.load(tmp_path / "c.pt", weights_only=True)["model"]["bn1.num_batches_tracked"] == 3
+    assert torch.load(tmp_path / "c.pt", weights_only=True)["bn1.num_batches_tracked"] == 3

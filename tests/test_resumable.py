@@ -94,16 +94,45 @@ def test_what_is_in_the_run_folder(tmp_path):
         one_line(other, told, "--run_dir")
 
 
+def test_dropout_continues_when_a_run_is_resumed(change, tmp_path):
+    """The ranks draw in the second epoch what they draw in a run that was not interrupted.
+
+    With dropout the losses show it.
+    """
+    path = change(LESSON)
+    models = path.parents[1] / "common" / "models.py"
+    text = models.read_text()
+    hidden = "(nn.Linear(*pair), nn.ReLU()) for pair"
+    assert text.count(hidden) == 1
+    models.write_text(text.replace(hidden, hidden.replace("ReLU()", "ReLU(), nn.Dropout(0.5)")))
+
+    def losses(folder, *counts):
+        for count in counts:
+            flags = ("--batch_size", 120, "--epochs", count, "--double", "--run_dir", folder)
+            train(path, *DIGITS, *flags, processes=2, cold=True)
+        return [line["loss"] for line in epochs((folder / "log.txt").read_text())]
+
+    whole = losses(tmp_path / "whole", 3)
+    resumed = losses(tmp_path / "resumed", 1, 3)
+    assert resumed == pytest.approx(whole, abs=1e-9) and len(whole) == 3
+    without_dropout = one_process(*DIGITS, "--batch_size", 120, "--epochs", 3, "--double")
+    assert whole[0] != without_dropout[0]["loss"]
+
+
 def test_rank_0_chooses_and_each_rank_reads(tmp_path):
     """Only rank 0 lists the folder, only a path is sent, and the file stays as it is."""
     text = lesson_path(LESSON).read_text()
     for old, new in (
-        ("    paths = sorted(Path(args.run_dir)", '    print("lists", os.environ["RANK"])\n'),
+        (
+            '    paths = sorted(Path(args.run_dir).glob("epoch-*.pt"), reverse=True)',
+            '    print("lists", os.environ["RANK"])\n',
+        ),
         (
             "    path = chosen[0]\n",
             "    print(f\"sent {chosen}, loads={torch.load(chosen[0], mmap=True)['epoch']}\")\n",
         ),
     ):
+        assert text.count(old) == 1
         at = text.index(old)
         text = text[:at] + new + text[at:]
     copy = tmp_path / f"{LESSON}.py"

@@ -74,14 +74,12 @@ def test_a_lesson_for_torchrun_until_a_rank_is_killed(sshd, tmp_path):
     # With this program in place of Python, the copy finds common/.
     (tmp_path / "python").write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} "$@"\n')
     (tmp_path / "python").chmod(0o755)
-    checkpoint = tmp_path / "it's in $HOME  &c.pt"
-    flags = (*SHORT[:-1], LONG[-1], *PATIENT, "-s", checkpoint)
+    flags = (*SHORT[:-1], LONG[-1], *PATIENT)
     settings = {"PYTHON": str(tmp_path / "python"), "GPUS": "1"}
     job = start(sshd, tmp_path / "my copy.py", *flags, **settings)
     printed = re.sub(r"^node[01]: ", "", read_until(job, r": epoch 2/"), flags=re.M)
     pids = pids_of_two(printed)
     assert epochs(printed)[:1] == one_process(*SHORT)
-    assert checkpoint.is_file()
     os.kill(pids[1], signal.SIGKILL)
     done = job.wait()
     assert done.returncode == 1, done.stderr
