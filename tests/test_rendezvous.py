@@ -7,8 +7,6 @@ import pytest
 from conftest import SHORT, Lesson, epochs, free_port, one_process, run, talks
 from test_errors import one_line
 
-TRAINING = ["manual_data_parallel", "distributed_data_parallel"]
-
 
 def short(lesson):
     """Return the flags with which a lesson runs for a short time."""
@@ -24,12 +22,12 @@ def both_nodes(lesson, *flags, env=None):
     return done.stdout
 
 
-@pytest.mark.parametrize("lesson", ["blocking_p2p", "nonblocking_p2p", *TRAINING])
+@pytest.mark.parametrize("lesson", ["blocking_p2p", "distributed_data_parallel"])
 def test_file(lesson, tmp_path):
     """Two nodes find each other in a file that both can read, without an address."""
     out = both_nodes(lesson, "--init_method", f"file://{tmp_path}/meet")
     assert out.startswith("node  rank")
-    if lesson in TRAINING:
+    if not talks(lesson):
         assert epochs(out) == one_process(*SHORT)
 
 
@@ -51,17 +49,6 @@ def test_tcp_and_env(lesson, how):
     assert epochs(out) == one_process(*SHORT)
 
 
-def test_started_by_hand():
-    """A process with RANK in its environment is one rank, on a node of its own."""
-    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    one = Lesson("blocking_p2p", env=env | {"RANK": "1"})
-    zero = run("blocking_p2p", env=env | {"RANK": "0"})
-    assert one.wait().returncode == 0
-    assert "rank 1: [0.0, 0.0, 0.0, 0.0] -> [0.0, 1.0, 2.0, 3.0]" in zero.stdout
-    nodes_and_ranks = re.findall(r"^(\d) +(\d) +0 +cpu", zero.stdout, re.M)
-    assert nodes_and_ranks == [("0", "0"), ("1", "1")]
-
-
 @pytest.mark.parametrize("lesson", ["blocking_p2p", "distributed_data_parallel_torchrun"])
 def test_started_by_hand_and_alone(lesson):
     """If rank 0 is missing, rank 1 ends with one line about it and without a traceback."""
@@ -74,7 +61,9 @@ def test_started_by_hand_and_alone(lesson):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("lesson", ["distributed_data_parallel", "blocking_p2p"])
+@pytest.mark.parametrize(
+    "lesson", ["blocking_p2p", "manual_data_parallel", "distributed_data_parallel"]
+)
 def test_two_terminals_of_one_machine(lesson):
     """Two terminals of a machine are two nodes at 127.0.0.1, with two ranks each."""
     flags = (*short(lesson), "-n", 2, "-g", 2, "-ip", "127.0.0.1", "--port", free_port())
@@ -83,7 +72,7 @@ def test_two_terminals_of_one_machine(lesson):
     assert one.wait().returncode == 0
     rows = re.findall(r"^(\d) +(\d) +(\d) +cpu", done.stdout, re.M)
     assert ["".join(row) for row in rows] == ["000", "011", "120", "131"]  # node, rank, local_rank
-    if lesson in TRAINING:
+    if not talks(lesson):
         assert epochs(done.stdout) == one_process(*SHORT)
 
 
