@@ -41,7 +41,7 @@ def test_replicas_compute_what_the_model_computes(kind, replicas, size):
 
 
 def test_replicas_follow_the_mode_of_the_model():
-    """In eval mode under no_grad, there is no dropout, and the threads of replicas keep no graph."""
+    """In eval mode under no_grad, there is no dropout, and the threads keep no graph."""
     torch.manual_seed(0)
     plain = CNN(width=8, dropout=0.5).double()
     replicated = Replicas(plain, ["cpu"] * 3)
@@ -57,7 +57,7 @@ def test_replicas_follow_the_mode_of_the_model():
 
 
 def test_the_lesson_prints_the_numbers_of_one_process():
-    """With any number of replicas. nn.DataParallel does nothing on a CPU, and the lesson says so."""
+    """With replicas, and without: nn.DataParallel does nothing on a CPU, and the lesson says so."""
     for flags in (("--by", "hand", "-g", 3), ()):
         done = run("data_parallel", *SHORT, *flags)
         assert epochs(done.stdout) == one_process(*SHORT)

@@ -1,4 +1,4 @@
-"""What overlapped_data_parallel.py does by hand: as one process trains, and messages that are early."""
+"""What overlapped_data_parallel.py does by hand trains as one process does, with early messages."""
 
 import re
 
