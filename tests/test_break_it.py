@@ -1,6 +1,6 @@
 """The exercises in the docstrings end as playground/answers.md says. Each is done on a copy.
 
-Those of data_parallel.py need a GPU, and so does one of model_parallel.py. test_gpu.py has them.
+One of model_parallel.py needs a GPU, so it is in test_gpu.py.
 """
 
 import json
@@ -22,6 +22,7 @@ from conftest import (
     by_torchrun,
     each_epoch,
     epochs,
+    lesson_path,
     run,
     single_gpu,
     torchrun,
@@ -108,13 +109,42 @@ def test_single_gpu_without_zero_grad(change, reference):
     assert abs(broken[0] - reference[0]) > 1e-3
 
 
+def test_the_keys_of_replicas(change):
+    """They begin with the name of the model inside, whose own keys do not."""
+    old = "        print(epoch_line(args, epoch, seconds, trained, tested), flush=True)\n"
+    keys = """    print(list(model.state_dict()))
+    print(list(model.module.state_dict()))
+"""
+    out = ends(change("data_parallel", (old, old + keys)), "--by", "hand", "-g", 2).stdout
+    wrapped, inside = [json.loads(line.replace("'", '"')) for line in out.splitlines()[-2:]]
+    assert wrapped == [f"module.{name}" for name in inside]
+
+
+def test_replicas_with_parameters_of_their_own(change):
+    """They get the gradients, and the model that the optimizer changes gets none."""
+    loop = "    for epoch in range(args.epochs):\n"
+    where = """        if epoch == 1:
+            inside = [parameter.grad is None for parameter in model.module.parameters()]
+            each = [replica.stage1[1].weight.grad is None for replica in model.replicas]
+            print("without a gradient:", all(inside), each)
+"""
+    copy = change(
+        "data_parallel",
+        ("functional_call(replica, parameters, part.to(device))", "replica(part)"),
+        (loop, loop + where),
+    )
+    done = ends(copy, "--by", "hand", "-g", 2)
+    assert [line["loss"] for line in epochs(done.stdout)] == pytest.approx([2.31, 2.31], abs=0.01)
+    assert "without a gradient: True [False, False]" in done.stdout
+
+
 @pytest.mark.parametrize(
-    "call", ["send_weights(model, args.weights)  #", "average_gradients(model, in_one_bucket)  #"]
+    ("call", "second"), [("    send_weights(model)  #", 1.6639), ("    average(model)  #", 1.5555)]
 )
-def test_manual_data_parallel_needs_both_parts(change, call, reference):
+def test_manual_data_parallel_needs_both_parts(change, call, second):
     """Without the parameters of rank 0, or without averaging, the losses differ."""
-    broken = losses(change("manual_data_parallel", (call, "pass  #")))
-    assert abs(broken[1] - reference[1]) > 1e-3
+    broken = losses(change("manual_data_parallel", (call, "    pass  #")))
+    assert broken[1] == pytest.approx(second, abs=1e-3)
 
 
 def test_a_pipeline_without_the_share_of_a_micro_batch(change, tmp_path):
@@ -139,24 +169,32 @@ def test_a_pipeline_without_a_warm_up(change, reference):
     assert "each rank kept: [1, 1]" in done.stdout
 
 
-def test_overlap_in_any_order(change, reference):
-    """The lesson's model fills its buckets in the same order on all ranks."""
-    loop = """        while self.overlap and self.started < len(self.buckets):
-            bucket = self.buckets[self.started]
-            if bucket.missing > 0:
-                break
-            self.start(bucket)
-"""
-    at_once = """        bucket = self.bucket_of[parameter]
-        if bucket.missing == 0:
-            self.start(bucket)
-"""
-    assert losses(change("overlapped_data_parallel", (loop, at_once))) == reference
+@pytest.mark.parametrize("by", ["each", "buckets"])
+def test_overlap_with_a_frozen_parameter(by, change):
+    """It cannot have a hook. If both classes skip it, the losses are those of average_gradients."""
+    sent, frozen = (
+        "    send_weights(model)\n",
+        "    next(model.parameters()).requires_grad_(False)\n",
+    )
+    copy = change("overlapped_data_parallel", (sent, sent + frozen))
+    done = ends(copy, "--by", by, status=1)
+    assert "cannot register a hook on a tensor that doesn't require gradient" in done.stderr
+    text, loop = copy.read_text(), "        for parameter in model.parameters():\n"
+    assert text.count(loop) == 2
+    skip = "            if not parameter.requires_grad:\n                continue\n"
+    copy.write_text(text.replace(loop, loop + skip))
+    skipped = losses(copy, "--by", by)
+    manual, sent = lesson_path("manual_data_parallel").read_text(), "    send_weights(model)  #"
+    assert manual.count(sent) == 1
+    plain = copy.with_name("manual_data_parallel.py")
+    plain.write_text(manual.replace(sent, f"{frozen}{sent}"))
+    assert skipped == pytest.approx(losses(plain), abs=2e-4)
 
 
 def test_overlap_without_waiting(change, reference):
     """The optimizer takes gradients that are not complete."""
-    broken = losses(change("overlapped_data_parallel", ("bucket.handle.wait()", "pass")))
+    wait, sizes = "            handle.wait()\n", "            sizes ="
+    broken = losses(change("overlapped_data_parallel", (wait + sizes, sizes)))
     assert abs(broken[1] - reference[1]) > 1e-3
 
 
@@ -172,7 +210,7 @@ def test_without_set_epoch_the_first_order_repeats(change, reference):
 )
 def test_a_collective_on_rank_0_only(count, words, change):
     """Rank 0 waits in an all_reduce. Rank 1 has ended, or is in the next epoch."""
-    old = "        _, test_hits, test_seen = run_epoch("
+    old = "        tested = run_epoch("
     copy = change("distributed_data_parallel", (old, f"        if rank == 0:\n    {old}"))
     done = ends(copy, "--epochs", count, "--timeout", 10, status=1)
     assert words in done.stderr.splitlines()[-1]
@@ -210,7 +248,7 @@ def test_averages_where_sums_belong(change, reference):
 )
 def test_gather_on_rank_0_only(count, words, change):
     """Rank 0 waits in gather, rank 1 has ended or waits in the barrier of the next epoch."""
-    gather = "        test_totals = comm.gather(test_sums)\n"
+    gather = "        parts = comm.gather(test_sums)\n"
     condition = "        if comm.is_main_process():\n"
     moved = f"{condition}    {gather}"
     copy = change("distributed_data_parallel2", (gather + condition, moved))

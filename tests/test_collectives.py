@@ -14,7 +14,7 @@ def tables(out):
     found = {}
     for name, rows in re.findall(r"^(\w+)[:,] .*\n((?:rank \d+: .*\n)+)", out, re.M):
         shown = {}
-        for rank, line in re.findall(r"^rank (\d+): (.*)$", rows, re.M):
+        for rank, line in re.findall(r"^rank (\d+): (.*(?:bytes|True|False))$", rows, re.M):
             lists = []
             for part in re.findall(r"\[(.*?)\]", line):
                 lists.append([float(number) for number in part.split(",") if number])
@@ -27,7 +27,7 @@ def tables(out):
 
 
 def expected(n):
-    """Return what the tables must show for n ranks, from lists and the formulas for S bytes."""
+    """Return what the tables must show for n ranks, from lists and from formulas for the bytes."""
     before = [[10.0 * (rank + 1) + chunk for chunk in range(n)] for rank in range(n)]
     columns = [list(column) for column in zip(*before, strict=True)]
     sums = [sum(column) for column in columns]
@@ -56,10 +56,32 @@ def expected(n):
     return found
 
 
-@pytest.mark.parametrize("processes", [1, 2, 3])
-def test_tables(processes):
-    """The tables have the numbers and bytes that lists and formulas give, also with one rank."""
-    assert tables(train("collectives", processes=processes).stdout) == expected(processes)
+def chunks_in_titles(out, n):
+    """Return by name how many chunks a rank sends, which the title of a table gives as a formula."""
+    formulas = {"one": 1, "n": n, "n-1": n - 1, "2(n-1)": 2 * (n - 1)}
+    titles = re.findall(r"^(\w+): .* (?:send|sends) (\S+) chunks?(?: each)?\.$", out, re.M)
+    return {name: formulas[formula] for name, formula in titles}
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_what_is_printed(n):
+    """The numbers and bytes are those of lists and formulas, also with one rank.
+
+    With async_op the sum is the same. At the barrier, the other ranks wait longer than rank 0.
+    """
+    out = train("collectives", processes=n).stdout
+    assert tables(out) == expected(n)
+    title = chunks_in_titles(out, n)
+    for name, table in expected(n).items():
+        if name != "both":
+            sent = [int(words.split()[1]) for _, words in table.values()]
+            assert max(sent) == (4 * title[name] if n > 1 else 0)
+    sums = [10.0 * sum(range(1, n + 1)) + n * chunk for chunk in range(n)]
+    found = re.findall(r"^rank (\d): \[.*\] -> (\[.*\]) by async_op$", out, re.M)
+    assert found == [(str(rank), str(sums)) for rank in range(n)]
+    waited = re.findall(r"^rank (\d): ([\d.]+) s at a barrier", out, re.M)
+    assert [rank for rank, _ in waited] == [str(rank) for rank in range(n)]
+    assert all(float(seconds) > float(waited[0][1]) for _, seconds in waited[1:])
 
 
 def counted(rank, world_size, port, results):

@@ -106,7 +106,8 @@ def test_ranks_started_by_hand(lesson):
     other = Lesson(lesson, env=meet | {"RANK": "1"})
     out = run(lesson, env=meet | {"RANK": "0"}).stdout
     assert other.wait().returncode == 0
-    assert re.search(r"^0 +0 +0 +cpu", out, re.M)
+    nodes_and_ranks = re.findall(r"^(\d) +(\d) +0 +cpu", out, re.M)
+    assert nodes_and_ranks == [("0", "0"), ("1", "1")]
     assert re.search(r"rank 1: .*-> \[0.0", out)
 
 
