@@ -1,6 +1,8 @@
 """What overlapped_data_parallel.py does by hand trains as one process does, with early messages."""
 
 import re
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -9,8 +11,8 @@ from test_manual_data_parallel import assert_equal, in_ranks, join, make, steps
 from torch import nn
 
 MEBIBYTE = 2**20
-# Bytes of the parameters of make(): 31,360 + 40 + 200 + 40 + 200 + 40 + 400 + 80.
-CAPACITIES = {1e-9: 8, 280 / MEBIBYTE: 5, 1.0: 1}  # MiB of a bucket: how many buckets there are
+# Bytes of the parameters of make(), from the last one on: 80, 400, 40, 200, 40, 200, 40, 31,360.
+CAPACITIES = {1e-9: 8, 280 / MEBIBYTE: 3, 1.0: 1}  # MiB of a bucket: how many buckets there are
 
 
 def by_hand(rank, world_size, port, results):
@@ -22,29 +24,39 @@ def by_hand(rank, world_size, port, results):
         model = make(rank)
         lesson.send_weights(model)
         if capacity == "each":
-            gradients = lesson.EachGradient(model)
+            averager = lesson.EachGradient(model)
         else:
-            gradients = lesson.Buckets(model, capacity)
+            averager = lesson.Buckets(model, capacity)
         messages = []
+        early = []  # for each message, whether the first parameter's gradient was missing
+        first = next(model.parameters())
 
-        def count_and_finish(messages=messages, gradients=gradients):
-            messages.append(len(gradients.messages))
-            gradients.finish()
+        def note(message, early=early, first=first, **options):
+            early.append(first.grad is None)
+            return dist.all_reduce(message, **options)
 
-        trained = steps(model, rank, world_size, count_and_finish)
-        results[rank, capacity] = messages, trained
+        def count_and_finish(messages=messages, averager=averager):
+            messages.append(len(averager.handles))
+            averager.finish()
+
+        with mock.patch.object(
+            lesson, "dist", SimpleNamespace(**vars(dist) | {"all_reduce": note})
+        ):
+            trained = steps(model, rank, world_size, count_and_finish)
+        results[rank, capacity] = messages, early, trained
     dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_train_as_one_process(world_size):
-    """When backward() returns, all messages of the step have been started, and none of others."""
+    """All messages are started in backward(), and with several, the first one starts early."""
     results = in_ranks(by_hand, world_size)
     right = steps(make(0))
     for capacity, count in {"each": 8, **CAPACITIES}.items():
         for rank in range(world_size):
-            messages, trained = results[rank, capacity]
+            messages, early, trained = results[rank, capacity]
             assert messages == [count] * 3
+            assert early[::count] == [count > 1] * 3
             assert_equal(trained, right)
 
 
@@ -72,13 +84,12 @@ def test_a_parameter_without_a_gradient():
 
 
 def test_what_is_printed_is_counted():
-    """Afterwards, no message is early. From the hooks, all of them are."""
+    """Three buckets of the default model: two layers, one layer, and the first layer."""
     out = run("overlapped_data_parallel", *DIGITS, "-g", 2, "--epochs", 1).stdout
     rows = re.findall(r"^(\d)  +(\w+) +(\d+) +(\d+) +[\d.]+ +[\d.]+$", out, re.M)
-    found = {(rank, how): (messages, early) for rank, how, messages, early in rows}
-    # By default the first parameter, 0.19 MiB, is larger than a bucket, and the others fit in one.
+    counts = {(rank, how): messages for rank, how, messages, _ in rows}
     for rank in "01":
-        assert found[rank, "afterwards"] == ("8", "0")
-        assert found[rank, "each"] == ("8", "8")
-        assert found[rank, "buckets"] == ("2", "2")
+        assert counts[rank, "afterwards"] == counts[rank, "each"] == "8"
+        assert counts[rank, "buckets"] == "3"
+    assert all(int(done) <= int(messages) for _, _, messages, done in rows)
     assert len(rows) == 6
