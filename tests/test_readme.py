@@ -190,11 +190,31 @@ def less_data(lesson, words):
         flags += ["--dataset", "fake"]
     elif "--dataset" not in words:
         flags += ["--dataset", "digits"]
-        if "--batch_size" in words:
-            flags += ["--batch_size", "240"]  # the digits have only 1,440 training images
     if "--epochs" not in words:
         flags += ["--epochs", "1"]
     return flags
+
+
+def run_command(lesson, path, command, *flags, folder, cold):
+    """Run a command of a lesson's docstring, with more flags. Returns its output."""
+    words = shlex.split(command)
+    env = {"PYTHONPATH": python_path(path)}
+    while re.match(r"[A-Z_]+=", words[0]):
+        name, _, value = words.pop(0).partition("=")
+        env[name] = value
+    program = words.pop(0)
+    words[words.index(f"playground/{lesson}.py")] = str(path)
+    if program == "torchrun":
+        words = ["-m", "torch.distributed.run", *words]
+    python = [sys.executable] if cold else []
+    done = Job(*python, *words, *flags, env=env, cwd=folder, cold=cold).wait()
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout + done.stderr
+
+
+def commands_to_run(lesson):
+    """Return the commands of a lesson's docstring that this machine can run."""
+    return [command for command in described_commands(lesson) if can_run(command)]
 
 
 def run_described(lesson, folder):
@@ -204,24 +224,12 @@ def run_described(lesson, folder):
         path = folder / "resnet.py"
         path.write_text(lesson_path(lesson).read_text().replace(*FEWER))
     printed = ""
-    todo = [command for command in described_commands(lesson) if can_run(command)]
+    todo = commands_to_run(lesson)
     assert todo, "no command that can be run"
     for number, command in enumerate(todo):
-        words = shlex.split(command)
-        env = {"PYTHONPATH": python_path(path)}
-        while re.match(r"[A-Z_]+=", words[0]):
-            name, _, value = words.pop(0).partition("=")
-            env[name] = value
-        program = words.pop(0)
-        words[words.index(f"playground/{lesson}.py")] = str(path)
-        words += less_data(lesson, words)
-        if program == "torchrun":
-            words = ["-m", "torch.distributed.run", *words]
+        flags = less_data(lesson, command)
         cold = number == 0  # as typed; the others are forked, which takes less time
-        python = [sys.executable] if cold else []
-        done = Job(*python, *words, env=env, cwd=folder, cold=cold).wait()
-        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-        printed += done.stdout + done.stderr
+        printed += run_command(lesson, path, command, *flags, folder=folder, cold=cold)
     return printed
 
 
@@ -243,6 +251,22 @@ def test_the_docstring_of_a_lesson(lesson, tmp_path):
     printed = {shape(line) for line in run_described(lesson, tmp_path).splitlines()}
     for line in lines:
         assert not line.strip() or line.strip() == "..." or shape(line) in printed, line
+
+
+@pytest.mark.parametrize(
+    "lesson", [lesson for lesson in LESSONS if not talks(lesson) and "resnet" not in lesson]
+)
+def test_the_first_command_on_mnist(lesson, mnist, tmp_path):
+    """An epoch of it on the real images prints the numbers that the docstring shows for it."""
+    flags = ("--data_dir", mnist, "--epochs", "1")
+    command = commands_to_run(lesson)[0]
+    options = {"folder": tmp_path, "cold": False}
+    [got] = epochs(run_command(lesson, lesson_path(lesson), command, *flags, **options))
+    assert got["test"] > 90
+    shown = [line.strip() for line in shown_output(lesson)]
+    for expected in epochs("\n".join(line for line in shown if line.startswith("epoch 1/"))):
+        assert got["loss"] == pytest.approx(expected["loss"], abs=2e-3)
+        assert got["test"] == pytest.approx(expected["test"], abs=0.5)
 
 
 def test_the_lessons_are_listed_in_the_order_of_their_docstrings():
