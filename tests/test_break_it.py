@@ -142,8 +142,9 @@ def test_replicas_with_parameters_of_their_own(change):
     ("call", "second"), [("    send_weights(model)  #", 1.6639), ("    average(model)  #", 1.5555)]
 )
 def test_manual_data_parallel_needs_both_parts(change, call, second):
-    """Without the parameters of rank 0, or without averaging, the losses differ."""
-    broken = losses(change("manual_data_parallel", (call, "    pass  #")))
+    """Without the parameters of rank 0, or without averaging, the second loss is not 1.4064."""
+    copy = change("manual_data_parallel", (call, "    pass  #"))
+    broken = losses(copy, "--batch_size", 120)  # as in playground/answers.md
     assert broken[1] == pytest.approx(second, abs=1e-3)
 
 

@@ -57,7 +57,7 @@ def expected(n):
 
 
 def chunks_in_titles(out, n):
-    """Return by name how many chunks a rank sends, which the title of a table gives as a formula."""
+    """Return by name how many chunks a rank sends. The titles of the tables give formulas."""
     formulas = {"one": 1, "n": n, "n-1": n - 1, "2(n-1)": 2 * (n - 1)}
     titles = re.findall(r"^(\w+): .* (?:send|sends) (\S+) chunks?(?: each)?\.$", out, re.M)
     return {name: formulas[formula] for name, formula in titles}
