@@ -205,7 +205,7 @@ def _fsdp(model, images, labels):
 
 def _shard(model, keep_weights):
     """Call shard() of fully_sharded_data_parallel.py."""
-    flags = argparse.Namespace(device="cpu", keep_weights=keep_weights)
+    flags = argparse.Namespace(device="cpu", keep_weights=keep_weights, timeout=60)
     fully_sharded_data_parallel.shard(model, flags)
 
 
