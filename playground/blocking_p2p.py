@@ -23,16 +23,16 @@ Run it on two nodes, each command on its own node:
     python playground/blocking_p2p.py -n 2 -g 1 -nr 0 -ip <ip of node 0>
     python playground/blocking_p2p.py -n 2 -g 1 -nr 1 -ip <ip of node 0>
 
-It prints a table of the ranks. Then the ranks pass numbers on twice. In the first run, rank 0
-starts a second late, and in the second run rank 1. The first run prints, on CPUs:
+It prints a table of the ranks. Then the ranks pass numbers on twice. The first time, rank 0 starts
+a second late, and the second time, rank 1 does. The first time prints, on CPUs:
     rank 0 starts a second late:
     rank 0: [0.0, 1.0, 2.0, 3.0] -> [0.0, 1.0, 2.0, 3.0], 0.0 s in recv, 0.0 s in send
     rank 1: [0.0, 0.0, 0.0, 0.0] -> [0.0, 1.0, 2.0, 3.0], 1.0 s in recv, 0.0 s in send
     rank 0 |zzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzz|
     rank 1 |rrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrr|
 
-The numbers are those of a rank before and after the calls. The letters show the same second from
-left to right: z means that a rank sleeps, r that it is in recv, and s that it is in send.
+The numbers are those of a rank before and after the calls. The rows of letters show the same second
+for all ranks: z means that a rank sleeps, r that it is in recv, and s that it is in send.
 
 Try breaking it, in a copy (cp playground/blocking_p2p.py playground/broken.py):
   1. Give rank 1 a buffer of three numbers. Which rank fails, and with what message?
@@ -66,7 +66,7 @@ def join(local_rank, args):
     """Join the process group and print the table of ranks. Returns this rank and its device."""
     # The nodes before this one have args.gpus ranks each.
     rank = args.nr * args.gpus + local_rank
-    # In ranks that are started by hand (see main), local_rank is 0 here. The shell sets LOCAL_RANK.
+    # If each rank is started by hand (see main), local_rank is always 0, and LOCAL_RANK replaces it.
     local_rank = int(os.environ.get("LOCAL_RANK", local_rank))
     if args.device == "cuda":
         gpu = torch.device("cuda", local_rank)
@@ -134,9 +134,9 @@ def exchange(order, rank, device, group=None):
         dist.recv(theirs, src=left, group=group)
     elif order == "even ranks send first":
         # An odd rank receives first, so its left neighbour can finish its send. With an odd number
-        # of ranks, the last rank and rank 0 are neighbours, and both send first. The last rank then
-        # waits longer: rank 0 first finishes its own send, and only then receives from the last
-        # rank. This is no deadlock, because rank 1 receives first, so rank 0 can finish.
+        # of ranks, the last rank is even, so it and its right neighbour, rank 0, both send first.
+        # The last rank then waits longer: rank 0 first finishes its own send, and only then
+        # receives. This is no deadlock, because rank 1 receives first, so rank 0 can finish.
         if rank % 2 == 0:
             dist.send(mine, dst=right)
             dist.recv(theirs, src=left)
@@ -161,7 +161,8 @@ def exchange(order, rank, device, group=None):
 def show_deadlock(rank, device):
     """Make all ranks wait for each other for three seconds. Then show three cures."""
     # A second process group of all ranks, in which a message may take three seconds at most. It
-    # uses gloo also on GPUs, because gloo then raises an error, and NCCL would end the process.
+    # uses gloo even if there are GPUs, because gloo then raises an error, but NCCL would end the
+    # process.
     impatient = dist.new_group(backend="gloo", timeout=timedelta(seconds=3))
     try:
         received = exchange("all ranks send first", rank, torch.device("cpu"), impatient)

@@ -4,8 +4,8 @@ send and recv involve two ranks. A collective involves all ranks, so every rank 
 ranks must also call the same collectives in the same order, with tensors of the same size.
 
 Here each of n ranks has a tensor of n numbers. The tensor is split into n chunks, of one number
-each. In some collectives each rank gets one chunk only. Then rank r gets chunk r. (In the ring of
-nonblocking_p2p.py, rank r ends with the sum in chunk r + 1. A collective gives it chunk r.)
+each. In some collectives each rank gets one chunk only. Then rank r gets chunk r. (In the lesson
+before, rank r has the sum in chunk r + 1 after its reduce-scatter. PyTorch's gives it chunk r.)
 
 Run it:
     python playground/collectives.py         # two processes, started by this script
@@ -19,9 +19,9 @@ after the call:
     rank 0: [10.0, 11.0] -> [30.0], sends 4 bytes
     rank 1: [20.0, 21.0] -> [32.0], sends 4 bytes
 
-The bytes are computed, not measured, for one route: broadcast and reduce pass the numbers along a
-chain of ranks. all_gather, reduce_scatter and all_reduce use the ring of nonblocking_p2p.py. The
-others send directly. gloo and NCCL may choose other routes. NCCL's own tests use these formulas:
+The bytes are computed, not measured, for a possible route: broadcast and reduce pass the numbers
+along a chain of ranks. all_gather, reduce_scatter and all_reduce use the ring of the lesson before.
+The others send directly. gloo and NCCL may choose other routes. NCCL's tests use these formulas:
 https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
 
 Try breaking it, in a copy (cp playground/collectives.py playground/broken.py). Run each
@@ -77,7 +77,7 @@ def scatter(mine, rank, n):
 
 
 def gather(mine, rank, n):
-    """Rank 0 gets chunk 1 of rank 1, chunk 2 of rank 2 and so on; they send one chunk each."""
+    """Rank 0 gets chunk r of every rank r; the other ranks send one chunk each."""
     if rank == 0:
         whole = torch.empty_like(mine)
         chunks = list(whole.chunk(n))  # views, so gather writes into `whole`
@@ -90,7 +90,7 @@ def gather(mine, rank, n):
 
 
 def all_gather(mine, rank, n):
-    """All ranks get chunk 0 of rank 0, chunk 1 of rank 1 and so on; each rank sends n-1 chunks."""
+    """All ranks get chunk r of every rank r; each rank sends n-1 chunks."""
     whole = torch.empty_like(mine)
     # Newer versions of PyTorch also call it all_gather_single.
     dist.all_gather_into_tensor(whole, mine.chunk(n)[rank])
@@ -139,7 +139,7 @@ COLLECTIVES = [
 
 
 def start_and_wait(numbers):
-    """Add up the numbers of all ranks, without blocking Python. Returns the sum."""
+    """Add up the numbers of all ranks with async_op=True. Returns the sum."""
     total = numbers.clone()
     # NEW: every collective takes async_op=True. It then returns a handle at once, which is like the
     # requests of isend and irecv. Until wait() returns, do not read or change `total`.

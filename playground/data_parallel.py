@@ -15,7 +15,7 @@ Run it:
     python playground/data_parallel.py                   # all GPUs of this machine
     python playground/data_parallel.py --by hand -g 2    # two replicas, also on a CPU
 
-It prints the same numbers as single_gpu.py, for any number of replicas (times will differ):
+It prints the numbers of single_gpu.py, up to rounding, for any number of replicas (times differ):
     epoch 1/3  loss 0.3960  train 88.26%  test 93.96%  0.52 s  115,200 images/s
 
 Try breaking it, in a copy (cp playground/data_parallel.py playground/broken.py):
@@ -59,7 +59,7 @@ class Replicas(nn.Module):
         self.module = module
         self.devices = devices
         # functional_call puts parameters into a module while it computes, so each thread needs a
-        # module of its own. In a plain list, parameters() does not find those of the replicas.
+        # module of its own. They are in a plain list, so parameters() does not return theirs.
         self.replicas = [copy.deepcopy(module) for _ in devices]
         self.threads = ThreadPoolExecutor(len(devices))
 
@@ -128,7 +128,7 @@ def train(args):
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
 
     for epoch in range(args.epochs):
-        train_loader.sampler.set_epoch(epoch)  # each epoch has an order of its own
+        train_loader.sampler.set_epoch(epoch)  # its order has the seed args.seed + epoch, as before
         start = time.perf_counter()
         trained = run_epoch(model, bar(train_loader), device, optimizer)
         seconds = time.perf_counter() - start

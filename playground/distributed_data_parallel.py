@@ -6,7 +6,7 @@ gradients in buckets. As soon as all gradients of a bucket are there, DDP starts
 while backward() still computes the gradients of earlier layers. (The default model fits into one
 bucket, so nothing overlaps here. profile_steps.py shows a larger model.)
 
-Two things remain your task: a sampler must give each rank its part of every global batch, and the
+DDP leaves two things to you: a sampler must give each rank its part of every global batch, and the
 results must be summed over the ranks before rank 0 prints them.
 
 Run it:

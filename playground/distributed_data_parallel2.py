@@ -8,14 +8,14 @@ which comes with PyTorch.
 and it joins each of them to the process group. `comm` offers ranks and collectives under short
 names. Most functions of `comm` also work in a single process that has no process group.
 
-Run it (README.md has the command that installs detectron2):
+Run it (the README.md of the course has the commands that install detectron2):
     python playground/distributed_data_parallel2.py -g 2
 
 Run it on two nodes, each command on its own node:
     python playground/distributed_data_parallel2.py -n 2 -g 2 -nr 0 -ip <ip of node 0>
     python playground/distributed_data_parallel2.py -n 2 -g 2 -nr 1 -ip <ip of node 0>
 
-It prints the table of ranks and the same numbers as single_gpu.py (times will differ):
+It prints the table of ranks and the numbers of single_gpu.py, up to rounding (times will differ):
     epoch 1/3  loss 0.3961  train 88.27%  test 94.00%  1.12 s  53,396 images/s
 
 Try breaking it, in a copy (cp playground/distributed_data_parallel2.py playground/broken.py):

@@ -15,7 +15,7 @@ Run it. (In the first run, one rank downloads and the others wait for it, hence 
     torchrun --standalone --nproc-per-node 2 \
         playground/distributed_data_parallel_resnet.py --pretrained --timeout 600
 
-Run it on GPUs that you choose. Local rank 0 gets GPU 1, 1 gets 6, 2 gets 3. (3 divides 126.)
+Run it on GPUs that you choose. Local ranks 0, 1 and 2 get GPUs 1, 6 and 3. (3 divides 126.)
     torchrun --standalone --nproc-per-node 3 \
         playground/distributed_data_parallel_resnet.py --gpu_ids 1,6,3 --batch_size 126
 
@@ -165,8 +165,8 @@ def run_epoch(model, loader, device, optimizer=None, accumulate=1):
                 logits = model(micro_images)
                 loss = F.cross_entropy(logits, micro_labels)
                 if training:
-                    # NEW: the loss is a mean over the micro-batch. Weighted by its fraction of this
-                    # rank's batch, the losses add up to the mean over it, and so do the gradients.
+                    # NEW: each loss is weighted by the micro-batch's fraction of this rank's batch.
+                    # So the losses add up to the batch's mean loss, and so do the gradients.
                     fraction = len(micro_labels) / len(labels)
                     (loss * fraction).backward()
             sums[0] += loss.detach() * len(micro_labels)

@@ -25,9 +25,9 @@ Run it on one or two nodes, with the same command on each:
     NODE0=<ip> NODES=1:2 RESTARTS=3 \
         run/torchrun_node.sh playground/distributed_data_parallel_resumable.py
 
-NODES=1:2 means at least one node and at most two. So a second node may join later, and it may leave
-again. --run_dir must be a folder that both nodes share. --batch_size must be divisible by the
-number of processes of one node, and by that of two nodes.
+NODES=1:2 means at least one node and at most two. When a node joins or leaves, torchrun restarts
+all ranks, and they resume from the newest checkpoint. --run_dir must be a folder that both nodes
+share. --batch_size must be divisible by the number of processes of one node, and of two nodes.
 
 Try breaking it, in a copy:
   1. Run it with restarts, --epochs 30 and --run_dir runs/killed. Kill a rank by its process id,
@@ -91,7 +91,7 @@ def newest_checkpoint(args):
     for path in paths:
         try:
             # NEW: with mmap=True a tensor is read only when it is used, so this check is fast. It
-            # finds a truncated file, but no numbers of a tensor that have changed.
+            # finds a truncated file, but does not notice changed numbers inside a tensor.
             state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         except Exception as error:  # its type depends on the damage
             kind = type(error).__name__

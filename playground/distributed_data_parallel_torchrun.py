@@ -10,14 +10,14 @@ Run it on one node (--standalone makes torchrun choose a free port):
     torchrun --standalone --nproc-per-node 2 playground/distributed_data_parallel_torchrun.py
 
 Run it on two nodes, with the same command on both (run/torchrun_node.sh adds checks to it). Here
-"rdzv" is short for rendezvous, and "c10d" is PyTorch's own, which needs no other server:
+"rdzv" is short for rendezvous. "c10d" is PyTorch's own rendezvous backend, without another server:
     torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d \
         --rdzv-endpoint <ip of node 0>:29500 playground/distributed_data_parallel_torchrun.py
 
 Run it in a single process, without torchrun (common/guard_rails.py then sets the variables):
     python playground/distributed_data_parallel_torchrun.py
 
-It prints the table of ranks and the same numbers as single_gpu.py (times will differ):
+It prints the table of ranks and the numbers of single_gpu.py, up to rounding (times will differ):
     epoch 1/3  loss 0.3961  train 88.27%  test 94.00%  1.12 s  53,396 images/s
 
 torchrun may warn first that it sets OMP_NUM_THREADS to 1, so each process uses one core of a CPU.

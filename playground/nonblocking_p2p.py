@@ -16,7 +16,8 @@ Run it:
 It runs on two nodes in the same way as blocking_p2p.py.
 
 It prints a table of the ranks. Then rank 0 sleeps for half a second, and each rank multiplies
-matrices for half a second and exchanges a message. On CPUs (the numbers of products will differ):
+matrices for half a second and exchanges a message, first with blocking and then with non-blocking
+calls. On CPUs (the numbers of products will differ):
     blocking, rank 0: [-1.0, -1.0] -> [1.0, 1.0] in 1.0 s, 0.5 s of it idle, 25,491 products
     blocking, rank 1: [-1.0, -1.0] -> [0.0, 0.0] in 1.0 s, 0.5 s of it idle, 25,630 products
     rank 0 |zzzzzzzzzzzzzzzzzzzzzzzzzzzzzzcccccccccccccccccccccccccccccc|
@@ -30,8 +31,8 @@ matrices for half a second and exchanges a message. On CPUs (the numbers of prod
 
 With blocking calls, rank 1 first waits for rank 0 (r), and then computes (c). With non-blocking
 calls, it computes while it waits. All time except the half second of computing is idle, so the
-sleep of rank 0 is idle, too. The two lists are the receive buffer before and after the exchange.
-Each rank sends a tensor that is filled with its rank, so rank 0 receives the ones of rank 1.
+sleep of rank 0 (z) is idle, too. A dot is none of these. The two lists are the receive buffer
+before and after. Each rank sends its rank twice, so rank 0 receives [1.0, 1.0] from rank 1.
 
 Try breaking it, in a copy (cp playground/nonblocking_p2p.py playground/broken.py):
   1. In `nonblocking`, write `mine.fill_(9)` on the line after `start_exchange(...)`. Which rank
@@ -121,7 +122,7 @@ def ring_all_reduce(tensor):
     # are empty if there are more ranks than numbers.
     chunks = tensor.view(-1).tensor_split(world_size)
     # NEW: reduce-scatter. In step 0, rank r sends chunk r. In each later step it sends the chunk
-    # that it has just received and added up, which is the one before.
+    # that it has just added up, whose index is one lower (modulo n).
     for step in range(world_size - 1):
         send_index = (rank - step) % world_size
         receive_index = (rank - step - 1) % world_size

@@ -4,7 +4,7 @@ manual_data_parallel.py sends all gradients after backward(), so no rank compute
 But backward() completes the gradients one after the other, from the last layer to the first. So the
 gradients of the last layers can travel while backward() computes those of the first layers.
 
-It takes two things. A hook is a function that backward() calls as soon as the gradient of a
+Overlap needs two things. A hook is a function that backward() calls as soon as the gradient of a
 parameter is complete. And all_reduce(..., async_op=True) starts a message without waiting for it.
 The class EachGradient does this with a message for each gradient. The class Buckets sends several
 gradients in one message, because one long message takes less time than many short ones.
@@ -18,8 +18,9 @@ Run it:
     python playground/overlapped_data_parallel.py -g 2 --by each
     python playground/overlapped_data_parallel.py -g 2 --width 1024 --bucket_cap_mb 1
 
-It prints the same numbers as single_gpu.py. Then it prints what it counted and measured in ten more
-steps of each way, here for the third command (times will differ):
+It prints the numbers of single_gpu.py, up to rounding. Then it runs ten more steps with messages
+after backward(), with one for each gradient, and with buckets. The third command prints (times will
+differ):
     rank  how         messages  done  backward (ms)  waiting (ms)
 @TABLE@
 
@@ -70,7 +71,7 @@ class EachGradient:
 
     def start(self, parameter):
         """Start to average the gradient of a parameter, and return at once."""
-        parameter.grad /= dist.get_world_size()  # before the message: it must not change meanwhile
+        parameter.grad /= dist.get_world_size()  # now, because it must not change while it travels
         # NEW: async_op=True returns a handle, and backward() continues.
         self.handles.append(dist.all_reduce(parameter.grad, async_op=True))
 
@@ -86,7 +87,7 @@ class Buckets:
 
     Args:
         model: all of its parameters must get a gradient in each step, and have the same dtype.
-        bucket_cap_mb: a bucket with so many MiB or more is full, as in DDP.
+        bucket_cap_mb: a bucket is full as soon as it has this many MiB, as in DDP.
     """
 
     def __init__(self, model, bucket_cap_mb):

@@ -3,10 +3,12 @@ r"""Where the time of a step goes: torch.profiler shows which messages hide behi
 This lesson is distributed_data_parallel_torchrun.py with a profiler. In every epoch the profiler
 records when the operations and messages of ten steps begin and end. Each rank writes its record, a
 trace, to a file. Open this file at https://ui.perfetto.dev, which does not upload it. A row is a
-thread, time runs to the right, and the spans named gloo:all_reduce are messages.
+thread, and time runs to the right. On CPUs, messages are the spans named gloo:all_reduce. On GPUs,
+they are kernels whose names begin with nccl.
 
-A message that travels while the rank computes costs no time of its own. We call it hidden. If the
-rank has nothing to compute meanwhile, it waits. DDP hides a part of its messages, because it sends
+A message that travels while the rank computes causes no waiting. We call it hidden. (On CPUs it
+slows the computing a little, because both use the same cores.) If the rank has nothing to compute
+meanwhile, it waits. DDP hides a part of its messages, because it sends
 a bucket of gradients as soon as backward() has filled it.
 
 Run it:
@@ -67,8 +69,8 @@ def step_times(trace):
 
     Times are lists of pairs, (begin, end). named() returns those of the operations whose category
     and name match a pattern. A category is "kernel" for work on a GPU, "cpu_op" for an operation of
-    PyTorch on a CPU, "user_annotation" for a span with a name. minus() returns the times of its
-    first list that are in no time of the second. mean_ms() adds up the times inside the steps.
+    PyTorch on a CPU, "user_annotation" for a span with a name. minus() removes from the times of
+    its first list all that the second list covers. mean_ms() adds up the times inside the steps.
     """
     steps = whole_steps(trace)
     loading = named(trace, r"user_annotation enumerate\(DataLoader\)")
@@ -80,7 +82,7 @@ def step_times(trace):
         # named aten::..., which run only while the rank computes.
         computing = named(trace, r"cpu_op aten::|user_annotation Optimizer\.")
         computing = minus(computing, loading)  # the loader calls operations, too
-    # NEW: what is neither computing nor hidden behind computing is waited for.
+    # NEW: a rank waits in the part of a message during which it does not compute.
     waiting = minus(messages, computing)
     only_loading = minus(loading, computing + messages)
     step = mean_ms(steps, steps)
@@ -204,8 +206,8 @@ def train(args):
         """Write what the profiler has recorded. It is called after ten steps, or at the end."""
         profiler.export_chrome_trace(trace_path)
 
-    # NEW: the first five steps are not kept (warmup), because they are slower, and then ten steps
-    # are. If an epoch has fewer than ten steps, half of them are not kept.
+    # NEW: the first five steps are warmup and are not kept, because they are slower. The next ten
+    # are kept. If an epoch has fewer than ten steps, half of them are warmup.
     warmup = min(5, len(train_loader) // 2)
     schedule = torch.profiler.schedule(wait=0, warmup=warmup, active=10, repeat=1)
 
