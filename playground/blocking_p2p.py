@@ -66,7 +66,7 @@ def join(local_rank, args):
     """Join the process group and print the table of ranks. Returns this rank and its device."""
     # The nodes before this one have args.gpus ranks each.
     rank = args.nr * args.gpus + local_rank
-    # If each rank is started by hand (see main), local_rank is always 0, and LOCAL_RANK replaces it.
+    # If each rank is started by hand (see main), local_rank is 0, and LOCAL_RANK replaces it.
     local_rank = int(os.environ.get("LOCAL_RANK", local_rank))
     if args.device == "cuda":
         gpu = torch.device("cuda", local_rank)

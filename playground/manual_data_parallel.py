@@ -165,9 +165,9 @@ def train(local_rank, args):
     dtype = torch.float64 if args.double else torch.float32
     train_set, test_set = load(args.dataset, args.data_dir, dtype)
     # NEW: DistributedSampler shuffles with the seed args.seed + epoch, as single_gpu.py does. So
-    # the order is the same. Of n ranks, rank r gets the images at the positions r, r + n, r + 2n and so
-    # on. So the k-th batches of all ranks together are the k-th batch of single_gpu.py.
-    # If n does not divide the number of images, drop_last leaves out the last ones.
+    # the order is the same. Of n ranks, rank r gets the images at the positions r, r + n, r + 2n
+    # and so on. So the k-th batches of all ranks together are the k-th batch of single_gpu.py. If n
+    # does not divide the number of images, drop_last leaves out the last ones.
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     per_rank_batch = args.batch_size // world_size  # NEW: --batch_size is the global batch
     pin_memory = device.type == "cuda"  # a GPU copies from pinned memory while Python continues
