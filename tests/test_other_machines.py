@@ -38,6 +38,8 @@ def test_the_workflow_runs_what_is_here():
 
 ELSEWHERE = """
 import builtins
+import os
+import sys
 
 open_file = builtins.open
 
