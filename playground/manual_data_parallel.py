@@ -24,13 +24,15 @@ It prints (process ids, host and times will differ):
     node  rank  local_rank  device  pid     host
     0     0     0           cpu     4242    laptop
     0     1     1           cpu     4243    laptop
-    epoch 1/3  loss 0.3961  train 88.27%  test 94.00%  3.54 s  16,938 images/s
+    epoch 1/3  loss 0.3960  train 88.26%  test 93.96%  6.58 s  9,102 images/s
 
 These are the numbers of single_gpu.py, for any number of processes that divides --batch_size. Only
 the last digits differ, because float32 sums depend on the order of addition. With --double, all
 twelve digits of the loss agree.
 
-@SPEED@
+With so small a network, messages take longer than computing. On 2 cores, an epoch took 6.5 s, with
+--bucket 2.0 s, and 0.6 s in single_gpu.py. The CNN took 6.3 s, and 4.4 s in one process, which also
+uses both cores. (playground/measured.md has more.)
 
 Try breaking it, in a copy (cp playground/manual_data_parallel.py playground/broken.py):
   1. Comment out `send_weights(model)` in train. Do all ranks train the same model? Compare the

@@ -22,12 +22,17 @@ It prints the numbers of single_gpu.py, up to rounding. Then it runs ten more st
 after backward(), with one for each gradient, and with buckets. The third command prints (times will
 differ):
     rank  how         messages  done  backward (ms)  waiting (ms)
-@TABLE@
+    0     afterwards  8         0     13.18          21.24
+    1     afterwards  8         0     13.13          20.93
+    0     each        8         5     19.56          5.55
+    1     each        8         3     20.29          7.99
+    0     buckets     3         2     27.85          8.18
+    1     buckets     3         0     19.99          16.35
 
 "done" is how many messages have arrived when backward() returns. "waiting" is the time from then
 until all gradients are averaged. On CPUs, gloo's threads carry the messages, and they use the same
-cores as backward(). So messages that overlap make backward() slower, but the sum of both times is
-smaller.
+cores as backward(). So messages that overlap make backward() slower, and they save less than the
+waiting times suggest.
 
 Try breaking it, in a copy (cp playground/overlapped_data_parallel.py playground/broken.py):
   1. Write `next(model.parameters()).requires_grad_(False)` after `send_weights(model)`, so that a
