@@ -153,7 +153,8 @@ def test_a_pipeline_without_the_share_of_a_micro_batch(change):
     step = "                optimizer.step()\n"
     show = (
         "                if dist.get_rank() == 0:\n"
-        "                    print('gradient', next(model.parameters()).grad.sum().item())\n"
+        "                    first = optimizer.param_groups[0]['params'][0]\n"
+        "                    print('gradient', first.grad.sum().item())\n"
     )
     norms = []
     for factor in (" * len(labels) / self.batch_size", ""):
