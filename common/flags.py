@@ -1,9 +1,11 @@
-"""The flags of the model and the data, and a parser whose errors are a single line.
+"""Flags that several lessons have, and a parser whose errors are a single line.
 
 A lesson adds its own flags to them:
 
     parser = flags.Parser(__doc__, parents=[flags.training()])
     parser.add_argument("--batch_size", type=int, default=128)
+
+Once a lesson has shown the flags of a rank, later ones take them from `ranks`.
 """
 
 import argparse
@@ -13,6 +15,7 @@ import sys
 import time
 from typing import NoReturn
 
+import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from common.data import DATA_DIR
@@ -63,10 +66,7 @@ def _tell_torchrun(message: str) -> None:
 
 
 def training() -> argparse.ArgumentParser:
-    """Return the flags that training needs in a single process, too.
-
-    Flags about ranks, devices and batches are in the lessons.
-    """
+    """Return the flags of the model and the data, which training needs in a single process, too."""
     parser = argparse.ArgumentParser(add_help=False)
     add = parser.add_argument_group("the model and the data").add_argument
     add("--epochs", type=int, default=3)
@@ -78,4 +78,14 @@ def training() -> argparse.ArgumentParser:
     add("--data_dir", default=DATA_DIR, help="default: data/ beside playground/")
     add("--seed", type=int, default=0)
     add("--double", action="store_true", help="compute in float64, and print 12 digits")
+    return parser
+
+
+def ranks() -> argparse.ArgumentParser:
+    """Return the flags that distributed_data_parallel_torchrun.py has for its ranks."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add = parser.add_argument
+    add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--timeout", type=int, default=60, help="seconds to wait for another rank")
+    add("--batch_size", type=int, default=128, help="images in a step, over all ranks")
     return parser

@@ -1,49 +1,48 @@
 """Fully sharded data parallelism (FSDP): stage 3 of ZeRO, by PyTorch.
 
-Each rank keeps a shard of every parameter, of its gradient and of Adam's averages. Before a layer
-computes, the ranks gather its parameters (all_gather), and afterwards each rank frees them.
-backward() gathers them again. It also averages the gradients, and each rank gets the mean gradient
-of its shard (reduce_scatter). So FSDP sends 1.5 times as many bytes as DDP.
+fully_shard(layer) does what ShardedLayer of the previous lesson does. It shards the parameters of a
+layer and adds hooks, which gather them (all_gather) before the layer computes and free them after.
+In backward(), they also average the gradients (reduce_scatter). It turns each parameter into a
+DTensor: a tensor that knows which rank has which shard. These are new parameters, so the optimizer
+must be made after fully_shard().
 
-fully_shard() turns each parameter into a DTensor: a tensor that knows which rank has which shard.
-It makes new parameters, so the optimizer must be made after it.
-
-Each call to fully_shard() makes one group of parameters, which travel in one message. So the lesson
-calls it for each layer, and finally for the whole model. This outermost call lets FSDP learn the
-order of the layers. So while one layer computes in backward(), the ranks already gather the next
-one (prefetching).
-
-With --keep_weights, the parameters stay whole from the forward pass to backward(). Then FSDP sends
-as many bytes as DDP, but needs more memory.
+The lesson calls it for each layer, and finally for the whole model. This outermost call joins the
+layers: in the forward pass, each of them is written into one list when it has computed. backward()
+reads this list from its end, so it knows the next layer, and gathers it while the current layer
+still computes (prefetching). In the forward pass, FSDP does not know which layer will be next, so
+it gathers a layer when the layer is called. (On a GPU this costs little, because Python is ahead of
+the GPU: it calls the next layer while the GPU still computes the current one.)
 
 Run it:
     torchrun --standalone --nproc-per-node 2 playground/fully_sharded_data_parallel.py
+    torchrun --standalone --nproc-per-node 4 playground/fully_sharded_data_parallel.py --meta
 
 It prints the same numbers as single_gpu.py. Then it counts what the ranks hold and send in one more
 step:
     bytes     parameters    gradients     Adam's state  together      /parameter    sent in a step
     rank 0    118,420       118,420       236,872       473,712       8.00          355,260
     DDP       236,840       236,840       473,680       947,360       16.00         236,840
-    gathered  layer 1       layer 2       layer 3       layer 4
-    forward   401,920       33,280        33,280        5,200
-    backward  200,960       217,600       33,280        19,240
+    forward   layer 1       layer 2       layer 3       layer 4
+    gathered  401,920       33,280        33,280        5,200
+    backward  layer 4       layer 3       layer 2       layer 1
+    gathered  19,240        33,280        217,600       200,960
     messages of a step: 8 all_gather, 4 reduce_scatter, 0 all_reduce. DDP: one for each bucket
 
-The rows below `gathered` show the gathered bytes while a layer computes. In the forward pass,
-memory holds a layer twice: in the buffer that received the message, and copied out of it as
-parameters. backward() goes from layer 4 to layer 1, so read its row from right to left. While a
-layer computes with its copy, the buffer already has the layer to its left. So for layer 4 memory
-holds 2,600 + 16,640 = 19,240 bytes. playground/pictures.md draws these bytes for eight layers.
+"Gathered" are the bytes of whole parameters while this layer computes. In the forward pass, memory
+holds a layer twice: in the buffer that received the message, and copied out of it as parameters. In
+backward(), the buffer already has the next layer: for layer 4, memory holds its own 2,600 bytes and
+16,640 bytes of layer 3. playground/pictures.md draws this for eight layers.
 
 Try breaking it, in a copy:
   1. Make the optimizer before `shard(model, args)`. How far do the parameters move?
   2. Shard only the whole model, and no layers. How many bytes are gathered at the same time?
-  3. Shard only the layers, and not the whole model. What changes in the row `backward`?
+  3. Shard only the layers, and not the whole model. What changes in the last row of bytes?
   4. Before `model = ...`, seed with `args.seed + rank`. Which rank's parameters are trained?
 
-The next lesson, fully_sharded_checkpoints.py, adds what a long run needs.
+The next lesson, fully_sharded_checkpoints.py, saves and resumes such a run.
 """
 
+import math
 import os
 import sys
 import time
@@ -52,13 +51,15 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
 from common import flags
-from common.data import fetch, loaders
+from common.data import fetch, loaders, whole_batch
 from common.guard_rails import check, explained
 from common.models import make_model
 from common.report import RANKS, bar, epoch_line, rank_row
@@ -90,7 +91,7 @@ def join(args):
 
 def shard(model, args):
     """Keep only a shard of every parameter on each rank. A layer gathers them when it computes."""
-    # NEW: a mesh says how the ranks are arranged. Here it is a single row of all ranks.
+    # NEW: a mesh arranges the ranks of the process group. Here it is a single row of all ranks.
     mesh = dist.init_device_mesh(args.device, (dist.get_world_size(),))
     # The group of a mesh may have PyTorch's own timeout: 30 minutes (gloo) or 10 (NCCL).
     mesh.get_group().set_timeout(timedelta(seconds=args.timeout))
@@ -103,14 +104,25 @@ def shard(model, args):
     fully_shard(model, mesh=mesh)  # NEW: the whole model, last
 
 
-def run_epoch(model, loader, device, optimizer=None):
-    """Train, or only test if there is no optimizer.
+def fill(model, args, device):
+    """Give a sharded model, which is on the meta device, memory and the parameters of rank 0."""
+    model.to_empty(device=device)
+    state = make_model(args).state_dict() if dist.get_rank() == 0 else {}
+    # NEW: rank 0 has all values, and sends each rank its shards, one parameter after the other.
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, state, options=options)
 
-    Returns three sums over the images of all ranks: the loss, the number classified correctly, the
-    number of images.
-    """
+
+def equal_batches(test_set, rank, world_size):
+    """Return a loader of this rank's test images, with as many batches as on all other ranks."""
+    batches = torch.arange(len(test_set)).tensor_split(math.ceil(len(test_set) / 1000))
+    own_batches = [batch[rank::world_size].tolist() for batch in batches]
+    return DataLoader(test_set, batch_sampler=own_batches, collate_fn=whole_batch)
+
+
+def run_epoch(model, loader, device, optimizer=None):
+    """Train, or only test if there is no optimizer. Returns sums over the images of all ranks."""
     model.train(optimizer is not None)
-    # The sums stay on the device. Reading them in each step would make Python wait for the GPU.
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     for images, labels in loader:
         images = images.to(device, non_blocking=True)
@@ -132,14 +144,22 @@ def run_epoch(model, loader, device, optimizer=None):
 def train(args):
     """Train and test, and print one line for each epoch."""
     rank, device = join(args)
-    meet(args)  # guard rail: compares the flags of the ranks
+    meet(args)  # guard rail: stops if the ranks have different flags
     world_size = dist.get_world_size()
     train_loader, test_loader = loaders(args, rank, world_size)
-    # NEW: equal on all ranks, because each rank keeps a shard of the parameters that it draws.
+    # FSDP's forward() gathers, so all ranks must call it the same number of times, also in a test.
+    test_loader = equal_batches(test_loader.dataset, rank, world_size)
+    # Equal on all ranks, because each rank keeps a shard of the parameters that it draws.
     torch.manual_seed(args.seed)
-    model = make_model(args)
-    # NEW: this also moves the shards to the device, one layer after the other.
-    shard(model, args)
+    if args.meta:
+        # NEW: the parameters get a shape and no memory, so only rank 0 ever has the whole model.
+        with torch.device("meta"):
+            model = make_model(args)
+        shard(model, args)
+        fill(model, args, device)
+    else:
+        model = make_model(args)
+        shard(model, args)  # this also moves the shards to the device, layer by layer
     torch.manual_seed(args.seed + rank)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
 
@@ -149,14 +169,10 @@ def train(args):
         progress = bar(train_loader, show=rank == 0)
         trained = run_epoch(model, progress, device, optimizer)
         seconds = time.perf_counter() - start
-        # NEW: forward() gathers the layers, so all ranks must call it the same number of times.
-        # They do here, because their parts of the test set differ by one image at most, and none is
-        # just above a multiple of 1000, the images in a test batch.
         tested = run_epoch(model, test_loader, device)
         if rank == 0:
             print(epoch_line(args, epoch, seconds, trained, tested), flush=True)
-    images, labels = next(iter(train_loader))
-    show_sharding(model, optimizer, images.to(device), labels.to(device), args.keep_weights)
+    show_sharding(model, optimizer, *next(iter(train_loader)), args.keep_weights)
     dist.destroy_process_group()
 
 
@@ -164,15 +180,11 @@ def train(args):
 @record  # torchrun's report then shows the error of the rank that failed first
 def main():
     """Read the flags, make sure that the data is there, and train as one of the ranks."""
-    parser = flags.Parser(__doc__, parents=[flags.training()])
-    add = parser.add_argument
-    add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--timeout", type=int, default=60, help="seconds to wait for another rank")
-    add("--batch_size", type=int, default=128, help="images in a step, over all ranks")
-    add("--keep_weights", action="store_true", help="parameters stay whole until backward()")
+    parser = flags.Parser(__doc__, parents=[flags.training(), flags.ranks()])
+    parser.add_argument("--keep_weights", action="store_true", help="free layers in backward()")
+    parser.add_argument("--meta", action="store_true", help="only rank 0 makes the whole model")
     args = parser.parse_args()
     check(parser, args)  # guard rail: refuses impossible flags
-    # The ranks of a node fetch the data one at a time, so it is downloaded once.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 

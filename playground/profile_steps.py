@@ -38,7 +38,7 @@ Try breaking it, in a copy:
      "computing" grow, and on which rank "messages"?
   2. Comment out `profiler.step()`, and run it with a new --out. What does the schedule wait for?
 
-The next lesson, manual_sharding.py, shards what DDP replicates on every rank.
+The next lesson, sharded_optimizer.py, shards what DDP replicates on every rank.
 """
 
 import json

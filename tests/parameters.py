@@ -47,12 +47,32 @@ def remember(folder: Path) -> Callable[[], None]:
     return write
 
 
-def largest_difference(folder: Path, expected: list[torch.Tensor]) -> float:
+def join_shards(models: list[list[torch.Tensor]], expected: list[torch.Tensor]) -> list:
+    """Return whole parameters, of which each rank has shards of flat tensors with zeros at the end.
+
+    Args:
+        models: the shards of each rank.
+        expected: the parameters, for their order and shapes.
+    """
+    flat = [torch.cat(shards) for shards in zip(*models, strict=True)]
+    found = []
+    for parameter in expected:
+        if len(flat[0]) < parameter.numel():
+            flat.pop(0)  # only zeros are left
+        found.append(flat[0][: parameter.numel()].view(parameter.shape))
+        flat[0] = flat[0][parameter.numel() :]
+    return found
+
+
+def largest_difference(folder: Path, expected: list[torch.Tensor], flat: bool = False) -> float:
     """Return how far the parameters in a folder are from these at most.
 
-    Either each rank has all of them, or they are divided among the ranks, in any order.
+    Either each rank has all of them, or they are divided among the ranks, in any order. If they are
+    flat, each rank has its shards.
     """
-    models = [torch.load(path) for path in folder.glob("rank*.pt")]
+    models = [torch.load(path) for path in sorted(folder.glob("rank*.pt"))]
+    if flat:
+        models = [join_shards(models, expected)]
     if any(len(model) < len(expected) for model in models):
         models = [sum(models, [])]
     differences = []

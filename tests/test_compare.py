@@ -126,10 +126,15 @@ def test_how_lessons_are_started():
     assert set(tool.TORCHRUN) == {name for name in names if by_torchrun(name)}
     args = {"gpus": 6, "stages": 3, "pieces": 4, "processes": [1, 6], "widths": [64]}
     args |= {"device": "cuda", "width": None, "batch_size": 120, "only": ["parity", "scaling"]}
-    args["lessons"] = ["pipeline_parallel", "manual_sharding", "tensor_parallel", "hybrid_parallel"]
+    args["lessons"] = [
+        "pipeline_parallel",
+        "sharded_optimizer",
+        "tensor_parallel",
+        "hybrid_parallel",
+    ]
     runs = tool.plan(argparse.Namespace(**args))
     names = ["single_gpu.py"]
-    names += [f"manual_sharding.py --stage {stage}, 6 processes" for stage in (2, 3)]
+    names += ["sharded_optimizer.py, 6 processes"]
     names += ["pipeline_parallel.py, 3 processes"]
     names += ["tensor_parallel.py, 4 processes", "tensor_parallel.py --by dtensor, 4 processes"]
     names += ["hybrid_parallel.py --mesh 3x2, 6 processes"]

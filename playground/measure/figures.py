@@ -84,7 +84,7 @@ def _part_of_the_course(lesson: str) -> str:
     """Return what a lesson does with the model."""
     if lesson in ("single_gpu", "data_parallel", "model_parallel"):
         return "one process"
-    if lesson in ("manual_sharding", "fully_sharded_data_parallel"):
+    if lesson in ("sharded_optimizer", "manual_fully_sharded", "fully_sharded_data_parallel"):
         return "model sharded"
     if lesson in ("manual_pipeline", "pipeline_parallel", "tensor_parallel", "hybrid_parallel"):
         return "model split"

@@ -1,4 +1,4 @@
-"""What each rank of manual_sharding.py holds and sends: counted, and by the formulas of ZeRO."""
+"""What each rank holds and sends if a model is sharded: counted, and by the formulas of ZeRO."""
 
 import time
 import weakref
@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from measure.timeline import Calls
 
 MESSAGES = {
     "c10d._allgather_base_": "all_gather",
@@ -78,40 +80,49 @@ class Messages(TorchDispatchMode):
         return sum(sizes.values())
 
 
-def by_formula(stage: int, size: float, world_size: int) -> list[float]:
+def by_formula(stage: int, size: float, world_size: int, keep_weights: bool = False) -> list[float]:
     """Return what a rank holds of parameters, gradients and Adam's state, and what it sends.
 
     Args:
-        stage: of ZeRO, 1 to 3; 0 is DDP.
+        stage: of ZeRO, 1 or 3; 0 is DDP.
         size: bytes of all parameters.
         world_size: number of ranks.
+        keep_weights: whether stage 3 gathers the parameters once in a step, and not twice.
     """
     parameters = size / world_size if stage == 3 else size
-    gradients = size / world_size if stage >= 2 else size
+    gradients = size / world_size if stage == 3 else size
     state = 2 * size / world_size if stage >= 1 else 2 * size
-    messages = 3 if stage == 3 else 2
+    messages = 3 if stage == 3 and not keep_weights else 2
     return [parameters, gradients, state, messages * size * (world_size - 1) / world_size]
 
 
 def show_memory(
-    stage: int, count: int, model: nn.Module, optimizer: Any, images: Tensor, labels: Tensor
+    stage: int,
+    model: nn.Module,
+    optimizer: Any,
+    images: Tensor,
+    labels: Tensor,
+    keep_weights: bool = False,
 ) -> None:
-    """Train one more step, and print what each rank holds and sends, beside the formulas.
+    """Make one more step, and print what each rank holds and sends, beside the formulas.
 
     All ranks call it, and rank 0 prints. Gradients are counted when backward() has ended.
 
     Args:
-        stage: of ZeRO, 1 to 3.
-        count: how many parameters (numbers) the whole model has.
+        stage: of ZeRO, 1 or 3.
         model: the model, sharded.
-        optimizer: Stage1, Stage2 or, for stage 3, Adam.
+        optimizer: ShardedOptimizer or, for stage 3, Adam.
         images, labels: a batch of this rank, (B, 1, 28, 28) and int64 (B,).
+        keep_weights: whether stage 3 gathers the parameters once in a step, and not twice.
     """
     adam = getattr(optimizer, "optimizer", optimizer)
-    tensors = [*model.parameters()]
+    parameters = list(model.parameters())
+    images = images.to(parameters[0].device)
+    labels = labels.to(parameters[0].device)
+    tensors = list(parameters)
     for group in adam.param_groups:
         tensors += group["params"]
-    element_size = tensors[0].element_size()
+        group["lr"] = 0.0  # so the model stays as it was trained
     with Messages() as messages:
         optimizer.zero_grad()
         F.cross_entropy(model(images), labels).backward()
@@ -124,12 +135,30 @@ def show_memory(
     rows = [None] * dist.get_world_size()
     dist.all_gather_object(rows, own)
     if dist.get_rank() == 0:
-        size = count * element_size  # bytes of all parameters
-        formula = by_formula(stage, size, len(rows))
-        print_table(rows, formula, size, count)
-        most = messages.most_gathered
-        print(f"whole parameters in memory at the same time: at most {most:,} bytes")
+        count = sum(parameter.numel() for parameter in parameters)
+        size = count * parameters[0].element_size()  # bytes of all parameters
+        print_table(rows, by_formula(stage, size, len(rows), keep_weights), size, count)
+        if stage == 3:
+            most = messages.most_gathered
+            print(f"whole parameters in memory at the same time: at most {most:,} bytes")
         print_messages(messages)
+
+
+def show_waiting(model: nn.Module, images: Tensor, labels: Tensor) -> None:
+    """Run a step without an optimizer, and print when each rank waits for which message.
+
+    All ranks call it, and rank 0 prints.
+
+    Args:
+        model: sends its messages with all_gather_into_tensor() and reduce_scatter_tensor().
+        images, labels: a batch of this rank, (B, 1, 28, 28) and int64 (B,).
+    """
+    device = next(model.parameters()).device
+    images = images.to(device)
+    labels = labels.to(device)
+    with Calls() as calls:
+        F.cross_entropy(model(images), labels).backward()
+    calls.show()
 
 
 def print_table(rows: list[list[float]], formula: list[float], size: int, count: int) -> None:

@@ -83,6 +83,9 @@ def show_sharding(
         images, labels: a batch of this rank, (B, 1, 28, 28) and int64 (B,).
         keep_weights: whether parameters are gathered once in a step, and not twice.
     """
+    device = next(model.parameters()).device
+    images = images.to(device)
+    labels = labels.to(device)
     optimizer.zero_grad()
     F.cross_entropy(model(images), labels).backward()  # the first one after a test gathers more
     optimizer.zero_grad()
@@ -102,19 +105,16 @@ def show_sharding(
         return
     size = sum(parameter.nbytes for parameter in parameters)  # of all shards together
     count = sum(parameter.numel() for parameter in parameters)
-    formula = by_formula(3, size, len(rows))
-    if keep_weights:  # one all_gather and one reduce_scatter send as much as in stage 2
-        formula[3] = by_formula(2, size, len(rows))[3]
-    print_table(rows, formula, size, count)
-    print(
-        "gathered  "
-        + "".join(f"{f'layer {number}':<14}" for number in counted.most["forward"]).rstrip()
-    )
+    print_table(rows, by_formula(3, size, len(rows), keep_weights), size, count)
     for direction, most in counted.most.items():
-        print(
-            f"{direction:<10}" + "".join(f"{most[number]:<14,}" for number in sorted(most)).rstrip()
-        )
+        print(_row(direction, [f"layer {number}" for number in most]))
+        print(_row("gathered", [f"{size:,}" for size in most.values()]))
     print_messages(counted)
+
+
+def _row(name: str, cells: list[str]) -> str:
+    """Return a row of the table, with its name in front."""
+    return f"{name:<10}" + "".join(f"{cell:<14}" for cell in cells).rstrip()
 
 
 def _bytes(tensors: list[Tensor]) -> int:

@@ -37,7 +37,10 @@ SIGNS = {
     "recv": "r",
     "wait": "w",
     "computing": "c",
+    "all_gather": "g",
+    "reduce_scatter": "r",
 }
+CPU = torch.device("cpu")
 Moment = float | torch.cuda.Event
 
 
@@ -271,9 +274,11 @@ def bubble(spans: list[Span], workers: int) -> float:
 class Calls:
     """While this is active, it notes when this rank is in which call.
 
-    The calls are time.sleep ("asleep"), dist.send, dist.recv, the wait() of a request, and one
-    function that computes ("computing"). All ranks must enter together, because a barrier comes
-    first. Times are counted from the end of the barrier, because the clocks of two nodes differ.
+    The calls are time.sleep ("asleep"), dist.send, dist.recv, the wait() of a request, one function
+    that computes ("computing"), dist.all_gather_into_tensor and dist.reduce_scatter_tensor. All
+    ranks must enter together, because a barrier comes first. Times are counted from the end of the
+    barrier, because the clocks of two nodes differ. A GPU runs its calls later, so the two
+    collectives wait for it before and after.
 
     Args:
         computing: this function, or None.
@@ -294,6 +299,8 @@ class Calls:
             ("send", dist, "send"),
             ("recv", dist, "recv"),
             ("wait", dist.Work, "wait"),
+            ("all_gather", dist, "all_gather_into_tensor"),
+            ("reduce_scatter", dist, "reduce_scatter_tensor"),
         ):
             noted = self._noted(kind, getattr(place, name))
             self._patches.enter_context(mock.patch.object(place, name, noted))
@@ -316,10 +323,13 @@ class Calls:
             if self._in_call:  # send and recv wait for a request
                 return function(*args, **kwargs)
             self._in_call = True
+            device = args[0].device if kind in ("all_gather", "reduce_scatter") else CPU
+            _synchronize(device)
             start = time.perf_counter() - self._origin
             try:
                 return function(*args, **kwargs)
             finally:
+                _synchronize(device)
                 end = time.perf_counter() - self._origin
                 self.spans.append(Span(dist.get_rank(), kind, 0, start, end))
                 self._in_call = False
@@ -347,7 +357,8 @@ def as_text(spans: list[Span], names: list[str], columns: int = COLUMNS) -> str:
     the backward pass (a: micro-batch 0), and a capital letter is the part of it that computes the
     gradients of the parameters. A dot is waiting.
 
-    For calls, the letters are z (asleep), s (in send), r (in recv), w (in wait) and c (computing).
+    For calls, the letters are z (asleep), s (in send), r (in recv), w (in wait) and c (computing),
+    or g (in all_gather_into_tensor) and r (in reduce_scatter_tensor).
 
     Args:
         spans: of one step.
