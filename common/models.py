@@ -78,3 +78,9 @@ def make_model(args: argparse.Namespace) -> nn.Module:
     """
     model = MODELS[args.model](args.width, args.layers)
     return model.double() if args.double else model
+
+
+def make_layers(args: argparse.Namespace) -> nn.Sequential:
+    """Return the same model as one sequence of layers, so that it can be cut anywhere."""
+    model = make_model(args)
+    return nn.Sequential(*model.stage1, *model.stage2)

@@ -12,31 +12,34 @@ computes which micro-batch. PyTorch has many schedules, and this lesson offers f
   Interleaved1F1B        gives each rank two stages of half the size. So a micro-batch reaches the
                          last rank sooner, and the ranks wait for a shorter time. But they send
                          more messages (https://arxiv.org/abs/2104.04473).
-  InterleavedZeroBubble  also splits each backward pass in two. First come the gradients of the
-                         activations, because the previous rank waits for them. No rank waits for
-                         the gradients of the parameters. So a rank computes these when it would
-                         otherwise be idle (https://arxiv.org/abs/2401.10241).
+  InterleavedZeroBubble  also splits each backward pass in two (https://arxiv.org/abs/2401.10241).
+
+A backward pass computes two kinds of gradients in each layer, and neither needs the other. Those of
+the layer's input come first, because the previous rank waits for them. No rank waits for those of
+the parameters, so a rank computes them when it would otherwise be idle.
 
 With p ranks and m micro-batches, the first two schedules leave each rank idle for (p-1)/(m+p-1) of
-the time, if messages take no time. This is the bubble of model_parallel.py. With wide layers, the
-measured bubble is closer to this formula. With narrow layers, messages take most of the time. The
-lesson measures the bubble after training. playground/pictures.md draws the four schedules.
+the time, if messages take no time. The lesson measures this bubble after training, and counts the
+activations that each rank keeps. A stage of half the size counts as half a micro-batch.
 
 Run it:
     torchrun --standalone --nproc-per-node 2 playground/pipeline_parallel.py --width 512 \
-        --layers 8 --batch_size 1024
+        --layers 8 --batch_size 2048
     torchrun --standalone --nproc-per-node 2 playground/pipeline_parallel.py --schedule 1F1B \
         --plot timeline.png
 
 Run it on two nodes, with this command on both:
     NODE0=<ip of node 0> run/torchrun_node.sh playground/pipeline_parallel.py
 
-It prints the table of ranks, the numbers of single_gpu.py, and a timeline of one step. A digit is
-the forward pass of the micro-batch with that number, a letter is its backward pass (a: micro-batch
-0), and a dot means waiting. With InterleavedZeroBubble, a capital letter is the second part of a
+It prints the table of ranks, the numbers of single_gpu.py, and a timeline of one step, as
+manual_pipeline.py does. With InterleavedZeroBubble, a capital letter is the second part of a
 backward pass. With GPipe, an ideal timeline looks like this:
     rank 0 |000111222333444555666777......aaabbbcccdddeeefffggghhh|
     rank 1 |...000111222333444555666777aaabbbcccdddeeefffggghhh...|
+
+With 4 ranks and 8 micro-batches, it counts that rank 0 keeps the activations of 8 micro-batches
+with GPipe, of 4 with 1F1B and InterleavedZeroBubble, and of 5.5 with Interleaved1F1B. A step with
+one micro-batch follows for comparison. PyTorch's GPipe refuses that, so LoopedBFS runs.
 
 Try breaking it, in a copy (cp playground/pipeline_parallel.py playground/broken.py):
   1. Leave out `, target=filled_labels` after `schedule.step(*inputs`. Which rank fails, and why
@@ -51,6 +54,7 @@ import os
 import sys
 import time
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -64,20 +68,61 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from a
 from common import flags
 from common.data import fetch, loaders, whole_batch
 from common.guard_rails import check, explained
-from common.models import make_model
+from common.models import make_layers
 from common.report import RANKS, bar, epoch_line, rank_row
 from common.roll_call import meet
 from measure.timeline import show, watch
 
-# On GPUs, the messages between two ranks share one queue. With two stages on each rank, they may
-# block each other. If such a run hangs, set TORCH_DISTRIBUTED_PIPELINE_PER_EDGE_P2P=1 in the
-# environment. It gives each direction a queue of its own. (In PyTorch 2.14, the variable is called
-# TORCH_DISTRIBUTED_PIPELINE_PER_DIRECTION_P2P; older versions have none.)
+# If a run with two stages on each rank hangs on GPUs, set TORCH_DISTRIBUTED_PIPELINE_PER_EDGE_P2P=1
+# in the environment (in PyTorch 2.14: PER_DIRECTION instead of PER_EDGE). Messages in one direction
+# then do not wait for those in the other.
 STAGES_PER_RANK = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "InterleavedZeroBubble": 2}
-# How many layers have parameters. The number of hidden layers is the default of --layers. The other
-# layers are the last one and, in the CNN, the two convolutions.
-HIDDEN_LAYERS = {"mlp": 3, "cnn": 1}
-OTHER_LAYERS = {"mlp": 1, "cnn": 3}
+
+
+def possible_starts(layers):
+    """Return the indices at which a stage can start: one for each layer that has parameters."""
+    starts = []
+    for index, layer in enumerate(layers):
+        if list(layer.parameters()):
+            # NEW: a stage must not end with Flatten, because its output is a view. A backward pass
+            # in two parts detaches the output in place, which PyTorch refuses for views.
+            after_flatten = index > 0 and isinstance(layers[index - 1], torch.nn.Flatten)
+            starts.append(index - 1 if after_flatten else index)
+    return starts
+
+
+def cut(layers, count):
+    """Cut an nn.Sequential into stages that share no parameter, as in manual_pipeline.py."""
+    starts = possible_starts(layers)
+    inner = [starts[number * len(starts) // count] for number in range(1, count)]
+    return [layers[start:end] for start, end in pairwise([0, *inner, len(layers)])]
+
+
+def pipeline(parts, device, name, micro_batches):
+    """Move the stages of this rank to its device, and make a schedule that runs them."""
+    stages = []
+    # NEW: with p ranks and two stages on each rank, rank 0 has stages 0 and p. So each stage sends
+    # its output to the next rank, and the last rank sends to rank 0. Before the first step, PyTorch
+    # runs each stage once on meaningless numbers, in order to learn the shape of its output.
+    for number in range(dist.get_rank(), len(parts), dist.get_world_size()):
+        part = parts[number].to(device)
+        stages.append(PipelineStage(part, number, len(parts), device))
+    # NEW: the loss of a micro-batch is the mean over its images. The schedule adds the gradients of
+    # all micro-batches and divides the sum by the number of micro-batches. Because micro-batches
+    # have equal sizes, the result is the gradient of the mean over the whole batch.
+    schedule_class = schedules.get_schedule_class(name)
+    if issubclass(schedule_class, schedules.PipelineScheduleMulti):
+        schedule = schedule_class(stages, micro_batches, F.cross_entropy)
+    else:
+        schedule = schedule_class(stages[0], micro_batches, F.cross_entropy)
+    return schedule, stages
+
+
+def fill(tensor, batch_size):
+    """Add zeros to the end of a batch, until it has this size."""
+    missing = batch_size - len(tensor)
+    zeros = tensor.new_zeros(missing, *tensor.shape[1:])
+    return torch.cat([tensor, zeros])
 
 
 def join(args):
@@ -102,90 +147,14 @@ def join(args):
     return rank, device
 
 
-def cut(layers, count):
-    """Cut an nn.Sequential into stages with about the same number of layers that have parameters.
-
-    The stages are made of the same modules, so training the stages trains the nn.Sequential. Two
-    stages must not share a parameter or a buffer, because each rank would change its own copy.
-    """
-    modules = list(layers)
-    with_parameters = []
-    for index, module in enumerate(modules):
-        if list(module.parameters()):
-            with_parameters.append(index)
-    if count > len(with_parameters):
-        raise ValueError(
-            f"{len(with_parameters)} layers have parameters, too few for {count} stages"
-        )
-    starts = [0]
-    for number in range(1, count):
-        start = with_parameters[number * len(with_parameters) // count]
-        # The output of Flatten is a view. A stage cannot end with a view, because some schedules
-        # detach the output in place, which PyTorch refuses for views. So Flatten starts a stage.
-        while isinstance(modules[start - 1], (torch.nn.Flatten, torch.nn.Unflatten)):
-            start -= 1
-        starts.append(start)
-    ends = [*starts[1:], len(modules)]
-    stages = []
-    for start, end in zip(starts, ends, strict=True):
-        stages.append(torch.nn.Sequential(*modules[start:end]))
-    stage_of = {}
-    for number, stage in enumerate(stages):
-        for tensor in [*stage.parameters(), *stage.buffers()]:
-            first = stage_of.setdefault(tensor, number)
-            if first != number:
-                shape = tuple(tensor.shape)
-                raise ValueError(f"stages {first} and {number} share a tensor of shape {shape}")
-    return stages
-
-
-def pipeline(parts, device, name, micro_batches):
-    """Make the stages of this rank, on its device, and a schedule that runs them.
-
-    Before the first step, PyTorch runs each stage once on meaningless numbers, in order to learn
-    the shape of its output. It restores the buffers after that, provided that the stage has changed
-    them in place, as batch norm does.
-    """
-    rank = dist.get_rank()
-    world_size = dist.get_world_size()
-    trained = [parameter.requires_grad for parameter in parts[0].parameters()]
-    if name == "InterleavedZeroBubble" and not any(trained):
-        # PyTorch 2.15 would leave out the gradients of the second stage, without an error.
-        raise ValueError("InterleavedZeroBubble cannot train a model whose first stage is frozen")
-    stages = []
-    # NEW: with p ranks and two stages on each rank, rank 0 has stages 0 and p. So each stage sends
-    # its output to the next rank, and the last rank sends to rank 0.
-    for number in range(rank, len(parts), world_size):
-        part = parts[number].to(device)
-        stages.append(PipelineStage(part, number, len(parts), device))
-    # NEW: the loss of a micro-batch is the mean over its images. The schedule adds the gradients of
-    # all micro-batches and divides the sum by the number of micro-batches. Because micro-batches
-    # have equal sizes, the result is the gradient of the mean over the whole batch.
-    schedule_class = schedules.get_schedule_class(name)
-    if issubclass(schedule_class, schedules.PipelineScheduleMulti):
-        schedule = schedule_class(stages, micro_batches, F.cross_entropy)
-    else:
-        schedule = schedule_class(stages[0], micro_batches, F.cross_entropy)
-    return schedule, stages
-
-
-def fill(tensor, batch_size):
-    """Add zeros to the end of a batch, until it has this size."""
-    missing = batch_size - len(tensor)
-    zeros = tensor.new_zeros(missing, *tensor.shape[1:])
-    return torch.cat([tensor, zeros])
-
-
-def run_epoch(model, schedule, loader, device, batch_size, optimizer=None):
+def run_epoch(layers, schedule, loader, device, batch_size, optimizer=None):
     """Train, or only test if there is no optimizer.
 
     Returns three sums over all images: the loss, the number classified correctly, the number of
     images.
     """
-    rank = dist.get_rank()
     training = optimizer is not None
-    model.train(training)
-    # The sums stay on the device. Reading them in each step would make Python wait for the GPU.
+    layers.train(training)
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     for images, labels in loader:
         images = images.to(device, non_blocking=True)
@@ -194,7 +163,7 @@ def run_epoch(model, schedule, loader, device, batch_size, optimizer=None):
         filled_images = fill(images, batch_size)
         filled_labels = fill(labels, batch_size)
         # NEW: rank 0 has the first stage, which takes images. All other stages receive activations.
-        inputs = [filled_images] if rank == 0 else []
+        inputs = [filled_images] if dist.get_rank() == 0 else []
         if training:
             optimizer.zero_grad()
             # NEW: computes the forward and backward passes of all micro-batches
@@ -205,8 +174,7 @@ def run_epoch(model, schedule, loader, device, batch_size, optimizer=None):
                 outputs = schedule.eval(*inputs, target=filled_labels)
         if outputs is not None:  # only the last rank has the logits
             logits = outputs[: len(labels)].detach()
-            loss = F.cross_entropy(logits, labels)
-            sums[0] += loss * len(labels)
+            sums[0] += F.cross_entropy(logits, labels, reduction="sum")
             sums[1] += (logits.argmax(dim=1) == labels).sum()
             sums[2] += len(labels)
     dist.all_reduce(sums)
@@ -218,43 +186,36 @@ def train(args):
     rank, device = join(args)
     meet(args)  # guard rail: compares the flags of the ranks
     world_size = dist.get_world_size()
-    # All ranks read the same batches. The first stage uses the images, and the last one uses the
-    # labels.
     train_loader, test_loader = loaders(args)
     # NEW: the stages take batches of one size only, so test batches get the size of training ones.
     test_loader = DataLoader(test_loader.dataset, args.batch_size, collate_fn=whole_batch)
     torch.manual_seed(args.seed)
-    # Each rank makes the whole model on the CPU, and moves only its own stages to its GPU.
-    model = make_model(args)
-    # NEW: this works around a bug in PyTorch 2.9: https://github.com/pytorch/pytorch/pull/165539.
-    # Before the first step, each stage sends an int64 to the next one, but the receiver's buffer
-    # has the default dtype. float64 has 8 bytes, like int64, so the buffer is large enough. The
-    # model and the data keep their own dtype.
-    torch.set_default_dtype(torch.float64)
-    layers = torch.nn.Sequential(*model.stage1, *model.stage2)
+    layers = make_layers(args)
+    # PyTorch 2.9 receives int64 in a buffer of the default dtype, so that must have 8 bytes, too:
+    torch.set_default_dtype(torch.float64)  # https://github.com/pytorch/pytorch/pull/165539
     parts = cut(layers, world_size * STAGES_PER_RANK[args.schedule])
     schedule, stages = pipeline(parts, device, args.schedule, args.micro_batches)
     # The parameters of the other ranks get no gradients here, so Adam leaves them out.
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
+    optimizer = torch.optim.Adam(layers.parameters(), lr=args.lr, eps=1e-6, fused=True)
 
     for epoch in range(args.epochs):
         train_loader.sampler.set_epoch(epoch)
         start = time.perf_counter()
         progress = bar(train_loader, show=rank == 0)
-        trained = run_epoch(model, schedule, progress, device, args.batch_size, optimizer)
+        trained = run_epoch(layers, schedule, progress, device, args.batch_size, optimizer)
         seconds = time.perf_counter() - start
-        tested = run_epoch(model, schedule, test_loader, device, args.batch_size)
+        tested = run_epoch(layers, schedule, test_loader, device, args.batch_size)
         if rank == 0:
             print(epoch_line(args, epoch, seconds, trained, tested), flush=True)
     images, labels = next(iter(train_loader))
-    steps = {}
-    steps[args.schedule, args.micro_batches] = watch(schedule, stages, images, labels)
+    shown = watch(schedule, stages, images, labels)
     # NEW: for comparison, a step with a single micro-batch, in which only one rank computes at any
-    # time. Some versions of PyTorch refuse GPipe with fewer micro-batches than ranks. LoopedBFS
-    # does not, and with one stage on each rank it computes in the same order.
+    # time. PyTorch's GPipe refuses fewer micro-batches than ranks. LoopedBFS has the same order, if
+    # each rank has one stage.
     parts = cut(layers, world_size)
     schedule, stages = pipeline(parts, device, "LoopedBFS", 1)
-    steps["GPipe", 1] = watch(schedule, stages, images, labels)
+    alone = watch(schedule, stages, images, labels)
+    steps = {(args.schedule, args.micro_batches): shown, ("LoopedBFS", 1): alone}
     if rank == 0:
         show(steps, [f"rank {number}" for number in range(world_size)], args.plot)
     dist.destroy_process_group()
@@ -279,10 +240,11 @@ def main():
         args.schedule = "GPipe"  # the other schedules need several ranks
     count = args.micro_batches
     stages = world_size * STAGES_PER_RANK[args.schedule]
-    layers = args.layers or HIDDEN_LAYERS[args.model]
-    if layers + OTHER_LAYERS[args.model] < stages:
-        needed = stages - OTHER_LAYERS[args.model]
-        parser.error(f"{stages} stages need {stages} layers in all: use --layers {needed}")
+    with torch.device("meta"):  # without memory
+        starts = possible_starts(make_layers(args))
+    if stages > len(starts):
+        few = f"{stages} stages are too many for {len(starts)} layers with parameters"
+        parser.error(f"{few}: start fewer processes, or use a larger --layers")
     nearest = max(1, round(count / world_size)) * world_size
     wrong = ""
     if STAGES_PER_RANK[args.schedule] == 2 and count % world_size:
@@ -295,7 +257,6 @@ def main():
         nearest = max(1, round(args.batch_size / count)) * count
         wrong = f"--batch_size {args.batch_size} cannot be split into {count} equal micro-batches"
         parser.error(f"{wrong}: use --batch_size {nearest}")
-    # The ranks of a node fetch the data one at a time, so it is downloaded once.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 

@@ -150,11 +150,11 @@ def test_manual_data_parallel_needs_both_parts(change, call, second):
 
 def test_a_pipeline_without_the_share_of_a_micro_batch(change):
     """The gradients are 8 times too large with 8 micro-batches."""
-    step = "                optimizer.step()\n"
+    step = "            optimizer.step()\n"
     show = (
-        "                if dist.get_rank() == 0:\n"
-        "                    first = optimizer.param_groups[0]['params'][0]\n"
-        "                    print('gradient', first.grad.sum().item())\n"
+        "            if dist.get_rank() == 0:\n"
+        "                first = optimizer.param_groups[0]['params'][0]\n"
+        "                print('gradient', first.grad.sum().item())\n"
     )
     norms = []
     for factor in (" * len(labels) / self.batch_size", ""):
@@ -166,12 +166,14 @@ def test_a_pipeline_without_the_share_of_a_micro_batch(change):
     assert norms[1] == pytest.approx(8 * norms[0], rel=1e-9)
 
 
-def test_a_pipeline_without_a_warm_up(change, reference):
-    """The numbers are right, and each rank keeps one micro-batch."""
-    start = "warm_up = min(ranks_after, micro_batches)"
-    done = ends(change("manual_pipeline", (start, "warm_up = 0")), "--schedule", "1F1B")
-    assert [line["loss"] for line in epochs(done.stdout)] == pytest.approx(reference, abs=2e-4)
-    assert "each rank kept: [1, 1]" in done.stdout
+def test_lists_that_deadlock():
+    """Rank 0 waits for a gradient and rank 1 for activations, until the time is up."""
+    lists = ("--schedule", "F0,B0,F1,B1", "F0,F1,B0,B1")
+    done = ends(lesson_path("manual_pipeline"), *lists, "--timeout", 10, status=1)
+    waits = set(
+        re.findall(r"rank (\d) waited at manual_pipeline.py, .*: dist.recv\((\w+)", done.stderr)
+    )
+    assert waits <= {("0", "gradient"), ("1", "inputs")} and waits
 
 
 @pytest.mark.parametrize("by", ["each", "buckets"])

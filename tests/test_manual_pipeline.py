@@ -1,6 +1,7 @@
 """What manual_pipeline.py builds by hand: for any nn.Sequential, with few activations."""
 
 import re
+from datetime import timedelta
 
 import pytest
 import torch
@@ -11,21 +12,12 @@ from torch import nn
 from torch.nn import functional as F
 
 
-class Permuted(nn.Module):
-    """Returns its input with other strides, as a convolution in channels_last does."""
-
-    def forward(self, x):
-        """Return (N, C, H, W), in memory as (N, H, W, C)."""
-        return x.contiguous(memory_format=torch.channels_last)
-
-
-def unusual():
-    """Return layers with frozen parameters, buffers, other strides, and no bias here and there."""
+def some_layers():
+    """Return layers whose activations have three axes, with no bias here and there."""
     torch.manual_seed(0)
     layers = [
         nn.Conv2d(1, 3, 3),
-        nn.BatchNorm2d(3).eval(),
-        Permuted(),
+        nn.Tanh(),
         nn.Flatten(),
         nn.Linear(48, 7, bias=False),
         nn.Tanh(),
@@ -33,8 +25,6 @@ def unusual():
         nn.Softplus(),
         nn.Linear(9, 4),
     ]
-    layers[0].requires_grad_(False)
-    layers[6].bias.requires_grad_(False)
     return nn.Sequential(*layers).double()
 
 
@@ -54,30 +44,45 @@ def by_hand(rank, world_size, port, results):
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
     for name, schedule in lesson.SCHEDULES.items():
         for micro_batches in (1, 2, 4, 7):
-            layers = unusual()
-            stage = lesson.Stage(lesson.cut(layers, world_size)[rank], batch()[0][0], "cpu")
-            stage.begin(*batch(), micro_batches)
-            schedule(stage, micro_batches)
+            layers = some_layers()
+            stages = lesson.cut(layers, world_size)
+            earlier = lesson.cut(some_layers().to("meta"), world_size)[:rank]
+            shape = lesson.shape_after(earlier, batch()[0][0])
+            pipeline = lesson.Pipeline(stages[rank], shape, "cpu", timedelta(seconds=60))
+            compute = pipeline.forward
+            kept = [0]
+
+            def forward(number, compute=compute, pipeline=pipeline, kept=kept):
+                compute(number)
+                kept.append(len(pipeline.outputs))
+
+            pipeline.forward = forward
+            logits = pipeline.step(schedule(rank, world_size, micro_batches), *batch())
             gradients = {}
             for number, parameter in enumerate(layers.parameters()):
                 if parameter.grad is not None:
                     gradients[number] = parameter.grad.tolist()
-            results[rank, name, micro_batches] = gradients, stage.most_kept
+            last = None if logits is None else logits.tolist()
+            results[rank, name, micro_batches] = gradients, max(kept), last
     dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_the_gradients_of_one_process(world_size):
     """To 1e-12, also with micro-batches of different sizes; the activations kept are counted."""
-    layers = unusual()
+    layers = some_layers()
     images, labels = batch()
-    F.cross_entropy(layers(images), labels).backward()
+    right = layers(images)
+    F.cross_entropy(right, labels).backward()
     results = in_ranks(by_hand, world_size)
     for name in ("GPipe", "1F1B"):
         for count in (1, 2, 4, 7):
             found = {}
             for rank in range(world_size):
-                gradients, kept = results[rank, name, count]
+                gradients, kept, logits = results[rank, name, count]
+                if rank == world_size - 1:
+                    found_logits = torch.tensor(logits, dtype=torch.float64)
+                    torch.testing.assert_close(found_logits, right, atol=1e-12, rtol=0)
                 assert not found.keys() & gradients.keys()
                 found |= gradients
                 assert kept == (count if name == "GPipe" else min(count, world_size - rank))
@@ -94,8 +99,28 @@ def test_a_shared_parameter_is_refused():
 
     first, last = nn.Linear(4, 4), nn.Linear(4, 4)
     last.weight = first.weight
-    with pytest.raises(ValueError, match="stages 0 and 1 share a tensor"):
+    with pytest.raises(ValueError, match="two stages share a parameter"):
         cut(nn.Sequential(first, last), 2)
+
+
+@pytest.mark.parametrize(
+    ("lists", "words"),
+    [
+        (["F0,F1,B0,B1"], "2 ranks need GPipe, 1F1B, or 2 lists"),
+        (["GPipe", "1F1B"], "rank 0 has F0 0 times"),
+        (["F0,B0", "F0"], "rank 1 has B0 0 times"),
+        (["F0,B0", "F0,B0,F0"], "rank 1 has F0 2 times"),
+        (["F0,B0", "F0,B0,F1,B1"], "rank 1 has F1 1 times"),
+        (["F0,B0", "B0,F0"], "rank 1 has B0 before F0"),
+        (["F0,F1,B0,B1", "F1,F0,B0,B1"], "rank 1 has the order F1 F0, but rank 0 F0 F1"),
+    ],
+)
+def test_lists_that_cannot_work(lists, words, main):
+    """One line says what is wrong, before anything starts."""
+    env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    done = main("manual_pipeline", *DIGITS, "--schedule", *lists, env=env)
+    assert len(done.stderr.strip().splitlines()) == 1 and words in done.stderr
 
 
 def test_what_is_printed():
@@ -103,9 +128,7 @@ def test_what_is_printed():
     flags = (*DIGITS, "--epochs", 1, "--schedule", "1F1B", "--batch_size", 120)
     done = torchrun("manual_pipeline", *flags, processes=3).wait()
     assert done.returncode == 0, done.stderr
-    assert (
-        "largest number of micro-batches whose activations each rank kept: [3, 2, 1]\n"
-        in done.stdout
-    )
+    assert "micro-batches whose activations are kept, at most: 3, 2, 1\n" in done.stdout
+    assert "rank 2: F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7\n" in done.stdout
     assert re.search(r"^1F1B, 8 micro-batches: .*\(p-1\)/\(m\+p-1\) = 0.20$", done.stdout, re.M)
     assert len(re.findall(r"^rank \d \|", done.stdout, re.M)) == 6

@@ -1,16 +1,21 @@
-"""The order of 1F1B: which passes a rank of a pipeline computes, one after another.
+"""The order of 1F1B with little memory: which passes a rank of a pipeline computes.
 
 Lesson: manual_pipeline.py.
 
-Write order_1f1b(rank, world_size, micro_batches). It returns the passes that this rank computes in
-one step, in order, as a list of strings. "F2" is the forward pass of micro-batch 2, and "B2"
-is its backward pass. Micro-batches are counted from 0. For example, the last of 2 ranks computes
-["F0", "B0", "F1", "B1", "F2", "B2"] for 3 micro-batches.
+With 1F1B, rank r keeps the activations of at most world_size - r micro-batches. Suppose that this
+is too much for the first ranks, because there is memory for `most` micro-batches only. The other
+ranks compute as before.
+
+Write order_1f1b(rank, world_size, micro_batches, most). It returns the passes that this rank
+computes in one step, in order, as a list of strings. "F2" is the forward pass of micro-batch 2, and
+"B2" is its backward pass. Micro-batches are counted from 0. For example, the last of 2 ranks
+computes ["F0", "B0", "F1", "B1", "F2", "B2"] for 3 micro-batches. To see what the limit costs, give
+your lists to manual_pipeline.py as --schedule.
 
 Your answer passes if
 - each micro-batch has one forward and one backward pass, both in the order of the numbers;
-- rank r keeps the activations of at most world_size - r micro-batches. They are kept from a forward
-  pass to its backward pass;
+- rank r keeps the activations of at most world_size - r micro-batches, and of no more than `most`.
+  They are kept from a forward pass to its backward pass;
 - among all such orders, it computes each forward pass as early as possible;
 - it is right with fewer micro-batches than ranks, too;
 - it needs only its arguments. There is no process group here, so dist.get_rank() fails.
@@ -24,7 +29,7 @@ Check it:
 from check import check
 
 
-def order_1f1b(rank, world_size, micro_batches):
+def order_1f1b(rank, world_size, micro_batches, most):
     """Return the passes of a rank in the order of 1F1B, such as ["F0", "B0", "F1", "B1"]."""
     raise NotImplementedError("your turn")
 

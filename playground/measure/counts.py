@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -213,11 +214,18 @@ def _pipeline(model, images, labels):
     """A stage for each rank, with GPipe, as manual_pipeline.py has it."""
     layers = nn.Sequential(*model.stage1, *model.stage2)
     part = manual_pipeline.cut(layers, dist.get_world_size())[dist.get_rank()]
-    stage = manual_pipeline.Stage(part, images[0], CPU)
+    with torch.device("meta"):
+        on_meta = MLP(WIDTH, layers=4)
+    parts = manual_pipeline.cut(
+        nn.Sequential(*on_meta.stage1, *on_meta.stage2), dist.get_world_size()
+    )
+    rank = dist.get_rank()
+    shape = manual_pipeline.shape_after(parts[:rank], images[0])
+    pipeline = manual_pipeline.Pipeline(part, shape, CPU, timedelta(seconds=60))
+    passes = manual_pipeline.gpipe(rank, dist.get_world_size(), MICRO_BATCHES)
 
     def compute():
-        stage.begin(images, labels, MICRO_BATCHES)
-        manual_pipeline.gpipe(stage, MICRO_BATCHES)
+        pipeline.step(passes, images, labels)
 
     return list(part.parameters()), _adam(part.parameters()), compute
 

@@ -23,7 +23,8 @@ if TYPE_CHECKING:  # importing these takes a second, and most lessons do not nee
 
 COLUMNS = 88  # of the text
 STEPS = 9  # that are run; the one with the median time is shown
-METHODS = {  # of a PipelineStage, and what each of them computes
+BY_HAND = {"forward": "forward", "backward": "backward"}  # methods, and what each computes
+METHODS = {  # the same of a PipelineStage
     "forward_one_chunk": "forward",
     "backward_one_chunk": "backward",
     "backward_weight_one_chunk": "weights",
@@ -52,6 +53,7 @@ class Span(NamedTuple):
         For a call it is a kind of Calls.
     micro_batch: its number, from 0. For a call it is 0.
     start, end: in seconds, counted from a moment that is the same for all workers.
+    stage: its number, if a worker has several.
     """
 
     worker: int
@@ -59,6 +61,7 @@ class Span(NamedTuple):
     micro_batch: int
     start: float
     end: float
+    stage: int = 0
 
 
 def watch(
@@ -86,7 +89,7 @@ def watch(
     return watch_step(partial(schedule.step, *inputs, target=labels.to(device)), stages, METHODS)
 
 
-def watch_step(step: Callable, stages: list, methods: dict[str, str]) -> list[Span]:
+def watch_step(step: Callable, stages: list, methods: dict[str, str] = BY_HAND) -> list[Span]:
     """Run a step of a pipeline some times, and note when its stages compute.
 
     All ranks have to call this together.
@@ -106,7 +109,8 @@ def watch_step(step: Callable, stages: list, methods: dict[str, str]) -> list[Sp
     marks = []
     for stage in stages:
         for name, kind in methods.items():
-            note_calls(stage, name, kind, marks)
+            index = getattr(stage, "stage_index", 0)  # PipelineStage has it
+            note_calls(stage, name, (index, kind), marks)
     steps = []
     for _ in range(STEPS):
         marks.clear()
@@ -118,10 +122,10 @@ def watch_step(step: Callable, stages: list, methods: dict[str, str]) -> list[Sp
         step()
         _synchronize(device)
         spans = []
-        for kind, micro_batch, start, end in marks:
+        for (index, kind), micro_batch, start, end in marks:
             start = begun + _seconds(origin, start)
             end = begun + _seconds(origin, end)
-            spans.append(Span(rank, kind, micro_batch, start, end))
+            spans.append(Span(rank, kind, micro_batch, start, end, index))
         steps.append(spans)
     for stage in stages:
         for name in methods:
@@ -145,13 +149,24 @@ def _on_one_node() -> bool:
 
 
 def note_calls(stage: object, name: str, kind: str, marks: list[tuple]) -> None:
-    """Make a method of a stage add to the marks: kind, micro-batch, and when it starts and ends."""
+    """Make a method of a stage add to the marks: kind, micro-batch, and when it computes.
+
+    If the method first receives something, it computes from the end of dist.recv on.
+    """
     method = getattr(stage, name)
+    receive = dist.recv
 
     def noted(micro_batch, *args, **kwargs):
-        start = _moment(stage.device)
-        result = method(micro_batch, *args, **kwargs)
-        marks.append((kind, micro_batch, start, _moment(stage.device)))
+        starts = [_moment(stage.device)]
+
+        def received(*args, **kwargs):
+            source = receive(*args, **kwargs)
+            starts.append(_moment(stage.device))
+            return source
+
+        with mock.patch.object(dist, "recv", received):
+            result = method(micro_batch, *args, **kwargs)
+        marks.append((kind, micro_batch, starts[-1], _moment(stage.device)))
         return result
 
     setattr(stage, name, noted)
@@ -269,6 +284,28 @@ def bubble(spans: list[Span], workers: int) -> float:
     """
     computing = sum(span.end - span.start for span in spans)
     return 1 - computing / (workers * duration(spans))
+
+
+def most_kept(spans: list[Span], worker: int) -> float:
+    """Return of how many micro-batches a worker keeps the activations at most.
+
+    They are kept from the start of the forward pass to the end of the backward pass, or of its
+    second part. If a worker has several stages, the activations of each are a fraction.
+    """
+    starts = {}  # (stage, micro-batch) -> when its forward pass starts
+    ends = {}  # and when its last pass ends
+    for span in spans:
+        if span.worker != worker:
+            continue
+        key = span.stage, span.micro_batch
+        ends[key] = max(span.end, ends.get(key, span.end))
+        if span.kind == "forward":
+            starts[key] = span.start
+    most = 0
+    for moment in starts.values():
+        kept = [key for key in starts if starts[key] <= moment < ends[key]]
+        most = max(most, len(kept))
+    return most / len({stage for stage, _ in starts})
 
 
 class Calls:
@@ -399,6 +436,8 @@ def show(steps: dict[tuple[str, int], list[Span]], names: list[str], plot: str |
         title = _title(schedule, micro_batches, spans, len(names))
         spans_by_title[title] = spans
         print(title, as_text(spans, names), sep="\n", flush=True)
+        kept = [f"{most_kept(spans, worker):g}" for worker in range(len(names))]
+        print(f"micro-batches whose activations are kept, at most: {', '.join(kept)}", flush=True)
     if len(steps) == 2:
         first, second = map(duration, steps.values())
         print(f"the first is {second / first:.2f} times as fast as the second", flush=True)

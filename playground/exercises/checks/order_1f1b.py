@@ -7,40 +7,42 @@ from itertools import pairwise
 JOIN = False  # so the function can use nothing but its arguments
 WORLD_SIZES = (1, 2, 3, 4, 5, 8)  # with 8 ranks, the warm-up of rank 0 has 7 forward passes
 CASES = {
-    "3 micro-batches": {"micro_batches": 3},
-    "8 micro-batches": {"micro_batches": 8},
-    "1 micro-batch": {"micro_batches": 1},
-    "2 micro-batches": {"micro_batches": 2},
-    "5 micro-batches": {"micro_batches": 5},
+    "3 micro-batches": {"micro_batches": 3, "most": 8},
+    "8 micro-batches": {"micro_batches": 8, "most": 8},
+    "1 micro-batch": {"micro_batches": 1, "most": 8},
+    "2 micro-batches": {"micro_batches": 2, "most": 8},
+    "5 micro-batches": {"micro_batches": 5, "most": 8},
+    "8 micro-batches, 2 at most": {"micro_batches": 8, "most": 2},
+    "5 micro-batches, 3 at most": {"micro_batches": 5, "most": 3},
+    "4 micro-batches, 1 at most": {"micro_batches": 4, "most": 1},
 }
 HINTS = (
-    "The order has three parts: forward passes only (the warm-up), then one forward and one "
-    "backward pass in turn, and then the backward passes that are left. The warm-up of the last "
-    "rank is empty.",
-    "The schedule 1F1B in manual_pipeline.py has the same three parts. Here you need the forward "
-    "and backward passes only, as text.",
-    "warm_up = min(the number of ranks after this one, micro_batches)\n"
-    "F0 to F(warm_up - 1)\nfor each of the other micro-batches: its F, and the oldest B that is "
-    "still missing\nthe remaining Bs",
+    "First come forward passes only, then a backward and a forward pass in turn, and then the "
+    "backward passes that are left. How many forward passes come first?",
+    "one_forward_one_backward in manual_pipeline.py returns the same order for a rank that has "
+    "memory for all that it wants to keep. Which line decides how much it keeps?",
+    "kept = the smallest of: the number of ranks from this one on, most, micro_batches\n"
+    "F0 to F(kept - 1)\nfor each micro-batch: its B, and the next F if there is one left",
 )
 
 
-def run(order_1f1b, micro_batches):
+def run(order_1f1b, micro_batches, most):
     """Call the learner's function on this rank. Returns its list as one text."""
     rank = int(os.environ["RANK"])
     world_size = int(os.environ["WORLD_SIZE"])
-    order = order_1f1b(rank, world_size, micro_batches)
+    order = order_1f1b(rank, world_size, micro_batches, most)
     is_list = isinstance(order, list) and all(isinstance(each, str) for each in order)
     return " ".join(order) if is_list else [order]
 
 
-def expected(rank, world_size, micro_batches):
+def expected(rank, world_size, micro_batches, most):
     """Return the only right order: the activations that are kept decide what is next."""
+    limit = min(world_size - rank, most)
     order = []
     forward = 0
     backward = 0
     while backward < micro_batches:
-        if forward < micro_batches and forward - backward < world_size - rank:
+        if forward < micro_batches and forward - backward < limit:
             order.append(f"F{forward}")
             forward += 1
         else:
@@ -132,7 +134,7 @@ def explain(outcome):
     if time > best:
         return (
             f"If each pass takes 1 ms, all ranks finish after {time} ms. The right order takes "
-            f"{best} ms, because a rank computes forward passes until the first gradient is back."
+            f"{best} ms, because a rank computes as many forward passes first as it may."
         )
     return None
 

@@ -1,14 +1,16 @@
-"""Why: one forward pass for each rank after this one is enough until the first gradient is back."""
+"""Why: a rank has time for one forward pass for each rank from it on, if memory allows.
+
+With a smaller limit, it starts the backward passes earlier. So the next rank gets its micro-batches
+later, and waits.
+"""
 
 
-def order_1f1b(rank, world_size, micro_batches):
+def order_1f1b(rank, world_size, micro_batches, most):
     """Return the passes of a rank in the order of 1F1B, such as ["F0", "B0", "F1", "B1"]."""
-    ranks_after = world_size - 1 - rank
-    warm_up = min(ranks_after, micro_batches)
-    order = [f"F{number}" for number in range(warm_up)]
-    for number in range(warm_up, micro_batches):
-        order.append(f"F{number}")
-        order.append(f"B{number - warm_up}")
-    for number in range(micro_batches - warm_up, micro_batches):
+    kept = min(world_size - rank, most, micro_batches)
+    order = [f"F{number}" for number in range(kept)]
+    for number in range(micro_batches):
         order.append(f"B{number}")
+        if kept + number < micro_batches:
+            order.append(f"F{kept + number}")
     return order
