@@ -1,43 +1,42 @@
-r"""FSDP in a long run: sharded checkpoints, bfloat16, clipping and dropout.
+r"""Checkpoints of a sharded model: each rank writes its shards, and any number of ranks resumes.
 
-Sharded checkpoints: with --run_dir, every rank writes its shards to a folder after each epoch, so
-no rank needs memory for the whole model. A run that is started again resumes from the newest
-checkpoint. The number of ranks may be different then, because each rank looks up which files
-contain its new shards. torch.distributed.checkpoint (dcp) does this.
+With --run_dir, every rank writes its shards to a folder after each epoch (dcp.save), so no rank
+needs memory for the whole model. A run that is started again resumes from the newest checkpoint.
+The number of ranks may be different then, because each rank looks up which files contain its new
+shards (dcp.load). Here dcp stands for torch.distributed.checkpoint.
 
-Export: with --savefile, the ranks gather parameters and Adam's averages, one tensor at a time. Rank
-0 keeps them on its CPU and writes one file, which any lesson's model and optimizer can load.
+With --async_save, training does not wait for the disk. dcp.async_save() copies the shards to CPU
+memory, and a thread writes this copy while the next epoch trains.
 
-bfloat16: with --precision bf16, the layers are gathered in this format and compute in it. It has 2
-bytes for each number. Shards, mean gradients and Adam's averages keep their 4 bytes, because small
-updates to a number with 2 bytes would be rounded away.
+With --savefile, one file is made from the shards. The ranks gather parameters and Adam's averages,
+one tensor at a time, and rank 0 writes a file that any lesson's model and optimizer can load. With
+--load, a run starts from such a file. Only rank 0 reads it. It sends one tensor at a time, and each
+rank keeps its shard.
 
-Clipping: with --clip C, the gradients are scaled down if their norm is above C. The norm is taken
-over the gradients of all parameters, but a rank has only shards of them. Because the gradients are
-DTensors, clip_grad_norm_() adds up the squares over all ranks.
+Ranks have different images, so they should drop different neurons. So each rank seeds again in
+each epoch, and a run that is resumed by as many ranks drops the same neurons as without a break.
 
-Dropout: the ranks draw the same initial parameters, but they must drop different neurons, because
-they have different images. So each rank seeds again after the model is made, with a different seed
-in each epoch. With the same number of ranks, a resumed run then drops the same neurons as a run
-without a break.
-
-Run it, then resume it with more ranks, and export the result:
+Run it, then resume it with more ranks, and make one file:
     torchrun --standalone --nproc-per-node 2 playground/fully_sharded_checkpoints.py \
-        --run_dir runs/fsdp --clip 1
+        --run_dir runs/fsdp
     torchrun --standalone --nproc-per-node 4 playground/fully_sharded_checkpoints.py \
-        --run_dir runs/fsdp --clip 1 --epochs 5 --savefile checkpoints/fsdp.pt
+        --run_dir runs/fsdp --epochs 5 --savefile checkpoints/fsdp.pt
 
-It prints where it resumes, and the mean norm before clipping. This is the second command, with four
-processes on two cores (times will differ):
+Continue a run of DDP with shards:
+    python playground/distributed_data_parallel.py -g 2 --savefile checkpoints/ddp.pt
+    torchrun --standalone --nproc-per-node 2 playground/fully_sharded_checkpoints.py \
+        --load checkpoints/ddp.pt --epochs 5
+
+It prints where it resumes. This is the second command, with four processes on two cores (times will
+differ):
     runs/fsdp/epoch-0003: 3 of 5 epochs are done
-    epoch 4/5  loss 0.0898  train 97.26%  test 96.84%  35.33 s  1,695 images/s  norm 0.8955
+    epoch 4/5  loss 0.0898  train 97.26%  test 96.84%  35.33 s  1,695 images/s
 
 Try breaking it, in a copy:
-  1. Comment out the second `torch.manual_seed(...)`. With --model cnn --dropout 0.5, train two
+  1. Delete the file .metadata in the newest folder. Where does the next run resume, and why?
+  2. Leave out `process_group=group`, and run it with --async_save. What goes wrong, and why?
+  3. Comment out the second `torch.manual_seed(...)`. With --model cnn --dropout 0.5, train two
      epochs without a break, and then two with a break after the first. Compare the losses.
-  2. Write `model.bfloat16()` before `shard(model, args)`, so that the shards are in bfloat16 as
-     well. Compare the losses with --dataset digits --precision bf16 --lr 1e-4 --epochs 10.
-  3. Delete the file .metadata in the newest folder. Where does the next run resume, and why?
 
 Now write it yourself: seeded_dropout.py in playground/exercises/.
 
@@ -54,7 +53,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
@@ -69,8 +73,124 @@ from common.report import RANKS, bar, epoch_line, rank_row
 from common.roll_call import meet
 
 # The numbers depend on these flags, so a run must be resumed with the same ones.
-MUST_AGREE = ["model", "width", "layers", "dataset", "batch_size", "lr", "seed", "double"]
-MUST_AGREE += ["precision", "clip", "dropout"]
+TRAINED_WITH = ("model", "width", "layers", "dataset", "batch_size", "lr", "seed", "double")
+TRAINED_WITH += ("dropout", "precision", "clip")
+
+
+def save_shards(args, epoch, model, optimizer, group):
+    """Write a sharded checkpoint. With --async_save, return a future, and a thread writes it."""
+    # NEW: on each rank these are its own shards, by the names of the parameters.
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state, "epoch": epoch, "args": vars(args)}
+    folder = f"{args.run_dir}/epoch-{epoch:04}"
+    if not args.async_save:
+        dcp.save(state, checkpoint_id=folder)  # NEW: all ranks write at the same time
+        return None
+    # NEW: returns as soon as the shards are copied. Then the next step may change them.
+    return dcp.async_save(state, checkpoint_id=folder, process_group=group)
+
+
+def newest_checkpoint(run_dir):
+    """Return the path of the newest complete checkpoint, or None if there is none."""
+    # dcp writes the file .metadata last, so a folder without it is not complete.
+    complete = sorted(Path(run_dir).glob("epoch-*/.metadata"))
+    return str(complete[-1].parent) if complete else None
+
+
+def stop(message):
+    """End the run because of an error that all ranks have found. Rank 0 prints it."""
+    sys.exit(f"error: {message}" if dist.get_rank() == 0 else 1)
+
+
+def reason(error):
+    """Return an error in one line."""
+    return traceback.format_exception_only(error)[-1].splitlines()[0]
+
+
+def compare(path, flags_before, args):
+    """End the run if a checkpoint was trained with different flags."""
+    for name, before in flags_before.items():
+        if before != getattr(args, name):
+            differ = f"{name}={before}, not {getattr(args, name)}"
+            stop(f"{path} was trained with {differ}: use the same flags, or start another run")
+
+
+def read(path, state):
+    """Replace the values in a state with those of a sharded checkpoint."""
+    try:
+        dcp.load(state, checkpoint_id=path)  # NEW: reads only what the state has already
+    except dcp.CheckpointException as error:
+        failure, _ = next(iter(error.failures.values()))  # the error of one rank, and its traceback
+        stop(f"{path} is damaged: delete it to resume from an older one ({reason(failure)})")
+
+
+def load_shards(path, args, model, optimizer):
+    """Load a sharded checkpoint, however many ranks wrote it. Returns how many epochs are done."""
+    progress = {"epoch": None, "args": dict.fromkeys(TRAINED_WITH)}  # values to be read
+    read(path, progress)
+    compare(path, progress["args"], args)
+    # NEW: get_state_dict() returns the shards of this rank, and read() writes into them. To create
+    # Adam's state, get_state_dict() takes an empty step, which Adam counts. read() overwrites this
+    # count. In a new run nothing would overwrite it, so do not call get_state_dict() there before
+    # the first step.
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    read(path, {"model": model_state, "optimizer": optimizer_state})
+    set_model_state_dict(model, model_state)
+    set_optimizer_state_dict(model, optimizer, optimizer_state)
+    return progress["epoch"]
+
+
+def save_file(args, epoch, model, optimizer):
+    """Write one file with whole tensors, which a plain model and optimizer can load."""
+    # NEW: full_state_dict gathers the shards of one tensor after the other. cpu_offload moves each
+    # whole tensor to the CPU of rank 0. The other ranks keep none, and get empty dicts.
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
+    if dist.get_rank() == 0:
+        whole = {
+            "model": model_state,
+            "optimizer": optimizer_state,
+            "epoch": epoch,
+            "args": vars(args),
+        }
+        unfinished = f"{args.savefile}.{os.getpid()}"  # no other job writes to this file
+        torch.save(whole, unfinished)
+        os.replace(unfinished, args.savefile)
+
+
+def load_file(path, args, model, optimizer, device):
+    """Load one file, which only rank 0 reads. Returns how many epochs are done."""
+    model_state = {}
+    optimizer_state = {}
+    progress = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            whole = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        except Exception as error:  # its type depends on what is wrong with the file
+            sys.exit(f"error: cannot load {path}: {reason(error)}")
+        model_state = whole["model"]
+        optimizer_state = by_name(whole["optimizer"], model)
+        progress = [whole["epoch"], whole["args"]]
+    dist.broadcast_object_list(progress, device=device)
+    epoch, before = progress
+    # The other lessons lack some flags of this one.
+    compare(path, {name: before[name] for name in TRAINED_WITH if name in before}, args)
+    # NEW: full_state_dict says that the tensors are whole. broadcast_from_rank0 says that only rank
+    # 0 has them. It sends one after the other, and each rank keeps its shard.
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, model_state, options=options)
+    set_optimizer_state_dict(model, optimizer, optimizer_state, options=options)
+    return epoch
+
+
+def by_name(optimizer_state, model):
+    """Return the state of a plain optimizer with the names of parameters for their numbers."""
+    names = [name for name, _ in model.named_parameters()]
+    [group] = optimizer_state["param_groups"]
+    state = {}
+    for name, number in zip(names, group["params"], strict=False):  # compare() finds other models
+        state[name] = optimizer_state["state"][number]
+    return {"state": state, "param_groups": [group | {"params": names}]}
 
 
 def join(args):
@@ -80,7 +200,7 @@ def join(args):
         gpu = torch.device("cuda", local_rank)
         device = gpu
         backend = "nccl"
-        torch.cuda.set_device(gpu)  # otherwise every rank would also take memory on GPU 0
+        torch.cuda.set_device(gpu)
     else:
         gpu = None
         device = torch.device("cpu")
@@ -96,79 +216,22 @@ def join(args):
 
 
 def shard(model, args):
-    """Keep only a shard of every parameter on each rank. A layer gathers them when it computes."""
+    """Shard each layer, and then the whole model."""
     mesh = dist.init_device_mesh(args.device, (dist.get_world_size(),))  # all ranks in a row
-    # The group of a mesh may have PyTorch's own timeout: 30 minutes (gloo) or 10 (NCCL).
     mesh.get_group().set_timeout(timedelta(seconds=args.timeout))
-    own_dtype = torch.float64 if args.double else torch.float32
-    compute_dtype = torch.bfloat16 if args.precision == "bf16" else own_dtype
-    # NEW: the layers are gathered in one dtype, and they compute in it. The gradients are averaged
-    # in a different one.
-    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=own_dtype)
+    policy = MixedPrecisionPolicy()
+    if args.precision == "bf16":  # for gathering; then for gradients and for what a layer returns
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
     for layer in (*model.stage1, *model.stage2):
         if list(layer.parameters()):
             fully_shard(layer, mesh=mesh, mp_policy=policy)
-    # NEW: the model returns its output in the dtype in which the loss is computed.
-    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(output_dtype=own_dtype))
-
-
-def newest_checkpoint(args):
-    """Return the path of the newest complete checkpoint, or None if there is none."""
-    # dcp.save() writes the file .metadata last, so a folder without it is not complete.
-    complete = sorted(Path(args.run_dir).glob("epoch-*/.metadata"))
-    if not complete:
-        return None
-    return str(complete[-1].parent)
-
-
-def read(path, state):
-    """Fill the tensors of a state, in place, with the values of a sharded checkpoint."""
-    try:
-        dcp.load(state, checkpoint_id=path)
-    except dcp.CheckpointException as error:
-        failure, _ = next(iter(error.failures.values()))  # the error of one rank, and its traceback
-        reason = traceback.format_exception_only(failure)[-1].splitlines()[0]
-        message = f"error: {path} is damaged: delete it to resume from an older one ({reason})"
-        sys.exit(message if dist.get_rank() == 0 else 1)
-
-
-def resume(path, args, model, optimizer):
-    """Load a checkpoint, however many ranks wrote it. Returns how many epochs are done."""
-    rank = dist.get_rank()
-    # read() replaces these values. It reads only what the dict has already, so they must be there.
-    progress = {"epoch": 0, "args": dict(vars(args))}
-    read(path, progress)
-    for name in MUST_AGREE:
-        before = progress["args"][name]
-        now = getattr(args, name)
-        if before != now:
-            message = f"error: {path} was trained with {name}={before}, not {now}:"
-            message += " use the same flags, or another --run_dir"
-            sys.exit(message if rank == 0 else 1)
-    # NEW: get_state_dict returns the shards of this rank, and read() writes into them. To create
-    # Adam's state, get_state_dict takes an empty step, which Adam counts. read() overwrites this
-    # count. In a new run nothing would overwrite it, so do not call get_state_dict there before the
-    # first step.
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state}
-    read(path, state)
-    set_state_dict(
-        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-    )
-    if rank == 0:
-        print(f"{path}: {progress['epoch']} of {args.epochs} epochs are done", flush=True)
-    return progress["epoch"]
+    fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
 def run_epoch(model, loader, device, optimizer=None, clip=0.0):
-    """Train, or only test if there is no optimizer.
-
-    Returns four sums over the images of all ranks: the loss, the number classified correctly, the
-    number of images, the norm of the gradients.
-    """
+    """Train, or only test if there is no optimizer. Returns three sums over all ranks."""
     model.train(optimizer is not None)
-    # The sums stay on the device. Reading them in each step would make Python wait for the GPU.
-    sums = torch.zeros(4, dtype=torch.float64, device=device)
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
     for images, labels in loader:
         images = images.to(device, non_blocking=True)
         labels = labels.to(device, non_blocking=True)
@@ -179,10 +242,7 @@ def run_epoch(model, loader, device, optimizer=None, clip=0.0):
             optimizer.zero_grad()
             loss.backward()
             if clip:
-                # NEW: the norm is over the shards of all ranks, and it is a DTensor as well. It is
-                # weighted by the images, because train() divides the sum by their number.
-                norm = clip_grad_norm_(model.parameters(), clip)
-                sums[3] += norm.full_tensor() * len(labels)
+                clip_grad_norm_(model.parameters(), clip)  # by the norm over all ranks' shards
             optimizer.step()
         sums[0] += loss.detach() * len(labels)
         sums[1] += (logits.argmax(dim=1) == labels).sum()
@@ -192,7 +252,7 @@ def run_epoch(model, loader, device, optimizer=None, clip=0.0):
 
 
 def train(args):
-    """Train and test, and print one line for each epoch."""
+    """Train and test, from a checkpoint if there is one, and write one after each epoch."""
     rank, device = join(args)
     meet(args)  # guard rail: compares the flags of the ranks
     world_size = dist.get_world_size()
@@ -205,74 +265,71 @@ def train(args):
     # This also moves the shards to the device, one layer after the other.
     shard(model, args)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
-    # NEW: rank 0 chooses the checkpoint for all ranks. If every rank looked into a network folder,
-    # the nodes might see different files for a few seconds.
-    chosen = [None]
+    # Rank 0 chooses the checkpoint for all ranks, because nodes may see different files.
+    newest = [None]
     if rank == 0 and args.run_dir:
-        chosen = [newest_checkpoint(args)]
-    dist.broadcast_object_list(chosen, device=device)
-    path = chosen[0]
+        newest = [newest_checkpoint(args.run_dir)]
+    dist.broadcast_object_list(newest, device=device)
+    path = newest[0] or args.load
     done = 0  # epochs
-    if path:
-        done = resume(path, args, model, optimizer)
+    if newest[0]:
+        done = load_shards(path, args, model, optimizer)
+    elif args.load:
+        done = load_file(path, args, model, optimizer, device)
+    if rank == 0 and path:
+        print(f"{path}: {done} of {args.epochs} epochs are done", flush=True)
+    group = None
+    if args.async_save:
+        # NEW: the threads send messages, too, which must not mix with those of training. So they
+        # have a group of their own. It uses gloo, because the copies are in CPU memory. (On GPUs,
+        # init_process_group("cpu:gloo,cuda:nccl") is another way: a backend for each device.)
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=args.timeout))
+    writing = None  # the future of a checkpoint that a thread writes
 
-    # Epochs that are done are not repeated.
-    for epoch in range(done, args.epochs):
+    for epoch in range(done, args.epochs):  # epochs that are done are not repeated
         train_loader.sampler.set_epoch(epoch)
         # NEW: different on each rank and in each epoch, so each rank drops different neurons.
         torch.manual_seed(args.seed + epoch * world_size + rank)
         start = time.perf_counter()
         progress = bar(train_loader, show=rank == 0)
-        *trained, norm_sum = run_epoch(model, progress, device, optimizer, args.clip)
+        trained = run_epoch(model, progress, device, optimizer, args.clip)
         seconds = time.perf_counter() - start
-        *tested, _ = run_epoch(model, test_loader, device)
-        line = epoch_line(args, epoch, seconds, trained, tested)
-        if args.clip:
-            images_trained = trained[2]
-            line += f"  norm {norm_sum / images_trained:.4f}"
+        tested = run_epoch(model, test_loader, device)
         if rank == 0:
-            print(line, flush=True)
+            print(epoch_line(args, epoch, seconds, trained, tested), flush=True)
+        if writing:
+            writing.result()  # NEW: waits for the thread, and raises its error
         if args.run_dir:
-            model_state, optimizer_state = get_state_dict(model, optimizer)
-            state = {"model": model_state, "optimizer": optimizer_state}
-            state |= {"epoch": epoch + 1, "args": vars(args)}
-            # NEW: each rank writes its shards, all at the same time.
-            dcp.save(state, checkpoint_id=f"{args.run_dir}/epoch-{epoch + 1:04}")
+            writing = save_shards(args, epoch + 1, model, optimizer, group)
+    if writing:
+        writing.result()
     if args.savefile:
-        # All ranks gather one tensor after the other, and rank 0 keeps it on its CPU.
-        on_rank_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        model_state, optimizer_state = get_state_dict(model, optimizer, options=on_rank_0)
-        state = {"model": model_state, "optimizer": optimizer_state}
-        state |= {"epoch": max(done, args.epochs), "args": vars(args)}
-        if rank == 0:
-            unfinished = f"{args.savefile}.{os.getpid()}"  # no other job writes to this file
-            torch.save(state, unfinished)
-            # The last checkpoint stays whole even if this run is killed while it writes.
-            os.replace(unfinished, args.savefile)
+        save_file(args, max(done, args.epochs), model, optimizer)
     dist.destroy_process_group()
 
 
 @explained  # guard rail: explains errors
 @record  # torchrun's report then shows the error of the rank that failed first
 def main():
-    """Read the flags, make sure that the data is there, and train as one of the ranks."""
+    """Read the flags, and train as one of the ranks."""
     parser = flags.Parser(__doc__, parents=[flags.training()])
     add = parser.add_argument
     add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     add("--timeout", type=int, default=60, help="seconds to wait for another rank")
     add("--batch_size", type=int, default=128, help="images in a step, over all ranks")
+    add("--run_dir", help="folder for sharded checkpoints; resumes from the newest in it")
+    add("--async_save", action="store_true", help="write them while the next epoch trains")
+    add("--load", help="start from this file, unless --run_dir has a checkpoint")
+    add("-s", "--savefile", help="write one file with whole tensors at the end")
+    add("--dropout", type=float, default=0.0, help="fraction of the hidden neurons to drop (cnn)")
     add("--precision", choices=["bf16"], help="gather layers and compute in bfloat16")
     add("--clip", type=float, default=0.0, help="largest norm of the gradients; 0: any")
-    add("--dropout", type=float, default=0.0, help="fraction of the hidden neurons to drop (cnn)")
-    add("--run_dir", help="folder for sharded checkpoints; resumes from the newest in it")
-    add("-s", "--savefile", help="write one plain checkpoint to this file at the end")
     args = parser.parse_args()
     check(parser, args)  # guard rail: refuses impossible flags
     if not 0 <= args.dropout < 1:
         parser.error(f"--dropout {args.dropout}: must be 0 or more, and below 1")
     if args.dropout and args.model != "cnn":
         parser.error(f"--dropout {args.dropout}: only the CNN has it, so add --model cnn")
-    # The ranks of a node fetch the data one at a time, so it is downloaded once.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 

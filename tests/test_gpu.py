@@ -362,6 +362,18 @@ def test_sharded_checkpoints_move_between_gpus_and_cpus(two_ranks, tmp_path):
         assert_as_on_the_cpu(out, flags)
 
 
+def test_a_thread_writes_shards_of_gpus(two_ranks, tmp_path):
+    """Beside NCCL, in a group of gloo. The file that begins the run is the CPU's."""
+    lesson, flags = "fully_sharded_checkpoints", ("--model", "mlp", "--double")
+    path = tmp_path / "c.pt"
+    out = train(lesson, *DIGITS, *flags, "--device", "cpu", "--epochs", 1, "-s", path).stdout
+    own = (*DIGITS, *flags, "--epochs", 2, "--load", path, "--run_dir", tmp_path / "run")
+    out += output(two_ranks(lesson, *own, "--async_save", *CUDA))
+    assert_as_on_the_cpu(out, flags)
+    again = train(lesson, *own, "--device", "cpu", processes=3).stdout
+    assert "epoch-0002: 2 of 2 epochs are done" in again
+
+
 def test_a_sharded_checkpoint_of_another_run(two_ranks, tmp_path):
     """Both ranks end at once, with status 1 and one line between them."""
     own = ("fully_sharded_checkpoints", *TWO_EPOCHS, *CUDA, "--timeout", 900, "--run_dir", tmp_path)
@@ -456,16 +468,10 @@ def test_a_step_in_pieces(flags, apart, messages, by, two_ranks):
 
 
 def test_clipping(two_ranks, tmp_path):
-    """By the norm over both ranks: the CPU's norms and parameters."""
+    """By the norm over both ranks: the CPU's parameters."""
     lesson, flags = "fully_sharded_checkpoints", (*TWO_EPOCHS, "--double", "--clip", 0.5)
-    outs = [
-        output(two_ranks(lesson, *flags, *CUDA, "-s", tmp_path / "gpu.pt")),
-        train(lesson, *flags, "--device", "cpu", "-s", tmp_path / "cpu.pt", processes=2).stdout,
-    ]
-    found, expected = [
-        [float(norm) for norm in re.findall(r"  norm ([\d.]+)$", out, re.M)] for out in outs
-    ]
-    assert found == pytest.approx(expected, abs=1.01e-4) and len(found) == 2
+    output(two_ranks(lesson, *flags, *CUDA, "-s", tmp_path / "gpu.pt"))
+    train(lesson, *flags, "--device", "cpu", "-s", tmp_path / "cpu.pt", processes=2)
     import torch
 
     weights, right = [
