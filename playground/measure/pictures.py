@@ -21,8 +21,7 @@ from pathlib import Path
 PLAYGROUND = Path(__file__).resolve().parents[1]
 sys.path.append(str(PLAYGROUND))  # find measure/ from any working directory
 from matplotlib.axes import Axes
-from matplotlib.patches import Polygon, Rectangle
-from pipeline_parallel import STAGES_PER_RANK
+from matplotlib.patches import Patch, Polygon, Rectangle
 
 from measure.counts import count
 from measure.figures import BLUE, GREEN, GREY, INK, ORANGE, PINK, SKY, add_legend, new_figure, save
@@ -30,18 +29,29 @@ from measure.timeline import Span, bubble
 
 FIGURES = PLAYGROUND / "figures"
 COUNTS = FIGURES / "pictures.json"
-YELLOW = "#F0E442"
 PALE = "#CFE6F5"  # a lighter SKY
+PALE_ORANGE = "#FBE3AE"
+PALE_PINK = "#F0D9E6"
+PALE_GREEN = "#A6DECF"
 
 
-def box(axes: Axes, corner: tuple, size: tuple, colour: str, text: str = "", **options) -> None:
+def box(
+    axes: Axes,
+    corner: tuple,
+    size: tuple,
+    colour: str,
+    text: str = "",
+    fontsize: float = 12,
+    **options,
+) -> None:
     """Draw a rectangle with a text in its middle. The corner is the lower left one."""
     options = {"facecolor": colour, "edgecolor": INK, "linewidth": 0.8} | options
     axes.add_patch(Rectangle(corner, *size, **options))
     x, y = corner
     width, height = size
     ink = "white" if colour in (BLUE, GREEN) else INK
-    axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", color=ink)
+    look = {"ha": "center", "va": "center", "color": ink, "fontsize": fontsize}
+    axes.text(x + width / 2, y + height / 2, text, **look)
 
 
 def megabytes(number: float) -> str:
@@ -245,6 +255,12 @@ def draw_tensor(counts: dict, path: Path) -> None:
     save(figure, path)
 
 
+def stages_on_a_rank(orders: list[str]) -> int:
+    """Return how many stages each rank has in the orders of count_schedules()."""
+    stages = {word.split("F")[0] for order in orders for word in order.split() if "F" in word}
+    return len(stages) // len(orders)
+
+
 def logical_time(orders: list[str], stages_per_rank: int) -> list[Span]:
     """Return when each rank computes what, if messages took no time.
 
@@ -294,25 +310,32 @@ def logical_time(orders: list[str], stages_per_rank: int) -> list[Span]:
 
 def draw_schedules(counts: dict, path: Path) -> None:
     """Draw the counted order of each schedule on logical time."""
-    colours = {"F0": BLUE, "F1": SKY, "B0": ORANGE, "B1": YELLOW}
-    colours |= {"I0": ORANGE, "I1": YELLOW, "W0": GREEN, "W1": GREEN}
+    colours = {  # for the first stage of a rank, and for its second one
+        "F": (BLUE, SKY),
+        "B": (ORANGE, PALE_ORANGE),
+        "I": (PINK, PALE_PINK),
+        "W": (GREEN, PALE_GREEN),
+    }
     figure, panels = new_figure(len(counts), 1, 8, sharex=True)
     for panel, (schedule, orders) in zip(panels[:, 0], counts.items(), strict=True):
         ranks = len(orders)
-        spans = logical_time(orders, STAGES_PER_RANK[schedule])
+        spans = logical_time(orders, stages_on_a_rank(orders))
         for span in spans:
+            letter, stage = span.kind
             width = span.end - span.start
-            text = span.micro_batch if width >= 1 else ""
             corner = (span.start, ranks - 1 - span.worker)
-            box(panel, corner, (width, 0.85), colours[span.kind], text)
-        panel.set_yticks([rank + 0.4 for rank in range(ranks)], range(ranks)[::-1])
-        panel.set_ylabel("rank")
+            colour = colours[letter][int(stage)]
+            box(panel, corner, (width, 0.85), colour, span.micro_batch, fontsize=10)
+        ticks = [rank + 0.4 for rank in range(ranks)]
+        panel.set_yticks(ticks, [f"rank {rank}" for rank in range(ranks)[::-1]])
         panel.set_ylim(-0.1, ranks)
-        panel.set_title(f"{schedule}: bubble {bubble(spans, ranks):.0%}", loc="left")
+        waiting = bubble(spans, ranks)
+        panel.set_title(f"{schedule}: {waiting:.0%} of the time is waiting (bubble)", loc="left")
         panel.margins(x=0.01)
     panels[-1, 0].set_xlabel("logical time: forward of a rank's layers takes 1, backward 2")
-    names = {"forward": BLUE, "forward, 2nd stage": SKY}
-    names |= {"backward": ORANGE, "backward, 2nd stage": YELLOW, "parameters' gradients": GREEN}
+    names = {"forward": BLUE, "backward: both gradients": ORANGE}
+    names |= {"gradients of activations": PINK, "gradients of parameters": GREEN}
+    names |= {"pale: 2nd stage": "white"}
     add_legend(figure, names, columns=3)
     save(figure, path)
 
@@ -336,7 +359,14 @@ def double_arrow(axes: Axes, start: tuple, end: tuple, width: float, colour: str
 
 def draw_mesh(counts: list, path: Path) -> None:
     """Draw the ranks of each mesh in a grid, and arrows as wide as the bytes that they send."""
-    figure, panels = new_figure(1, len(counts), 3.4, layout="compressed")
+    titles = {"tp": "tensor parallel across,\nFSDP down", "hsdp": "HSDP: FSDP across,\ncopies down"}
+    travels = {
+        "tp": ("activations and their gradients", PINK),
+        "dp": ("parameters and their gradients", BLUE),
+        "shard": ("parameters and their gradients", BLUE),
+        "replicate": ("gradients only", ORANGE),
+    }
+    figure, panels = new_figure(1, len(counts), 4.8)
     most = 0
     for picture in counts:
         most = max([most, *(max(sent) for sent in picture["sent"].values())])
@@ -344,27 +374,40 @@ def draw_mesh(counts: list, path: Path) -> None:
         down, across = picture["sent"]
         for row, ranks in enumerate(picture["mesh"]):
             for column, rank in enumerate(ranks):
-                box(panel, (1.5 * column, -1.5 * row), (0.6, 0.6), GREY, f"rank\n{rank}")
+                box(panel, (1.6 * column, -1.6 * row), (0.7, 0.7), GREY, f"rank\n{rank}")
         for row, (rank, _) in enumerate(picture["mesh"]):
-            y = 0.3 - 1.5 * row
-            width = 0.5 * picture["sent"][across][rank] / most
-            double_arrow(panel, (0.62, y), (1.48, y), width, ORANGE)
+            y = 0.35 - 1.6 * row
+            width = 0.55 * picture["sent"][across][rank] / most
+            double_arrow(panel, (0.72, y), (1.58, y), width, travels[across][1])
             amount = f"{picture['sent'][across][rank] / 1000:.0f} kB"
-            if row == 0:
-                panel.text(1.05, y + 0.35, amount, ha="center", va="bottom")
-            else:
-                panel.text(1.05, y - 0.35, amount, ha="center", va="top")
+            above = row == 0
+            place = y + 0.4 if above else y - 0.4
+            panel.text(1.15, place, amount, ha="center", va="bottom" if above else "top")
+        amounts = set()
         for column, rank in enumerate(picture["mesh"][0]):
-            x = 0.3 + 1.5 * column
-            width = 0.5 * picture["sent"][down][rank] / most
-            double_arrow(panel, (x, -0.88), (x, -0.02), width, BLUE)
+            x = 0.35 + 1.6 * column
+            width = 0.55 * picture["sent"][down][rank] / most
+            double_arrow(panel, (x, -0.88), (x, -0.02), width, travels[down][1])
             amount = f"{picture['sent'][down][rank] / 1000:.0f} kB"
-            panel.text(x + 0.3, -0.45, amount, ha="left", va="center")
-        panel.set_title(f"{across}: across\n{down}: down\n{picture['images']:,} images")
-        panel.set_xlim(-0.1, 2.9)
-        panel.set_ylim(-1.8, 0.9)
+            amounts.add(amount)
+        panel.text(1.15, -0.45, "\n".join(sorted(amounts)), ha="center", va="center")
+        heading = f"{titles[picture['kind']]}\n{picture['images']:,} images"
+        panel.text(1.15, 1.3, heading, ha="center", va="bottom")
+        panel.set_xlim(-0.1, 2.4)
+        panel.set_ylim(-1.95, 2.1)
         panel.set_aspect("equal")
         panel.axis("off")
+    figure.suptitle("kB sent by each rank in a step", fontsize=14, weight="bold")
+    colours = dict(travels.values())
+    patches = [Patch(facecolor=colours[name], edgecolor=INK, label=name) for name in colours]
+    figure.legend(
+        handles=patches,
+        loc="outside lower center",
+        ncols=3,
+        handlelength=1.2,
+        columnspacing=1.2,
+        fontsize=11,
+    )
     save(figure, path)
 
 
