@@ -13,7 +13,7 @@ from PIL import Image
 
 from measure import pictures
 from measure.counts import IN_RANKS, WIDE, count, in_ranks, time_overlap
-from measure.pictures import DRAW, FIGURES, logical_time
+from measure.pictures import DRAW, FIGURES, logical_time, stages_on_a_rank
 from measure.timeline import Calls, Span, as_text, bubble
 
 COUNTS = json.loads((FIGURES / "pictures.json").read_text())
@@ -155,7 +155,7 @@ def test_the_activations_of_1f1b():
 
 
 def test_the_numbers_of_the_lessons():
-    """The bytes of hybrid_parallel.py's docstring; about a quarter with each way to split."""
+    """The bytes of hybrid_parallel.py's docstring."""
     said = (ROOT / "playground" / "hybrid_parallel.py").read_text()
     [tensor, _, hsdp] = COUNTS["mesh"]
     sizes = {}
@@ -164,11 +164,58 @@ def test_the_numbers_of_the_lessons():
     for picture in (tensor, hsdp):
         for axis, sent in picture["sent"].items():
             assert sent == [sizes[axis]] * 4
-    whole = sum(COUNTS["holds"]["one process"][0].values())
-    whole -= COUNTS["holds"]["one process"][0]["activations"]
-    for way in ("ZeRO 3: FSDP", "pipeline", "tensor", "mesh, 2 x 2"):
-        for held in COUNTS["holds"][way]:
-            assert sum(held.values()) - held["activations"] == pytest.approx(whole / 4, rel=0.02)
+
+
+KEPT = ("parameters", "gradients", "Adam's averages")
+
+
+@pytest.mark.parametrize(
+    ("way", "ranks"), [("DDP", 1), ("HSDP", 2), ("FSDP", 4), ("tensor", 4), ("pipeline", 4)]
+)
+def test_what_is_split_among_so_many_ranks(way, ranks):
+    """Parameters, gradients and Adam's averages."""
+    whole = sum(COUNTS["holds"]["one process"][0][kind] for kind in KEPT)
+    for held in COUNTS["holds"][way]:
+        assert sum(held[kind] for kind in KEPT) == pytest.approx(whole / ranks, rel=0.02)
+
+
+def test_the_buffers_of_the_page():
+    """DDP's are as large as all parameters. ZeRO 1 adds a shard, and FSDP needs three layers."""
+    held = COUNTS["holds"]
+    model = held["one process"][0]["parameters"]
+    layer = 4 * (784 * 784 + 784)
+    assert held["one process"][0]["buffers"] == 0
+    for rank in range(4):
+        assert held["DDP"][rank]["buffers"] == model
+        assert held["ZeRO 1"][rank]["buffers"] == pytest.approx(1.25 * model, rel=1e-5)
+        assert held["FSDP"][rank]["buffers"] == held["HSDP"][rank]["buffers"] == 3 * layer
+
+
+def test_which_layers_are_whole():
+    """The one that computes; with --keep_weights those from the forward to the backward pass."""
+    moments = [("forward", layer) for layer in range(1, 9)]
+    moments += [("backward", layer) for layer in range(8, 0, -1)]
+    for name in ("freed", "kept"):
+        rows = COUNTS["fsdp"][name]
+        assert [(row["direction"], row["computes"]) for row in rows] == moments
+        for row in rows:
+            layer = row["computes"]
+            assert row["whole"] == ([layer] if name == "freed" else list(range(1, layer + 1)))
+    assert not any(row["buffer"] for row in COUNTS["fsdp"]["kept"][8:])
+
+
+def test_the_bytes_of_the_pair():
+    """Forward it is y that is added, and backward the gradient of x: four bytes a number."""
+    tensor = COUNTS["tensor"]
+    for direction, name in (("forward", "y"), ("backward", "x")):
+        images, features = tensor[name]
+        assert tensor[direction] == [1, 4 * images * features]
+
+
+def test_the_stages_on_a_rank():
+    """They are read from the orders."""
+    for name, orders in COUNTS["schedules"].items():
+        assert stages_on_a_rank(orders) == (2 if name.startswith("Interleaved") else 1)
 
 
 def sleep_and_meet():

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -25,6 +26,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 PLAYGROUND = Path(__file__).resolve().parents[1]
 sys.path.append(str(PLAYGROUND))  # find the lessons from any working directory
@@ -40,8 +43,8 @@ import tensor_parallel
 
 from common.guard_rails import free_port
 from common.models import MLP
+from measure import memory
 from measure.memory import held
-from measure.shards import Gathered
 from measure.steps import Messages
 from measure.timeline import METHODS, Calls, note_calls
 from measure.traces import named, whole_steps
@@ -98,35 +101,93 @@ def _forward_and_backward(model: nn.Module, images: Tensor, labels: Tensor) -> N
 
 
 def count_memory() -> dict[str, list[dict[str, int]]]:
-    """Train one step in each way, and count the bytes that each rank holds.
+    """Train two steps in each way, and count the bytes that each rank holds in the second one.
 
     Gradients are counted when backward() has ended. Activations are what autograd saves for
     backward(), including the images. In the pipeline, which is GPipe, they are those of all
     micro-batches, because no backward pass starts before the last forward pass.
 
     Returns:
-        For each way a dict for each rank: "parameters", "gradients", "Adam's state", "activations".
+        For each way a dict for each rank: "parameters", "gradients", "Adam's averages",
+        "activations" and "buffers".
     """
     ways = {
         "one process": _one_process,
         "DDP": _ddp,
-        "ZeRO 1": partial(_zero, manual_sharding.Stage1),
-        "ZeRO 2": partial(_zero, manual_sharding.Stage2),
-        "ZeRO 3: FSDP": _fsdp,
-        "pipeline": _pipeline,
+        "ZeRO 1": _zero,
+        "HSDP": _hsdp,
+        "FSDP": _fsdp,
         "tensor": _tensor,
-        "mesh, 2 x 2": _mesh,
+        "pipeline": _pipeline,
     }
     bytes_of = {}
     for name, prepare in ways.items():
         images, labels = _batch(512)
-        model = MLP(WIDTH, layers=4)
-        parameters, optimizer, compute = prepare(model, images, labels)
-        bytes_of[name] = _of_all_ranks(_count_step(parameters, optimizer, compute))
+        model = MLP(WIDTH, layers=8)
+        trained, optimizer, compute = prepare(model, images, labels)
+        compute()  # in the first step, DDP makes other buckets, and FSDP gathers more
+        optimizer.step()
+        optimizer.zero_grad()
+        bytes_of[name] = _of_all_ranks(_count_step(trained, optimizer, compute))
     return bytes_of
 
 
-def _count_step(parameters: list, optimizer: Any, compute: Callable) -> dict[str, int]:
+class Buffers(TorchDispatchMode):
+    """While this is active, it notes the buffers that are in memory at each message.
+
+    A buffer is what a message sends or receives, or a parameter that FSDP has gathered.
+
+    Args:
+        model: what this rank trains.
+    """
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+        self._seen = set()  # weak references, which do not keep memory from being freed
+        self._moments = []  # for each message the bytes of what is in memory, by reference
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        """PyTorch calls this in place of each operation."""
+        if DTensor in types:
+            return NotImplemented  # PyTorch then turns it into operations on plain tensors
+        result = operation(*args, **(kwargs or {}))
+        if "c10d" in operation.namespace:
+            tensors = [each for each in tree_leaves([args, result]) if isinstance(each, Tensor)]
+            tensors += [_local(parameter) for parameter in self.model.parameters()]
+            self._seen |= _storages(tensors)
+            del tensors
+            time.sleep(0.01)  # gloo's thread may hold a tensor for a moment after its message
+            sizes = {}
+            for reference in self._seen:
+                storage = reference()
+                if storage is not None:
+                    sizes[reference] = storage.nbytes()
+            self._moments.append(sizes)
+        return result
+
+    def most(self, others: list[Tensor]) -> int:
+        """Return the bytes of all buffers at the moment when there were most.
+
+        Args:
+            others: these tensors are no buffers.
+        """
+        no_buffers = _storages(others)
+        most = 0
+        for sizes in self._moments:
+            buffers = [size for reference, size in sizes.items() if reference not in no_buffers]
+            most = max(most, sum(buffers))
+        return most
+
+
+def _storages(tensors: list[Tensor]) -> set[weakref.ref]:
+    """Return references to the memory behind tensors."""
+    return {weakref.ref(tensor.untyped_storage()) for tensor in tensors}
+
+
+def _count_step(model: nn.Module, optimizer: Any, compute: Callable) -> dict[str, int]:
     """Run a step, and return the bytes that this rank holds."""
     saved = {}
 
@@ -135,25 +196,31 @@ def _count_step(parameters: list, optimizer: Any, compute: Callable) -> dict[str
         saved[storage.data_ptr()] = storage
         return tensor
 
-    adam = getattr(optimizer, "optimizer", optimizer)  # stages 1 and 2 of ZeRO have one inside
-    tensors = list(parameters)
-    for group in adam.param_groups:
-        tensors += group["params"]
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        compute()
+    adam = getattr(optimizer, "optimizer", optimizer)  # stage 1 of ZeRO has one inside
+    buffers = Buffers(model)
+    with buffers:
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            compute()
+        parameters = [*model.parameters()]
+        for group in adam.param_groups:
+            parameters += group["params"]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        optimizer.step()
+    parameters = [_local(parameter) for parameter in parameters]
+    gradients = [_local(gradient) for gradient in gradients]
     # Autograd saves parameters as well. FSDP has freed those that it had gathered.
-    for tensor in tensors:
-        saved.pop(_local(tensor).untyped_storage().data_ptr(), None)
-    gradients = held(_local(tensor.grad) for tensor in tensors)
-    optimizer.step()
+    for parameter in parameters:
+        saved.pop(parameter.untyped_storage().data_ptr(), None)
+    activations = [torch.tensor([]).set_(storage) for storage in saved.values()]
     state = []
     for averages in adam.state.values():
         state += averages.values()
     return {
-        "parameters": held(_local(tensor) for tensor in tensors),
-        "gradients": gradients,
-        "Adam's state": held(_local(tensor) for tensor in state),
-        "activations": sum(storage.nbytes() for storage in saved.values()),
+        "parameters": held(parameters),
+        "gradients": held(gradients),
+        "Adam's averages": held(_local(tensor) for tensor in state),
+        "activations": held(activations),
+        "buffers": buffers.most([*parameters, *gradients, *activations]),
     }
 
 
@@ -180,28 +247,28 @@ def _per_rank_batch(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 def _one_process(model, images, labels):
     """Every rank does the same, without messages."""
     compute = partial(_forward_and_backward, model, images, labels)
-    return list(model.parameters()), _adam(model.parameters()), compute
+    return model, _adam(model.parameters()), compute
 
 
 def _ddp(model, images, labels):
     """Each rank has the whole model, and its part of the images."""
     batch = _per_rank_batch(images, labels)
     compute = partial(_forward_and_backward, DistributedDataParallel(model), *batch)
-    return list(model.parameters()), _adam(model.parameters()), compute
+    return model, _adam(model.parameters()), compute
 
 
-def _zero(stage, model, images, labels):
-    """Stage 1 or 2 of manual_sharding.py."""
-    optimizer = stage(model, _adam)
+def _zero(model, images, labels):
+    """Adam's averages are sharded: stage 1 of ZeRO."""
+    optimizer = manual_sharding.Stage1(model, _adam)
     compute = partial(_forward_and_backward, model, *_per_rank_batch(images, labels))
-    return list(model.parameters()), optimizer, compute
+    return model, optimizer, compute
 
 
 def _fsdp(model, images, labels):
-    """Stage 3, as fully_sharded_data_parallel.py has it."""
+    """All of the model is sharded, as in fully_sharded_data_parallel.py: stage 3 of ZeRO."""
     _shard(model, keep_weights=False)
     compute = partial(_forward_and_backward, model, *_per_rank_batch(images, labels))
-    return list(model.parameters()), _adam(model.parameters()), compute
+    return model, _adam(model.parameters()), compute
 
 
 def _shard(model, keep_weights):
@@ -227,26 +294,21 @@ def _pipeline(model, images, labels):
     def compute():
         pipeline.step(passes, images, labels)
 
-    return list(part.parameters()), _adam(part.parameters()), compute
+    return part, _adam(part.parameters()), compute
 
 
 def _tensor(model, images, labels):
     """Pairs of layers are split by hand, as in tensor_parallel.py. All ranks have all images."""
     tensor_parallel.split_by_hand(model, tensor_parallel.find_pairs(model))
     compute = partial(_forward_and_backward, model, images, labels)
-    return list(model.parameters()), _adam(model.parameters()), compute
+    return model, _adam(model.parameters()), compute
 
 
-def _mesh(model, images, labels):
-    """Tensor parallelism along the rows of a mesh, FSDP along its columns (hybrid_parallel.py)."""
-    mesh = _two_rows(("dp", "tp"))
-    hybrid_parallel.split(model, mesh["tp"])
-    hybrid_parallel.shard(model, mesh["dp"])
-    row = mesh["dp"].get_local_rank()
-    rows = mesh["dp"].size()
-    batch = images[row::rows].contiguous(), labels[row::rows]
-    compute = partial(_forward_and_backward, model, *batch)
-    return list(model.parameters()), _adam(model.parameters()), compute
+def _hsdp(model, images, labels):
+    """FSDP along the rows of a mesh, replicas along its columns (hybrid_parallel.py)."""
+    hybrid_parallel.shard(model, _two_rows(("replicate", "shard")))
+    compute = partial(_forward_and_backward, model, *_per_rank_batch(images, labels))
+    return model, _adam(model.parameters()), compute
 
 
 def _two_rows(names):
@@ -296,48 +358,76 @@ def _added_ranks(numbers: Tensor) -> list[str]:
 
 
 def count_fsdp() -> dict:
-    """Count the bytes of whole parameters on a rank while each of eight equal layers computes.
+    """Note which of eight layers are whole on a rank while each of them computes.
 
     Returns:
-        "model": bytes of all parameters. "shard": bytes that this rank keeps.
-        "freed" and "kept" (with --keep_weights): bytes by direction ("forward", "backward"), for
-            the layers in their order, the first one first.
+        "layers": the bytes of each layer's parameters, the first one first.
+        "freed" and "kept" (with --keep_weights): a dict for each time at which a layer computes:
+            "direction" ("forward" or "backward"), "computes" (the number of the layer, from 1),
+            "whole" (the layers whose parameters are whole) and "buffer" (the bytes in which
+            parameters arrive).
     """
     counts = {}
     for name, keep_weights in (("freed", False), ("kept", True)):
         model = MLP(WIDTH, layers=7)
+        layers = [each for each in model.modules() if isinstance(each, nn.Linear)]
+        counts["layers"] = []
+        for layer in layers:
+            counts["layers"].append(sum(parameter.nbytes for parameter in layer.parameters()))
         _shard(model, keep_weights)
         batch = _batch(8)
         _forward_and_backward(model, *batch)  # the first step gathers more
-        gathered = Gathered(model)
-        with gathered:
-            _forward_and_backward(model, *batch)
-        gathered.remove_hooks()
-        counts[name] = {}
-        for direction, most in gathered.most.items():
-            counts[name][direction] = [most[layer] for layer in sorted(most)]
-    counts["model"] = sum(parameter.nbytes for parameter in model.parameters())
-    counts["shard"] = held(_local(parameter) for parameter in model.parameters())
+        counts[name] = _watch_layers(layers, partial(_forward_and_backward, model, *batch))
     return counts
+
+
+def _watch_layers(layers: list[nn.Module], step: Callable) -> list[dict]:
+    """Run a step, and note what is whole while each layer computes."""
+    moments = []
+    gathered = memory.Messages()
+
+    def note(direction, number, *_):
+        whole = []
+        for other, layer in enumerate(layers, start=1):
+            # A parameter is a DTensor, of which this rank has a shard, unless it is gathered.
+            if not isinstance(layer.weight, DTensor):
+                whole.append(other)
+        moment = {"direction": direction, "computes": number, "whole": whole}
+        moments.append(moment | {"buffer": gathered.gathered()})
+
+    def note_later(number, layer, inputs, output):
+        output.register_hook(partial(note, "backward", number))
+
+    # These hooks come after those of FSDP: the layer is gathered when they run.
+    for number, layer in enumerate(layers, start=1):
+        layer.register_forward_pre_hook(partial(note, "forward", number))
+        layer.register_forward_hook(partial(note_later, number))
+    with gathered:
+        step()
+    return moments
 
 
 # Tensor parallelism
 
 
 def count_tensor() -> dict:
-    """Split a pair of layers as tensor_parallel.py does, and note shapes and messages.
+    """Split the MLP as tensor_parallel.py does, and note shapes and messages of its second pair.
+
+    These are its last two layers. The first pair has no message in backward(), because the images
+    need no gradient.
 
     Returns:
         "x" and "y": the shapes of the input and of the output.
         "ranks": for each rank the shapes of its "A", "x A" and "B".
         "forward" and "backward": how many all_reduces there are, and the bytes of their tensors.
     """
-    pair = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
-    tensor_parallel.split_by_hand(pair, [("0", "2")])
-    column, _, row = pair
-    inputs = torch.rand(120, 64, requires_grad=True)
+    model = MLP()
+    tensor_parallel.split_by_hand(model, tensor_parallel.find_pairs(model))
+    column, _, row = model.stage2
+    images, _ = _batch(128)
+    inputs = model.stage1(images)
     with Messages() as forward:
-        output = pair(inputs)
+        output = model.stage2(inputs)
     with Messages() as backward:
         output.sum().backward()
     shapes = {"A": list(column.weight.T.shape), "x A": list(column(inputs).shape)}

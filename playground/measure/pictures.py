@@ -15,14 +15,13 @@ import json
 import re
 import sys
 from collections.abc import Callable
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 
 PLAYGROUND = Path(__file__).resolve().parents[1]
 sys.path.append(str(PLAYGROUND))  # find measure/ from any working directory
 from matplotlib.axes import Axes
-from matplotlib.patches import Polygon, Rectangle
-from pipeline_parallel import STAGES_PER_RANK
+from matplotlib.patches import Patch, Polygon, Rectangle
 
 from measure.counts import count
 from measure.figures import BLUE, GREEN, GREY, INK, ORANGE, PINK, SKY, add_legend, new_figure, save
@@ -30,59 +29,60 @@ from measure.timeline import Span, bubble
 
 FIGURES = PLAYGROUND / "figures"
 COUNTS = FIGURES / "pictures.json"
-YELLOW = "#F0E442"
 PALE = "#CFE6F5"  # a lighter SKY
+VERMILLION = "#D55E00"
+PALE_ORANGE = "#FBE3AE"
+PALE_PINK = "#F0D9E6"
+PALE_GREEN = "#A6DECF"
 
 
-def box(axes: Axes, corner: tuple, size: tuple, colour: str, text: str = "", **options) -> None:
+def box(
+    axes: Axes,
+    corner: tuple,
+    size: tuple,
+    colour: str,
+    text: str = "",
+    fontsize: float = 12,
+    **options,
+) -> None:
     """Draw a rectangle with a text in its middle. The corner is the lower left one."""
     options = {"facecolor": colour, "edgecolor": INK, "linewidth": 0.8} | options
     axes.add_patch(Rectangle(corner, *size, **options))
     x, y = corner
     width, height = size
     ink = "white" if colour in (BLUE, GREEN) else INK
-    axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", color=ink)
-
-
-def megabytes(number: float) -> str:
-    """Return bytes as a text in MB."""
-    return f"{number / 1e6:.0f}"
+    look = {"ha": "center", "va": "center", "color": ink, "fontsize": fontsize}
+    axes.text(x + width / 2, y + height / 2, text, **look)
 
 
 def draw_holds(counts: dict, path: Path) -> None:
-    """Draw what each rank holds as blocks, and as outlines what one process holds."""
-    colours = {"parameters": BLUE, "gradients": ORANGE}
-    colours |= {"Adam's state": GREEN, "activations": PINK}
-    whole = counts["one process"][0]
-    highest = sum(whole.values())
-    figure, panels = new_figure(2, 4, 6.8, sharey=True)
-    for panel, (way, ranks) in zip(panels.flat, counts.items(), strict=True):
-        if way == "one process":
-            ranks = ranks[:1]
-        for rank, held in enumerate(ranks):
-            bottom = 0
-            for kind, colour in colours.items():
-                # Of what is sharded, rank 0 has the first part, and the last rank the last part.
-                place = 0.0
-                if len(ranks) > 1 and kind != "activations":
-                    place = rank / (len(ranks) - 1) * (whole[kind] - held[kind])
-                outline = (rank - 0.4, bottom), (0.8, whole[kind])
-                box(panel, *outline, "white", edgecolor="0.7")
-                box(panel, (rank - 0.4, bottom + place), (0.8, held[kind]), colour)
-                bottom += whole[kind]
-        totals = [sum(held.values()) for held in ranks]
-        amounts = megabytes(max(totals))
-        if megabytes(min(totals)) != amounts:
-            amounts = f"{megabytes(min(totals))} to {amounts}"
-        panel.set_title(f"{way}\n{amounts} MB")
-        panel.set_xticks(range(len(ranks)))
-        panel.set_xlim(-0.6, 3.6)
-        panel.set_ylim(0, 1.02 * highest)
-        panel.yaxis.set_major_formatter(lambda value, _: megabytes(value))
-    for row in panels:
-        row[0].set_ylabel("MB on a rank")
-    figure.supxlabel("rank", fontsize=12)
-    add_legend(figure, colours)
+    """Draw a bar for each way: what the rank that holds most holds."""
+    colours = {"parameters": BLUE, "gradients": ORANGE, "Adam's averages": GREEN}
+    colours |= {"activations": PINK, "buffers": "white"}
+    names = {"HSDP": "HSDP, 2 x 2", "FSDP": "FSDP (ZeRO 3)", "tensor": "tensor parallel"}
+    figure, [[axes]] = new_figure(1, 1, 4.8)
+    for place, ranks in enumerate(counts.values()):
+        held = max(ranks, key=lambda each: sum(each.values()))
+        end = 0.0
+        for kind, colour in colours.items():
+            width = held[kind] / 1e6
+            hatch = "////" if kind == "buffers" else None
+            # The first bar is long enough for the names.
+            text = kind if place == 0 and width > 0 else ""
+            look = {"hatch": hatch, "fontsize": 11}
+            box(axes, (end, -place - 0.35), (width, 0.7), colour, text, **look)
+            end += width
+        axes.text(end + 1, -place, f"{end:.0f}", va="center", weight="bold")
+    texts = [names.get(way, way) for way in counts]
+    axes.set_yticks([-place for place in range(len(counts))], texts, fontsize=12)
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(0.5 - len(counts), 0.5)
+    axes.set_xlim(0, 112)
+    axes.set_xlabel("MB")
+    axes.set_title("MB that one of four ranks holds in a step", weight="bold", fontsize=14)
+    patch = Patch(facecolor="white", edgecolor=INK, hatch="////")
+    patch.set_label("buffers, at their largest:\nmessages, gathered layers")
+    axes.legend(handles=[patch], loc="lower right", fontsize=11)
     save(figure, path)
 
 
@@ -167,82 +167,119 @@ def draw_overlap(counts: dict, path: Path) -> None:
 
 
 def draw_fsdp(counts: dict, path: Path) -> None:
-    """Draw the bytes of whole parameters while each layer computes, forward and then backward."""
-    layers = len(counts["freed"]["forward"])
-    names = [f"{layer + 1}" for layer in range(layers)]
-    figure, [[axes]] = new_figure(1, 1, 4.8)
-    places = [*range(layers), *range(layers + 1, 2 * layers + 1)]
-    heights = {}
-    for kind in ("freed", "kept"):
-        heights[kind] = [*counts[kind]["forward"], *counts[kind]["backward"][::-1]]
-    axes.bar(places, heights["kept"], 0.9, color=PALE, edgecolor=INK, linewidth=0.6)
-    axes.bar(places, heights["freed"], 0.6, color=BLUE, edgecolor=INK, linewidth=0.6)
-    axes.axhline(counts["model"], linestyle="--", color=INK)
-    axes.text(-0.5, 1.02 * counts["model"], "all parameters of the model", va="bottom")
-    axes.set_xticks(places, names + names[::-1])
-    axes.set_xlabel("layer that computes: forward pass, then backward pass")
-    axes.set_ylabel("whole parameters, MB")
-    axes.yaxis.set_major_formatter(lambda value, _: megabytes(value))
-    axes.locator_params(axis="y", nbins=5)
-    axes.set_ylim(0, 1.05 * max(heights["kept"]))
-    add_legend(figure, {"FSDP": BLUE, "with --keep_weights": PALE})
+    """Draw a column for each time at which a layer computes, and in it what is whole then."""
+    sizes = counts["layers"]
+    layers = len(sizes)
+    figure, panels = new_figure(2, 1, 8)
+    titles = {"freed": "FSDP", "kept": "FSDP with --keep_weights"}
+    for panel, (name, title) in zip(panels[:, 0], titles.items(), strict=True):
+        most = 0
+        ticks = []
+        for place, moment in enumerate(counts[name]):
+            x = place if moment["direction"] == "forward" else place + 0.6
+            ticks.append(x)
+            for layer in range(1, layers + 1):
+                colour = BLUE if layer in moment["whole"] else "white"
+                box(panel, (x - 0.5, -layer - 0.5), (1, 1), colour, edgecolor="0.8")
+            colour = ORANGE if moment["buffer"] else "white"
+            box(panel, (x - 0.5, -layers - 1.7), (1, 1), colour, edgecolor="0.8")
+            together = moment["buffer"] + sum(sizes[layer - 1] for layer in moment["whole"])
+            most = max(most, together)
+            amount = f"{together / 1e6:.1f}"
+            panel.text(x, -layers - 2.4, amount, ha="center", va="center", fontsize=11)
+            number = moment["computes"]
+            panel.text(x, -layers - 3.4, number, ha="center", va="center", fontsize=11)
+        panel.set_xticks([])
+        rows = [f"layer {layer}" for layer in range(1, layers + 1)] + [
+            "buffer",
+            "together, MB",
+            "computing: layer",
+        ]
+        places = [-layer for layer in range(1, layers + 1)] + [-layers - 1.2]
+        places += [-layers - 2.4, -layers - 3.4]
+        panel.set_yticks(places, rows)
+        panel.tick_params(length=0)
+        panel.set_xlim(-0.6, ticks[-1] + 0.6)
+        panel.set_ylim(-layers - 5.1, -0.4)
+        panel.spines[:].set_visible(False)
+        model = f"model: {sum(sizes) / 1e6:.1f} MB"
+        text = f"{title}: at most {most / 1e6:.1f} MB ({model})"
+        panel.set_title(text, loc="left", weight="bold")
+        for half, text in ((0, "forward pass"), (layers + 0.6, "backward pass")):
+            x = half + (layers - 1) / 2
+            panel.text(x, -layers - 4.4, text, ha="center", va="center")
+    add_legend(figure, {"layer is whole": BLUE, "buffer in which a layer arrives": ORANGE})
     save(figure, path)
 
 
 def draw_tensor(counts: dict, path: Path) -> None:
     """Draw the matrices and activations of a pair of layers on two ranks, and its all_reduces."""
-    images, inputs = counts["x"]
-    hidden = sum(shapes["A"][1] for shapes in counts["ranks"])
-    _, outputs = counts["y"]
-    figure, [[axes]] = new_figure(1, 1, 4.9)
-    lane = images + 50  # from the middle of one rank to that of the next
-    heads = {
-        "x": "input\nx",
-        "A": "columns\nof A",
-        "h": "h =\nReLU(x A)",
-        "B": "rows\nof B",
-        "term": "term of y:\nh B",
-        "y": "output\ny0 + y1",
-    }
-    places = {"x": 0, "A": 128, "h": 226, "B": 292, "term": 390, "y": 516}
+    figure, [[axes]] = new_figure(1, 1, 5)
+    widths = {"x": 8, "backward": 14, "A": 9, "h": 9, "B": 9, "y": 9, "forward": 14, "sum": 8}
+    gap = 3
+    left = {}
+    end = 0.0
+    for name, width in widths.items():
+        left[name] = end
+        end += width + gap
+    lanes = (10, -10)  # the middles of both ranks' rows
+    height = 9
 
-    def matrix(name, rank, whole, part, start, text):
-        """Draw the outline of a whole matrix, and in it the part that a rank has.
+    def tensor(name, y, text, shape, colour=PINK):
+        box(axes, (left[name], y - height / 2), (widths[name], height), colour, text)
+        middle = left[name] + widths[name] / 2
+        axes.text(middle, y - height / 2 - 0.5, shape, ha="center", va="top", fontsize=11)
 
-        `whole` and `part` are shapes. The part starts at the row and the column `start`.
-        """
-        left = places[name]
-        top = whole[0] / 2 - rank * lane
-        box(axes, (left, top - whole[0]), (whole[1], whole[0]), "white", edgecolor="0.7")
-        if rank == 0:
-            axes.text(left + whole[1] / 2, images / 2 + 8, heads[name], ha="center", va="bottom")
-        size = f"{part[0]} x {part[1]}"
-        axes.text(left + whole[1] / 2, top - whole[0] - 5, size, ha="center", va="top")
-        corner = (left + start[1], top - start[0] - part[0])
-        colour = GREY if name in ("x", "y") else (BLUE, GREEN)[rank]
-        box(axes, corner, (part[1], part[0]), colour, text)
+    def half(name, y, text, corner, size):
+        box(axes, (left[name], y - height / 2), (widths[name], height), "white", edgecolor="0.6")
+        box(axes, (left[name] + corner[0], y - height / 2 + corner[1]), size, BLUE, text)
 
-    for rank, shapes in enumerate(counts["ranks"]):
-        columns = rank * shapes["A"][1]
-        rows = rank * shapes["B"][0]
-        matrix("x", rank, counts["x"], counts["x"], (0, 0), "x")
-        matrix("A", rank, [inputs, hidden], shapes["A"], (0, columns), f"A{rank}")
-        matrix("h", rank, shapes["x A"], shapes["x A"], (0, 0), f"h{rank}")
-        matrix("B", rank, [hidden, outputs], shapes["B"], (rows, 0), f"B{rank}")
-        matrix("term", rank, counts["y"], counts["y"], (0, 0), f"y{rank}")
-        matrix("y", rank, counts["y"], counts["y"], (0, 0), "y")
-        axes.text(-8, -rank * lane, f"rank {rank}", rotation=90, ha="right", va="center")
-    bottom = -lane - images / 2
-    for x, direction in ((84, "backward"), (472, "forward")):
-        number, size = counts[direction]
-        box(axes, (x, bottom), (26, lane + images), ORANGE)
-        text = f"{direction}: {number} all_reduce of {size:,} bytes"
-        axes.text(x + 13, bottom + (lane + images) / 2, text, rotation=90, ha="center", va="center")
-    axes.set_xlim(-22, places["y"] + outputs + 3)
-    axes.set_ylim(bottom - 22, images / 2 + 45)
-    axes.set_aspect("equal")
+    for rank, (y, shapes) in enumerate(zip(lanes, counts["ranks"], strict=True)):
+        axes.text(left["x"], y + height / 2 + 0.6, f"rank {rank}", weight="bold", va="bottom")
+        size = {}
+        for name, shape in (shapes | {"x": counts["x"], "y": counts["y"]}).items():
+            size[name] = f"{shape[0]} x {shape[1]}"
+        tensor("x", y, "x", size["x"])
+        tensor("A", y, "", size["A"], "white")
+        half("A", y, f"A{rank}", (rank * widths["A"] / 2, 0), (widths["A"] / 2, height))
+        tensor("h", y, f"h{rank}", size["x A"])
+        tensor("B", y, "", size["B"], "white")
+        half("B", y, f"B{rank}", (0, (1 - rank) * height / 2), (widths["B"], height / 2))
+        tensor("y", y, f"y{rank}", size["y"])
+        tensor("sum", y, "y", size["y"])
+        names = list(widths)
+        for first, second in pairwise(names):
+            ends = (left[first] + widths[first] + 0.3, left[second] - 0.3)
+            for offset, colour, points in ((2, INK, ends), (-2, VERMILLION, ends[::-1])):
+                look = {"arrowstyle": "-|>", "color": colour, "linewidth": 2}
+                look |= {"shrinkA": 0, "shrinkB": 0}
+                start = (points[0], y + offset)
+                axes.annotate("", (points[1], y + offset), start, arrowprops=look)
+    tall = lanes[0] - lanes[1] + height
+    for name, what in (("backward", "gradients\nof x"), ("forward", "y0 + y1")):
+        number, size = counts[name]
+        text = f"{name}:\n{number} all_reduce\n{what}\n{size:,}\nbytes"
+        corner = (left[name], lanes[1] - height / 2)
+        box(axes, corner, (widths[name], tall), ORANGE, text, fontsize=11)
+    middle = (left["A"] + left["forward"]) / 2 - gap / 2
+    for y, colour, text in (
+        (1.3, INK, "forward \u2192  h = ReLU(x A),  y = h B"),
+        (-1.3, VERMILLION, "\u2190 backward: their gradients"),
+    ):
+        axes.text(middle, y, text, ha="center", va="center", color=colour, weight="bold")
+    axes.set_title("The last two layers of the MLP on two ranks", weight="bold", fontsize=14)
+    axes.set_xlim(-0.5, end - gap + 0.5)
+    axes.set_ylim(lanes[1] - height / 2 - 3, lanes[0] + height / 2 + 3)
     axes.axis("off")
     save(figure, path)
+
+
+def stages_on_a_rank(orders: list[str]) -> int:
+    """Return how many stages each rank has in the orders of count_schedules()."""
+    stages = set()
+    for order in orders:
+        stages |= set(re.findall(r"(\d+)F", order))
+    return len(stages) // len(orders)
 
 
 def logical_time(orders: list[str], stages_per_rank: int) -> list[Span]:
@@ -294,25 +331,32 @@ def logical_time(orders: list[str], stages_per_rank: int) -> list[Span]:
 
 def draw_schedules(counts: dict, path: Path) -> None:
     """Draw the counted order of each schedule on logical time."""
-    colours = {"F0": BLUE, "F1": SKY, "B0": ORANGE, "B1": YELLOW}
-    colours |= {"I0": ORANGE, "I1": YELLOW, "W0": GREEN, "W1": GREEN}
+    colours = {  # for the first stage of a rank, and for its second one
+        "F": (BLUE, SKY),
+        "B": (ORANGE, PALE_ORANGE),
+        "I": (PINK, PALE_PINK),
+        "W": (GREEN, PALE_GREEN),
+    }
     figure, panels = new_figure(len(counts), 1, 8, sharex=True)
     for panel, (schedule, orders) in zip(panels[:, 0], counts.items(), strict=True):
         ranks = len(orders)
-        spans = logical_time(orders, STAGES_PER_RANK[schedule])
+        spans = logical_time(orders, stages_on_a_rank(orders))
         for span in spans:
+            letter, stage = span.kind
             width = span.end - span.start
-            text = span.micro_batch if width >= 1 else ""
             corner = (span.start, ranks - 1 - span.worker)
-            box(panel, corner, (width, 0.85), colours[span.kind], text)
-        panel.set_yticks([rank + 0.4 for rank in range(ranks)], range(ranks)[::-1])
-        panel.set_ylabel("rank")
+            colour = colours[letter][int(stage)]
+            box(panel, corner, (width, 0.85), colour, span.micro_batch, fontsize=10)
+        ticks = [rank + 0.4 for rank in range(ranks)]
+        panel.set_yticks(ticks, [f"rank {rank}" for rank in range(ranks)[::-1]])
         panel.set_ylim(-0.1, ranks)
-        panel.set_title(f"{schedule}: bubble {bubble(spans, ranks):.0%}", loc="left")
+        waiting = bubble(spans, ranks)
+        panel.set_title(f"{schedule}: {waiting:.0%} of the time is waiting (bubble)", loc="left")
         panel.margins(x=0.01)
     panels[-1, 0].set_xlabel("logical time: forward of a rank's layers takes 1, backward 2")
-    names = {"forward": BLUE, "forward, 2nd stage": SKY}
-    names |= {"backward": ORANGE, "backward, 2nd stage": YELLOW, "parameters' gradients": GREEN}
+    names = {"forward": BLUE, "backward: both gradients": ORANGE}
+    names |= {"gradients of activations": PINK, "gradients of parameters": GREEN}
+    names |= {"pale: 2nd stage": "white"}
     add_legend(figure, names, columns=3)
     save(figure, path)
 
@@ -336,7 +380,14 @@ def double_arrow(axes: Axes, start: tuple, end: tuple, width: float, colour: str
 
 def draw_mesh(counts: list, path: Path) -> None:
     """Draw the ranks of each mesh in a grid, and arrows as wide as the bytes that they send."""
-    figure, panels = new_figure(1, len(counts), 3.4, layout="compressed")
+    titles = {"tp": "tensor parallel across,\nFSDP down", "hsdp": "HSDP: FSDP across,\ncopies down"}
+    travels = {
+        "tp": ("activations and their gradients", PINK),
+        "dp": ("parameters and their gradients", BLUE),
+        "shard": ("parameters and their gradients", BLUE),
+        "replicate": ("gradients only", ORANGE),
+    }
+    figure, panels = new_figure(1, len(counts), 4.8)
     most = 0
     for picture in counts:
         most = max([most, *(max(sent) for sent in picture["sent"].values())])
@@ -344,27 +395,40 @@ def draw_mesh(counts: list, path: Path) -> None:
         down, across = picture["sent"]
         for row, ranks in enumerate(picture["mesh"]):
             for column, rank in enumerate(ranks):
-                box(panel, (1.5 * column, -1.5 * row), (0.6, 0.6), GREY, f"rank\n{rank}")
+                box(panel, (1.6 * column, -1.6 * row), (0.7, 0.7), GREY, f"rank\n{rank}")
         for row, (rank, _) in enumerate(picture["mesh"]):
-            y = 0.3 - 1.5 * row
-            width = 0.5 * picture["sent"][across][rank] / most
-            double_arrow(panel, (0.62, y), (1.48, y), width, ORANGE)
+            y = 0.35 - 1.6 * row
+            width = 0.55 * picture["sent"][across][rank] / most
+            double_arrow(panel, (0.72, y), (1.58, y), width, travels[across][1])
             amount = f"{picture['sent'][across][rank] / 1000:.0f} kB"
-            if row == 0:
-                panel.text(1.05, y + 0.35, amount, ha="center", va="bottom")
-            else:
-                panel.text(1.05, y - 0.35, amount, ha="center", va="top")
+            above = row == 0
+            place = y + 0.4 if above else y - 0.4
+            panel.text(1.15, place, amount, ha="center", va="bottom" if above else "top")
+        amounts = set()
         for column, rank in enumerate(picture["mesh"][0]):
-            x = 0.3 + 1.5 * column
-            width = 0.5 * picture["sent"][down][rank] / most
-            double_arrow(panel, (x, -0.88), (x, -0.02), width, BLUE)
+            x = 0.35 + 1.6 * column
+            width = 0.55 * picture["sent"][down][rank] / most
+            double_arrow(panel, (x, -0.88), (x, -0.02), width, travels[down][1])
             amount = f"{picture['sent'][down][rank] / 1000:.0f} kB"
-            panel.text(x + 0.3, -0.45, amount, ha="left", va="center")
-        panel.set_title(f"{across}: across\n{down}: down\n{picture['images']:,} images")
-        panel.set_xlim(-0.1, 2.9)
-        panel.set_ylim(-1.8, 0.9)
+            amounts.add(amount)
+        panel.text(1.15, -0.45, "\n".join(sorted(amounts)), ha="center", va="center")
+        heading = f"{titles[picture['kind']]}\n{picture['images']:,} images"
+        panel.text(1.15, 1.3, heading, ha="center", va="bottom")
+        panel.set_xlim(-0.1, 2.4)
+        panel.set_ylim(-1.95, 2.1)
         panel.set_aspect("equal")
         panel.axis("off")
+    figure.suptitle("kB sent by each rank in a step", fontsize=14, weight="bold")
+    colours = dict(travels.values())
+    patches = [Patch(facecolor=colours[name], edgecolor=INK, label=name) for name in colours]
+    figure.legend(
+        handles=patches,
+        loc="outside lower center",
+        ncols=3,
+        handlelength=1.2,
+        columnspacing=1.2,
+        fontsize=11,
+    )
     save(figure, path)
 
 
