@@ -43,6 +43,7 @@ Now write it yourself: seeded_dropout.py in playground/exercises/.
 The next lesson, model_parallel.py, splits a model between two devices.
 """
 
+import math
 import os
 import sys
 import time
@@ -62,11 +63,12 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 from torch.nn.utils import clip_grad_norm_
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
 from common import flags
-from common.data import fetch, loaders
+from common.data import fetch, loaders, whole_batch
 from common.guard_rails import check, explained
 from common.models import make_model
 from common.report import RANKS, bar, epoch_line, rank_row
@@ -228,6 +230,13 @@ def shard(model, args):
     fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
+def equal_batches(test_set, rank, world_size):
+    """Return a loader of this rank's test images, with as many batches as on all other ranks."""
+    batches = torch.arange(len(test_set)).tensor_split(math.ceil(len(test_set) / 1000))
+    own_batches = [batch[rank::world_size].tolist() for batch in batches]
+    return DataLoader(test_set, batch_sampler=own_batches, collate_fn=whole_batch)
+
+
 def run_epoch(model, loader, device, optimizer=None, clip=0.0):
     """Train, or only test if there is no optimizer. Returns three sums over all ranks."""
     model.train(optimizer is not None)
@@ -257,6 +266,7 @@ def train(args):
     meet(args)  # guard rail: compares the flags of the ranks
     world_size = dist.get_world_size()
     train_loader, test_loader = loaders(args, rank, world_size)
+    test_loader = equal_batches(test_loader.dataset, rank, world_size)
     torch.manual_seed(args.seed)  # equal on all ranks, because each keeps a shard of what it draws
     model = make_model(args)
     for layer in model.modules():
@@ -312,11 +322,8 @@ def train(args):
 @record  # torchrun's report then shows the error of the rank that failed first
 def main():
     """Read the flags, and train as one of the ranks."""
-    parser = flags.Parser(__doc__, parents=[flags.training()])
+    parser = flags.Parser(__doc__, parents=[flags.training(), flags.ranks()])
     add = parser.add_argument
-    add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--timeout", type=int, default=60, help="seconds to wait for another rank")
-    add("--batch_size", type=int, default=128, help="images in a step, over all ranks")
     add("--run_dir", help="folder for sharded checkpoints; resumes from the newest in it")
     add("--async_save", action="store_true", help="write them while the next epoch trains")
     add("--load", help="start from this file, unless --run_dir has a checkpoint")

@@ -49,6 +49,7 @@ Try breaking it, in a copy (cp playground/hybrid_parallel.py playground/broken.p
 This is the last lesson. README.md says which kind of parallelism is right for which model.
 """
 
+import math
 import os
 import sys
 import time
@@ -62,10 +63,11 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
 from common import flags
-from common.data import fetch, loaders
+from common.data import fetch, loaders, whole_batch
 from common.guard_rails import check, explained
 from common.models import make_model
 from common.report import RANKS, bar, epoch_line, rank_row
@@ -119,6 +121,13 @@ def shard(model, mesh):
     fully_shard(model, mesh=mesh)
 
 
+def equal_batches(test_set, rank, world_size):
+    """Return a loader of this rank's test images, with as many batches as on all other ranks."""
+    batches = torch.arange(len(test_set)).tensor_split(math.ceil(len(test_set) / 1000))
+    own_batches = [batch[rank::world_size].tolist() for batch in batches]
+    return DataLoader(test_set, batch_sampler=own_batches, collate_fn=whole_batch)
+
+
 def run_epoch(model, loader, device, dp_group, optimizer=None):
     """Train, or only test if there is no optimizer.
 
@@ -126,7 +135,6 @@ def run_epoch(model, loader, device, dp_group, optimizer=None):
     images.
     """
     model.train(optimizer is not None)
-    # The sums stay on the device. Reading them in each step would make Python wait for the GPU.
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     for images, labels in loader:
         images = images.to(device, non_blocking=True)
@@ -173,6 +181,8 @@ def train(args):
         group.set_timeout(timedelta(seconds=args.timeout))
     # NEW: the ranks of a tp group have the same dp_rank, so they read the same images
     train_loader, test_loader = loaders(args, dp_rank, dp_size)
+    # FSDP's forward() gathers, so all ranks must call it the same number of times, also in a test.
+    test_loader = equal_batches(test_loader.dataset, dp_rank, dp_size)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
 
     for epoch in range(args.epochs):
@@ -192,13 +202,10 @@ def train(args):
 @record  # torchrun's report then shows the error of the rank that failed first
 def main():
     """Read the flags, make sure that the data is there, and train as one of the ranks."""
-    parser = flags.Parser(__doc__, parents=[flags.training()])
+    parser = flags.Parser(__doc__, parents=[flags.training(), flags.ranks()])
     add = parser.add_argument
-    add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     add("--kind", choices=["tp", "hsdp"], default="tp", help="what the axes of the mesh are")
     add("--mesh", help="rows x ranks per row; default: two ranks per row if possible, else one")
-    add("--timeout", type=int, default=60, help="seconds to wait for another rank")
-    add("--batch_size", type=int, default=128, help="images in a step, over all ranks")
     args = parser.parse_args()
     check(parser, args, replicas=1)  # guard rail: refuses impossible flags
     world_size = int(os.environ["WORLD_SIZE"])
@@ -229,7 +236,6 @@ def main():
             f"--batch_size {args.batch_size} cannot be divided by the {dp_size} {parts}:"
             f" use --batch_size {nearest}"
         )
-    # The ranks of a node fetch the data one at a time, so it is downloaded once.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 

@@ -267,7 +267,6 @@ def run_epoch(pipeline, passes, loader, device, optimizer=None):
     """
     training = optimizer is not None
     pipeline.stage.train(training)
-    # The sums stay on the device. Reading them in each step would make Python wait for the GPU.
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     for images, labels in loader:
         images = images.to(device, non_blocking=True)
@@ -337,15 +336,12 @@ def train(args):
 @record  # torchrun's report then shows the error of the rank that failed first
 def main():
     """Read the flags, make sure that the data is there, and train as one of the ranks."""
-    parser = flags.Parser(__doc__, parents=[flags.training()])
+    parser = flags.Parser(__doc__, parents=[flags.training(), flags.ranks()])
     add = parser.add_argument
-    add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     lists = "GPipe, 1F1B, or a list for each rank, as in --schedule F0,F1,B0,B1 F0,B0,F1,B1"
     add("--schedule", nargs="+", default=["GPipe"], metavar="LIST", help=lists)
     add("--micro_batches", type=int, default=8, help="micro-batches in a batch")
     add("--plot", metavar="PNG", help="draw the timeline into this file")
-    add("--timeout", type=int, default=60, help="seconds to wait for another rank")
-    add("--batch_size", type=int, default=128, help="images in a step, over all ranks")
     args = parser.parse_args()
     check(parser, args, replicas=1)  # guard rail: refuses impossible flags
     world_size = int(os.environ["WORLD_SIZE"])
@@ -362,7 +358,6 @@ def main():
     if args.micro_batches > args.batch_size:
         most = args.batch_size
         parser.error(f"--micro_batches {args.micro_batches}: use at most {most}, one image in each")
-    # The ranks of a node fetch the data one at a time, so it is downloaded once.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 

@@ -225,14 +225,11 @@ def train(args):
 @record  # torchrun's report then shows the error of the rank that failed first
 def main():
     """Read the flags, make sure that the data is there, and train as one of the ranks."""
-    parser = flags.Parser(__doc__, parents=[flags.training()])
+    parser = flags.Parser(__doc__, parents=[flags.training(), flags.ranks()])
     add = parser.add_argument
-    add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     add("--schedule", choices=STAGES_PER_RANK, default="GPipe")
     add("--micro_batches", type=int, default=8, help="micro-batches in a batch")
     add("--plot", metavar="PNG", help="draw the timeline into this file")
-    add("--timeout", type=int, default=60, help="seconds to wait for another rank")
-    add("--batch_size", type=int, default=128, help="images in a step, over all ranks")
     args = parser.parse_args()
     check(parser, args, replicas=1)  # guard rail: refuses impossible flags
     world_size = int(os.environ["WORLD_SIZE"])

@@ -215,7 +215,6 @@ def run_epoch(model, loader, device, optimizer=None):
     images.
     """
     model.train(optimizer is not None)
-    # The sums stay on the device. Reading them in each step would make Python wait for the GPU.
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     for images, labels in loader:
         images = images.to(device, non_blocking=True)
@@ -303,7 +302,6 @@ def main():
         parser.error(
             f"--width {width} cannot be divided by {world_size} processes: use --width {nearest}"
         )
-    # The ranks of a node fetch the data one at a time, so it is downloaded once.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 

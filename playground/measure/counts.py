@@ -36,9 +36,9 @@ import blocking_p2p
 import fully_sharded_data_parallel
 import hybrid_parallel
 import manual_pipeline
-import manual_sharding
 import nonblocking_p2p
 import pipeline_parallel
+import sharded_optimizer
 import tensor_parallel
 
 from common.guard_rails import free_port
@@ -259,7 +259,7 @@ def _ddp(model, images, labels):
 
 def _zero(model, images, labels):
     """Adam's averages are sharded: stage 1 of ZeRO."""
-    optimizer = manual_sharding.Stage1(model, _adam)
+    optimizer = sharded_optimizer.ShardedOptimizer(model, _adam)
     compute = partial(_forward_and_backward, model, *_per_rank_batch(images, labels))
     return model, optimizer, compute
 
