@@ -22,10 +22,9 @@ Run it, then resume it with more ranks, and make one file:
     torchrun --standalone --nproc-per-node 4 playground/fully_sharded_checkpoints.py \
         --run_dir runs/fsdp --epochs 5 --savefile checkpoints/fsdp.pt
 
-Continue a run of DDP with shards:
-    python playground/distributed_data_parallel.py -g 2 --savefile checkpoints/ddp.pt
+Start from this file, or from one that `distributed_data_parallel.py --savefile` has written:
     torchrun --standalone --nproc-per-node 2 playground/fully_sharded_checkpoints.py \
-        --load checkpoints/ddp.pt --epochs 5
+        --load checkpoints/fsdp.pt --epochs 6
 
 It prints where it resumes. This is the second command, with four processes on two cores (times will
 differ):
