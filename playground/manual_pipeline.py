@@ -33,7 +33,7 @@ the forward pass of a micro-batch, a letter its backward pass (a: micro-batch 0)
    micro-batches whose activations are kept, at most: 8, 8
 
 Then come a step with one micro-batch and `the first is 1.48 times as fast as the second`. On 2
-cores, an epoch took 6.2 s, and 9.4 s in single_gpu.py on one core.
+cores, an epoch took 6.3 s, and 9.5 s in single_gpu.py on one core.
 
 Try breaking it, in a copy (cp playground/manual_pipeline.py playground/broken.py):
   1. In `forward`, leave out `* len(labels) / self.batch_size`. How many times too large are the

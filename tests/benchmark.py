@@ -29,6 +29,8 @@ programs must print the same losses.
                    distributed_data_parallel.py -g 2; also an epoch without --bucket (no target)
     two_processes  images/s of distributed_data_parallel.py with two processes, and of
                    single_gpu.py, with one thread in each process, --model cnn --batch_size 512
+    two_stages     images/s of manual_pipeline.py with two ranks, and of single_gpu.py, with one
+                   thread in each process, --width 512 --layers 8 --batch_size 2048
     by_hand        an epoch of tensor_parallel.py by hand, and with --by dtensor, 2 ranks,
                    --width 1024 --batch_size 512; also both with the default flags (no target)
     loader_memory  the peak memory that loading and one pass over single_gpu.py's DataLoader add to
@@ -396,6 +398,22 @@ def two_processes(data_dir: str, repeats: int) -> list[list[str]]:
     return [cells(what, measured, ddp / single, at_least=1.7)]
 
 
+def two_stages(data_dir: str, repeats: int) -> list[list[str]]:
+    """Compare a pipeline of two ranks with single_gpu.py, one thread in each, in images/s."""
+    flags = ("--width", "512", "--layers", "8", "--batch_size", "2048")
+
+    def speed(name: str, ranks: int) -> float:
+        _, output = run_lesson(name, data_dir, *flags, ranks=ranks, OMP_NUM_THREADS="1")
+        return median(warm_speeds(output))
+
+    pipeline, single = medians(
+        "two_stages", repeats, lambda: speed("manual_pipeline", 2), lambda: speed("single_gpu", 0)
+    )
+    what = f"manual_pipeline.py, 2 ranks; single_gpu.py; {' '.join(flags)}, 1 thread each"
+    measured = f"{pipeline:,.0f} images/s, {single:,.0f} images/s"
+    return [cells(what, measured, pipeline / single, at_least=1.3)]
+
+
 def by_hand(data_dir: str, repeats: int) -> list[list[str]]:
     """Compare an epoch of tensor parallelism by hand with one of DTensor's, in seconds."""
 
@@ -447,7 +465,7 @@ def loader_memory(data_dir: str, repeats: int) -> list[list[str]]:
     return [cells(what, measured, peak / images, at_most=1.5)]
 
 
-OTHERS = (naive, loader, start_up, bucket, two_processes, by_hand, loader_memory)
+OTHERS = (naive, loader, start_up, bucket, two_processes, two_stages, by_hand, loader_memory)
 ROWS = {kind: functools.partial(against_bare, kind) for kind in COMPARED}
 ROWS |= {row.__name__: row for row in OTHERS}
 

@@ -20,8 +20,8 @@ def gpipe(rank, world_size, micro_batches, most):
 
 
 def without_the_limit(rank, world_size, micro_batches, most):
-    """WRONG with 3 ranks, 8 micro-batches, 2 at most rank 0 has F0 F1 F2 B0 ... Rank 0 keeps the
-    activations of 3 micro-batches; 2 is the limit.
+    """WRONG with 2 ranks, 4 micro-batches, 1 at most rank 0 has F0 F1 B0 ... Rank 0 keeps the
+    activations of 2 micro-batches; 1 is the limit.
     """
     return _order(min(world_size - 1 - rank, micro_batches), micro_batches)
 
@@ -44,14 +44,14 @@ def four_at_most(rank, world_size, micro_batches, most):
     """WRONG with 8 ranks, 8 micro-batches rank 0 has F0 F1 F2 F3 F4 B0 ... If each pass takes 1 ms,
     all ranks finish after 48 ms. The right order takes 30 ms, because
     """
-    return _order(min(world_size - 1 - rank, micro_batches, 4), micro_batches)
+    return _order(min(world_size - 1 - rank, micro_batches, 4, most - 1), micro_batches)
 
 
 def more_than_there_are(rank, world_size, micro_batches, most):
     """WRONG with 3 ranks, 1 micro-batch rank 0 has F0 F1 B-1 B0 expected F0 B0 There is no F1 here:
     the micro-batches are 0 to 0.
     """
-    return _order(world_size - 1 - rank, micro_batches)
+    return _order(min(world_size - 1 - rank, most - 1), micro_batches)
 
 
 def without_the_end(rank, world_size, micro_batches, most):
