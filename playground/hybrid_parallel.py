@@ -1,30 +1,31 @@
-"""A mesh of ranks: one kind of parallelism along its rows, and a second kind along its columns.
+"""A mesh of ranks: one kind of parallelism along each of its two axes.
 
-A mesh is a grid of ranks. Its two axes have names. The ranks of a row form a process group, and so
-do the ranks of a column. --mesh 2x2 means two rows of two ranks. With --kind tp:
+A mesh is a grid of ranks, whose axes have names. The ranks on a line along an axis form a process
+group. --kind tp --mesh 2x2 has two dp groups and two tp groups, such as ranks 0 and 1:
 
             tp 0      tp 1
     dp 0    rank 0    rank 1
     dp 1    rank 2    rank 3
 
 --kind tp combines tensor parallelism (tp) with FSDP, which is a kind of data parallelism (dp). The
-ranks of a row split the linear layers, as in tensor_parallel.py, and process the same images. The
-ranks of a column have the same part of each layer, and shard it with fully_shard. So a parameter is
-divided twice. The first layer has 64 outputs: splitting leaves each rank the numbers for 32 of
-them, and sharding leaves it those for 16.
+ranks of a tp group split the linear layers, as in tensor_parallel.py, and process the same images.
+The ranks of a dp group have the same part of each layer, and shard it with fully_shard. So a
+parameter is divided twice. The first layer has 64 outputs: splitting leaves each rank the numbers
+for 32 of them, and sharding leaves it those for 16.
 
---kind hsdp uses FSDP along both axes (hybrid sharded data parallelism). The ranks of a row shard
-the whole model. So each row is a replica of the model, and the ranks of a column have the same
-shards. They average the gradients of these shards with an all_reduce.
+--kind hsdp uses FSDP along both axes (hybrid sharded data parallelism). The ranks of a shard group
+shard the whole model, so each shard group is a replica. The ranks of a replicate group have the
+same shards of different replicas, and average their gradients with an all_reduce.
 
-On a mesh with d rows of t ranks, each rank sends this in a step (collectives.py shows why):
-    tp           2 (t-1)/t of the bytes of all pairs' outputs and of the gradients of their inputs
+On a mesh of d x t ranks, each rank sends this in a step (collectives.py shows why):
+    tp           2 (t-1)/t of the bytes of all pairs' outputs and of the gradients of their inputs,
+                 for the images of one tp group
     dp           3 (d-1)/d of the bytes of the parameters that a rank has after splitting
     shard        3 (t-1)/t of the bytes of all parameters
     replicate    2 (d-1)/d of the bytes of one shard's gradients
 
-Let each row lie inside a node, because the links inside a node are faster. torchrun gives the ranks
-of a node consecutive numbers, so rows of 2 lie inside nodes of 4 ranks.
+torchrun gives the ranks of a node consecutive numbers, and so has a tp or shard group. If t divides
+the ranks of a node, these groups lie inside nodes, where the links are fastest.
 
 Run it:
     torchrun --standalone --nproc-per-node 4 playground/hybrid_parallel.py
@@ -87,7 +88,6 @@ def join(args):
         gpu = None
         device = torch.device("cpu")
         backend = "gloo"
-    # The address, the rank and the world size come from the environment.
     dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=gpu)
     rank = dist.get_rank()
     node = os.environ.get("GROUP_RANK", "0")
@@ -99,11 +99,11 @@ def join(args):
 
 
 def split(model, mesh):
-    """Split the pairs of linear layers over the ranks of a row, as tensor_parallel.py does."""
+    """Split the pairs of linear layers over the ranks of a tp group, as tensor_parallel.py does."""
     linear = [name for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)]
     plan = {}
     for first, second in zip(linear[::2], linear[1::2], strict=False):
-        plan[first] = ColwiseParallel()  # the columns of its matrix, not those of the mesh
+        plan[first] = ColwiseParallel()
         plan[second] = RowwiseParallel()
     parallelize_module(model, mesh, plan)
     # PyTorch 2.15 warns that the output of a layer is a view, which is correct here.
@@ -129,11 +129,7 @@ def equal_batches(test_set, rank, world_size):
 
 
 def run_epoch(model, loader, device, dp_group, optimizer=None):
-    """Train, or only test if there is no optimizer.
-
-    Returns three sums over all images: the loss, the number classified correctly, the number of
-    images.
-    """
+    """Train, or only test if there is no optimizer. Returns sums over all images."""
     model.train(optimizer is not None)
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     for images, labels in loader:
@@ -157,24 +153,24 @@ def train(args):
     """Train and test, and print one line for each epoch. Then show the messages of a step."""
     rank, device = join(args)
     meet(args)  # guard rail: compares the flags of the ranks
-    rows, columns = map(int, args.mesh.split("x"))
+    outer, inner = map(int, args.mesh.split("x"))
     torch.manual_seed(args.seed)
     model = make_model(args)
     if args.kind == "tp":
-        # NEW: the first row of the mesh has the ranks 0, 1, ..., and the next row those after them
-        mesh = dist.init_device_mesh(device.type, (rows, columns), mesh_dim_names=("dp", "tp"))
+        # NEW: the first tp group has the ranks 0, 1, ..., and the next one those after them
+        mesh = dist.init_device_mesh(device.type, (outer, inner), mesh_dim_names=("dp", "tp"))
         dp_group = mesh["dp"].get_group()
         dp_rank = mesh["dp"].get_local_rank()
-        dp_size = rows
+        dp_size = outer
         split(model, mesh["tp"])
         # NEW: shard() comes second. It can shard what is split, but split() cannot split shards.
         shard(model, mesh["dp"])
     else:
         names = ("replicate", "shard")
-        mesh = dist.init_device_mesh(device.type, (rows, columns), mesh_dim_names=names)
+        mesh = dist.init_device_mesh(device.type, (outer, inner), mesh_dim_names=names)
         dp_group = None  # all ranks
         dp_rank = rank
-        dp_size = rows * columns
+        dp_size = outer * inner
         shard(model, mesh)  # NEW: with two axes, fully_shard replicates over the first one
     for group in mesh.get_all_groups():
         # NEW: the groups of a mesh have PyTorch's own timeouts: 30 minutes (gloo) or 10 (NCCL)
@@ -205,14 +201,17 @@ def main():
     parser = flags.Parser(__doc__, parents=[flags.training(), flags.ranks()])
     add = parser.add_argument
     add("--kind", choices=["tp", "hsdp"], default="tp", help="what the axes of the mesh are")
-    add("--mesh", help="rows x ranks per row; default: two ranks per row if possible, else one")
+    add(
+        "--mesh",
+        help="sizes of the axes, as in 2x2; default: 2 for the second axis if possible, else 1",
+    )
     args = parser.parse_args()
     check(parser, args, replicas=1)  # guard rail: refuses impossible flags
     world_size = int(os.environ["WORLD_SIZE"])
     meshes = []
-    for columns in range(1, world_size + 1):
-        if world_size % columns == 0:
-            meshes.append(f"{world_size // columns}x{columns}")
+    for inner in range(1, world_size + 1):
+        if world_size % inner == 0:
+            meshes.append(f"{world_size // inner}x{inner}")
     if args.mesh is None:
         args.mesh = f"{world_size // 2}x2" if world_size % 2 == 0 else f"{world_size}x1"
     if args.mesh not in meshes:
@@ -220,16 +219,16 @@ def main():
             f"--mesh {args.mesh} does not have {world_size} processes: use --mesh"
             f" {' or '.join(meshes)}"
         )
-    rows, columns = map(int, args.mesh.split("x"))
+    outer, inner = map(int, args.mesh.split("x"))
     default_width = {"mlp": 64, "cnn": 120}[args.model]
     width = args.width or default_width
-    if args.kind == "tp" and width % columns:
-        nearest = max(1, round(width / columns)) * columns
+    if args.kind == "tp" and width % inner:
+        nearest = max(1, round(width / inner)) * inner
         parser.error(
-            f"--width {width} cannot be divided by the {columns} ranks of a row:"
+            f"--width {width} cannot be divided by the {inner} ranks of a tp group:"
             f" use --width {nearest}"
         )
-    dp_size, parts = (rows, "rows") if args.kind == "tp" else (world_size, "ranks")
+    dp_size, parts = (outer, "tp groups") if args.kind == "tp" else (world_size, "ranks")
     if args.batch_size % dp_size:
         nearest = max(1, round(args.batch_size / dp_size)) * dp_size
         parser.error(

@@ -24,17 +24,24 @@ Run it:
 
 It prints the same numbers as single_gpu.py. Then it counts what the ranks hold and send in one more
 step, and shows when they wait for a message. This is the first command:
-@OUTPUT@
-In the last two lines, g is an all_gather, r is a reduce_scatter, and a dot is everything else, such
-as computing.
+    bytes     parameters    gradients     Adam's state  together      /parameter    sent in a step
+    rank 0    118,420       118,420       236,856       473,696       8.00          355,260
+    formula   118,420       118,420       236,840       473,680       8.00          355,260
+    DDP       236,840       236,840       473,680       947,360       16.00         236,840
+    whole parameters in memory at the same time: at most 200,960 bytes
+    messages of a step: 8 all_gather, 4 reduce_scatter, 0 all_reduce. DDP: one for each bucket
+    rank 0 |ggg..gggg.gggggggrrrrrrrrrrrrrrrrrrrr.ggg.r.gg.rrrgg..rrr...|
+    rank 1 |gg.gggggg.gg.gggggg.rrrrrrrrrrrrrrrrr.gg.rrrrrgggrrrggg..rrr|
+
+In the last two lines, g is an all_gather, r a reduce_scatter, and a dot everything else, such as
+computing. These layers are small, so messages take most of the step.
 
 Try breaking it, in a copy (cp playground/manual_fully_sharded.py playground/broken.py):
   1. Comment out the forward hook with `self.free`. Which number of the output changes?
   2. Give the optimizer `model.parameters()`. Is there an error? How does the loss change?
   3. Seed with `args.seed + rank` before `model = ...`. Which rank's parameters are trained?
 
-Now write a layer that computes twice instead of using hooks: gather_layer.py in
-playground/exercises/.
+Now write it yourself, without hooks: gather_layer.py in playground/exercises/.
 
 The next lesson, fully_sharded_data_parallel.py, leaves this to PyTorch.
 """

@@ -16,24 +16,24 @@ the first one. So the forward passes take m + p - 1 turns. Each GPU computes in 
 idle in p - 1 of them, which is (p-1)/(m+p-1) of the time. The same holds for the backward passes.
 This idle part of the time is called the bubble (GPipe, https://arxiv.org/abs/1811.06965).
 
-This lesson is only a teaching example. The next one has a process for each stage, as real pipelines
-do.
-
 Run it:
     python playground/model_parallel.py
     python playground/model_parallel.py --pipelined --micro_batches 8 --plot timeline.png
     python playground/model_parallel.py --devices cuda:0 cpu
 
-It uses two GPUs if there are two. Otherwise both stages are on one device. Then nothing overlaps,
-so pipelining only adds work.
-
-It prints the same numbers as single_gpu.py (times will differ):
+It uses two GPUs if there are two. Otherwise both stages are on one device, so pipelining only adds
+work. It prints the same numbers as single_gpu.py (times will differ):
     stage1 on cpu, stage2 on cpu
     epoch 1/3  loss 0.3960  train 88.26%  test 93.96%  0.55 s  109,000 images/s
 
-It ends with a timeline of one step, like the one that manual_pipeline.py shows. A row is a device.
-A digit is the forward pass of the micro-batch with that number, a letter is its backward pass (a:
-micro-batch 0), and a dot means waiting.
+It ends with a timeline of one step. A digit is the forward pass of the micro-batch with that
+number, a letter is its backward pass (a: micro-batch 0), and a dot means waiting. This is a CPU,
+with --pipelined --micro_batches 4 --width 1024 --batch_size 512. Only one stage computes at a time:
+   stage1 |00..1..2222....3333..............dddddddd.........cccccccccc.....bbbbbbbb.......aaaaaaaa|
+   stage2 |..00.11....2222....3333.....ddddd........cccccccc...........bbbbb.........aaaa..........|
+On two GPUs, the stages can overlap. Without the cost of messages, a timeline would look like this:
+    stage1 |000111222333......dddcccbbbaaa|
+    stage2 |...000111222333dddcccbbbaaa...|
 
 Try breaking it, in a copy (cp playground/model_parallel.py playground/broken.py):
   1. Leave out `.to(devices[1])` after stage1. What does PyTorch say with two GPUs, and why does it

@@ -25,20 +25,21 @@ needed where the pair begins. For g = [1 1], the gradient of y:
 
     the all_reduce: [1 1] + [6 4] = [7 5], the gradient of x in a single process
 
+All ranks have the same images, so they have the same g. Each shard gets the gradient that it has in
+a single process. So nothing is averaged over the ranks, and nothing is divided by n.
+
 Copy and Add, below, are the two ends of a pair (https://arxiv.org/abs/1909.08053). On n ranks, a
-split layer takes 1/n of the memory. playground/pictures.md draws a pair of layers on two ranks.
+split layer takes 1/n of the memory.
 
 Run it:
     torchrun --standalone --nproc-per-node 2 playground/tensor_parallel.py --compare
     torchrun --standalone --nproc-per-node 2 playground/tensor_parallel.py --compare --by dtensor
 
-It prints how much a step differs from a step of the whole model. Then it prints the same numbers as
-single_gpu.py:
+Before the numbers of single_gpu.py, it prints how much a step differs from the whole model's:
     outputs differ from the whole model's by 4e-08, gradients by 4e-09
     all_reduce in forward: 2, in backward: 1 (predicted: 2 and 1)
 
-Try breaking it, in a copy (cp playground/tensor_parallel.py playground/broken.py), and run it with
---compare:
+Try breaking it, in a copy, and run it with --compare:
   1. In ColumnLinear, replace `Copy.apply(inputs)` with `inputs`. Which numbers are still right?
   2. Before `model = ...`, seed with `args.seed + rank`. Is there an error? Try --by dtensor, too.
   3. Write `set_epoch(epoch + rank)`. Is there an error?
@@ -84,7 +85,6 @@ def join(args):
         gpu = None
         device = torch.device("cpu")
         backend = "gloo"
-    # The address, the rank and the world size come from the environment.
     dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=gpu)
     rank = dist.get_rank()
     node = os.environ.get("GROUP_RANK", "0")
@@ -100,7 +100,7 @@ class Copy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, inputs):
-        """Return the input unchanged."""
+        """Return the input itself. Autograd still calls backward() at this place."""
         return inputs
 
     @staticmethod
@@ -163,7 +163,9 @@ class RowLinear(torch.nn.Module):
     def __init__(self, layer):
         super().__init__()
         self.weight = keep_shard(layer.weight, dim=1)
-        self.bias = layer.bias  # whole on each rank
+        # Whole on each rank. All ranks have the same output, so they compute the same gradient of
+        # the bias without a message.
+        self.bias = layer.bias
 
     def forward(self, inputs):
         """Take this rank's part of the input. Return the whole output."""
@@ -209,11 +211,7 @@ def split_by_dtensor(model, pairs, mesh):
 
 
 def run_epoch(model, loader, device, optimizer=None):
-    """Train, or only test if there is no optimizer.
-
-    Returns three sums over all images: the loss, the number classified correctly, the number of
-    images.
-    """
+    """Train, or only test if there is no optimizer. Returns sums over all images."""
     model.train(optimizer is not None)
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     for images, labels in loader:
@@ -280,9 +278,8 @@ def train(args):
 @record  # torchrun's report then shows the error of the rank that failed first
 def main():
     """Read the flags, make sure that the data is there, and train as one of the ranks."""
-    parser = flags.Parser(__doc__, parents=[flags.training()])
+    parser = flags.Parser(__doc__, parents=[flags.training(), flags.ranks()])
     add = parser.add_argument
-    add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     add(
         "--by",
         choices=["hand", "dtensor"],
@@ -290,8 +287,6 @@ def main():
         help="what splits the layers: this file, or PyTorch's DTensors",
     )
     add("--compare", action="store_true", help="first compare a step with that of the whole model")
-    add("--timeout", type=int, default=60, help="seconds to wait for another rank")
-    add("--batch_size", type=int, default=128, help="images in a step, the same on all ranks")
     args = parser.parse_args()
     check(parser, args, replicas=1)  # guard rail: refuses impossible flags
     world_size = int(os.environ["WORLD_SIZE"])

@@ -141,7 +141,7 @@ def test_messages_of_replicas_of_shards(mesh):
         (4, ("--mesh", "3x2"), ("--mesh 3x2 does not have 4 processes", "4x1 or 2x2 or 1x4")),
         (6, ("--mesh", "6"), ("6x1 or 3x2 or 2x3 or 1x6",)),
         (3, ("--mesh", "1x3"), ("--width 64 cannot be divided by the 3 ranks", "use --width 63")),
-        (7, (), ("--batch_size 120 cannot be divided by the 7 rows", "use --batch_size 119")),
+        (7, (), ("--batch_size 120 cannot be divided by the 7 tp groups", "use --batch_size 119")),
         (7, HSDP, ("--batch_size 120 cannot be divided by the 7 ranks", "use --batch_size 119")),
         (2, ("--kind", "fsdp"), ("invalid choice", "hsdp")),
     ],
@@ -186,7 +186,7 @@ def test_clipping_with_convolutions_replicated_along_tp(change):
 
 
 def test_an_order_for_each_rank(change):
-    """Exercise 2: the ranks of a row add up activations of different images, without an error."""
+    """Exercise 2: the ranks of a tp group add up what different images gave."""
     copy = change(LESSON, ("set_epoch(epoch)", "set_epoch(epoch + rank)"))
     found = epochs(train(copy, *TWO_EPOCHS, processes=4).stdout)
     assert found[1]["loss"] > single_gpu(*TWO_EPOCHS)[1]["loss"] + 0.2

@@ -36,7 +36,7 @@ ORDER = ["join", "run_epoch", "train", "talk", "main"]  # what lessons share, in
 SHARDED_OR_SPLIT = READING_ORDER[READING_ORDER.index("sharded_optimizer") :]
 MOST_REPEATED = dict.fromkeys(SHARDED_OR_SPLIT, 95)
 # They repeat what a sharded model needs, such as equal batches.
-MOST_REPEATED |= {"fully_sharded_checkpoints": 102, "tensor_parallel": 104, "hybrid_parallel": 110}
+MOST_REPEATED |= {"fully_sharded_checkpoints": 102, "tensor_parallel": 98, "hybrid_parallel": 108}
 NOT_IN_A_LESSON = [
     "TCPStore",
     "FileStore",
