@@ -22,7 +22,9 @@ Run it:
     python playground/model_parallel.py --devices cuda:0 cpu
 
 It uses two GPUs if there are two. Otherwise both stages are on one device, so pipelining only adds
-work. It prints the same numbers as single_gpu.py (times will differ):
+work.
+
+It prints the same numbers as single_gpu.py (times will differ):
     stage1 on cpu, stage2 on cpu
     epoch 1/3  loss 0.3960  train 88.26%  test 93.96%  0.55 s  109,000 images/s
 
