@@ -15,7 +15,7 @@ from common.models import MODELS
 LESSON = "fully_sharded_data_parallel"
 SHORT = (*DIGITS, "--batch_size", 120)
 ROW = r"^(rank \d+|formula|DDP) +([\d,]+(?: +[\d,.]+){5})$"
-GATHERED = r"^(forward|backward) +([\d, ]+)$"
+GATHERED = r"^(forward|backward) +(layer .+)\ngathered +([\d, ]+)$"
 MESSAGES = r"^messages of a step: (\d+) all_gather, (\d+) reduce_scatter, (\d+) all_reduce\."
 
 
@@ -25,9 +25,15 @@ def numbers(words):
 
 
 def tables(text):
-    """Return the rows of both tables by name, and the numbers of the three kinds of messages."""
+    """Return the rows of both tables by name, and the numbers of the three kinds of messages.
+
+    The gathered bytes are in the order of the layers, also those of backward().
+    """
     rows = {name: numbers(words) for name, words in re.findall(ROW, text, re.M)}
-    rows |= {name: numbers(words) for name, words in re.findall(GATHERED, text, re.M)}
+    for direction, names, words in re.findall(GATHERED, text, re.M):
+        layers = [int(number) for number in re.findall(r"layer (\d+)", names)]
+        assert layers == sorted(layers, reverse=direction == "backward")
+        rows[direction] = numbers(words)[:: -1 if direction == "backward" else 1]
     return rows, [int(count) for count in re.search(MESSAGES, text, re.M).groups()]
 
 
@@ -101,8 +107,8 @@ def test_an_optimizer_made_too_early(change):
     made = (
         "    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)\n"
     )
-    shard = "    shard(model, args)\n"
-    out = two_epochs(change(LESSON, (made, ""), (shard, made + shard)))
+    shard = "        shard(model, args)  # this also moves"
+    out = two_epochs(change(LESSON, (made, ""), (shard, f"    {made}{shard}")))
     first, second = epochs(out)
     assert second["test"] == first["test"]
     assert second["loss"] == pytest.approx(first["loss"], abs=0.01)
