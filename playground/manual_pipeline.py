@@ -17,7 +17,7 @@ Both give the same losses, and the same bubble of (p-1)/(m+p-1), which model_par
 
 Run it:
     torchrun --standalone --nproc-per-node 2 playground/manual_pipeline.py --width 512 \
-        --layers 8 --batch_size 2048
+        --layers 8 --batch_size 1024
     torchrun --standalone --nproc-per-node 4 playground/manual_pipeline.py --schedule 1F1B
 
 Run it on two nodes, with this command on both:
@@ -27,13 +27,13 @@ It prints the table of ranks, the numbers of single_gpu.py, and a timeline of on
 the forward pass of a micro-batch, a letter its backward pass (a: micro-batch 0), a dot waiting:
    rank 0: F0 F1 F2 F3 F4 F5 F6 F7 B0 B1 B2 B3 B4 B5 B6 B7
    rank 1: F0 F1 F2 F3 F4 F5 F6 F7 B0 B1 B2 B3 B4 B5 B6 B7
-   GPipe, 8 micro-batches: 0.2179 s, bubble 0.22, (p-1)/(m+p-1) = 0.11
-   rank 0 |0001112223344455566677..................aaaaa.bbbbbbbcccccddddddeeeee.fffff.ggggg..hhhhh|
-   rank 1 |...0001111.22223333.444.5555.66.777aaaaabbbbbbccccc.ddddddeeeeeeffffffggggggghhhhhh.....|
+   GPipe, 8 micro-batches: 0.1350 s, bubble 0.19, (p-1)/(m+p-1) = 0.11
+   rank 0 |0000111222233344445556666777........aaaaaa.bbbbb.ccccc.ddddd.eeeeeeee.fffff.ggggg.hhhhhh|
+   rank 1 |....00.111.22.333.44.555.66.777aaaaabbbbbbcccccddddddeeeeeffffffgggggghhhhh.............|
    micro-batches whose activations are kept, at most: 8, 8
 
-Then come a step with one micro-batch and `the first is 1.48 times as fast as the second`. On 2
-cores, an epoch took 6.3 s, and 9.5 s in single_gpu.py on one core.
+Then come a step with one micro-batch and `the first is 1.34 times as fast as the second`. With
+--batch_size 2048, an epoch took 6.3 s on 2 cores, and 9.5 s in single_gpu.py on one core.
 
 Try breaking it, in a copy (cp playground/manual_pipeline.py playground/broken.py):
   1. In `forward`, leave out `* len(labels) / self.batch_size`. How many times too large are the

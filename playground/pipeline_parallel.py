@@ -24,7 +24,7 @@ activations that each rank keeps. A stage of half the size counts as half a micr
 
 Run it:
     torchrun --standalone --nproc-per-node 2 playground/pipeline_parallel.py --width 512 \
-        --layers 8 --batch_size 2048
+        --layers 8 --batch_size 1024
     torchrun --standalone --nproc-per-node 2 playground/pipeline_parallel.py --schedule 1F1B \
         --plot timeline.png
 

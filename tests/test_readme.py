@@ -236,7 +236,7 @@ def run_described(lesson, folder):
 def shown_output(lesson):
     """Return the lines that a docstring shows below a sentence about what the lesson prints."""
     lines = []
-    paragraph = r"^((?:\S.*\n)+)\n?((?: {4}.*\n|\n(?= {4}))+)"
+    paragraph = r"^((?:\S.*\n)+)\n?((?: {3,4}.*\n|\n(?= {4}))+)"
     for introduction, block in re.findall(paragraph, docstring(lesson) + "\n", re.M):
         if re.search(r"\b(prints|counts)\b", introduction) and introduction.endswith(":\n"):
             lines += block.splitlines()
