@@ -24,8 +24,8 @@ On a mesh of d x t ranks, each rank sends this in a step (collectives.py shows w
     shard        3 (t-1)/t of the bytes of all parameters
     replicate    2 (d-1)/d of the bytes of one shard's gradients
 
-torchrun gives the ranks of a node consecutive numbers, and so has a tp or shard group. If t divides
-the ranks of a node, these groups lie inside nodes, where the links are fastest.
+A tp group or a shard group has consecutive ranks, and so has a node that torchrun started. So if t
+divides the number of ranks on a node, these groups lie inside nodes, where the links are fastest.
 
 Run it:
     torchrun --standalone --nproc-per-node 4 playground/hybrid_parallel.py

@@ -92,7 +92,7 @@ def possible_starts(layers):
 
 
 def cut(layers, count):
-    """Cut an nn.Sequential into stages that share no parameter, as in manual_pipeline.py."""
+    """Cut an nn.Sequential into stages, as in manual_pipeline.py. They must share no parameter."""
     starts = possible_starts(layers)
     inner = [starts[number * len(starts) // count] for number in range(1, count)]
     return [layers[start:end] for start, end in pairwise([0, *inner, len(layers)])]

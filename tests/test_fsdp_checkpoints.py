@@ -412,7 +412,7 @@ THREADS = """    train(args)
 
 
 def test_a_thread_writes_a_copy(change, tmp_path):
-    """Training goes on while it writes, and the checkpoint has the numbers of its own epoch."""
+    """Training continues while it writes, and the checkpoint has the numbers of its own epoch."""
     copy = change(
         LESSON,
         (SAVE, SLOWLY),
