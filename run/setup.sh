@@ -1,11 +1,19 @@
 #!/usr/bin/env bash
 # Makes .venv in the checkout and installs requirements.txt into it, unless this has been done.
+# Other files of requirements can be named: run/setup.sh tests/requirements.txt
 # It uses the first Python on PATH that is new enough. PYTHON selects another one:
 #   PYTHON=/path/to/python3.12 run/quickstart.sh
+# TORCH_INDEX_URL selects where PyTorch comes from, such as the index of the CPU builds:
+#   TORCH_INDEX_URL=... run/quickstart.sh
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-if cmp -s requirements.txt .venv/installed.txt; then
+missing=()
+for file in requirements.txt "$@"; do
+    # What has been installed is copied into .venv, so a changed file is installed again.
+    cmp -s "$file" ".venv/installed/$file" || missing+=("$file")
+done
+if [ ${#missing[@]} = 0 ]; then
     exit 0
 fi
 for python in ${PYTHON:-python3 python3.11 python3.12 python3.13 python3.14}; do
@@ -19,17 +27,39 @@ if [ -z "$python" ]; then
     echo "error: no Python 3.11 or newer was found: $advice" >&2
     exit 1
 fi
-log=$(mktemp)
-trap 'rm -f "$log"' EXIT
-install_all() {
-    "$python" -m venv .venv &&
-        .venv/bin/python -m pip install -q --disable-pip-version-check -r requirements.txt
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+
+# pip shows on stdout what it downloads. Its errors are kept, to be told in one line.
+run() {
+    if ! "$@" 1>&2 2>"$folder/errors"; then
+        why=$(grep -i '^error' "$folder/errors" | head -n 1 || true)
+        why=${why:-$(tail -n 1 "$folder/errors")}
+        echo "error: the installation failed ($why): correct the cause and run this again" >&2
+        exit 1
+    fi
 }
-echo "Installing about 6 GB into $PWD/.venv, once. This takes a few minutes." >&2
-if ! install_all >"$log" 2>&1; then
-    why=$(grep -i '^error' "$log" | head -n 1 || true)
-    why=${why:-$(tail -n 1 "$log")}
-    echo "error: the installation failed ($why): correct the cause and run this again" >&2
-    exit 1
-fi
-cp requirements.txt .venv/installed.txt
+
+install() {
+    run .venv/bin/python -m pip install --disable-pip-version-check "$@"
+}
+
+run "$python" -m venv .venv
+for file in "${missing[@]}"; do
+    if [ "$file" = requirements.txt ]; then
+        what="PyTorch and what the lessons need"
+        if [ -n "${TORCH_INDEX_URL:-}" ]; then
+            echo "Installing $what into $PWD/.venv, once. PyTorch comes from $TORCH_INDEX_URL." >&2
+            grep '^torch' requirements.txt >"$folder/torch.txt"
+            install -r "$folder/torch.txt" --index-url "$TORCH_INDEX_URL"
+        else
+            echo "Installing $what into $PWD/.venv, once. On Linux this takes about 6 GB of disk," >&2
+            echo "most of it for CUDA. README.md has how to install a smaller build for CPUs." >&2
+        fi
+    else
+        echo "Installing $file into $PWD/.venv, once." >&2
+    fi
+    install -r "$file"
+    mkdir -p "$(dirname ".venv/installed/$file")"
+    cp "$file" ".venv/installed/$file"
+done

@@ -5,7 +5,7 @@
 # The tests of several nodes need root and some Debian packages. Without these they are skipped.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-run/setup.sh
+run/setup.sh tests/requirements.txt
 where=(tests)
 for word in "$@"; do
     [[ $word != tests/* ]] || where=() # a file of tests was given, or a test in it

@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Checks the code without running it: Python's style, the shell scripts and the workflow of CI.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+run/setup.sh tests/requirements.txt
+if ! command -v shellcheck >/dev/null; then
+    echo "error: shellcheck is missing: sudo apt-get install shellcheck" >&2
+    exit 1
+fi
+scripts=$(grep -l '^#!.*bash' .ci/run run/*)
+set -x
+.venv/bin/python -m ruff check .
+.venv/bin/python -m ruff format --check .
+.venv/bin/python -m check_jsonschema --builtin-schema vendor.github-workflows .github/workflows/*
+# SC2016: some scripts hold commands for another shell, in single quotes.
+# shellcheck disable=SC2086 # a word for each script; their names have no spaces
+shellcheck --external-sources --exclude SC2016 $scripts
