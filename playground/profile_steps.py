@@ -8,8 +8,8 @@ they are kernels whose names begin with nccl.
 
 A message that travels while the rank computes causes no waiting. We call it hidden. (On CPUs it
 slows the computing a little, because both use the same cores.) If the rank has nothing to compute
-meanwhile, it waits. DDP hides a part of its messages, because it sends
-a bucket of gradients as soon as backward() has filled it.
+meanwhile, it waits. DDP hides a part of its messages, because it sends a bucket as soon as all of
+its gradients are complete.
 
 Run it:
     torchrun --standalone --nproc-per-node 2 \
@@ -27,7 +27,7 @@ message or for a late rank. "computing" is the remainder, which includes Python'
 makes steps slower, so compare the parts of a step, and not images/s.
 
 Add one of these flags to the command, and almost nothing is hidden:
-    --bucket_cap_mb 1000    a single bucket of DDP, which is full only when backward() ends
+    --bucket_cap_mb 1000    a single bucket of DDP, which is complete only when backward() ends
     --average bucket        one long message after backward(), as in manual_data_parallel.py
     --average each          a message for each gradient after backward()
 

@@ -2,22 +2,16 @@
 
 import time
 import weakref
-from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from measure.messages import Messages
 from measure.timeline import Calls
 
-MESSAGES = {
-    "c10d._allgather_base_": "all_gather",
-    "c10d._reduce_scatter_base_": "reduce_scatter",
-    "c10d.allreduce_": "all_reduce",
-}
 COLUMNS = ["parameters", "gradients", "Adam's state", "together", "/parameter", "sent in a step"]
 
 
@@ -34,46 +28,30 @@ def held(tensors: Iterable[Tensor | None]) -> int:
     return sum(sizes.values())
 
 
-class Messages(TorchDispatchMode):
-    """While this is active, it counts the messages of this rank, and the bytes that it sends.
+class Gathered(Messages):
+    """Notes the messages of this rank, and what its all_gathers have in memory.
 
     Attributes:
-        counts: how many collectives there were, by name.
-        sent: bytes that a rank sends if the ranks form a ring.
-        most_gathered: bytes of gathered tensors that were in memory at the same time, at most.
+        most: bytes of gathered tensors that were in memory at the same time, at most.
     """
 
     def __init__(self):
         super().__init__()
-        self.counts = Counter()
-        self.sent = 0.0
-        self.most_gathered = 0
-        self._gathered = []  # weak references, which do not keep memory from being freed
+        self.most = 0
+        self._outputs = []  # weak references, which do not keep memory from being freed
 
-    def __torch_dispatch__(
-        self, operation: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        """PyTorch calls this in place of each operation."""
-        name = MESSAGES.get(str(operation.overloadpacket))
-        if name:
-            others = dist.get_world_size() - 1
-            output, *rest = args
-            self.counts[name] += 1
-            if name == "all_gather":
-                self.sent += others * rest[0].nbytes  # its own shard to all others
-                self._gathered.append(weakref.ref(output.untyped_storage()))
-                self.most_gathered = max(self.most_gathered, self.gathered())
-            elif name == "reduce_scatter":
-                self.sent += others * output.nbytes  # a shard to each of the others
-            else:
-                self.sent += 2 * others / dist.get_world_size() * output[0].nbytes
-        return operation(*args, **(kwargs or {}))
+    def note(self, kind: str, operation: Any, args: tuple) -> None:
+        """Note a message before it starts."""
+        super().note(kind, operation, args)
+        if kind == "all_gather":
+            self._outputs.append(weakref.ref(args[0].untyped_storage()))
+            self.most = max(self.most, self.gathered())
 
     def gathered(self) -> int:
         """Return the bytes of gathered tensors that are in memory now."""
         time.sleep(0.01)  # gloo's thread may hold a tensor for a moment after its message
         sizes = {}
-        for reference in self._gathered:
+        for reference in self._outputs:
             storage = reference()
             if storage is not None:
                 sizes[storage.data_ptr()] = storage.nbytes()
@@ -123,7 +101,7 @@ def show_memory(
     for group in adam.param_groups:
         tensors += group["params"]
         group["lr"] = 0.0  # so the model stays as it was trained
-    with Messages() as messages:
+    with Gathered() as messages:
         optimizer.zero_grad()
         F.cross_entropy(model(images), labels).backward()
         gradients = held(tensor.grad for tensor in tensors)
@@ -131,7 +109,7 @@ def show_memory(
     state = []
     for averages in adam.state.values():
         state += averages.values()
-    own = [held(tensors), gradients, held(state), messages.sent]
+    own = [held(tensors), gradients, held(state), messages.sent()]
     rows = [None] * dist.get_world_size()
     dist.all_gather_object(rows, own)
     if dist.get_rank() == 0:
@@ -139,7 +117,7 @@ def show_memory(
         size = count * parameters[0].element_size()  # bytes of all parameters
         print_table(rows, by_formula(stage, size, len(rows), keep_weights), size, count)
         if stage == 3:
-            most = messages.most_gathered
+            most = messages.most
             print(f"whole parameters in memory at the same time: at most {most:,} bytes")
         print_messages(messages)
 
@@ -182,5 +160,6 @@ def print_table(rows: list[list[float]], formula: list[float], size: int, count:
 
 def print_messages(messages: Messages) -> None:
     """Print how many collectives of each kind there were."""
-    counted = [f"{messages.counts[name]} {name}" for name in MESSAGES.values()]
+    kinds = ("all_gather", "reduce_scatter", "all_reduce")
+    counted = [f"{len(messages.of(kind))} {kind}" for kind in kinds]
     print(f"messages of a step: {', '.join(counted)}. DDP: one for each bucket", flush=True)

@@ -8,23 +8,23 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from measure.memory import Messages, by_formula, print_messages, print_table
+from measure.memory import Gathered, by_formula, print_messages, print_table
 
 COMPUTING = ("aten.addmm", "aten.mm", "aten.convolution", "aten.convolution_backward")
 
 
-class Gathered(Messages):
+class GatheredByLayer(Gathered):
     """While this is active, it counts messages, and what is gathered while a layer computes.
 
     Attributes:
-        most: bytes of whole parameters, and of the buffers in which they arrive, for each direction
-            ("forward" or "backward") and layer.
+        by_layer: bytes of whole parameters, and of the buffers in which they arrive, for each
+            direction ("forward" or "backward") and layer.
     """
 
     def __init__(self, model: nn.Module):
         super().__init__()
         self.model = model
-        self.most = {"forward": {}, "backward": {}}
+        self.by_layer = {"forward": {}, "backward": {}}
         self._place = None
         self._hooks = []
         layers = [each for each in model.modules() if list(each.parameters(recurse=False))]
@@ -60,8 +60,8 @@ class Gathered(Messages):
             whole = [each for each in self.model.parameters() if not isinstance(each, DTensor)]
             now = sum(each.nbytes for each in whole) + self.gathered()
             direction, number = self._place
-            before = self.most[direction].get(number, 0)
-            self.most[direction][number] = max(before, now)
+            before = self.by_layer[direction].get(number, 0)
+            self.by_layer[direction][number] = max(before, now)
         return super().__torch_dispatch__(operation, types, args, kwargs)
 
     def remove_hooks(self) -> None:
@@ -89,7 +89,7 @@ def show_sharding(
     optimizer.zero_grad()
     F.cross_entropy(model(images), labels).backward()  # the first one after a test gathers more
     optimizer.zero_grad()
-    counted = Gathered(model)
+    counted = GatheredByLayer(model)
     with counted:
         F.cross_entropy(model(images), labels).backward()
     counted.remove_hooks()
@@ -98,7 +98,7 @@ def show_sharding(
     state = []
     for averages in optimizer.state.values():
         state += averages.values()
-    own = [_bytes(parameters), _bytes(gradients), _bytes(state), counted.sent]
+    own = [_bytes(parameters), _bytes(gradients), _bytes(state), counted.sent()]
     rows = [None] * dist.get_world_size()
     dist.all_gather_object(rows, own)
     if dist.get_rank() > 0:
@@ -106,7 +106,7 @@ def show_sharding(
     size = sum(parameter.nbytes for parameter in parameters)  # of all shards together
     count = sum(parameter.numel() for parameter in parameters)
     print_table(rows, by_formula(3, size, len(rows), keep_weights), size, count)
-    for direction, most in counted.most.items():
+    for direction, most in counted.by_layer.items():
         print(_row(direction, [f"layer {number}" for number in most]))
         print(_row("gathered", [f"{size:,}" for size in most.values()]))
     print_messages(counted)

@@ -1,8 +1,6 @@
 """A step of a model whose layers are split: its distance from the whole model, and its messages."""
 
 import platform
-from collections import Counter
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,43 +8,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
-COLLECTIVES = {  # PyTorch's names of the operations, without underscores
-    "allreduce": "all_reduce",
-    "allgatherbase": "all_gather",
-    "reducescatterbase": "reduce_scatter",
-}
-
-
-class Messages(TorchDispatchMode):
-    """While this is active, it counts the collectives in which this rank takes part.
-
-    Attributes:
-        counts: how many there were, by the name of the process group and of the collective.
-        sizes: bytes of all their tensors (of an all_gather's output, a reduce_scatter's input).
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
-        self.sizes = Counter()
-
-    def __torch_dispatch__(
-        self, operation: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        """PyTorch calls this in place of each operation."""
-        if DTensor in types:
-            return NotImplemented  # PyTorch then turns it into operations on plain tensors
-        namespace, _, name = str(operation.overloadpacket).partition(".")
-        collective = COLLECTIVES.get(name.replace("_", ""))
-        if "c10d" in namespace and collective:
-            tensor = args[1] if collective == "reduce_scatter" else args[0]
-            if isinstance(tensor, list):
-                [tensor] = tensor
-            self.counts[_group_name(args), collective] += 1
-            self.sizes[_group_name(args), collective] += tensor.nbytes
-        return operation(*args, **(kwargs or {}))
+from measure.messages import Messages
 
 
 def compare_step(model: nn.Module, whole_model: nn.Module, images: Tensor, labels: Tensor) -> None:
@@ -91,8 +54,8 @@ def compare_step(model: nn.Module, whole_model: nn.Module, images: Tensor, label
     if dist.get_rank() == 0:
         print(
             f"outputs differ from the whole model's by {apart[0]:.0e}, gradients by {apart[1]:.0e}"
-            f"\nall_reduce in forward: {forward.counts.total()}, in backward:"
-            f" {backward.counts.total()} (predicted: {in_forward} and {in_backward})",
+            f"\nall_reduce in forward: {len(forward.noted)}, in backward:"
+            f" {len(backward.noted)} (predicted: {in_forward} and {in_backward})",
             flush=True,
         )
     model.zero_grad()
@@ -147,13 +110,14 @@ def _print_messages(mesh: DeviceMesh, messages: Messages, rows: list) -> None:
         ranks = mesh[axis].size()
         if ranks == 1:
             continue
-        name = (mesh[axis].get_group().group_name, collective)
+        group = mesh[axis].get_group().group_name
+        counted = len(messages.of(collective, group))
         in_ring = (ranks - 1) / ranks  # of the tensor, for a reduce_scatter and for an all_gather
         if collective == "all_reduce":
             in_ring *= 2  # it is both, one after the other
-        sent = messages.sizes[name] * in_ring
+        sent = messages.sent(collective, group)
         print(
-            f"{axis:<11}{collective:<16}{messages.counts[name]:<9}{number:<11}{sent:<12,.0f}"
+            f"{axis:<11}{collective:<16}{counted:<9}{number:<11}{sent:<12,.0f}"
             f"{size * in_ring:,.0f}",
             flush=True,
         )
@@ -199,14 +163,6 @@ def _predict_hsdp(mesh: DeviceMesh, model: nn.Module) -> list:
 def _layers(model: nn.Module) -> list[nn.Module]:
     """Return the layers that have parameters."""
     return [layer for layer in model.modules() if list(layer.parameters(recurse=False))]
-
-
-def _group_name(args: tuple) -> str:
-    """Return the name of the process group that is among a collective's arguments."""
-    for group in args:
-        if isinstance(group, torch.ScriptObject) and "ProcessGroup" in str(group._type()):
-            return dist.ProcessGroup.unbox(group).group_name
-    return args[-1]  # operations that DTensors call get the name itself
 
 
 def _shard_like(mine: Tensor, whole: Tensor) -> Tensor:

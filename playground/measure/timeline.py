@@ -466,7 +466,7 @@ def draw(steps: dict[str, list[Span]], names: list[str], path: str) -> None:
         path: of the figure. Its suffix says the format: .png, .pdf or .svg.
     """
     # The import is here, because it takes a second.
-    from measure.figures import BLUE, GREEN, INK, ORANGE, add_legend, new_figure, save
+    from measure.style import BLUE, GREEN, INK, ORANGE, add_legend, new_figure, save
 
     colours = {"forward": BLUE, "backward": ORANGE, "weights": GREEN}
     height = len(steps) * (0.7 + 0.5 * len(names)) + 0.9

@@ -18,11 +18,11 @@ parts. Each run is a process of its own, which is started by the command line of
 In the parts scaling and widths, each process computes with one thread.
 
 Run it:
-    python playground/measure/compare.py
-    python playground/measure/compare.py --dataset digits --epochs 2
-    python playground/measure/compare.py --only scaling --processes 1 2 4 8 --model cnn \
+    python playground/figures/compare.py
+    python playground/figures/compare.py --dataset digits --epochs 2
+    python playground/figures/compare.py --only scaling --processes 1 2 4 8 --model cnn \
         --batch_size 512
-    python playground/measure/compare.py --only widths --widths 64 256 1024 4096 --out wide
+    python playground/figures/compare.py --only widths --widths 64 256 1024 4096 --out wide
 
 The first command takes many minutes without a GPU, the second one some minutes.
 
@@ -49,7 +49,7 @@ What is approximate:
   - "Messages" are the collectives of each rank in a step, in lessons that count them.
 
 Try breaking it, in a copy:
-    cp playground/measure/compare.py playground/measure/broken.py
+    cp playground/figures/compare.py playground/figures/broken.py
   1. On a machine with two cores, write `threads = 2` instead of `threads = 1`. A single process
      becomes faster. What happens to the speed-up?
   2. In plan_scaling, leave out the line with "--batch_size". What is the difference between the
@@ -75,16 +75,17 @@ import torch
 from tqdm import tqdm
 
 PLAYGROUND = Path(__file__).resolve().parents[1]
-sys.path.append(str(PLAYGROUND))  # find measure/ from any working directory
+sys.path.append(str(PLAYGROUND))  # find the lessons and figures/ from any working directory
 sys.path.append(str(PLAYGROUND.parent))  # find common/
 from profile_steps import step_times
 
 from common import flags
 from common.data import fetch
 from common.guard_rails import check, explained
-from measure.figures import draw_scaling, draw_speed, draw_steps, draw_widths
-from measure.processes import cores, follow, gpu_memory, gpu_variables, last_words, messages
-from measure.report import tell_parity, tell_scaling, tell_speed, tell_steps, tell_widths
+from common.models import WIDTH
+from figures.charts import draw_scaling, draw_speed, draw_steps, draw_widths
+from figures.processes import cores, follow, gpu_memory, gpu_variables, last_words, messages
+from figures.report import tell_parity, tell_scaling, tell_speed, tell_steps, tell_widths
 
 PARTS = ("parity", "scaling", "steps", "widths")
 LESSONS = (  # N stands for --gpus, GRID for a mesh of as many ranks
@@ -124,7 +125,6 @@ PASSED_ON = ("device", "epochs", "batch_size", "lr", "model", "width", "layers")
 PASSED_ON += ("dataset", "data_dir", "seed")
 HIDDEN_LAYERS = {"mlp": 3, "cnn": 1}  # without --layers
 OTHER_LAYERS = {"mlp": 1, "cnn": 3}  # the last layer; in cnn also two convolutions
-WIDTH = {"mlp": 64, "cnn": 120}  # without --width
 CORES = cores()
 
 

@@ -3,7 +3,7 @@
 import argparse
 import textwrap
 
-from measure.processes import cores
+from figures.processes import cores
 
 # How far apart two losses may be. The last decimal may be rounded up or down.
 APART = 1.01e-4  # in float32, because it is printed with four decimals

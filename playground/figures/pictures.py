@@ -3,9 +3,9 @@
 They are drawn from counts. counts.py runs functions of the lessons, and counts bytes, messages and
 orders, or notes times. The counts are kept beside the pictures, in pictures.json.
 
-    python playground/measure/pictures.py                   # count and draw all pictures
-    python playground/measure/pictures.py ring overlap      # only these two
-    python playground/measure/pictures.py ring --keep       # draw from the counts in pictures.json
+    python playground/figures/pictures.py                   # count and draw all pictures
+    python playground/figures/pictures.py ring overlap      # only these two
+    python playground/figures/pictures.py ring --keep       # draw from the counts in pictures.json
 
 Each function that draws takes the counts of its picture and the path of a PNG.
 """
@@ -19,12 +19,12 @@ from itertools import chain, pairwise
 from pathlib import Path
 
 PLAYGROUND = Path(__file__).resolve().parents[1]
-sys.path.append(str(PLAYGROUND))  # find measure/ from any working directory
+sys.path.append(str(PLAYGROUND))  # find measure/ and figures/ from any working directory
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Polygon, Rectangle
 
-from measure.counts import count
-from measure.figures import BLUE, GREEN, GREY, INK, ORANGE, PINK, SKY, add_legend, new_figure, save
+from figures.counts import count
+from measure.style import BLUE, GREEN, GREY, INK, ORANGE, PINK, SKY, add_legend, new_figure, save
 from measure.timeline import Span, bubble
 
 FIGURES = PLAYGROUND / "figures"

@@ -1,75 +1,14 @@
-"""The style of all figures of this course, and the figures of compare.py.
+"""The figures of compare.py.
 
-All figures are drawn without a display. Each function that draws takes runs, or the rows of a
-table, and the path of a PNG. Runs that have failed are left out. If no run is left, no figure is
-drawn.
+Each function takes runs, or the rows of a table, and the path of a PNG. Runs that have failed are
+left out. If no run is left, no figure is drawn.
 """
 
 from pathlib import Path
 
-import matplotlib
-import numpy
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
-from PIL import Image
 
-# Colour-blind people can tell these colours apart. They are those of Okabe and Ito.
-BLUE = "#0072B2"
-ORANGE = "#E69F00"
-GREEN = "#009E73"
-SKY = "#56B4E9"
-PINK = "#CC79A7"
-INK = "0.1"  # a black that is a little lighter
-GREY = "0.85"
-WIDE = 8  # inches; with wider figures all letters are smaller
-PIXELS = 1000  # the width of each figure
-
-plt.rcParams["font.size"] = 12
-plt.rcParams["axes.titlesize"] = 12
-plt.rcParams["axes.labelsize"] = 12
-plt.rcParams["xtick.labelsize"] = 11
-plt.rcParams["ytick.labelsize"] = 11
-plt.rcParams["legend.fontsize"] = 12
-plt.rcParams["legend.frameon"] = False
-plt.rcParams["axes.spines.top"] = False
-plt.rcParams["axes.spines.right"] = False
-plt.rcParams["text.color"] = INK
-plt.rcParams["figure.constrained_layout.use"] = True
-
-
-def new_figure(rows: int, columns: int, height: float, **options) -> tuple[Figure, numpy.ndarray]:
-    """Return a figure with panels in rows and columns, and an array of its panels.
-
-    Args:
-        rows, columns: of the array.
-        height: inches. The figure is WIDE inches wide, or as `figsize` says.
-        options: for pyplot.subplots.
-    """
-    options = {"figsize": (WIDE, height), "squeeze": False} | options
-    return plt.subplots(rows, columns, **options)
-
-
-def add_legend(figure: Figure, colours: dict[str, str], columns: int | None = None) -> None:
-    """Write the names of some colours above a figure, in so many columns or in one row."""
-    patches = []
-    for name, colour in colours.items():
-        patches.append(Patch(facecolor=colour, edgecolor=INK, linewidth=0.6, label=name))
-    figure.legend(handles=patches, loc="outside upper center", ncols=columns or len(patches))
-
-
-def save(figure: Figure, path: str | Path) -> None:
-    """Write a figure. Drawn again from the same numbers, a PNG has the same bytes."""
-    width, _ = figure.get_size_inches()
-    figure.savefig(path, dpi=PIXELS / width)
-    plt.close(figure)
-    if Path(path).suffix == ".png":
-        with Image.open(path) as image:
-            few_colours = image.convert("RGB").quantize(colors=128)
-        few_colours.save(path, optimize=True)  # a third of the size, and without a version in it
+from measure.style import BLUE, GREEN, GREY, INK, ORANGE, SKY, add_legend, new_figure, save
 
 
 def _label(axes: Axes, ends: dict[str, tuple[float, float]]) -> None:
@@ -92,27 +31,25 @@ def _part_of_the_course(lesson: str) -> str:
 
 
 def draw_speed(runs: list[dict], path: Path) -> None:
-    """Draw images/s, start-up time and memory of each run as bars, in the order of the runs."""
+    """Draw images/s and memory of each run as bars, in the order of the runs."""
     runs = [run for run in reversed(runs) if not run["failed"]]
     if not runs:
         return
     colours = {"one process": GREY, "model replicated": BLUE}
     colours |= {"model sharded": ORANGE, "model split": GREEN}
     size = (11, 1.4 + 0.34 * len(runs))
-    figure, panels = new_figure(1, 3, 0, sharey=True, figsize=size)
-    columns = {"images_per_s": "images/s", "start_up_s": "start-up, s"}
-    columns["memory_mib"] = "peak memory, MiB"
+    figure, panels = new_figure(1, 2, 0, sharey=True, figsize=size)
+    columns = {"images_per_s": "images/s", "memory_mib": "peak memory, MiB"}
     names = [run["name"].replace(".py", "") for run in runs]
     parts = [_part_of_the_course(run["lesson"]) for run in runs]
     for panel, (column, title) in zip(panels[0], columns.items(), strict=True):
         values = [run[column] for run in runs]
         bars = panel.barh(names, values, color=[colours[part] for part in parts], edgecolor=INK)
-        seconds = column == "start_up_s"
-        panel.bar_label(bars, fmt="{:.1f}" if seconds else "{:,.0f}", padding=3)
+        panel.bar_label(bars, fmt="{:,.0f}", padding=3)
         panel.set_xlabel(title)
-        panel.margins(x=0.4, y=0.01)
-        panel.locator_params(axis="x", nbins=2)
-        panel.xaxis.set_major_formatter("{x:g}" if seconds else "{x:,.0f}")
+        panel.margins(x=0.25, y=0.01)
+        panel.locator_params(axis="x", nbins=3)
+        panel.xaxis.set_major_formatter("{x:,.0f}")
     add_legend(figure, {part: colours[part] for part in colours if part in parts})
     save(figure, path)
 

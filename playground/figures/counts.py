@@ -43,9 +43,8 @@ import tensor_parallel
 
 from common.guard_rails import free_port
 from common.models import MLP
-from measure import memory
-from measure.memory import held
-from measure.steps import Messages
+from measure.memory import Gathered, held
+from measure.messages import Messages
 from measure.timeline import METHODS, Calls, note_calls
 from measure.traces import named, whole_steps
 
@@ -384,7 +383,7 @@ def count_fsdp() -> dict:
 def _watch_layers(layers: list[nn.Module], step: Callable) -> list[dict]:
     """Run a step, and note what is whole while each layer computes."""
     moments = []
-    gathered = memory.Messages()
+    gathered = Gathered()
 
     def note(direction, number, *_):
         whole = []
@@ -434,7 +433,8 @@ def count_tensor() -> dict:
     shapes["B"] = list(row.weight.T.shape)
     counts = {"x": list(inputs.shape), "y": list(output.shape), "ranks": _of_all_ranks(shapes)}
     for name, messages in (("forward", forward), ("backward", backward)):
-        counts[name] = [messages.counts.total(), messages.sizes.total()]
+        nbytes = sum(message.nbytes for message in messages.noted)
+        counts[name] = [len(messages.noted), nbytes]
     return counts
 
 
@@ -511,22 +511,11 @@ def count_mesh() -> list[dict]:
             _forward_and_backward(model, *batch)
         sent = {}
         for axis in mesh.mesh_dim_names:
-            own = round(_sent(messages, mesh[axis].get_group()))
+            own = round(messages.sent(group=mesh[axis].get_group().group_name))
             sent[axis] = _of_all_ranks(own)
         picture = {"kind": kind, "images": images, "mesh": mesh.mesh.tolist(), "sent": sent}
         pictures.append(picture)
     return pictures
-
-
-def _sent(messages: Messages, group: dist.ProcessGroup) -> float:
-    """Return the bytes that this rank has sent in a group, if its ranks form a ring."""
-    ranks = group.size()
-    total = 0
-    for (name, collective), size in messages.sizes.items():
-        if name == group.group_name:
-            rounds = 2 if collective == "all_reduce" else 1
-            total += rounds * (ranks - 1) / ranks * size
-    return total
 
 
 # Who waits for whom

@@ -1,0 +1,66 @@
+"""The style of all figures of this course. They are drawn without a display."""
+
+from pathlib import Path
+
+import matplotlib
+import numpy
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from PIL import Image
+
+# Colour-blind people can tell these colours apart. They are those of Okabe and Ito.
+BLUE = "#0072B2"
+ORANGE = "#E69F00"
+GREEN = "#009E73"
+SKY = "#56B4E9"
+PINK = "#CC79A7"
+INK = "0.1"  # a black that is a little lighter
+GREY = "0.85"
+WIDE = 8  # inches; with wider figures all letters are smaller
+PIXELS = 1000  # the width of each figure
+
+plt.rcParams["font.size"] = 12
+plt.rcParams["axes.titlesize"] = 12
+plt.rcParams["axes.labelsize"] = 12
+plt.rcParams["xtick.labelsize"] = 11
+plt.rcParams["ytick.labelsize"] = 11
+plt.rcParams["legend.fontsize"] = 12
+plt.rcParams["legend.frameon"] = False
+plt.rcParams["axes.spines.top"] = False
+plt.rcParams["axes.spines.right"] = False
+plt.rcParams["text.color"] = INK
+plt.rcParams["figure.constrained_layout.use"] = True
+
+
+def new_figure(rows: int, columns: int, height: float, **options) -> tuple[Figure, numpy.ndarray]:
+    """Return a figure with panels in rows and columns, and an array of its panels.
+
+    Args:
+        rows, columns: of the array.
+        height: inches. The figure is WIDE inches wide, or as `figsize` says.
+        options: for pyplot.subplots.
+    """
+    options = {"figsize": (WIDE, height), "squeeze": False} | options
+    return plt.subplots(rows, columns, **options)
+
+
+def add_legend(figure: Figure, colours: dict[str, str], columns: int | None = None) -> None:
+    """Write the names of some colours above a figure, in so many columns or in one row."""
+    patches = []
+    for name, colour in colours.items():
+        patches.append(Patch(facecolor=colour, edgecolor=INK, linewidth=0.6, label=name))
+    figure.legend(handles=patches, loc="outside upper center", ncols=columns or len(patches))
+
+
+def save(figure: Figure, path: str | Path) -> None:
+    """Write a figure. Drawn again from the same numbers, a PNG has the same bytes."""
+    width, _ = figure.get_size_inches()
+    figure.savefig(path, dpi=PIXELS / width)
+    plt.close(figure)
+    if Path(path).suffix == ".png":
+        with Image.open(path) as image:
+            few_colours = image.convert("RGB").quantize(colors=128)
+        few_colours.save(path, optimize=True)  # a third of the size, and without a version in it
