@@ -2,20 +2,24 @@
 
 import ast
 import importlib
+import json
 import os
 import re
 import shutil
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
-from conftest import ROOT, Job, committed
+from conftest import ROOT, Job
 
 FOLDER = ROOT / "playground" / "exercises"
 CHECK = FOLDER / "check.py"
+JUDGING = FOLDER / "judging"
 WRONG = ROOT / "tests" / "wrong_answers"
-EXERCISES = sorted(path.stem for path in (FOLDER / "checks").glob("*.py"))
+JUDGE_ANSWERS = ROOT / "tests" / "judge_answers.py"
+EXERCISES = sorted(path.stem for path in (JUDGING / "checks").glob("*.py"))
 RIGHT = "RIGHT with 1, 2, 3, 4 and 5 ranks"
 # With append=True, what common/ ignores is still ignored.
 STRICT = """
@@ -25,13 +29,13 @@ warnings.filterwarnings("error", category=FutureWarning, append=True)
 
 
 def source(name):
-    """Return an exercise as it is committed."""
-    return committed(f"playground/exercises/{name}.py")
+    """Return the task of an exercise."""
+    return (FOLDER / f"{name}.py").read_text()
 
 
 def check_of(name):
     """Return the module that checks an exercise."""
-    sys.path.insert(0, str(FOLDER))
+    sys.path.insert(0, str(JUDGING))
     try:
         return importlib.import_module(f"checks.{name}")
     finally:
@@ -46,6 +50,12 @@ def function_of(name):
 def sizes_of(name):
     """Return the numbers of ranks with which an exercise is checked."""
     return getattr(check_of(name), "WORLD_SIZES", (1, 2, 3, 4, 5))
+
+
+def right_with(name, words=""):
+    """Return the first line about an answer that is right with all numbers of ranks."""
+    *others, last = map(str, sizes_of(name))
+    return f"RIGHT {words}with {', '.join(others)} and {last} ranks"
 
 
 def functions(path):
@@ -66,26 +76,23 @@ def begins(printed, verdict):
     return re.match(pattern, " ".join(printed.split())) is not None
 
 
-def wrong_answers():
-    """Return (exercise, function, the verdict that it must get) of all wrong answers."""
-    found = []
-    for name in EXERCISES:
-        for function, node in functions(WRONG / f"{name}.py").items():
-            if not function.startswith("_"):
-                docstring = " ".join(ast.get_docstring(node).split())
-                found.append(pytest.param(name, function, docstring, id=f"{name}-{function}"))
+def wrong_answers(name):
+    """Return the wrong answers to an exercise: the verdict that each function must get."""
+    found = {}
+    for function, node in functions(WRONG / f"{name}.py").items():
+        if not function.startswith("_"):
+            found[function] = " ".join(ast.get_docstring(node).split())
     return found
 
 
-def checked(tmp_path, *words, cold=False, timeout=60):
+def checked(tmp_path, *words, timeout=60):
     """Run check.py. Returns its output and its status.
 
     Fails if it prints more than 20 lines, or leaves a process or a file behind.
     """
     empty = tmp_path / "empty"
     empty.mkdir()
-    command = [sys.executable] * cold
-    job = Job(*command, CHECK, *words, env={"TMPDIR": str(empty)}, cwd=empty, cold=cold)
+    job = Job(CHECK, *words, env={"TMPDIR": str(empty)}, cwd=empty, cold=False)
     done = job.wait(timeout)
     assert not list(empty.iterdir())
     assert len(done.stdout.splitlines()) <= 20
@@ -93,35 +100,86 @@ def checked(tmp_path, *words, cold=False, timeout=60):
     return done.stdout, done.returncode
 
 
+def judged(tmp_path, name, answers):
+    """Judge answers to an exercise in one process. Returns the lines of each verdict.
+
+    Args:
+        tmp_path: a folder.
+        name: the exercise.
+        answers: a list of (file, function, seconds for a case, numbers of ranks). See
+            judge_answers.py.
+
+    Fails if a verdict has more than 20 lines, or if a process or a file is left behind.
+    """
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    request = [[str(file), *rest] for file, *rest in answers]
+    words = [JUDGE_ANSWERS, json.dumps([name, request])]
+    done = Job(*words, env={"TMPDIR": str(empty)}, cwd=empty, cold=False).wait(300)
+    assert not list(empty.iterdir())
+    assert not done.stderr, done.stderr
+    verdicts = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(verdicts) == len(answers), done.stdout
+    assert max(map(len, verdicts)) <= 20
+    return verdicts
+
+
+def sizes_for(name, verdict):
+    """Return the numbers of ranks that a verdict needs; None: all of them.
+
+    It is about the smallest number of ranks at fault. Larger ones only decide whether an answer is
+    "right for even numbers of ranks only".
+    """
+    at_fault = re.match(r"[A-Z]+ with (\d+)", verdict)
+    if not at_fault or re.search(r"\bright (for|with)\b", verdict):
+        return None
+    return [size for size in sizes_of(name) if size <= int(at_fault[1])]
+
+
 @pytest.mark.parametrize("name", EXERCISES)
-def test_the_files_of_an_exercise(name):
-    """Its file has a task and one function; there are three hints, and a solution that says why."""
+def test_the_task(name):
+    """It says which lesson to read, where to write, and what passes. Its commands name its file."""
     text = source(name)
     task = ast.get_docstring(ast.parse(text))
-    goal = "It is repaired if" if is_fault(name) else "Your answer passes if"
-    for words in ("Lesson: ", goal, "Check it:", f"exercises/{name}.py"):
-        assert words in task, words
-    assert ('("your turn")' in text) != is_fault(name)
-    assert task.startswith("Find the fault: ") == is_fault(name)
+    assert "playground/exercises/answers/" in task
+    commands = re.findall(r"^    python (\S+)", task, re.M)
+    assert set(commands) == {f"playground/exercises/{name}.py"}
     lesson = re.search(r"^Lesson: (\w+\.py)\.$", task, re.M)
     assert (ROOT / "playground" / lesson[1]).exists()
-    assert text.endswith('\n\nif __name__ == "__main__":\n    check(__file__)\n')
-    assert len(check_of(name).HINTS) == 3
+    goals = ["Your answer passes if"]
+    if is_fault(name):
+        goals = ["It is repaired if"]
+    if hasattr(check_of(name), "RUNG_1"):
+        goals = ["rung 1", "your answer passes it if", "rung 2", "your answer passes it if"]
+    rest = " ".join(task.lower().split())
+    for goal in goals:
+        assert goal.lower() in rest, goal
+        rest = rest.partition(goal.lower())[2]
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_hints_and_the_solution(name, tmp_path):
+    """There are three hints. The solution is short, and --answer shows it."""
     solution = FOLDER / "solutions" / f"{name}.py"
-    assert ast.get_docstring(ast.parse(solution.read_text())).startswith("Why: ")
     written = functions(solution)[function_of(name)]
     if isinstance(written, ast.FunctionDef):
         assert written.end_lineno - written.lineno < 25
+    hints = (FOLDER / "hints" / f"{name}.txt").read_text().rstrip().split("\n\n")
+    assert len(hints) == 3
+    if name == "ring_all_reduce":
+        for number, hint in enumerate(hints, start=1):
+            shown = Job(CHECK, name, "--hint", number, cold=False).wait(60).stdout
+            assert shown == f"{hint}\n"
+        assert Job(CHECK, name, "--answer", cold=False).wait(60).stdout == solution.read_text()
 
 
 @pytest.mark.parametrize("name", EXERCISES)
-def test_the_stub(name, tmp_path):
-    """What is committed is not solved: a stub, or a program whose fault the verdict shows."""
-    stub = tmp_path / f"{name}.py"
-    stub.write_text(source(name))
-    printed, status = checked(tmp_path, name, "--file", stub)
-    assert begins(printed, getattr(check_of(name), "FAULT", "your turn")), printed
-    assert status == 1
+def test_the_task_is_not_solved(name, tmp_path):
+    """It is a stub, or a program whose fault the verdict shows."""
+    verdict = getattr(check_of(name), "FAULT", "your turn")
+    sizes = sizes_for(name, verdict) or [2]
+    [lines] = judged(tmp_path, name, [[FOLDER / f"{name}.py", None, None, sizes]])
+    assert begins("\n".join(lines), verdict), lines
 
 
 @pytest.mark.parametrize("name", EXERCISES)
@@ -130,55 +188,188 @@ def test_the_solution(name, tmp_path):
     text = (FOLDER / "solutions" / f"{name}.py").read_text()
     solution = tmp_path / f"{name}.py"
     solution.write_text(f"{text}\n\n{STRICT}")
-    printed, status = checked(tmp_path, name, "--file", solution)
-    sizes = sizes_of(name)
-    expected = f"RIGHT with {', '.join(map(str, sizes[:-1]))} and {sizes[-1]} ranks"
-    assert (printed, status) == (f"{expected}\n", 0)
+    assert judged(tmp_path, name, [[solution, None, None, None]]) == [[right_with(name)]]
 
 
-@pytest.mark.parametrize("name, function, verdict", wrong_answers())
-def test_a_wrong_answer(name, function, verdict, tmp_path):
-    """It gets the verdict of its docstring.
-
-    A verdict is about the smallest number of ranks at fault, so larger ones are not run, which
-    takes a fifth of the time. They are needed for "right for even numbers of ranks only".
-    """
-    words = [name, "--file", WRONG / f"{name}.py", "--function", function, "--seconds", 4]
-    at_fault = re.match(r"[A-Z]+ with (\d+)", verdict)
-    if at_fault and not re.search(r"\bright (for|with)\b", verdict):
-        words += ["--ranks", *[size for size in sizes_of(name) if size <= int(at_fault[1])]]
-    printed, status = checked(tmp_path, *words)
-    assert begins(printed, verdict), printed
-    assert status == 1
+@pytest.mark.parametrize("name", EXERCISES)
+def test_the_wrong_answers(name, tmp_path):
+    """Each gets the verdict of its docstring. The others are listed with both verdicts."""
+    answers = []
+    expected = wrong_answers(name)
+    for function, verdict in expected.items():
+        seconds = 4 if verdict.startswith("HANG") else None
+        answers.append([WRONG / f"{name}.py", function, seconds, sizes_for(name, verdict)])
+    found = judged(tmp_path, name, answers)
+    differing = []
+    for (function, verdict), lines in zip(expected.items(), found, strict=True):
+        if len(lines) > 1 and lines[0].startswith("RIGHT "):  # the first rung
+            lines = lines[1:]
+        printed = "\n".join(lines).replace(" (rung 1 of 2)", "", 1)
+        if not begins(printed, verdict):
+            differing.append(f"{function} must get\n{verdict}\nbut gets\n{printed}")
+    assert not differing, "\n\n".join(differing)
 
 
 @pytest.mark.parametrize("name", EXERCISES)
 def test_typical_wrong_answers_have_words_of_their_own(name):
     """There are at least three, and no two get the same verdict."""
-    verdicts = [param.values[2] for param in wrong_answers() if param.values[0] == name]
+    verdicts = list(wrong_answers(name).values())
     assert len(verdicts) >= 3
     assert len(set(verdicts)) == len(verdicts)
     assert all(re.match("WRONG|COSTLY|CRASH|HANG", verdict) for verdict in verdicts)
 
 
-FUNCTIONS_OF_LESSONS = [  # an exercise, a lesson, its function, and how far this function gets
-    ("ring_all_reduce", "nonblocking_p2p", "ring_all_reduce", RIGHT),
-    ("average_gradients", "manual_data_parallel", "average_gradients", "COSTLY with 1 rank"),
-    (
-        "average_gradients",
-        "manual_data_parallel",
-        "average_in_one_bucket",
-        "CRASH with 2 ranks, missing gradients",
-    ),
-]
+# For each exercise with two rungs, answers that only call what its lesson has.
+OF_LESSONS = {
+    "ring_all_reduce": ["from nonblocking_p2p import ring_all_reduce"],
+    "average_gradients": [
+        "from manual_data_parallel import average_gradients",
+        "from manual_data_parallel import average_in_one_bucket as average_gradients",
+    ],
+    "overlap_gradients": [
+        """
+from overlapped_data_parallel import EachGradient
+def overlap_gradients(model):
+    return EachGradient(model).finish
+""",
+        """
+from overlapped_data_parallel import Buckets
+def overlap_gradients(model):
+    return Buckets(model, bucket_cap_mb=1e-5).finish
+""",
+    ],
+    "exact_accuracy": [
+        """
+import torch
+from distributed_data_parallel import run_epoch
+def exact_accuracy(model, batches):
+    loss, recognized, images = run_epoch(model, batches, torch.device("cpu"))
+    return loss / images, recognized / images
+"""
+    ],
+    "save_and_resume": [
+        """
+import argparse
+import os
+import torch.distributed as dist
+from distributed_data_parallel_resumable import resume, save
+def save_and_resume(path, model, optimizer, epochs, train_epoch):
+    done = resume(path, model, optimizer) if os.path.exists(path) else 0
+    for epoch in range(done, epochs):
+        train_epoch(epoch)
+        if dist.get_rank() == 0:
+            save(argparse.Namespace(run_dir="."), epoch + 1, model, optimizer)
+            os.replace(f"epoch-{epoch + 1:04}.pt", path)
+"""
+    ],
+    "accumulate_gradients": [
+        """
+import torch
+from distributed_data_parallel_resnet import run_epoch
+class NoStep:
+    def zero_grad(self):
+        pass
+    def step(self):
+        pass
+def accumulate_gradients(model, images, labels, count):
+    run_epoch(model, [(images, labels)], torch.device("cpu"), NoStep(), count)
+"""
+    ],
+    "shard_optimizer": ["from sharded_optimizer import ShardedOptimizer"],
+    "gather_layer": [
+        """
+import torch
+import torch.distributed as dist
+from manual_fully_sharded import ShardedLayer
+class Layer(torch.nn.Module):
+    def __init__(self, shard, compute):
+        super().__init__()
+        flat = shard.new_empty(len(shard) * dist.get_world_size())
+        dist.all_gather_into_tensor(flat, shard.detach())
+        self.flat = torch.nn.Parameter(flat)
+        self.compute = compute
+    def forward(self, inputs):
+        return self.compute(inputs, self.flat)
+class GatherLayer:
+    @staticmethod
+    def apply(inputs, shard, compute):
+        layer = Layer(shard, compute)
+        ShardedLayer(layer).shard = shard
+        return layer(inputs)
+"""
+    ],
+    "seeded_dropout": [
+        """
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+def seeded_dropout(inputs, p, seed, step):
+    torch.manual_seed(seed + step * dist.get_world_size() + dist.get_rank())
+    return F.dropout(inputs, p)
+"""
+    ],
+    "gpipe": [
+        """
+from datetime import timedelta
+import manual_pipeline
+import torch
+import torch.distributed as dist
+def gpipe(stage, inputs, labels, shape, dtype):
+    device = torch.device("cpu")
+    pipeline = manual_pipeline.Pipeline(stage, shape, device, timedelta(seconds=60))
+    passes = manual_pipeline.gpipe(dist.get_rank(), dist.get_world_size(), len(inputs))
+    pipeline.step(passes, torch.cat(inputs), torch.cat(labels))
+"""
+    ],
+    "order_1f1b": [
+        """
+from manual_pipeline import one_forward_one_backward
+def order_1f1b(rank, world_size, micro_batches, most):
+    return one_forward_one_backward(rank, world_size, micro_batches)
+"""
+    ],
+    "split_pair": [
+        """
+from tensor_parallel import Add, Copy
+from torch.nn import functional as F
+class SplitPair:
+    @staticmethod
+    def apply(inputs, first, first_bias, second, second_bias):
+        hidden = F.relu(F.linear(Copy.apply(inputs), first, first_bias))
+        return Add.apply(F.linear(hidden, second)) + second_bias
+"""
+    ],
+}
 
 
-@pytest.mark.parametrize(("name", "lesson", "function", "verdict"), FUNCTIONS_OF_LESSONS)
-def test_the_function_of_a_lesson(name, lesson, function, verdict, tmp_path):
-    """A lesson shows the core. Where the exercise asks for more, the verdict says for what."""
-    path = ROOT / "playground" / f"{lesson}.py"
-    printed, _ = checked(tmp_path, name, "--file", path, "--function", function)
-    assert begins(printed, verdict), printed
+def test_exercises_with_two_rungs():
+    """The first rung has the first cases, and above is what the lesson has for each of them."""
+    with_rungs = [name for name in EXERCISES if hasattr(check_of(name), "RUNG_1")]
+    assert sorted(OF_LESSONS) == with_rungs
+    for name in with_rungs:
+        first = check_of(name).RUNG_1.cases
+        assert tuple(check_of(name).CASES)[: len(first)] == first
+
+
+@pytest.mark.parametrize("name", OF_LESSONS)
+def test_what_the_lesson_has(name, tmp_path):
+    """It is right on the first rung, at least."""
+    answers = []
+    for number, text in enumerate(OF_LESSONS[name]):
+        file = tmp_path / f"answer{number}.py"
+        folders = [str(ROOT), str(ROOT / "playground")]
+        file.write_text(f"import sys\nsys.path[:0] = {folders}\n{text}")
+        answers.append([file, None, None, None])
+    rung_1 = check_of(name).RUNG_1
+    first = f"{right_with(name, f'{rung_1.words} ')}. Next: {rung_1.then}"
+    for lines in judged(tmp_path, name, answers):
+        assert lines[0] in (first, right_with(name)), "\n".join(lines)
+
+
+def test_the_lesson_of_seeded_dropout():
+    """It seeds with the same number as the answer above."""
+    text = (ROOT / "playground" / "fully_sharded_checkpoints.py").read_text()
+    assert "torch.manual_seed(args.seed + epoch * world_size + rank)" in text
 
 
 RIGHT_TOO = {
@@ -254,18 +445,18 @@ import torch.distributed as dist
 
 
 def computes(tensor):
-    """HANG with 1 rank, 7 numbers rank 0 computes at your line"""
+    """HANG with 1 rank, 4 numbers rank 0 computes at your line"""
     while True:
         pass
 
 
 def ends(tensor):
-    """CRASH with 1 rank, 7 numbers rank 0: its process has ended with status 3"""
+    """CRASH with 1 rank, 4 numbers rank 0: its process has ended with status 3"""
     os._exit(3)
 
 
 def has_children(tensor):
-    """CRASH with 1 rank, 7 numbers rank 0: ValueError: ten children"""
+    """CRASH with 1 rank, 4 numbers rank 0: ValueError: ten children"""
     for _ in range(9):
         subprocess.Popen(["sleep", "1000"], start_new_session=True)
     if os.fork() == 0:
@@ -277,14 +468,14 @@ def has_children(tensor):
 
 
 def is_two_processes(tensor):
-    """CRASH with 1 rank, 7 numbers rank 0: ValueError: this is the rank"""
+    """CRASH with 1 rank, 4 numbers rank 0: ValueError: this is the rank"""
     if os.fork() > 0:
         time.sleep(0.2)
         raise ValueError("this is the rank")
 
 
 def writes(tensor):
-    """CRASH with 1 rank, 7 numbers rank 0: ValueError: a file"""
+    """CRASH with 1 rank, 4 numbers rank 0: ValueError: a file"""
     open("file.txt", "w").write("text")
     raise ValueError("a file")
 
@@ -296,32 +487,32 @@ def prints(tensor):
 
 
 def allocates(tensor):
-    """CRASH with 1 rank, 7 numbers rank 0: RuntimeError: a rank may use at most 1 GB"""
+    """CRASH with 1 rank, 4 numbers rank 0: RuntimeError: a rank may use at most 1 GB"""
     torch.ones(50 * 2**30, dtype=torch.uint8)
 
 
 def allocates_in_python(tensor):
-    """CRASH with 1 rank, 7 numbers rank 0: MemoryError: a rank may use at most 1 GB"""
+    """CRASH with 1 rank, 4 numbers rank 0: MemoryError: a rank may use at most 1 GB"""
     bytearray(50 * 2**30)
 
 
 def stops(tensor):
-    """CRASH with 1 rank, 7 numbers rank 0: SystemExit: 3"""
+    """CRASH with 1 rank, 4 numbers rank 0: SystemExit: 3"""
     sys.exit(3)
 
 
 def recurses(tensor):
-    """CRASH with 1 rank, 7 numbers rank 0: RecursionError"""
+    """CRASH with 1 rank, 4 numbers rank 0: RecursionError"""
     recurses(tensor)
 
 
 def asks(tensor):
-    """CRASH with 1 rank, 7 numbers rank 0: EOFError"""
+    """CRASH with 1 rank, 4 numbers rank 0: EOFError"""
     input()
 
 
 def too_short(tensor):
-    """CRASH with 2 ranks, 7 numbers rank 1: its buffer has 12 bytes, but the message ... has 16"""
+    """CRASH with 2 ranks, 4 numbers rank 1: its buffer has 12 bytes, but the message ... has 16"""
     if dist.get_world_size() > 1 and dist.get_rank() == 0:
         dist.send(torch.ones(4), 1)
     if dist.get_rank() == 1:
@@ -334,7 +525,7 @@ def ends_its_parent(tensor):
 
 
 def hides_its_error(tensor):
-    """HANG with 2 ranks, 7 numbers rank 0 has finished"""
+    """HANG with 2 ranks, 4 numbers rank 0 has finished"""
     try:
         dist.send(tensor, 0)
     except Exception:
@@ -365,7 +556,7 @@ def test_anything_ends(function, tmp_path):
     else:
         docstring = ast.get_docstring(functions(file)[function])
         pattern = ".*".join(re.escape(piece) for piece in docstring.split(" ... "))
-    words = ["ring_all_reduce", "--file", file, "--function", function]
+    words = ["tree_broadcast", "--file", file, "--function", function, "--ranks", 1, 2]
     if "HANG" in pattern:
         words += ["--seconds", 4]
     printed, status = checked(tmp_path, *words)
@@ -376,8 +567,7 @@ def test_anything_ends(function, tmp_path):
 def test_ctrl_c(tmp_path):
     """It ends the check and all that it has started."""
     file = tmp_path / "anything.py"
-    file.write_text(ANYTHING)
-    words = ["ring_all_reduce", "--file", file, "--function", "has_children", "--seconds", "1000"]
+    words = ["tree_broadcast", "--file", file, "--function", "has_children", "--seconds", "1000"]
     file.write_text(ANYTHING.replace('raise ValueError("ten children")', "time.sleep(1000)"))
     job = Job(CHECK, *words, env={"TMPDIR": str(tmp_path)}, cold=False)
     end = time.monotonic() + 60
@@ -391,58 +581,97 @@ def test_ctrl_c(tmp_path):
     assert list(tmp_path.iterdir()) == [file]
 
 
-@pytest.fixture
-def copy(tmp_path):
-    """A copy of the exercises, in which a learner writes."""
-    folder = tmp_path / "course" / "playground" / "exercises"
-    no_cache = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(FOLDER, folder, ignore=no_cache)
-    shutil.copytree(ROOT / "common", tmp_path / "course" / "common", ignore=no_cache)
-    for name in EXERCISES:
-        (folder / f"{name}.py").write_text(source(name))
-    return folder
-
-
-def solve(folder, name):
-    """Write the solution of an exercise into its file, as a learner would."""
-    solution = (folder / "solutions" / f"{name}.py").read_text().partition('"""\n')[2]
-    last = '\n\nif __name__ == "__main__":\n    check(__file__)\n'
-    (folder / f"{name}.py").write_text(f"from check import check\n{solution}{last}")
-
-
-def test_a_file_checks_itself(copy):
-    """`python FILE` prints the verdict. It starts Python, as a learner does."""
-    command = [sys.executable, copy / "ring_all_reduce.py"]
-    done = Job(*command).wait(60)
-    assert done.stdout.startswith("your turn: write the function in ")
-    solve(copy, "ring_all_reduce")
-    done = Job(*command, "--trace").wait(60)
-    lines = done.stdout.splitlines()
-    assert lines[:2] == [RIGHT, "who sends what to whom, with 3 ranks:"]
-    assert re.fullmatch(r"  step 1:  0 -> 1: \[.*\]   1 -> 2: \[.*\]   2 -> 0: \[.*\]", lines[2])
-    assert len(lines) == 2 + 4  # 2(n - 1) steps
-    assert done.returncode == 0
-
-
 def test_some_numbers_of_ranks(tmp_path):
     """--ranks checks with these only."""
-    words = ["ring_all_reduce", "--file", FOLDER / "solutions" / "ring_all_reduce.py", "--ranks"]
-    (tmp_path / "one").mkdir()
-    (tmp_path / "two").mkdir()
-    assert checked(tmp_path / "one", *words, 3) == ("RIGHT with 3 ranks\n", 0)
-    assert checked(tmp_path / "two", *words, 2, 4) == ("RIGHT with 2 and 4 ranks\n", 0)
+    words = ["all_gather", "--file", FOLDER / "solutions" / "all_gather.py", "--ranks"]
+    assert checked(tmp_path, *words, 2, 4) == ("RIGHT with 2 and 4 ranks\n", 0)
     done = Job(CHECK, *words, 0, cold=False).wait(60)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].endswith("error: --ranks: at least 1")
 
 
-def test_hints_and_answer(tmp_path):
-    """They are shown for each exercise."""
-    for name in EXERCISES:
-        for number in (1, 2, 3):
-            assert Job(CHECK, name, "--hint", number, cold=False).wait(60).stdout.strip()
-        shown = Job(CHECK, name, "--answer", cold=False).wait(60).stdout
-        assert shown == (FOLDER / "solutions" / f"{name}.py").read_text()
+@pytest.fixture
+def copy(tmp_path):
+    """The exercises of a fresh clone."""
+    not_committed = shutil.ignore_patterns("__pycache__", "answers")
+    for name in ("common", "playground/measure", "playground/exercises"):
+        shutil.copytree(ROOT / name, tmp_path / "course" / name, ignore=not_committed)
+    return tmp_path / "course" / "playground" / "exercises"
+
+
+def run(path, *words, cwd=None, cold=False):
+    """Run a file as a learner does. Returns what it prints and its status."""
+    command = [sys.executable, path] if cold else [path]
+    done = Job(*command, *words, cwd=cwd, cold=cold).wait(60)
+    assert not done.stderr, done.stderr
+    return done.stdout, done.returncode
+
+
+def solved(folder, name):
+    """Return the solution of an exercise as a file that checks itself."""
+    solution = (folder / "solutions" / f"{name}.py").read_text().partition('"""\n')[2]
+    last = '\n\nif __name__ == "__main__":\n    check(__file__)\n'
+    return f"from check import check\n{solution}{last}"
+
+
+def test_where_a_learner_writes(copy, tmp_path):
+    """The first check copies the task. From then on, every way to check it checks the copy."""
+    task = copy / "all_gather.py"
+    answer = copy / "answers" / "all_gather.py"
+    course = tmp_path / "course"
+    line = "your turn: write the function in playground/exercises/answers/all_gather.py\n"
+    for _ in range(2):
+        assert run("playground/exercises/all_gather.py", cwd=course, cold=True) == (line, 1)
+        assert answer.read_text() == task.read_text()
+    answer.write_text(solved(copy, "all_gather"))
+    for file in (task, answer):
+        assert run(file, "--ranks", 2, cold=True) == ("RIGHT with 2 ranks\n", 0)
+    task.write_text(task.read_text().replace("Lesson: ", "Read this lesson: "))
+    assert run(copy / "check.py", task, "--ranks", 3) == ("RIGHT with 3 ranks\n", 0)
+    assert run(copy / "check.py", "all_gather", "--ranks", 3) == ("RIGHT with 3 ranks\n", 0)
+    assert answer.read_text() == solved(copy, "all_gather")
+
+
+def test_a_program_to_repair(copy):
+    """The first check says where to repair it, and gives the verdict on the fault."""
+    line, _, verdict = run(copy / "check.py", "fault_never_returns")[0].partition("\n")
+    answer = copy / "answers" / "fault_never_returns.py"
+    assert line == f"your turn: repair the function in {os.path.relpath(answer)}"
+    assert begins(verdict, check_of("fault_never_returns").FAULT)
+    assert not run(copy / "check.py", "fault_never_returns")[0].startswith("your turn")
+
+
+def test_git_ignores_the_answers():
+    """git does not see what a learner writes."""
+    ignored = (ROOT / ".gitignore").read_text().splitlines()
+    assert "/playground/exercises/answers/" in ignored
+
+
+def test_reset(copy):
+    """It puts the task back, and keeps each old answer under a name that it prints."""
+    answer = copy / "answers" / "all_gather.py"
+    task = (copy / "all_gather.py").read_text()
+    for number in (1, 2):
+        run(copy / "check.py", "all_gather", "--reset")
+        assert answer.read_text() == task
+        answer.write_text(f"answer {number}")
+    printed, status = run(copy / "check.py", "all_gather", "--reset")
+    assert status == 0
+    assert answer.read_text() == task
+    old = Path(re.search(r"^Your old answer is (\S+) now\.$", printed, re.M)[1])
+    assert old.read_text() == "answer 2"
+    assert (copy / "answers" / "all_gather-1.py").read_text() == "answer 1"
+    # The task itself is not kept as an old answer.
+    assert "old answer" not in run(copy / "check.py", "all_gather", "--reset")[0]
+
+
+def test_trace(copy):
+    """--trace shows each message in its step."""
+    words = ["ring_all_reduce", "--file", copy / "solutions" / "ring_all_reduce.py", "--trace"]
+    lines = run(copy / "check.py", *words)[0].splitlines()
+    assert lines[:2] == [RIGHT, "who sends what to whom, with 3 ranks:"]
+    assert re.fullmatch(r"  step 1:  0 -> 1: \[.*\]   1 -> 2: \[.*\]   2 -> 0: \[.*\]", lines[2])
+    assert len(lines) == 2 + 4  # 2(n - 1) steps
 
 
 def test_the_page(copy, tmp_path):
@@ -450,23 +679,28 @@ def test_the_page(copy, tmp_path):
     page = (FOLDER / "README.md").read_text()
     [answer] = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
     sessions = re.findall(r"^```console\n\$ python (\S+) ?(.*?)\n(.*?)^```$", page, re.M | re.S)
-    [(path, flags, shown)] = sessions
-    file = tmp_path / "course" / path
+    [(first, no_flags, your_turn), (path, flags, shown)] = sessions
+    assert not no_flags
+    course = tmp_path / "course"
+    assert run(first, cwd=course, cold=True)[0] == your_turn
+    file = course / your_turn.split()[-1]
     head, _, rest = file.read_text().partition("\ndef ")
     foot = rest.partition('"your turn")\n')[2]
     file.write_text(f"{head}\n{answer}{foot}")
-    done = Job(sys.executable, path, *flags.split(), cwd=tmp_path / "course").wait(60)
-    assert done.stdout == shown
+    assert run(path, *flags.split(), cwd=course, cold=True)[0] == shown
     assert f"`{RIGHT}`" in " ".join(page.split())
     assert all(len(line) <= 100 for line in page.splitlines())
 
 
 def test_watch(copy):
-    """It checks a file when it is saved, and ends at Ctrl-C."""
+    """It checks an answer when it is saved, and ends at Ctrl-C."""
     job = Job(copy / "check.py", "--watch", cold=False)
-    assert job.process.stdout.readline().startswith("Save an exercise")
-    time.sleep(1)
-    solve(copy, "all_gather")
+    line = job.process.stdout.readline()
+    assert line == f"Save a file in {os.path.relpath(copy / 'answers')} to have it checked." + (
+        " Ctrl-C ends this.\n"
+    )
+    (copy / "answers").mkdir()
+    (copy / "answers" / "all_gather.py").write_text(solved(copy, "all_gather"))
     lines = [job.process.stdout.readline() for _ in range(3)]
     assert lines[0] == "\n"
     assert lines[1].startswith("all_gather, saved at ")
@@ -478,15 +712,69 @@ def test_watch(copy):
 def test_all_and_the_next(copy):
     """All are listed in order, and --next shows the first that is not right."""
     first, second = check_order()[:2]
-    solve(copy, first)
-    shown = Job(copy / "check.py", cold=False).wait(120).stdout.splitlines()
+    for name in ("average_gradients", first):
+        run(copy / "check.py", name)
+        (copy / "answers" / f"{name}.py").write_text(solved(copy, name))
+    answer = copy / "answers" / "average_gradients.py"
+    answer.write_text(answer.read_text().replace("if parameter.requires_grad", "if True"))
+    shown = run(copy / "check.py")[0].splitlines()
     assert [line.split()[0] for line in shown[:-1]] == check_order()
-    assert shown[0].split(maxsplit=1)[1] == RIGHT
-    assert shown[1].split(maxsplit=1)[1] == "your turn"
+    states = dict(line.split(maxsplit=1) for line in shown[:-1])
+    assert states[first] == RIGHT
+    assert states[second] == "your turn"
+    fault = "COSTLY with 2 ranks, tied and frozen parameters"
+    assert states["average_gradients"] == f"rung 1 of 2 is RIGHT, rung 2: {fault}"
     assert shown[-1] == f"1 of {len(EXERCISES)} are right"
-    shown = Job(copy / "check.py", "--next", cold=False).wait(60).stdout
-    assert f"{second}.py: your turn\n\n" in shown
-    assert ast.get_docstring(ast.parse(source(second))) in shown
+    shown = run(copy / "check.py", "--next")[0]
+    task = ast.get_docstring(ast.parse(source(second)))
+    file = os.path.relpath(copy / "answers" / f"{second}.py")
+    assert shown == f"your turn: write the function in {file}\n\n{task}\n"
+
+
+def test_verdicts_are_kept(copy, tmp_path):
+    """An answer runs again only if it, its check, what judges it or PyTorch has changed."""
+    imports = tmp_path / "imports"  # one line for each rank that was started
+    imports.touch()
+    answer = copy / "answers" / "order_1f1b.py"
+    answer.parent.mkdir()
+    note = f"with open({str(imports)!r}, 'a') as file:\n    print(file=file)\n"
+    answer.write_text(f"{solved(copy, 'order_1f1b')}\n{note}")
+
+    def append(path):
+        path.write_text(f"{path.read_text()}\n# changed\n")
+
+    def is_judged(*words, **options):
+        before = imports.read_text()
+        printed = Job(copy / "check.py", *words, cold=False, **options).wait(60).stdout
+        assert words or f"order_1f1b              {right_with('order_1f1b')}\n" in printed
+        return imports.read_text() != before
+
+    assert is_judged()
+    assert not is_judged()
+    assert not is_judged("--next")
+    append(answer)
+    assert is_judged("order_1f1b")
+    assert not is_judged()
+    append(copy / "judging" / "checks" / "order_1f1b.py")
+    assert is_judged()
+    append(copy / "judging" / "checks" / "gpipe.py")
+    assert not is_judged()
+    append(copy / "judging" / "traffic.py")
+    assert is_judged()
+    for damaged in ("", "{", "[]", "\0"):
+        (copy / "answers" / "verdicts.json").write_text(damaged)
+        assert is_judged()
+        assert not is_judged()
+    other = tmp_path / "other" / "torch-0.0.dist-info"
+    other.mkdir(parents=True)
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 0.0\n")
+    assert is_judged(env={"PYTHONPATH": str(other.parent)})
+    assert {path.name for path in (copy / "answers").iterdir()} == {
+        "order_1f1b.py",
+        "verdicts.json",
+        "check.py",
+        "swap_with_neighbour.py",
+    }
 
 
 def test_where_the_exercises_stand():

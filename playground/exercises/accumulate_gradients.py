@@ -9,12 +9,17 @@ fewer if there are fewer images. It runs forward() and backward() for each of th
 is F.cross_entropy. Afterwards each parameter.grad is the gradient of the mean loss of the global
 batch, as if each rank had computed its whole batch at once.
 
-Your answer passes if
-- the gradients are right, even if `count` does not divide the number of images;
+In rung 1, `count` divides the number of images. Your answer passes it if
+- the gradients are right;
 - a micro-batch has at most ceil(images / count) images, and its backward() follows its forward(),
   so that only one micro-batch is in memory at a time;
-- each gradient travels once, in the messages that DDP sends in one backward();
 - the next call works as well.
+
+Rung 2 is any number of images. Your answer passes it if
+- all of rung 1 holds;
+- each gradient travels once, in the messages that DDP sends in one backward().
+
+The first check copies this file to playground/exercises/answers/. Write in the copy.
 
 Check it:
     python playground/exercises/accumulate_gradients.py            # what is wrong, or RIGHT

@@ -10,6 +10,8 @@ Your answer passes if
 - only all_to_all, send, recv, isend and irecv are used;
 - each rank sends at most n - 1 chunks, for n ranks.
 
+The first check copies this file to playground/exercises/answers/. Write in the copy.
+
 Check it:
     python playground/exercises/all_gather.py            # what is wrong, or RIGHT
     python playground/exercises/all_gather.py --trace    # who sends what to whom

@@ -4,10 +4,15 @@
     python playground/exercises/check.py --next                   # the next one that is not right
     python playground/exercises/check.py ring_all_reduce          # one of them
     python playground/exercises/check.py ring_all_reduce --trace  # who sent what to whom
-    python playground/exercises/check.py --watch                  # each time that a file is saved
+    python playground/exercises/check.py --watch                  # each time that you save a file
     python playground/exercises/check.py ring_all_reduce --hint 1 # a direction; 2: the API; 3: the
                                                                   # shape of the answer
     python playground/exercises/check.py ring_all_reduce --answer # a solution, and why it is right
+    python playground/exercises/check.py ring_all_reduce --reset  # start again; your file is kept
+
+The files in this folder are the tasks. You write in copies of them, in the folder answers/, which
+git ignores. The first check of an exercise makes the copy. It also works to run the file of a task
+or of an answer.
 
 The verdicts:
     RIGHT      right numbers, and no more messages and bytes than needed
@@ -16,32 +21,29 @@ The verdicts:
     CRASH      an error, with your own lines only
     HANG       a rank did not finish in time, with the line at which each rank waits
     your turn  you have not written it yet
+
+The list runs only the answers that have changed, because answers/verdicts.json keeps the verdicts.
 """
 
 import argparse
 import ast
-import importlib
+import hashlib
+import json
 import os
+import re
+import shutil
 import signal
 import sys
-import tempfile
 import time
-from multiprocessing.connection import wait
+from importlib.metadata import version
+from itertools import count
 from pathlib import Path
 
-# These are read when torch is imported. Each rank computes in one thread, and none uses a GPU.
-os.environ["OMP_NUM_THREADS"] = "1"
-os.environ["OPENBLAS_NUM_THREADS"] = "1"
-os.environ["CUDA_VISIBLE_DEVICES"] = ""
-
-from ranks import SECONDS_FOR_A_CASE, World, adopt_orphans, die_with_parent, end_children, fork
-from verdicts import Verdict, in_ranks, judge_worlds
-
 FOLDER = Path(__file__).resolve().parent
-WORLD_SIZES = (1, 2, 3, 4, 5)
-SECONDS = 20  # for all of them together, however many cases there are
-SECONDS_FOR_OTHERS = 2  # for the others, when the verdict is known
-LINES = 20  # how many lines a verdict has at most
+ANSWERS = FOLDER / "answers"
+KEPT = ANSWERS / "verdicts.json"
+JUDGING = FOLDER / "judging"
+sys.path.append(str(JUDGING))
 # The exercises in the order of the lessons. A name without a file is not listed.
 ORDER = [
     "swap_with_neighbour",
@@ -74,7 +76,7 @@ ORDER = [
 
 
 def check(file):
-    """Check the exercise in a file. The last line of each exercise calls this.
+    """Check the exercise of a task or of an answer. The last line of each of them calls this.
 
     A new process does it, because this one has run the learner's file already.
     """
@@ -85,222 +87,115 @@ def check(file):
 
 def exercises():
     """Return the names of all exercises in order. Those that ORDER lacks come last."""
-    there = {path.stem for path in (FOLDER / "checks").glob("*.py")}
+    there = {path.stem for path in (JUDGING / "checks").glob("*.py")}
     known = [name for name in ORDER if name in there]
     return known + sorted(there - set(ORDER))
 
 
-def shown_path(name):
-    """Return the path of an exercise as one can type it, from the working directory."""
-    return os.path.relpath(FOLDER / f"{name}.py")
+def task_of(name):
+    """Return the path of an exercise's task."""
+    return FOLDER / f"{name}.py"
 
 
-def verdicts_on(name, file=None, function=None, seconds=None, sizes=None):
-    """Run an exercise with several numbers of ranks side by side.
+def answer_to(name):
+    """Return the path of the learner's answer, which may not be there yet."""
+    return ANSWERS / f"{name}.py"
 
-    Args:
-        name: the exercise.
-        file: the file with the answer; None: the exercise's own file.
-        function: the name of the answer in it; None: the exercise's own name.
-        seconds: for each case.
-        sizes: the numbers of ranks; None: all that the exercise has.
 
-    Returns:
-        a Verdict for each number of ranks, in order.
+def shown(path):
+    """Return a path as one can type it, from the working directory."""
+    return os.path.relpath(path)
 
-    Raises:
-        RuntimeError: if the check itself has failed.
+
+def your_turn(name):
+    """Return what there is to do, in one line."""
+    if name.startswith("fault_"):
+        return f"your turn: repair the function in {shown(answer_to(name))}"
+    is_class = re.search(r"^class ", task_of(name).read_text(), re.M)
+    what = "class" if is_class else "function"
+    return f"your turn: write the {what} in {shown(answer_to(name))}"
+
+
+def begin(name):
+    """Copy the task of an exercise to the answers, unless an answer is there.
+
+    Returns whether it was copied.
     """
-    exercise = importlib.import_module(f"checks.{name}")
-    file = str(Path(file).resolve()) if file else str(FOLDER / f"{name}.py")
-    function = function or getattr(exercise, "NAME", name)
-    sizes = sizes or all_sizes(exercise)
-    seconds = seconds or getattr(exercise, "SECONDS", SECONDS_FOR_A_CASE)
-    verdicts = {}
-    judges = {}
-    adopt_orphans()
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            for size in sizes:
-                ours, theirs = fork.Pipe(duplex=False)
-                worlds = worlds_of(exercise, size, file, function, Path(folder), seconds)
-                process = fork.Process(target=judge, args=(exercise, worlds, theirs))
-                process.start()
-                theirs.close()
-                judges[ours] = size, process
-            end = time.monotonic() + SECONDS
-            while len(verdicts) < len(sizes) and time.monotonic() < end:
-                for connection in wait(list(judges), max(0, end - time.monotonic())):
-                    size, process = judges.pop(connection)
-                    verdicts[size] = verdict_from(connection, process, size)
-                if is_decided(sizes, verdicts):
-                    end = min(end, time.monotonic() + SECONDS_FOR_OTHERS)
-        finally:
-            end_children()
-    for size in sizes:
-        line = f"not all ranks have finished after {SECONDS} seconds"
-        ranks = in_ranks([size])
-        late = Verdict("HANG", size, ranks=ranks, lines=[line], finished=False)
-        verdicts.setdefault(size, late)
-    return [verdicts[size] for size in sizes]
+    ANSWERS.mkdir(exist_ok=True)
+    link = ANSWERS / "check.py"  # an answer that is run imports check from its own folder
+    if not link.exists():
+        link.symlink_to("../check.py")
+    if answer_to(name).exists():
+        return False
+    shutil.copyfile(task_of(name), answer_to(name))
+    return True
 
 
-def all_sizes(exercise):
-    """Return the numbers of ranks with which an exercise is checked."""
-    return getattr(exercise, "WORLD_SIZES", WORLD_SIZES)
+def reset(name):
+    """Put the task back, and keep the old answer under another name."""
+    answer = answer_to(name)
+    if answer.exists() and answer.read_bytes() != task_of(name).read_bytes():
+        numbered = (ANSWERS / f"{name}-{number}.py" for number in count(1))
+        old = next(path for path in numbered if not path.exists())
+        answer.rename(old)
+        print(f"Your old answer is {shown(old)} now.")
+    begin(name)
+    print(your_turn(name))
 
 
-def verdict_from(connection, process, size):
-    """Return the Verdict that a judge has sent. The learner's code may have ended the judge.
+def is_unwritten(name):
+    """Return whether an exercise has no answer, or the stub of the task. None of them is run."""
+    if not answer_to(name).exists():
+        return True
+    same = answer_to(name).read_bytes() == task_of(name).read_bytes()
+    return same and not name.startswith("fault_")
 
-    Raises:
-        RuntimeError: if the judge has failed by itself. Its traceback has been printed.
-    """
+
+def hint(name, number):
+    """Return hint 1, 2 or 3. There are empty lines between them in the file."""
+    return (FOLDER / "hints" / f"{name}.txt").read_text().rstrip().split("\n\n")[number - 1]
+
+
+def key_of(name):
+    """Return a text that differs when an answer needs a new verdict."""
+    files = [answer_to(name), JUDGING / "checks" / f"{name}.py", *sorted(JUDGING.glob("*.py"))]
+    files.append(FOLDER.parent / "measure" / "messages.py")
+    digest = hashlib.sha256(version("torch").encode())
+    for file in files:
+        digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return f"{name} {digest.hexdigest()}"
+
+
+def kept_states():
+    """Return the states that are kept, by key_of. A damaged file is as good as none."""
     try:
-        verdict = connection.recv()
-        verdict.world_size = size
-        return verdict
-    except EOFError:
-        process.join()
-    if process.exitcode > 0:
-        raise RuntimeError("the check itself has failed")
-    name = signal.Signals(-process.exitcode).name
-    line = f"the process that watches the ranks was ended by {name}"
-    return Verdict("CRASH", size, ranks=in_ranks([size]), lines=[line])
+        kept = json.loads(KEPT.read_text())
+    except (OSError, ValueError):
+        return {}
+    return kept if isinstance(kept, dict) else {}
 
 
-def is_decided(sizes, verdicts):
-    """Return whether the smallest number of ranks with a fault is known. `verdicts` may lack some.
-
-    The others are then only needed to say for which numbers of ranks an answer is right.
-    """
-    for size in sizes:
-        if size not in verdicts:
-            return False
-        if verdicts[size].kind != "RIGHT":
-            return True
-    return False
-
-
-def worlds_of(exercise, size, file, function, folder, seconds):
-    """Return the Worlds of an exercise for one number of ranks: one, unless it has `runs`."""
-    place = folder / f"ranks{size}"
-    place.mkdir()
-    if hasattr(exercise, "runs"):
-        runs = exercise.runs(size)
-    else:
-        runs = [(exercise.run, size)]
-    worlds = []
-    for run, ranks in runs:
-        world = World(
-            size=ranks,
-            file=file,
-            name=function,
-            run=run,
-            cases=list(exercise.CASES.values()),
-            folder=place,
-            join=getattr(exercise, "JOIN", True),
-            only=getattr(exercise, "ONLY", None),
-            instead=getattr(exercise, "INSTEAD", ""),
-            seconds=seconds,
-        )
-        worlds.append(world)
-    return worlds
-
-
-def judge(exercise, worlds, connection):
-    """Send the Verdict on one number of ranks. Runs in a process of its own."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one ends it
-    die_with_parent()
-    adopt_orphans()
-    connection.send(judge_worlds(exercise, worlds))
-
-
-def first_fault(verdicts):
-    """Return the Verdict to tell: of the smallest number of ranks that is not right, or None."""
-    for verdict in verdicts:
-        if verdict.kind != "RIGHT":
-            return verdict
-    return None
-
-
-def in_words(sizes):
-    """Return numbers of ranks as text, such as "1, 2 and 3 ranks"."""
-    *others, last = map(str, sizes)
-    first = f"{', '.join(others)} and " if others else ""
-    return f"{first}{last} rank" if sizes == [1] else f"{first}{last} ranks"
-
-
-def in_one_line(verdicts):
-    """Return the state of an exercise in one line."""
-    fault = first_fault(verdicts)
-    if fault is None:
-        return f"RIGHT with {in_words([verdict.world_size for verdict in verdicts])}"
-    if fault.kind == "your turn":
-        return "your turn"
-    case = f", {fault.case}" if fault.case else ""
-    return f"{fault.kind} with {fault.ranks}{case}"
-
-
-def right_only(exercise, verdicts):
-    """Return for which numbers of ranks an answer is right, if not for all; otherwise None."""
-    if len(verdicts) < len(all_sizes(exercise)):
-        return None
-    even_only = getattr(exercise, "EVEN_ONLY", "right for even numbers of ranks only")
-    several = [verdict for verdict in verdicts if verdict.world_size > 1 and verdict.finished]
-    right = [verdict.world_size for verdict in several if verdict.kind == "RIGHT"]
-    even = [verdict.world_size for verdict in several if verdict.world_size % 2 == 0]
-    odd = [verdict.world_size for verdict in several if verdict.world_size % 2 == 1]
-    if not right or len(right) == len(several):
-        return None
-    if right == even and len(even) > 1:
-        return even_only
-    if right == odd and len(odd) > 1:
-        return "right for odd numbers of ranks only"
-    return f"right with {in_words(right)}"
-
-
-def report(name, verdicts, with_trace):
-    """Return what is printed about an exercise: at most LINES lines."""
-    lines = [in_one_line(verdicts)]
-    fault = first_fault(verdicts)
-    if fault is not None and fault.kind == "your turn":
-        return [f"your turn: write the function in {shown_path(name)}"]
-    told = fault or verdicts[min(2, len(verdicts) - 1)]
-    for line in told.lines:
-        lines.append(f"  {line}")
-    only = right_only(importlib.import_module(f"checks.{name}"), verdicts)
-    if only:
-        lines.append(f"  {only}")
-    if with_trace:
-        heading = "who sends what to whom"
-        if any(" calls " in line for line in told.trace):
-            heading = "which collectives each rank calls"
-        if any(" -> " in line for line in told.trace):
-            heading = "who sends what to whom"
-        lines.append(f"{heading}, with {told.ranks}:")
-        lines += [f"  {line}" for line in told.trace]
-    for rank, text in enumerate(told.printed):
-        # Gloo of PyTorch 2.9 prints a line when it connects.
-        printed = [line for line in text.splitlines() if not line.startswith("[Gloo]")]
-        for line in printed[:5]:
-            lines.append(f"rank {rank} printed: {line}")
-    if len(lines) > LINES:
-        lines = [*lines[: LINES - 1], "..."]
-    return [line if len(line) <= 200 else f"{line[:197]}..." for line in lines]
-
-
-def task(name):
-    """Return the docstring of an exercise's file."""
-    return ast.get_docstring(ast.parse((FOLDER / f"{name}.py").read_text())) or ""
+def keep(name, key, state):
+    """Keep the state of an exercise, and forget its former one."""
+    kept = {other: each for other, each in kept_states().items() if other.split()[0] != name}
+    kept[key] = state
+    unfinished = KEPT.with_suffix(f".{os.getpid()}")
+    unfinished.write_text(json.dumps(kept, indent=1))
+    os.replace(unfinished, KEPT)  # another check may read it at any time
 
 
 def state_of(name):
-    """Return the state of an exercise in one line. A function that ends as a stub is not run."""
-    written = (FOLDER / f"{name}.py").read_text().partition("\n\n\nif __name__")[0]
-    if written.rstrip().endswith('raise NotImplementedError("your turn")'):
+    """Return the state of an exercise in one line. It is judged only if no state is kept."""
+    if is_unwritten(name):
         return "your turn"
-    return in_one_line(verdicts_on(name))
+    key = key_of(name)
+    state = kept_states().get(key)
+    if not isinstance(state, str):
+        import judge  # imports torch, which takes longer than all else here
+
+        state = judge.in_one_line(name, judge.verdicts_on(name, answer_to(name)))
+        keep(name, key, state)
+    return state
 
 
 def show_all():
@@ -320,7 +215,12 @@ def show_next():
     for name in exercises():
         state = state_of(name)
         if not state.startswith("RIGHT"):
-            print(f"{shown_path(name)}: {state}\n\n{task(name)}")
+            begin(name)
+            task = ast.get_docstring(ast.parse(task_of(name).read_text()))
+            line = f"{shown(answer_to(name))}: {state}"
+            if state == "your turn":
+                line = your_turn(name)
+            print(f"{line}\n\n{task}")
             return False
     print("All exercises are right.")
     return True
@@ -328,25 +228,48 @@ def show_next():
 
 def show(name, args):
     """Print the verdict on one exercise. Returns whether it is right."""
-    verdicts = verdicts_on(name, args.file, args.function, args.seconds, args.ranks)
-    print(*report(name, verdicts, args.trace), sep="\n", flush=True)
-    return first_fault(verdicts) is None
+    if not args.file:
+        is_new = begin(name)
+        unwritten = is_unwritten(name)
+        if is_new or unwritten:
+            print(your_turn(name), flush=True)
+        if unwritten:
+            return False
+    import judge  # see state_of
+
+    file = args.file or answer_to(name)
+    key = None
+    if not (args.file or args.function or args.seconds or args.ranks):
+        key = key_of(name)
+    verdicts = judge.verdicts_on(name, file, args.function, args.seconds, args.ranks)
+    if key:
+        keep(name, key, judge.in_one_line(name, verdicts))
+    lines = judge.report(name, verdicts, args.trace) or [your_turn(name)]
+    print(*lines, sep="\n", flush=True)
+    return judge.first_fault(verdicts) is None
 
 
 def watch(names, args):
-    """Check each exercise whenever its file is saved, until Ctrl-C."""
-    print("Save an exercise to have it checked. Ctrl-C ends this.", flush=True)
-    seen = {name: (FOLDER / f"{name}.py").stat().st_mtime for name in names}
+    """Check each exercise whenever its answer is saved, until Ctrl-C."""
+    seen = {name: saved_at(name) for name in names}
+    print(f"Save a file in {shown(ANSWERS)} to have it checked. Ctrl-C ends this.", flush=True)
     while True:
         for name in names:
-            path = FOLDER / f"{name}.py"
+            saved = saved_at(name)
             # While an editor saves a file, it may be missing for a moment.
-            saved = path.stat().st_mtime if path.exists() else seen[name]
-            if saved != seen[name]:
+            if saved is not None and saved != seen[name]:
                 seen[name] = saved
                 print(f"\n{name}, saved at {time.strftime('%H:%M:%S', time.localtime(saved))}")
                 show(name, args)
         time.sleep(0.3)
+
+
+def saved_at(name):
+    """Return when an answer was saved, in seconds since 1970; None: there is none."""
+    try:
+        return answer_to(name).stat().st_mtime
+    except FileNotFoundError:
+        return None
 
 
 def main():
@@ -357,27 +280,31 @@ def main():
     add = parser.add_argument
     add("exercise", nargs="?", help="its name or its file; none: all exercises")
     add("--next", action="store_true", help="show the next exercise that is not right")
-    add("--watch", action="store_true", help="check an exercise whenever its file is saved")
+    add("--watch", action="store_true", help="check an exercise whenever you save your answer")
     add("--trace", action="store_true", help="show who sends what to whom, step by step")
     add("--hint", type=int, choices=[1, 2, 3], help="a direction, the API, the shape of the answer")
     add("--answer", action="store_true", help="show a solution")
+    add("--reset", action="store_true", help="start again with the task; your answer is kept")
     add("--file", help="check a function in another file")
     add("--function", help="the name of this function")
     add("--ranks", type=int, nargs="+", help="check it with these numbers of ranks only")
-    add("--seconds", type=float, help=f"time for each case (default: {SECONDS_FOR_A_CASE})")
+    add("--seconds", type=float, help="time for each case (default: 8)")
     args = parser.parse_args()
     name = Path(args.exercise).stem if args.exercise else None
     if name and name not in exercises():
         parser.error(f"there is no exercise {name}: choose from {', '.join(exercises())}")
-    if name is None and (args.hint or args.answer or args.file):
+    if name is None and (args.hint or args.answer or args.reset or args.file):
         parser.error("name an exercise")
     if args.ranks and min(args.ranks) < 1:
         parser.error("--ranks: at least 1")
     if args.hint:
-        print(importlib.import_module(f"checks.{name}").HINTS[args.hint - 1])
+        print(hint(name, args.hint))
         return 0
     if args.answer:
         print((FOLDER / "solutions" / f"{name}.py").read_text(), end="")
+        return 0
+    if args.reset:
+        reset(name)
         return 0
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda signal_number, frame: sys.exit(128 + signal_number))

@@ -14,6 +14,8 @@ It is repaired if
 - these two lines load the trained parameters, and the buffers too, for any model;
 - the file is there when train returns, on every rank.
 
+The first check copies this file to playground/exercises/answers/. Repair the copy.
+
 Check it:
     python playground/exercises/fault_cannot_load.py            # what is wrong, or RIGHT
     python playground/exercises/fault_cannot_load.py --hint 1   # also 2 and 3

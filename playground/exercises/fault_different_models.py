@@ -12,6 +12,8 @@ It is repaired if
 - two runs with the same seed give the same model, and another seed gives a different one. The ranks
   may have drawn random numbers before they call train.
 
+The first check copies this file to playground/exercises/answers/. Repair the copy.
+
 Check it:
     python playground/exercises/fault_different_models.py            # what is wrong, or RIGHT
     python playground/exercises/fault_different_models.py --hint 1   # also 2 and 3

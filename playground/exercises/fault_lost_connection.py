@@ -14,6 +14,8 @@ It is repaired if
 - the model is the same on all ranks, as if a single process had trained it with all images;
 - each rank leaves the group.
 
+The first check copies this file to playground/exercises/answers/. Repair the copy.
+
 Check it:
     python playground/exercises/fault_lost_connection.py            # what is wrong, or RIGHT
     python playground/exercises/fault_lost_connection.py --hint 1   # also 2 and 3

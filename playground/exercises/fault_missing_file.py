@@ -16,6 +16,8 @@ It is repaired if
 - no rank reads the file before download has returned on its node;
 - the ranks of all nodes together still use each image once.
 
+The first check copies this file to playground/exercises/answers/. Repair the copy.
+
 Check it:
     python playground/exercises/fault_missing_file.py            # what is wrong, or RIGHT
     python playground/exercises/fault_missing_file.py --hint 1   # also 2 and 3

@@ -12,6 +12,8 @@ It is repaired if
 - rank 0 returns the accuracy over the images of all ranks;
 - the other ranks return None.
 
+The first check copies this file to playground/exercises/answers/. Repair the copy.
+
 Check it:
     python playground/exercises/fault_never_returns.py            # what is wrong, or RIGHT
     python playground/exercises/fault_never_returns.py --hint 1   # also 2 and 3

@@ -17,6 +17,8 @@ It is repaired if
 - they are still changed in place, and nothing is returned;
 - each rank sends its parameters once in each step, and nothing else.
 
+The first check copies this file to playground/exercises/answers/. Repair the copy.
+
 Check it:
     python playground/exercises/fault_newer_parameters.py            # what is wrong, or RIGHT
     python playground/exercises/fault_newer_parameters.py --trace    # who sends what to whom

@@ -14,6 +14,8 @@ It is repaired if
 - the model is still trained as a single process would train it, on the images of all ranks in each
   step.
 
+The first check copies this file to playground/exercises/answers/. Repair the copy.
+
 Check it:
     python playground/exercises/fault_same_order.py            # what is wrong, or RIGHT
     python playground/exercises/fault_same_order.py --hint 1   # also 2 and 3

@@ -11,6 +11,8 @@ It is repaired if
 - each image is read on one rank only;
 - the parts are equal, or some ranks have one more image than others.
 
+The first check copies this file to playground/exercises/answers/. Repair the copy.
+
 Check it:
     python playground/exercises/fault_too_many_images.py            # what is wrong, or RIGHT
     python playground/exercises/fault_too_many_images.py --hint 1   # also 2 and 3

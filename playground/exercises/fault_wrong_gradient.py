@@ -11,6 +11,8 @@ It is repaired if
 - all ranks have the model of a single process, however many images each rank has;
 - a rank may also have no images, as long as there is an image on some rank.
 
+The first check copies this file to playground/exercises/answers/. Repair the copy.
+
 Check it:
     python playground/exercises/fault_wrong_gradient.py            # what is wrong, or RIGHT
     python playground/exercises/fault_wrong_gradient.py --hint 1   # also 2 and 3

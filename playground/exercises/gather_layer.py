@@ -12,14 +12,20 @@ and compute() ignores them. It draws no random numbers.
 forward() gathers the shards, and returns what compute() returns. backward() gathers them again, and
 runs compute() again, because autograd records nothing inside forward().
 
-Your answer passes if
-- the gradient of `shard` is this rank's shard of the mean gradient over all ranks. The gradient of
-  `inputs` is not averaged, because each rank has inputs of its own;
+Rung 1 is a linear layer. Your answer passes it if
+- the output is right, and so are the gradients. The gradient of `shard` is this rank's shard of the
+  mean gradient over all ranks. The gradient of `inputs` is not averaged, because each rank has
+  inputs of its own.
+
+Rung 2 is any layer, even if `inputs` are integers, and any dtype of the parameters. Your answer
+passes it if
+- all of rung 1 holds;
 - from forward() to backward(), and afterwards, this rank keeps its shard and `inputs`, but neither
   the whole parameters nor what was computed from them;
 - a step sends two all_gathers and one reduce_scatter. If `shard` needs no gradient, because the
-  layer is frozen, there is no reduce_scatter. ctx.needs_input_grad shows whether it is;
-- it is right for any layer, even if `inputs` are integers, and for any dtype of the parameters.
+  layer is frozen, there is no reduce_scatter. ctx.needs_input_grad shows whether it is.
+
+The first check copies this file to playground/exercises/answers/. Write in the copy.
 
 Check it:
     python playground/exercises/gather_layer.py            # what is wrong, or RIGHT

@@ -16,18 +16,23 @@ It computes the gradients of one step, as backward() does in a single process: i
     shape     the shape of what this stage receives for one row of a micro-batch
     dtype     the dtype of what this stage receives
 
-The loss is F.cross_entropy, the mean over all rows of all micro-batches. The last micro-batch may
-have fewer rows than the others.
+The loss is F.cross_entropy, the mean over all rows of all micro-batches.
 
-Your answer passes if
+In rung 1, all micro-batches have the same number of rows. Your answer passes it if
 - the gradients are those of a single process, and each rank computes one forward pass for each
   micro-batch;
+- only send, recv, isend and irecv are used.
+
+In rung 2, the last micro-batch may have fewer rows than the others, and any stage works: with
+frozen parameters only, with an output that is not contiguous, with integers as the inputs of rank
+0. Your answer passes it if
+- all of rung 1 holds;
 - it computes all forward passes first, and then all backward passes, so the ranks work at the same
   time: 2(n + m - 2) rounds of messages for n ranks and m micro-batches;
-- only send, recv, isend and irecv are used. For each micro-batch, a rank sends one message to the
-  next rank (the output of its stage) and one to the previous rank (the gradient of its input);
-- any stage works: with frozen parameters only, with an output that is not contiguous, with integers
-  as the inputs of rank 0.
+- for each micro-batch, a rank sends one message to the next rank (the output of its stage) and one
+  to the previous rank (the gradient of its input).
+
+The first check copies this file to playground/exercises/answers/. Write in the copy.
 
 Check it:
     python playground/exercises/gpipe.py            # what is wrong, or RIGHT

@@ -12,6 +12,8 @@ Your answer passes if
 - only all_to_all, send, recv, isend and irecv are used;
 - each rank sends at most n - 1 chunks: each of the other ranks needs one of its chunks.
 
+The first check copies this file to playground/exercises/answers/. Write in the copy.
+
 Check it:
     python playground/exercises/reduce_scatter.py            # what is wrong, or RIGHT
     python playground/exercises/reduce_scatter.py --trace    # who sends what to whom

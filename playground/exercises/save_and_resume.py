@@ -7,20 +7,26 @@ until `epochs` epochs are done, and saves a checkpoint to `path` after each epoc
 file at `path` when it starts, all ranks resume from it.
 
 train_epoch(epoch) trains one epoch on all ranks, which therefore have equal parameters. Epochs are
-counted from 0. It draws the order of the images with torch.randperm(), which uses PyTorch's random
-numbers. Do not seed these between epochs. Their state, torch.get_rng_state(), is the same on all
-ranks.
+counted from 0.
 
-Your answer passes if
+Rung 1 is what the lesson saves. The order of the images depends only on the number of the epoch.
+Your answer passes it if
 - a run that is killed and started again computes the same numbers as a run without a break:
-  parameters, buffers, the optimizer's state and the order of the images. The number of ranks may
-  differ;
+  parameters, buffers and the optimizer's state. The number of ranks may differ;
 - no epoch that is saved is trained again;
 - the file at `path` is complete at all times, even if the run is killed while it saves;
-- only rank 0 writes files. All ranks need what is in the file;
+- only rank 0 writes files. All ranks need what is in the file.
+
+In rung 2, train_epoch(epoch) draws the order of the images with torch.randperm(), which uses
+PyTorch's random numbers. Do not seed these between epochs. Their state, torch.get_rng_state(), is
+the same on all ranks. Your answer passes it if
+- all of rung 1 holds, and the order of the images is that of a run without a break;
+- it works with a frozen parameter, too;
 - rank 0 decides whether the run resumes. In a network folder, other ranks may for a moment lack a
   file that is new, or see one that has been deleted. The check starts the first run like this: only
   the other ranks see a file at `path`, and it is empty.
+
+The first check copies this file to playground/exercises/answers/. Write in the copy.
 
 Check it:
     python playground/exercises/save_and_resume.py            # what is wrong, or RIGHT

@@ -9,16 +9,21 @@ dropped is random, but the same each time that this rank calls it with the same 
 `seed` is the seed of the whole run, the same on all ranks. `step` counts the training steps from 0,
 and a restart does not reset it.
 
-Your answer passes if
-- each number is dropped independently of the others, with probability p, for any p from 0 to below
-  1, any shape and any float dtype;
+Rung 1 is float32. As in the lesson, you may seed PyTorch's own random numbers. Your answer passes
+it if
+- each number is dropped independently of the others, with probability p;
 - no two calls on different ranks, or in different steps, drop the same numbers. A different seed
   drops different numbers, too;
 - a run that is started again drops the same numbers as a run without a break;
+- backward() passes a gradient to the numbers that were not dropped, divided by 1 - p.
+
+Rung 2 is any p from 0 to below 1, any shape and any float dtype. Your answer passes it if
+- all of rung 1 holds;
 - PyTorch's own random numbers stay as they are. All ranks draw the same order of the images from
   them, so dropout must not change them;
-- backward() passes a gradient to the numbers that were not dropped, divided by 1 - p;
 - the ranks send nothing.
+
+The first check copies this file to playground/exercises/answers/. Write in the copy.
 
 Check it:
     python playground/exercises/seeded_dropout.py            # what is wrong, or RIGHT

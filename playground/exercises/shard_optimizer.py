@@ -10,21 +10,27 @@ AdamW.
 In each step, each rank computes its own gradients and then calls step(). This updates the
 parameters of the model on all ranks with the mean gradient, as a single process would. Call
 make_optimizer with this rank's shards only, so that it keeps 1/n of the state. The function
-padded(tensor) below is given. The lesson has the core, which is right for its own models. Your
-class must work for any model:
+padded(tensor) below is given.
+
+Rung 1 is the lesson's own model, in which each parameter is float32 and has a gradient. Your answer
+passes it if
+- the parameters are right after each step, on all ranks;
+- the optimizer of a rank keeps state for at most ceil(S/n) of the S numbers of each parameter.
+
+Rung 2 is any model:
 - A parameter may be frozen (requires_grad is False) or tied (two layers share it).
 - If a gradient is None on all ranks, the parameter and its state do not change, as with any
   optimizer. If it is None on some ranks, it counts as zero there.
 - The parameters may be float16. So divide before the gradients are added up, because the sum may be
   too large for float16.
 - A parameter may have any size, even fewer numbers than there are ranks.
-
-Your answer passes if
-- the parameters are right after each step, on all ranks;
-- the optimizer of a rank keeps state for at most ceil(S/n) of the S numbers of each parameter;
+Your answer passes it if
+- all of rung 1 holds;
 - in a step, each rank sends the bytes of a reduce_scatter of the gradients and of an all_gather of
   the parameters, each padded to a multiple of n. For each parameter, 8 more bytes are allowed, to
   find out which gradients exist.
+
+The first check copies this file to playground/exercises/answers/. Write in the copy.
 
 Check it:
     python playground/exercises/shard_optimizer.py            # what is wrong, or RIGHT

@@ -20,11 +20,16 @@ With n ranks, each rank has some rows of `first`, the numbers of `first_bias` fo
 columns of `second`. (nn.Linear stores a matrix transposed, so the lesson says columns and rows.)
 `inputs` and `second_bias` are the same on all ranks, and so is the gradient g.
 
-Your answer passes if
-- each rank gets the whole output, the whole gradient of `inputs`, and the gradients of its shards;
+Rung 1 is a pair with biases, in which each rank has some rows. Your answer passes it if
+- each rank gets the whole output, the whole gradient of `inputs`, and the gradients of its shards.
+
+Rung 2 is any pair. Your answer passes it if
+- all of rung 1 holds;
 - it is right if a rank has no rows at all, and if a bias is None;
 - there is one all_reduce in forward and one in backward. If `inputs` needs no gradient, there is
   none in backward: ctx.needs_input_grad[0] shows whether it does.
+
+The first check copies this file to playground/exercises/answers/. Write in the copy.
 
 Check it:
     python playground/exercises/split_pair.py            # what is wrong, or RIGHT

@@ -13,6 +13,8 @@ Your answer passes if
 - each rank that has a neighbour sends one message;
 - only send, recv, isend and irecv are used.
 
+The first check copies this file to playground/exercises/answers/. Write in the copy.
+
 Check it:
     python playground/exercises/swap_with_neighbour.py            # what is wrong, or RIGHT
     python playground/exercises/swap_with_neighbour.py --trace    # who sends what to whom

@@ -14,6 +14,8 @@ Your answer passes if
 - it takes at most ceil(log2 n) rounds: 1 round for 2 ranks, 2 for 3 and 4 ranks, 3 for 5 to 8;
 - only dist.send and dist.recv are used (or isend and irecv).
 
+The first check copies this file to playground/exercises/answers/. Write in the copy.
+
 Check it:
     python playground/exercises/tree_broadcast.py            # what is wrong, or RIGHT
     python playground/exercises/tree_broadcast.py --trace    # who sends what to whom

@@ -79,14 +79,14 @@ def one_backward(model, images, labels, count):
 
 
 def without_no_sync(model, images, labels, count):
-    """COSTLY with 1 rank, 8 images in 4 ... 4 times the bytes Is each forward() but the last one"""
+    """COSTLY with 1 rank, 7 images in 3 ... 3 times the bytes Is each forward() but the last one"""
     for part, part_labels in _parts(images, labels, count):
         loss = F.cross_entropy(model(part), part_labels)
         (loss * len(part_labels) / len(labels)).backward()
 
 
 def forward_outside(model, images, labels, count):
-    """COSTLY with 1 rank, 8 images in 4 ... inside no_sync(), with its backward()?"""
+    """COSTLY with 1 rank, 7 images in 3 ... inside no_sync(), with its backward()?"""
     parts = _parts(images, labels, count)
     for number, (part, part_labels) in enumerate(parts, start=1):
         loss = F.cross_entropy(model(part), part_labels)
@@ -95,7 +95,7 @@ def forward_outside(model, images, labels, count):
 
 
 def averaged_twice(model, images, labels, count):
-    """COSTLY with 1 rank, 8 images in 4 ... already averages the gradients in the last"""
+    """COSTLY with 1 rank, 7 images in 3 ... already averages the gradients in the last"""
     parts = _parts(images, labels, count)
     _accumulate(model, parts, lambda part: len(part) / len(labels))
     for parameter in model.parameters():
@@ -132,9 +132,8 @@ def empty_micro_batches(model, images, labels, count):
 
 
 def a_message_for_each_parameter(model, images, labels, count):
-    """COSTLY with 1 rank, 8 images in 4 ... rank 0 sends 8 messages; 6 are enough DDP puts many
-    gradients into one message if you call model(...)
-    """
+    """COSTLY with 1 rank, 7 images in 3 ... rank 0 sends 8 messages; 6 are enough DDP puts many
+    gradients into one message if you call model(...)"""
     parts = _parts(images, labels, count)
     for part, part_labels in parts:
         loss = F.cross_entropy(model.module(part), part_labels)

@@ -19,7 +19,8 @@ def _sums(model, batches):
 
 
 def own_images(model, batches):
-    """WRONG with 2 ranks, batches of ... These are the numbers of this rank's own images."""
+    """WRONG with 2 ranks, as many images on each rank ... These are the numbers of this rank's own
+    images."""
     loss_sum, hits, seen = _sums(model, batches).tolist()
     return loss_sum / seen, hits / seen
 
@@ -44,7 +45,8 @@ def mean_over_batches(model, batches):
 
 
 def sums_over_batches(model, batches):
-    """WRONG with 1 rank, batches of ... [ ... Divide them by the number of images."""
+    """WRONG with 1 rank, as many images on each rank ... [ ... Divide them by the number of
+    images."""
     totals = _sums(model, batches)
     dist.all_reduce(totals)
     return totals[0], totals[1]
@@ -67,7 +69,7 @@ def not_a_number(model, batches):
 
 
 def divided_by_its_own_count(model, batches):
-    """WRONG with 2 ranks, batches of ... divided by this rank's images"""
+    """WRONG with 2 ranks, as many images on each rank ... divided by this rank's images"""
     totals = _sums(model, batches)
     seen = totals[2].item()
     dist.all_reduce(totals)
@@ -75,17 +77,21 @@ def divided_by_its_own_count(model, batches):
 
 
 def in_training_mode(model, batches):
-    """CRASH with 1 rank, batches of ... Expected more than 1 value ... Call model.eval() first."""
+    """WRONG with 1 rank, as many images ... batch norm have changed. Call model.eval() first."""
     totals = torch.zeros(3, dtype=torch.float64)
     with torch.no_grad():
         for images, labels in batches:
-            totals[0] += F.cross_entropy(model(images), labels, reduction="sum")
+            logits = model(images)
+            totals[0] += F.cross_entropy(logits, labels, reduction="sum")
+            totals[1] += (logits.argmax(dim=1) == labels).sum()
+            totals[2] += len(labels)
     dist.all_reduce(totals)
     return totals[0] / totals[2], totals[1] / totals[2]
 
 
 def with_autograd(model, batches):
-    """WRONG with 1 rank, batches of ... on expected ... Turn it off with torch.no_grad()."""
+    """WRONG with 1 rank, as many images on each rank ... on expected ... Turn it off with
+    torch.no_grad()."""
     model.eval()
     totals = torch.zeros(3, dtype=torch.float64)
     for images, labels in batches:
@@ -136,7 +142,8 @@ def three_messages(model, batches):
 
 
 def the_other_way_round(model, batches):
-    """WRONG with 1 rank, batches of ... Return the mean loss first, then the accuracy."""
+    """WRONG with 1 rank, as many images on each rank ... Return the mean loss first, then the
+    accuracy."""
     totals = _sums(model, batches)
     dist.all_reduce(totals)
     return totals[1] / totals[2], totals[0] / totals[2]

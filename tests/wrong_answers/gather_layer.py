@@ -192,7 +192,8 @@ class NothingForTheInputs(_Layer):
 
 
 class NothingRecorded(_Layer):
-    """CRASH with 1 rank, a linear layer ... autograd records nothing inside backward(), unless"""
+    """CRASH with 1 rank, the numbers of a linear layer ... autograd records nothing inside
+    backward(), unless"""
 
     @staticmethod
     def backward(ctx, gradient):
@@ -204,7 +205,8 @@ class NothingRecorded(_Layer):
 
 
 class WholeGradient(_Layer):
-    """CRASH with 2 ranks, a linear layer ... The gradient of `shard` has as many numbers as the"""
+    """CRASH with 2 ranks, the numbers of a linear layer ... The gradient of `shard` has as many
+    numbers as the"""
 
     @staticmethod
     def backward(ctx, gradient):

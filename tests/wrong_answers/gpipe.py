@@ -50,7 +50,7 @@ def _receive(rows, shape, dtype, source, **faults):
 
 
 def sum_of_means(stage, inputs, labels, shape, dtype):
-    """WRONG with 1 rank, 3, 3 and 1 rows ... the sum of the micro-batches' mean losses. The loss"""
+    """WRONG with 1 rank, 2, 2 and 2 rows ... the sum of the micro-batches' mean losses. The loss"""
     _gpipe(stage, inputs, labels, shape, dtype, F.cross_entropy)
 
 
@@ -66,7 +66,7 @@ def mean_of_means(stage, inputs, labels, shape, dtype):
 
 
 def sum_over_rows(stage, inputs, labels, shape, dtype):
-    """WRONG with 1 rank, 3, 3 and 1 rows ... gradients of the sum over all rows, not of the mean"""
+    """WRONG with 1 rank, 2, 2 and 2 rows ... gradients of the sum over all rows, not of the mean"""
 
     def part(output, targets):
         return F.cross_entropy(output, targets, reduction="sum")
@@ -75,12 +75,12 @@ def sum_over_rows(stage, inputs, labels, shape, dtype):
 
 
 def gradients_begin_again(stage, inputs, labels, shape, dtype):
-    """WRONG with 1 rank, 3, 3 and 1 rows ... Only the last micro-batch is in the gradients."""
+    """WRONG with 1 rank, 2, 2 and 2 rows ... Only the last micro-batch is in the gradients."""
     _gpipe(stage, inputs, labels, shape, dtype, between=torch.nn.Module.zero_grad)
 
 
 def no_gradient_for_the_buffer(stage, inputs, labels, shape, dtype):
-    """CRASH with 2 ranks, 3, 3 and 1 rows rank 1: ... Was requires_grad_() called for what was"""
+    """CRASH with 2 ranks, 2, 2 and 2 rows rank 1: ... Was requires_grad_() called for what was"""
     _gpipe(stage, inputs, labels, shape, dtype, learn=False)
 
 
@@ -104,9 +104,8 @@ def frozen_stages(stage, inputs, labels, shape, dtype):
 
 
 def no_gradient_to_begin_with(stage, inputs, labels, shape, dtype):
-    """CRASH with 2 ranks, 3, 3 and 1 rows rank 0: RuntimeError: ... Only the last rank has a
-    loss.
-    """
+    """CRASH with 2 ranks, 2, 2 and 2 rows rank 0: RuntimeError: ... Only the last rank has a
+    loss."""
     if dist.get_rank() == dist.get_world_size() - 1:
         _gpipe(stage, inputs, labels, shape, dtype)
         return

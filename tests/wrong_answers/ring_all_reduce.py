@@ -56,9 +56,8 @@ def no_wait(tensor):
 
 
 def wrong_chunk(tensor):
-    """WRONG with 2 ranks, 7 numbers ... rank 1's numbers are missing at position 0. Is each chunk
-    sent in the right step, and is wait()
-    """
+    """WRONG with 2 ranks, 60 numbers ... rank 1's numbers are missing at position 0. Is each chunk
+    sent in the right step, and is wait()"""
     rank = dist.get_rank()
     n = dist.get_world_size()
     whole = tensor.clone()
@@ -74,9 +73,8 @@ def wrong_chunk(tensor):
 
 
 def to_itself(tensor):
-    """CRASH with 1 rank, 7 numbers rank 0: ValueError: rank 0 sends to itself: there is no other
-    rank ... dist.isend
-    """
+    """CRASH with 1 rank, 60 numbers rank 0: ValueError: rank 0 sends to itself: there is no other
+    rank ... dist.isend"""
     rank = dist.get_rank()
     n = dist.get_world_size()
     received = torch.empty_like(tensor)

@@ -52,9 +52,8 @@ def _train(path, model, optimizer, epochs, train_epoch, leave_out=(), write=_wri
 
 
 def without_the_optimizer(path, model, optimizer, epochs, train_epoch):
-    """WRONG with 1, then 2 ranks, Adam rank 0, the restored optimizer, ... None ... The optimizer's
-    state has its averages and its learning rate
-    """
+    """WRONG with 1, then 2 ranks, Adam, no random numbers rank 0, the restored optimizer, ... None
+    ... The optimizer's state has its averages and its learning rate"""
     _train(path, model, optimizer, epochs, train_epoch, ["optimizer"])
 
 
@@ -66,14 +65,14 @@ def without_the_random_numbers(path, model, optimizer, epochs, train_epoch):
 
 
 def without_the_epoch(path, model, optimizer, epochs, train_epoch):
-    """WRONG with 1, then 2 ranks, Adam rank 0, the epochs after the restart: [0, 1, 2, 3, 4]
-    expected [3, 4] Training starts from the beginning.
-    """
+    """WRONG with 1, then 2 ranks, Adam, no random numbers rank 0, the epochs after the restart: [0,
+    1, 2, 3, 4] expected [3, 4] Training starts from the beginning."""
     _train(path, model, optimizer, epochs, train_epoch, ["done"])
 
 
 def without_the_model(path, model, optimizer, epochs, train_epoch):
-    """WRONG with 1, then 2 ranks, Adam rank 0, the restored parameters ... All ranks need the"""
+    """WRONG with 1, then 2 ranks, Adam, no random numbers rank 0, the restored parameters ... All
+    ranks need the"""
     _train(path, model, optimizer, epochs, train_epoch, ["model"])
 
 
@@ -86,9 +85,8 @@ def one_epoch_twice(path, model, optimizer, epochs, train_epoch):
 
 
 def parameters_only(path, model, optimizer, epochs, train_epoch):
-    """WRONG with 1, then 2 ranks, Adam rank 0, the restored buffers, seen: [0] expected [36]
-    Buffers belong to the model, too
-    """
+    """WRONG with 1, then 2 ranks, Adam, no random numbers rank 0, the restored buffers, seen: [0]
+    expected [36] Buffers belong to the model, too"""
     done = _resume(path, model, optimizer, ["model"])
     if done:
         saved = torch.load(path)["model"]
@@ -101,9 +99,8 @@ def parameters_only(path, model, optimizer, epochs, train_epoch):
 
 
 def at_the_end_only(path, model, optimizer, epochs, train_epoch):
-    """WRONG with 1, then 2 ranks, Adam rank 0, the file: missing after 3 epochs ... Save after each
-    epoch.
-    """
+    """WRONG with 1, then 2 ranks, Adam, no random numbers rank 0, the file: missing after 3 epochs
+    ... Save after each epoch."""
     done = _resume(path, model, optimizer)
     for epoch in range(done, epochs):
         train_epoch(epoch)
@@ -111,9 +108,8 @@ def at_the_end_only(path, model, optimizer, epochs, train_epoch):
 
 
 def in_place(path, model, optimizer, epochs, train_epoch):
-    """WRONG with 1, then 2 ranks, Adam rank 0, the file: overwritten in place ... If the run is
-    killed at this moment, no complete file is left.
-    """
+    """WRONG with 1, then 2 ranks, Adam, no random numbers rank 0, the file: overwritten in place
+    ... If the run is killed at this moment, no complete file is left."""
 
     def write(state, path):
         if dist.get_rank() == 0:
@@ -123,7 +119,8 @@ def in_place(path, model, optimizer, epochs, train_epoch):
 
 
 def deleted_first(path, model, optimizer, epochs, train_epoch):
-    """WRONG with 1, then 2 ranks, Adam rank 0, the file: deleted before the next one has its"""
+    """WRONG with 1, then 2 ranks, Adam, no random numbers rank 0, the file: deleted before the next
+    one has its"""
 
     def write(state, path):
         if dist.get_rank() == 0:
@@ -166,7 +163,8 @@ def each_rank_asks(path, model, optimizer, epochs, train_epoch):
 
 
 def always_loads(path, model, optimizer, epochs, train_epoch):
-    """CRASH with 1 rank, Adam rank 0: FileNotFoundError: ... In the first run there is no file"""
+    """CRASH with 1 rank, Adam, no random numbers rank 0: FileNotFoundError: ... In the first run
+    there is no file"""
     torch.load(path)
     _train(path, model, optimizer, epochs, train_epoch)
 
@@ -182,9 +180,8 @@ def a_seed_for_each_epoch(path, model, optimizer, epochs, train_epoch):
 
 
 def every_second_epoch(path, model, optimizer, epochs, train_epoch):
-    """WRONG with 1, then 2 ranks, Adam rank 0, the file: not saved after epoch 1 ... A run that is
-    killed loses this epoch.
-    """
+    """WRONG with 1, then 2 ranks, Adam, no random numbers rank 0, the file: not saved after epoch 1
+    ... A run that is killed loses this epoch."""
 
     def write(state, path):
         if state["done"] % 2:
@@ -194,9 +191,8 @@ def every_second_epoch(path, model, optimizer, epochs, train_epoch):
 
 
 def rounds_the_rate(path, model, optimizer, epochs, train_epoch):
-    """WRONG with 1, then 2 ranks, Adam rank 0, bit for bit: not optimizer, lr ... The numbers
-    of the file must be restored as they are.
-    """
+    """WRONG with 1, then 2 ranks, Adam, no random numbers rank 0, bit for bit: not optimizer, lr
+    ... The numbers of the file must be restored as they are."""
     done = _resume(path, model, optimizer)
     for group in optimizer.param_groups:
         group["lr"] = round(group["lr"], 9)

@@ -27,9 +27,8 @@ def without_a_seed(inputs, p, seed, step):
 
 
 def without_the_rank(inputs, p, seed, step):
-    """WRONG with 2, then 2 ranks, p = 0.5 rank 0, dropped in both: rank 0 in step 0, and rank 1 in
-    step 0 ... The ranks must differ: does the seed depend on the rank?
-    """
+    """WRONG with 2, then 2 ranks, p = 0.5, with any seeding rank 0, dropped in both: rank 0 in step
+    0, and rank 1 in step 0 ... The ranks must differ: does the seed depend on the rank?"""
     return _drop(inputs, p, seed + step)
 
 
@@ -67,7 +66,8 @@ def by_the_process(inputs, p, seed, step):
 
 
 def not_scaled(inputs, p, seed, step):
-    """WRONG with 1, then 1 rank, p = 0.5 rank 0, the others: times 1 expected times 2"""
+    """WRONG with 1, then 1 rank, p = 0.5, with any seeding rank 0, the others: times 1 expected
+    times 2"""
     return _drop(inputs, p, _own_seed(seed, step)) * (1 - p)
 
 
@@ -84,7 +84,8 @@ def whole_columns(inputs, p, seed, step):
 
 
 def in_place(inputs, p, seed, step):
-    """WRONG with 1, then 1 rank, p = 0.5 rank 0, its inputs: changed ... Return a new tensor."""
+    """WRONG with 1, then 1 rank, p = 0.5, with any seeding rank 0, its inputs: changed ... Return a
+    new tensor."""
     with torch.no_grad():
         return inputs.copy_(_drop(inputs, p, _own_seed(seed, step)))
 
@@ -97,14 +98,13 @@ def seed_of_rank_0(inputs, p, seed, step):
 
 
 def without_a_gradient(inputs, p, seed, step):
-    """WRONG with 1, then 1 rank, p = 0.5 rank 0, the gradient: none"""
+    """WRONG with 1, then 1 rank, p = 0.5, with any seeding rank 0, the gradient: none"""
     return _drop(inputs.detach(), p, _own_seed(seed, step))
 
 
 def mirrored(inputs, p, seed, step):
-    """WRONG with 2, then 2 ranks, p = 0.5 rank 0, with no number in common: rank 0 in step 0, and
-    rank 1 in step 0 ... Each needs random numbers of its own.
-    """
+    """WRONG with 2, then 2 ranks, p = 0.5, with any seeding rank 0, with no number in common: rank
+    0 in step 0, and rank 1 in step 0 ... Each needs random numbers of its own."""
     pair = dist.get_rank() // 2
     generator = torch.Generator().manual_seed(seed + step * dist.get_world_size() + pair)
     random = torch.rand(inputs.shape, generator=generator)

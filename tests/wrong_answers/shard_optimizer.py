@@ -112,7 +112,8 @@ class WholeParameters:
 
 
 class AllReduce(_Right):
-    """COSTLY with 2 ranks, SGD, two layers ... An all_reduce brings each rank the whole mean."""
+    """COSTLY with 2 ranks, AdamW, tied and frozen parameters ... An all_reduce brings each rank the
+    whole mean."""
 
     def average(self, parameter, count):
         flat = _padded(self.gradient(parameter)) / dist.get_world_size()

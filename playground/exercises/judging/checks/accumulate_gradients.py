@@ -1,0 +1,245 @@
+"""How accumulate_gradients is checked."""
+
+import weakref
+
+import torch
+import torch._dynamo  # DDP imports it: here, before the ranks are forked
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from traffic import sent_bytes, uncounted
+from verdicts import Rung, difference
+
+
+class Kept:
+    """What forward() keeps of one micro-batch until it is freed."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+class Model(nn.Module):
+    """A model with a tied and a frozen parameter, a buffer and two dtypes.
+
+    It notes how large the micro-batches are, how many of them are empty, and how many are in
+    memory at a time.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(7, 5)
+        self.frozen = nn.Linear(5, 5).requires_grad_(False)
+        self.in_float64 = nn.Linear(5, 5).double()
+        self.output = nn.Linear(5, 7)
+        self.output.weight = self.embedding.weight
+        self.register_buffer("scale", torch.tensor([2.0]))
+        self.count_from_zero()
+
+    def count_from_zero(self):
+        """Forget what was noted."""
+        self.largest = 0
+        self.empty = 0
+        self.kept = weakref.WeakSet()
+        self.most_kept = 0
+
+    def forward(self, images):
+        """Return the logits. An image is one whole number here."""
+        self.largest = max(self.largest, len(images))
+        self.empty += len(images) == 0
+        hidden = self.in_float64(self.frozen(self.embedding(images)).double()).float()
+        with torch.autograd.graph.saved_tensors_hooks(self.keep, lambda kept: kept.tensor):
+            hidden = hidden.tanh()
+        return self.output(hidden * self.scale)
+
+    def keep(self, tensor):
+        """Note that forward() keeps a tensor for backward(), which frees it."""
+        kept = Kept(tensor)
+        self.kept.add(kept)
+        self.most_kept = max(self.most_kept, len(self.kept))
+        return kept
+
+
+CASES = {
+    "8 images in 4 micro-batches": {"images": 8, "count": 4},
+    "7 images in 3 micro-batches": {"images": 7, "count": 3},
+    "6 images in 4 micro-batches": {"images": 6, "count": 4},
+    "3 images in 5 micro-batches": {"images": 3, "count": 5},
+    "5 images in 1 micro-batch": {"images": 5, "count": 1},
+}
+RUNG_1 = Rung(
+    cases=("8 images in 4 micro-batches",),
+    words="for micro-batches of the same size",
+    then="any number of images, and messages in one backward() only.",
+)
+CALLS = (1, 2)
+LARGEST = "images in the largest micro-batch"
+EMPTY = "empty micro-batches"
+IN_MEMORY = "micro-batches in memory at a time"
+
+
+def model_of():
+    """Return the model."""
+    torch.manual_seed(0)
+    return Model()
+
+
+def batch_of(rank, call, images):
+    """Return the images and labels of a rank."""
+    generator = torch.Generator().manual_seed(10 * call + rank)
+    numbers = torch.randint(7, (2, images), generator=generator)
+    return numbers[0], numbers[1]
+
+
+def run(accumulate_gradients, images, count):
+    """Call the learner's function on this rank, twice."""
+    model = model_of()
+    with uncounted():
+        ddp = DistributedDataParallel(model)
+        for _ in range(2):  # DDP sends more in its first steps, because it changes its buckets
+            F.cross_entropy(ddp(torch.arange(7)), torch.arange(7)).backward()
+    model.count_from_zero()
+    result = {}
+    for call in CALLS:
+        ddp.zero_grad()
+        accumulate_gradients(ddp, *batch_of(dist.get_rank(), call, images), count)
+        result |= gradients_of(model, call)
+    # Smaller micro-batches are right, too.
+    result[LARGEST] = max(model.largest, largest(images, count))
+    result[EMPTY] = model.empty
+    result[IN_MEMORY] = model.most_kept
+    return result
+
+
+def largest(images, count):
+    """Return how many images a micro-batch may have."""
+    return -(-images // count)
+
+
+def gradients_of(model, call):
+    """Return the gradients of a model as they are now."""
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        gradient = None if parameter.grad is None else parameter.grad.clone()
+        gradients[f"call {call}: the gradient of {name}"] = gradient
+    return gradients
+
+
+def gradients_of_parts(ranks, call, images, parts):
+    """Return the gradients of a weighted sum of losses, averaged over some ranks.
+
+    Args:
+        ranks: the ranks.
+        call: the number of the call.
+        images: the number of images of each rank.
+        parts: a list of (slice, weight): the loss of these images counts so much.
+    """
+    model = model_of()
+    for rank in ranks:
+        inputs, labels = batch_of(rank, call, images)
+        for part, weight in parts:
+            loss = F.cross_entropy(model(inputs[part]), labels[part])
+            (loss * weight / len(ranks)).backward()
+    return gradients_of(model, call)
+
+
+def expected(rank, world_size, images, count):
+    """Return what run() should return."""
+    result = {}
+    for call in CALLS:
+        whole = [(slice(images), 1)]
+        result |= gradients_of_parts(range(world_size), call, images, whole)
+    return {**result, LARGEST: largest(images, count), EMPTY: 0, IN_MEMORY: 1}
+
+
+def limits(rank, world_size, images, count):
+    """Return how much a rank may send in all calls."""
+    model = model_of()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    gradients = sum(parameter.nbytes for parameter in trained)
+    buffers = sum(buffer.nbytes for buffer in model.buffers())  # DDP sends them in forward()
+    nbytes = sent_bytes("all_reduce", gradients, world_size) + buffers
+    messages = 1 + len({parameter.dtype for parameter in trained})  # one of them has the buffers
+    return {"bytes": len(CALLS) * nbytes, "messages": len(CALLS) * messages}
+
+
+def explain_crash(crash):
+    """Put typical errors into words."""
+    if "mark" in crash.error and "ready" in crash.error:
+        return "Each forward() of DDP needs its backward() before the next forward()."
+    return None
+
+
+def explain(outcome):
+    """Put typical mistakes into words."""
+    if outcome.verdict == "COSTLY":
+        if all(each.kind != "broadcast" for each in outcome.messages[outcome.rank]):
+            return (
+                "DDP puts many gradients into one message if you call model(...), and not "
+                "model.module(...)."
+            )
+        calls = [each for each in outcome.messages[outcome.rank] if each.kind == "all_reduce"]
+        if len({each.line for each in calls}) > 1:
+            return (
+                "DDP already averages the gradients in the last backward(). "
+                "Are all the other forward() calls inside no_sync(), too?"
+            )
+        return "Is each forward() but the last one inside no_sync(), with its backward()?"
+    if outcome.verdict == "HANG":
+        return None
+    actual, right = outcome.of_rank()
+    wrong = [name for name in right if differs(actual[name], right[name])]
+    if wrong[0] == LARGEST:
+        return "A micro-batch is too large, so it may not fit into memory."
+    if wrong[0] == EMPTY:
+        return "There are fewer images than `count`, so split them into fewer micro-batches."
+    if wrong[0] == IN_MEMORY:
+        return (
+            "Call backward() for each micro-batch. This frees what forward() has kept for the "
+            "micro-batch, unless backward() gets retain_graph=True."
+        )
+    if wrong[0].startswith("call 2"):
+        return "The first call is right. What is left behind for the next one?"
+    found = {name: value for name, value in actual.items() if name.startswith("call 1")}
+    for words, gradients in mistaken(outcome, **outcome.case):
+        if not differs(found, gradients):
+            return words
+    return None
+
+
+def differs(left, right):
+    """Return whether two results differ."""
+    return difference(left, right, {"rtol": 1e-5, "atol": 1e-6}) is not None
+
+
+def mistaken(outcome, images, count):
+    """Return words for typical mistakes, and the gradients that each of them gives."""
+    ranks = range(outcome.world_size)
+    # There are two ways to split. chunk() may return fewer parts than it is asked for.
+    positions = torch.arange(images)
+    splits = [positions.tensor_split(min(count, images)), positions.chunk(count)]
+    found = []
+    for parts in splits:
+        sizes = [len(part) for part in parts]
+        slices = [slice(part[0].item(), part[-1].item() + 1) for part in parts]
+        ones = [(each, 1) for each in slices]
+        means = [(each, 1 / len(slices)) for each in slices]
+        of_count = [(each, 1 / count) for each in slices]
+        fractions = [(each, size / images) for each, size in zip(slices, sizes, strict=True)]
+        last = fractions[-1:]
+        found += [
+            ("Each loss is a mean. Multiply it by the micro-batch's fraction of the batch.", ones),
+            ("All micro-batches count the same, but a smaller one must count less.", means),
+            ("There are fewer than `count` micro-batches, but the sum is divided by it.", of_count),
+            ("Only the last micro-batch counts. Are the gradients set to zero in between?", last),
+        ]
+    size = images // count
+    if size and images % count:
+        equal = [(slice(start, start + size), 1 / count) for start in range(0, size * count, size)]
+        found.append(("The last images are missing, because `count` does not divide them.", equal))
+    own = gradients_of_parts([outcome.rank], 1, images, [(slice(images), 1)])
+    words = "The gradients are not averaged over the ranks. Is the last micro-batch in no_sync()?"
+    result = [(words, own)]
+    for words, parts in found:
+        result.append((words, gradients_of_parts(ranks, 1, images, parts)))
+    return result

@@ -1,0 +1,191 @@
+"""How exact_accuracy is checked."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from traffic import sent_bytes
+from verdicts import Rung
+
+CASES = {
+    "as many images on each rank": {"empty": None, "dtype": torch.float32, "equal": True},
+    "batches of different sizes": {"empty": None, "dtype": torch.float32},
+    "no images on the last rank": {"empty": -1, "dtype": torch.float64},
+    "no images on rank 0": {"empty": 0, "dtype": torch.float32},
+}
+RUNG_1 = Rung(
+    cases=("as many images on each rank",),
+    words="for as many images on each rank",
+    then="any number of images, or none, and one message.",
+)
+SIZES = [[2, 2, 1], [3], [2, 2], [1], [2, 4]]  # the images in the batches of each rank
+CLASSES = 3
+RESULT = "the mean loss and the accuracy"
+
+
+class Model(nn.Module):
+    """A model with dropout and batch norm. It notes whether autograd is on."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.dropout = nn.Dropout()
+        self.last = nn.Linear(8, CLASSES)
+        self.autograd = "off"
+
+    def forward(self, images):
+        """Return the logits."""
+        if torch.is_grad_enabled():
+            self.autograd = "on"
+        return self.last(self.dropout(self.norm(self.first(images)).relu()))
+
+
+def batches_of(rank, world_size, empty, dtype, equal=False):
+    """Return the batches of a rank, a list of pairs (images, labels).
+
+    Args:
+        rank: the rank.
+        world_size: the number of ranks.
+        empty: the rank that has no batches; -1 is the last one. None: all have some.
+        dtype: the dtype of the images.
+        equal: whether all ranks have the same number of images, in batches of the same size.
+    """
+    if world_size > 1 and empty is not None and rank == empty % world_size:
+        return []
+    generator = torch.Generator().manual_seed(rank)
+    batches = []
+    for size in [3, 3] if equal else SIZES[rank]:
+        images = torch.randn(size, 4, generator=generator, dtype=dtype)
+        labels = torch.randint(CLASSES, (size,), generator=generator)
+        batches.append((images, labels))
+    return batches
+
+
+def model_of(dtype):
+    """Return the model."""
+    torch.manual_seed(0)
+    return Model().to(dtype)
+
+
+def run(exact_accuracy, dtype, **case):
+    """Call the learner's function on this rank."""
+    model = model_of(dtype)
+    batches = batches_of(dist.get_rank(), dist.get_world_size(), dtype=dtype, **case)
+    returned = exact_accuracy(model, batches)
+    if isinstance(returned, (tuple, list)) and len(returned) == 2:
+        returned = torch.tensor([float(each) for each in returned], dtype=torch.float64)
+    return {RESULT: returned, "autograd": model.autograd, **model.state_dict()}
+
+
+def losses_and_hits(batches, dtype):
+    """Return the loss of each image, and whether it is recognized."""
+    model = model_of(dtype).eval()
+    losses = [torch.zeros(0, dtype=torch.float64)]
+    hits = [torch.zeros(0, dtype=torch.float64)]
+    with torch.no_grad():
+        for images, labels in batches:
+            logits = model(images)
+            losses.append(F.cross_entropy(logits, labels, reduction="none").double())
+            hits.append((logits.argmax(dim=1) == labels).double())
+    return torch.stack([torch.cat(losses), torch.cat(hits)])
+
+
+def all_batches(world_size, **case):
+    """Return the batches of all ranks."""
+    batches = []
+    for rank in range(world_size):
+        batches += batches_of(rank, world_size, **case)
+    return batches
+
+
+def expected(rank, world_size, dtype, **case):
+    """Return what run() should return."""
+    batches = all_batches(world_size, dtype=dtype, **case)
+    means = losses_and_hits(batches, dtype).mean(dim=1)
+    return {RESULT: means, "autograd": "off", **model_of(dtype).state_dict()}
+
+
+def limits(rank, world_size, **case):
+    """Return how much a rank may send."""
+    return {"messages": 1, "bytes": sent_bytes("all_reduce", 3 * 8, world_size)}
+
+
+def explain_crash(crash):
+    """Put typical errors into words."""
+    if "ZeroDivisionError" in crash.error:
+        return "A rank without images has nothing to divide. Add up over the ranks first."
+    return None
+
+
+def explain(outcome):
+    """Put typical mistakes into words."""
+    if outcome.verdict == "HANG":
+        return explain_hang(outcome)
+    if outcome.verdict == "COSTLY":
+        mine = outcome.messages[outcome.rank]
+        if all(message.numel > 1 for message in mine):
+            return "Is this a message for each batch? Other ranks may have more batches, or fewer."
+        return "Put the sums into one tensor, and add it up over the ranks once."
+    actual, right = outcome.of_rank()
+    if actual["autograd"] == "on":
+        return "Autograd records each operation for backward(). Turn it off with torch.no_grad()."
+    returned = actual[RESULT]
+    if not isinstance(returned, torch.Tensor) or returned.shape != (2,):
+        return "Return two numbers: the mean loss, and the accuracy."
+    if not returned.isfinite().all():
+        return "A rank without images has nothing to divide. Add up over the ranks first."
+    for words, numbers in mistaken(outcome).items():
+        if torch.allclose(returned, numbers):
+            return words
+    for number in (0, 1):
+        if torch.isclose(returned[number], right[RESULT][1 - number]):
+            return "Return the mean loss first, then the accuracy."
+    if not torch.equal(actual["norm.running_mean"], right["norm.running_mean"]):
+        return "The buffers of batch norm have changed. Call model.eval() first."
+    return None
+
+
+def explain_hang(outcome):
+    """Put it into words if the ranks do not send the same messages."""
+    size = outcome.world_size
+    counts = [len(messages) for messages in outcome.messages]
+    for rank in range(size):
+        if counts[rank] == 0 and not batches_of(rank, size, **outcome.case):
+            return (
+                f"Rank {rank} has no images, but it must call the same collectives as the others."
+            )
+    if len(set(counts)) > 1:
+        return "The ranks have different numbers of batches. Call collectives after the last batch."
+    return None
+
+
+def mistaken(outcome):
+    """Return the numbers that typical mistakes give, and words for each of them."""
+    case = outcome.case
+    dtype = case["dtype"]
+    of_ranks = []
+    of_batches = []
+    for rank in range(outcome.world_size):
+        batches = batches_of(rank, outcome.world_size, **case)
+        if batches:
+            of_ranks.append(losses_and_hits(batches, dtype).mean(dim=1))
+        for batch in batches:
+            of_batches.append(losses_and_hits([batch], dtype).mean(dim=1))
+    own = losses_and_hits(batches_of(outcome.rank, outcome.world_size, **case), dtype)
+    sums = losses_and_hits(all_batches(outcome.world_size, **case), dtype).sum(dim=1)
+    ranks = torch.stack(of_ranks)
+    mean_of_ranks = ranks.mean(dim=0)
+    mean_with_zeros = ranks.sum(dim=0) / outcome.world_size
+    mean_of_batches = torch.stack(of_batches).mean(dim=0)
+    by_own_images = sums / own.shape[1]
+    by_ranks = sums / outcome.world_size
+    return {
+        "These are the numbers of this rank's own images.": own.mean(dim=1),
+        "This is the mean over batches, but a smaller batch must count less.": mean_of_batches,
+        "This is the mean over ranks, but a rank with fewer images must count less.": mean_of_ranks,
+        "This is the mean over ranks, and one without images counts as zero.": mean_with_zeros,
+        "These are sums over all images. Divide them by the number of images.": sums,
+        "The sums are divided by this rank's images, not by all images.": by_own_images,
+        "The sums are divided by the number of ranks, not of images.": by_ranks,
+    }

@@ -1,0 +1,140 @@
+"""How fault_cannot_load is checked."""
+
+import pickle
+import time
+from pathlib import Path
+
+import torch
+import torch._dynamo  # DDP imports it: here, before the ranks are forked
+import torch.distributed as dist
+from torch.nn import functional as F
+from verdicts import TOLERANCE, difference
+
+NAME = "train"
+FAULT = "WRONG with 1 rank, two layers ... has no key `0.weight`, but `module.0.weight`"
+CASES = {
+    "two layers": {"kind": "plain"},
+    "layers whose names contain `module`": {"kind": "named"},
+    "a buffer and a frozen parameter": {"kind": "buffer"},
+    "a state that rank 0 needs a second to collect": {"kind": "slow"},
+}
+PATH = "checkpoint.pt"
+RIGHT = "can be loaded"
+
+
+class Buffered(torch.nn.Module):
+    """A model with a buffer that training changes, and a frozen parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 2)
+        self.linear.bias.requires_grad_(False)
+        self.register_buffer("steps", torch.tensor(0))
+
+    def forward(self, images):
+        if self.training:
+            self.steps += 1
+        return self.linear(images)
+
+
+def make_model(kind):
+    """Return a small model, the same one on all ranks."""
+    torch.manual_seed(3)
+    if kind == "buffer":
+        return Buffered()
+    layers = [torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2)]
+    model = torch.nn.Sequential(*layers)
+    if kind == "named":
+        # str.lstrip("module.") would also remove the beginning of `outer`.
+        inner = torch.nn.Sequential()
+        inner.add_module("module", layers[0])
+        model = torch.nn.Sequential()
+        model.add_module("inner", inner)
+        model.add_module("outer", layers[2])
+    return model
+
+
+def part(rank):
+    """Return the images and the labels of a rank."""
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(4, 3, generator=generator), torch.tensor([0, 1, 1, 0])
+
+
+def run(train, kind):
+    """Call the learner's function on this rank, then read the checkpoint as another program."""
+    rank = dist.get_rank()
+    images, labels = part(rank)
+    model = make_model(kind)
+    if kind == "slow" and rank == 0 and dist.get_world_size() > 1:
+        # A rank that waits for half a second only returns before there is a file.
+        model.register_state_dict_pre_hook(lambda *_: time.sleep(1))
+    train(model, images, labels, PATH)
+    state, words = read(make_model(kind))
+    return {"the checkpoint": words, "the loaded model": state}
+
+
+def read(model):
+    """Load the checkpoint into a model. Returns the model's state, and in words what is wrong."""
+    if not Path(PATH).exists():
+        return None, "does not exist"
+    try:
+        saved = torch.load(PATH, weights_only=True)
+    except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
+        if "weights_only" in str(error):
+            return None, "contains Python objects that are not tensors"
+        return None, "is damaged"
+    if not isinstance(saved, dict) or "model" not in saved:
+        return None, 'has no entry "model"'
+    state = saved["model"]
+    if not isinstance(state, dict):
+        return None, f"has a {type(state).__name__} as its model, and not a dict"
+    keys = list(model.state_dict())
+    lacking = [key for key in keys if key not in state]
+    other = [key for key in state if key not in keys]
+    if lacking and other:
+        return None, f"has no key `{lacking[0]}`, but `{other[0]}`"
+    if lacking:
+        return None, f"has no key `{lacking[0]}`"
+    if other:
+        return None, f"has the key `{other[0]}`, which the model does not have"
+    model.load_state_dict(state)
+    return dict(model.state_dict()), RIGHT
+
+
+def trained(kind, ranks, steps=2):
+    """Return the state of a single process that trains on the images of some ranks."""
+    model = make_model(kind)
+    parts = [part(rank) for rank in ranks]
+    for _ in range(steps):
+        model.zero_grad()
+        images = torch.cat([images for images, _ in parts])
+        labels = torch.cat([labels for _, labels in parts])
+        F.cross_entropy(model(images), labels).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter -= 0.1 * parameter.grad
+    return dict(model.state_dict())
+
+
+def expected(rank, world_size, kind):
+    """Return what run() should return."""
+    return {"the checkpoint": RIGHT, "the loaded model": trained(kind, range(world_size))}
+
+
+def explain(outcome):
+    """Put typical mistakes into words."""
+    if outcome.verdict != "WRONG":
+        return None
+    state = outcome.results[outcome.rank]["the loaded model"]
+    kind = outcome.case["kind"]
+    if state is None:
+        if outcome.rank > 0:
+            return f"Rank {outcome.rank} returned before rank 0 had written the file."
+        return None
+    if not difference(state, trained(kind, [], steps=0), TOLERANCE):
+        return "This is the model before training."
+    for rank in range(outcome.world_size):
+        if not difference(state, trained(kind, [rank]), TOLERANCE):
+            return f"This model has learned from the images of rank {rank} only."
+    return None

@@ -1,0 +1,87 @@
+"""How fault_lost_connection is checked."""
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+NAME = "train"
+JOIN = False
+FAULT = "CRASH with 2 ranks ... all_reduce ... has left the group"
+CASES = {"limit 1": {"limit": 1.0}, "limit 0.5": {"limit": 0.5}}
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
+
+
+def make_model():
+    """Return a small model, the same one on all ranks."""
+    torch.manual_seed(4)
+    return torch.nn.Linear(2, 1, bias=False)
+
+
+def part(rank):
+    """Return the images and the labels of a rank. The losses of the ranks differ a lot."""
+    generator = torch.Generator().manual_seed(rank)
+    images = (1 + 0.3 * rank) * torch.randn(6, 2, generator=generator)
+    return images, images @ torch.tensor([[1.0], [2.0]])
+
+
+def run(train, limit):
+    """Call the learner's function on this rank, which joins a process group by itself."""
+    model = make_model()
+    images, labels = part(int(os.environ["RANK"]))
+    steps = train(model, images, labels, limit)
+    parameters = {name: each.detach() for name, each in model.named_parameters()}
+    left = "has left" if not dist.is_initialized() else "has not left"
+    return {"the number of steps": steps, **parameters, "the group, which this rank": left}
+
+
+def trained(world_size, limit, number="mean"):
+    """Train in a single process. Returns the number of steps and the model.
+
+    Args:
+        number: what is compared with the limit: "mean" or "sum" of the losses, or a rank's loss.
+    """
+    model = make_model()
+    parts = [part(rank) for rank in range(world_size)]
+    steps = 0
+    while steps < 20:
+        steps += 1
+        model.zero_grad()
+        losses = torch.stack([F.mse_loss(model(images), labels) for images, labels in parts])
+        losses.mean().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+        numbers = {"mean": losses.mean(), "sum": losses.sum(), **dict(enumerate(losses))}
+        if numbers[number] < limit:
+            break
+    return steps, model
+
+
+def expected(rank, world_size, limit):
+    """Return what run() should return."""
+    steps, model = trained(world_size, limit)
+    parameters = {name: each.detach() for name, each in model.named_parameters()}
+    return {"the number of steps": steps, **parameters, "the group, which this rank": "has left"}
+
+
+def explain(outcome):
+    """Put typical mistakes into words."""
+    if outcome.verdict == "HANG":
+        return None
+    result, _ = outcome.of_rank()
+    size = outcome.world_size
+    steps = [outcome.results[rank]["the number of steps"] for rank in range(size)]
+    if result["the group, which this rank"] == "has not left":
+        return "A rank must leave the group before its program ends."
+    if len(set(steps)) > 1:
+        return f"The ranks have taken different numbers of steps: {', '.join(map(str, steps))}."
+    if steps[0] == 20:
+        return "This is the largest number of steps. Is the limit checked?"
+    for rank in range(size):
+        if size > 1 and steps[0] == trained(size, **outcome.case, number=rank)[0]:
+            return f"In this step the loss of rank {rank} is below the limit, but the mean is not."
+    if steps[0] == trained(size, **outcome.case, number="sum")[0]:
+        return "In this step the sum of the losses is below the limit, but their mean is not."
+    return None

@@ -1,0 +1,145 @@
+"""How fault_missing_file is checked."""
+
+import contextlib
+import io
+import os
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+from traffic import uncounted
+
+NAME = "train"
+FAULT = "CRASH with 3 ranks, 2 ranks on each node ... rank 2: FileNotFoundError"
+CASES = {"2 ranks on each node": {"ranks": 2}, "3 ranks on each node": {"ranks": 3}}
+RIGHT = "each image is used once"
+IMAGES = 60  # a multiple of every number of ranks, so all parts are equal
+SECONDS_HALF_THERE = 0.2  # a rank that looks for the file every 0.1 s finds the first half
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}
+
+
+def make_data():
+    """Return the images and the labels in the file."""
+    generator = torch.Generator().manual_seed(5)
+    images = torch.randn(IMAGES, 3, generator=generator)
+    images[:, 0] = torch.arange(IMAGES) / IMAGES  # its first number tells which image it is
+    return images, torch.arange(IMAGES) % 2
+
+
+def make_model():
+    """Return a small model, the same one on all ranks."""
+    torch.manual_seed(6)
+    return torch.nn.Linear(3, 2)
+
+
+def download(path):
+    """Fetch the file in two parts, and note it in the folder of this node."""
+    time.sleep(0.1)
+    Path(f"downloaded-by-{dist.get_rank()}").touch()
+    file = io.BytesIO()
+    torch.save(make_data(), file)
+    data = file.getvalue()
+    half = len(data) // 2
+    with open(path, "wb", buffering=0) as file:
+        file.write(data[:half])
+        time.sleep(SECONDS_HALF_THERE)
+        file.write(data[half:])
+
+
+def nodes(world_size, ranks):
+    """Return how many nodes there are."""
+    return -(-world_size // ranks)
+
+
+def run(train, ranks):
+    """Call the learner's function on this rank of a node, in the folder of the node."""
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    node = rank // ranks
+    variables = {
+        "LOCAL_RANK": rank % ranks,
+        "LOCAL_WORLD_SIZE": min(ranks, world_size - node * ranks),
+        "GROUP_RANK": node,
+    }
+    for name, value in variables.items():
+        os.environ[name] = str(value)
+    top = Path.cwd()
+    with contextlib.suppress(FileExistsError):
+        Path(f"node{node}").mkdir()
+    os.chdir(f"node{node}")
+    model = make_model()
+    used = []
+    model.register_forward_pre_hook(lambda module, inputs: used.append(inputs[0][:, 0] * IMAGES))
+    train(model, download)
+    all_used = [None] * world_size
+    with uncounted():
+        dist.all_gather_object(all_used, torch.cat([*used, torch.zeros(0)]).round().int().tolist())
+    result = {}
+    for number in range(nodes(world_size, ranks)):
+        result[f"downloads on node {number}"] = len(list(top.glob(f"node{number}/downloaded*")))
+    result["the images"] = words_on(all_used)
+    return result | parameters_of(model)
+
+
+def words_on(used):
+    """Return in words which images the ranks have used, or RIGHT. `used` has a list of each."""
+    found = []
+    lacking = sorted(set(range(IMAGES)) - set(sum(used, [])))
+    for index in range(IMAGES):
+        ranks = [rank for rank, mine in enumerate(used) if index in mine]
+        if len(ranks) > 1:
+            found.append(f"image {index} is used on ranks {ranks[0]} and {ranks[1]}")
+            break
+    if lacking:
+        found.append(f"image {lacking[0]} is used on no rank")
+    return ", and ".join(found) or RIGHT
+
+
+def parameters_of(model):
+    """Return the parameters by name."""
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def trained():
+    """Return the parameters after a step of a single process with all images."""
+    images, labels = make_data()
+    model = make_model()
+    F.cross_entropy(model(images), labels).backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= 0.1 * parameter.grad
+    return parameters_of(model)
+
+
+def expected(rank, world_size, ranks):
+    """Return what run() should return."""
+    result = {f"downloads on node {node}": 1 for node in range(nodes(world_size, ranks))}
+    result["the images"] = RIGHT
+    return result | trained()
+
+
+def explain(outcome):
+    """Put typical mistakes into words."""
+    if outcome.verdict != "WRONG":
+        return None
+    size = outcome.world_size
+    ranks = outcome.case["ranks"]
+    result = outcome.results[outcome.rank]
+    for node in range(nodes(size, ranks)):
+        count = result[f"downloads on node {node}"]
+        if count > 1:
+            return f"{count} ranks of node {node} have downloaded the file."
+        if count == 0:
+            return f"No rank of node {node} has downloaded the file."
+    return None
+
+
+def explain_crash(crash):
+    """Put typical errors into words."""
+    if "images.pt" in crash.error:
+        return "The file is not in the folder of this rank's node at this moment."
+    if "PytorchStreamReader" in crash.error or "EOFError" in crash.error:
+        return "The file is there, but download() has not returned, so a part of it is missing."
+    return None

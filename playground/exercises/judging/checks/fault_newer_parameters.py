@@ -1,0 +1,107 @@
+"""How fault_newer_parameters is checked."""
+
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from verdicts import difference
+
+NAME = "train"
+FAULT = "WRONG with 2 ranks, 1 step ... the parameters that rank 1 has after its own step"
+WORLD_SIZES = (2, 3, 4, 5)
+CASES = {"1 step": {"shape": (2,), "steps": 1}, "5 steps": {"shape": (2, 3), "steps": 5}}
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
+PATIENCE = 2  # seconds for which rank 0 waits for rank 1 at most
+WHEN = "rank 1 takes its first step"
+
+
+def start(rank, shape):
+    """Return the parameters of a rank at the start."""
+    return torch.full(shape, 10.0**rank)
+
+
+def goal(rank, shape):
+    """Return the numbers that the training on one rank alone would reach."""
+    return torch.full(shape, 3 * 10.0**rank)
+
+
+def run(train, shape, steps):
+    """Call the learner's function on this rank.
+
+    Rank 0 starts when rank 1 has computed a gradient. If rank 1 first waits for a message of rank
+    0, rank 0 starts PATIENCE seconds later.
+    """
+    rank = dist.get_rank()
+    parameters = start(rank, shape)
+    computed = Path("rank 1 has computed")
+    when = "while the messages travel"
+
+    def gradient(now):
+        if rank == 1:
+            computed.touch()
+        return now - goal(rank, shape)
+
+    if rank == 0:
+        end = time.monotonic() + PATIENCE
+        while not computed.exists() and time.monotonic() < end:
+            time.sleep(0.01)
+        if not computed.exists():
+            when = "after it has received"
+    returned = train(parameters, gradient, steps)
+    return {"the parameters": parameters, "what is returned": returned, WHEN: when}
+
+
+def own_step(parameters, rank, shape):
+    """Return the parameters of a rank after a step of its own."""
+    return parameters - 0.5 * (parameters - goal(rank, shape))
+
+
+def trained(world_size, shape, steps):
+    """Return the parameters of all ranks after training."""
+    now = [start(rank, shape) for rank in range(world_size)]
+    for _ in range(steps):
+        new = []
+        for rank in range(world_size):
+            new.append((own_step(now[rank], rank, shape) + now[rank - 1]) / 2)
+        now = new
+    return now
+
+
+def expected(rank, world_size, shape, steps):
+    """Return what run() should return."""
+    parameters = trained(world_size, shape, steps)[rank]
+    when = "while the messages travel"
+    return {"the parameters": parameters, "what is returned": None, WHEN: when}
+
+
+def limits(rank, world_size, shape, steps):
+    """Return how much a rank may send."""
+    return {"messages": steps, "bytes": steps * start(rank, shape).nbytes}
+
+
+def explain(outcome):
+    """Put typical mistakes into words."""
+    if outcome.verdict != "WRONG":
+        return None
+    rank = outcome.rank
+    shape = outcome.case["shape"]
+    result = outcome.results[rank]
+    actual = result["the parameters"]
+    left = (rank - 1) % outcome.world_size
+    mine = start(rank, shape)
+    theirs = start(left, shape)
+    if result["what is returned"] is not None:
+        return "Change the parameters in place, and return nothing."
+    if not difference(actual, mine, TOLERANCE):
+        return "The tensor of the caller has not changed. Are the new numbers in another tensor?"
+    if any(message.kind == "barrier" for message in outcome.messages[rank]):
+        return "After a barrier all ranks have called isend, but the numbers may not have left."
+    if not difference(actual, own_step((mine + theirs) / 2, rank, shape), TOLERANCE):
+        return "This would be right if the mean came first, and the step after it."
+    if not difference(actual, trained(outcome.world_size, **outcome.case)[rank], TOLERANCE):
+        return "The step comes before wait() and recv(), so that no rank waits before it computes."
+    newer = (own_step(mine, rank, shape) + own_step(theirs, left, shape)) / 2
+    if not difference(actual, newer, TOLERANCE):
+        return f"Rank {rank} has received the parameters that rank {left} has after its own step."
+    return None

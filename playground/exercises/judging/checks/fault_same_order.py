@@ -1,0 +1,143 @@
+"""How fault_same_order is checked."""
+
+import random
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+from traffic import uncounted
+
+NAME = "train"
+FAULT = "WRONG with 1 rank, 13 images ... all epochs have the same order"
+CASES = {"13 images": {"length": 13, "epochs": 3}, "16 images": {"length": 16, "epochs": 7}}
+RIGHT = "each epoch has an order of its own"
+BATCH = 2  # images of a rank in a step
+
+
+class Recorded(Dataset):
+    """Images that note in which order they are read."""
+
+    def __init__(self, length):
+        generator = torch.Generator().manual_seed(length)
+        self.images = torch.randn(length, 3, generator=generator)
+        self.labels = torch.arange(length) % 2
+        self.read = []
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, index):
+        self.read.append(int(index))
+        return self.images[index], self.labels[index]
+
+
+def make_model():
+    """Return a small model, the same one on all ranks."""
+    torch.manual_seed(1)
+    return torch.nn.Linear(3, 2, bias=False)
+
+
+def run(train, length, epochs):
+    """Call the learner's function on this rank. Returns what came of it, in words."""
+    dataset = Recorded(length)
+    model = make_model()
+    # The random numbers of the ranks differ, as those of programs that set no seed.
+    torch.manual_seed(100 + dist.get_rank())
+    random.seed(100 + dist.get_rank())
+    train(model, dataset, epochs)
+    orders = [None] * dist.get_world_size()
+    with uncounted():
+        dist.all_gather_object(orders, dataset.read)
+    words = words_on(orders, length, epochs)
+    result = {"the order of the images": words, "the trained model": "was not checked"}
+    if words == RIGHT:
+        result["the trained model"] = words_on_model(model, orders, length, epochs)
+    return result
+
+
+def expected(rank, world_size, length, epochs):
+    """Return what run() should return."""
+    return {"the order of the images": RIGHT, "the trained model": "as of a single process"}
+
+
+def words_on(orders, length, epochs):
+    """Return in words what is wrong with the orders in which the ranks have read; or RIGHT."""
+    size = len(orders)
+    part = length // size  # images of a rank in an epoch
+    for rank, order in enumerate(orders):
+        if len(order) != epochs * part:
+            return f"rank {rank} has read {len(order)} images, not {epochs * part}"
+    by_epoch = []
+    for epoch in range(epochs):
+        start = epoch * part
+        parts = [order[start : start + part] for order in orders]
+        by_epoch.append(parts)
+        read = sum(parts, [])
+        twice = len(read) - len(set(read))
+        if twice:
+            return f"in epoch {epoch + 1}, {twice} of the {length} images are read more than once"
+    same = [parts for parts in by_epoch[1:] if parts == by_epoch[0]]
+    if len(same) == epochs - 1:
+        return same_in_all(by_epoch[0][0], length, size)
+    for epoch in range(1, epochs):
+        if by_epoch[epoch] in by_epoch[:epoch]:
+            before = by_epoch.index(by_epoch[epoch])
+            return f"epoch {epoch + 1} has the order of epoch {before + 1}, but not all are equal"
+    images = [set(parts[0]) for parts in by_epoch]
+    if size > 1 and all(each == images[0] for each in images):
+        return "each rank has the same images in all epochs, in a new order"
+    return RIGHT
+
+
+def same_in_all(order, length, size):
+    """Return words for epochs that all have the same order, in which rank 0 has read `order`."""
+    end = length - length % size
+    if order == list(range(0, end, size)):
+        return "all epochs have the order of the data set"
+    for number in range(1, 20):
+        generator = torch.Generator().manual_seed(number)
+        permutation = torch.randperm(length, generator=generator).tolist()
+        if order == permutation[0:end:size]:
+            return f"all epochs have the order that set_epoch({number}) gives"
+    return "all epochs have the same order"
+
+
+def words_on_model(model, orders, length, epochs):
+    """Train a single process with the images that the ranks have read, and compare the models."""
+    dataset = Recorded(length)
+    single = make_model()
+    part = length // len(orders)
+    for epoch in range(epochs):
+        end = (epoch + 1) * part
+        for start in range(epoch * part, end, BATCH):
+            batch = sum((order[start : min(start + BATCH, end)] for order in orders), [])
+            single.zero_grad()
+            F.cross_entropy(single(dataset.images[batch]), dataset.labels[batch]).backward()
+            with torch.no_grad():
+                for parameter in single.parameters():
+                    parameter -= 0.1 * parameter.grad
+    for parameter, other in zip(model.parameters(), single.parameters(), strict=True):
+        if not torch.allclose(parameter, other, rtol=1e-4, atol=1e-5):
+            return "differs from that of a single process"
+    return "as of a single process"
+
+
+def explain(outcome):
+    """Put typical mistakes into words."""
+    if outcome.verdict != "WRONG":
+        return None
+    words = outcome.of_rank()[0]["the order of the images"]
+    if "has read" in words:
+        return (
+            "Every rank reads its part of the images. An epoch has len(dataset) // n images of it."
+        )
+    if "more than once" in words:
+        return "Do all ranks have the same order, and does each take different positions?"
+    if "but not all" in words:
+        if words.startswith("epoch 2 has"):
+            return "A new number takes effect when the next epoch starts. Is it set too late?"
+        return "Each epoch needs a number that no earlier epoch has had."
+    if "the same images" in words:
+        return "A rank's own images are shuffled. But which images a rank has must change, too."
+    return None

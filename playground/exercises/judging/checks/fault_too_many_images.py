@@ -1,0 +1,108 @@
+"""How fault_too_many_images is checked."""
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import Dataset
+from traffic import uncounted
+
+NAME = "test"
+FAULT = "WRONG with 2 ranks, 11 images ... image 0 is read on ranks 0 and 1 ... count 12 images"
+CASES = {"11 images": {"length": 11}, "3 images": {"length": 3}, "20 images": {"length": 20}}
+RIGHT = "each image is read on one rank"
+EQUAL = "the numbers of images differ by at most one"
+
+
+class Recorded(Dataset):
+    """Images that note which of them are read. Two of three are recognized."""
+
+    def __init__(self, length):
+        self.length = length
+        self.read = []
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        if not 0 <= index < self.length:
+            raise IndexError(f"there is no image {index}: the last one is {self.length - 1}")
+        self.read.append(int(index))
+        return torch.tensor([0.0, 1.0]), hit(index)
+
+
+def hit(index):
+    """Return 1 if the model recognizes an image, otherwise 0. This is also its label."""
+    return 0 if index % 3 == 2 else 1
+
+
+def run(test, length):
+    """Call the learner's function on this rank. Returns the counts, and in words what was read."""
+    dataset = Recorded(length)
+    model = torch.nn.Linear(2, 2, bias=False)
+    torch.nn.init.eye_(model.weight)  # so the model returns its input
+    counts = test(model, dataset)
+    read = [None] * dist.get_world_size()
+    with uncounted():
+        dist.all_gather_object(read, dataset.read)
+    return {
+        "the images": words_on(read, length),
+        "the parts": words_on_parts(read),
+        "hits and images": counts,
+    }
+
+
+def expected(rank, world_size, length):
+    """Return what run() should return."""
+    hits = sum(hit(index) for index in range(length))
+    return {"the images": RIGHT, "the parts": EQUAL, "hits and images": [hits, length]}
+
+
+def words_on(read, length):
+    """Return in words which images the ranks have read, or RIGHT. `read` has a list of each."""
+    if len(read) > 1 and all(sorted(mine) == list(range(length)) for mine in read):
+        return "every rank reads all images"
+    for index in range(length):
+        ranks = [rank for rank, mine in enumerate(read) if index in mine]
+        if not ranks:
+            return f"image {index} of {length} is not read"
+        if len(ranks) > 2:
+            return f"image {index} is read on {len(ranks)} ranks"
+        if len(ranks) == 2:
+            return f"image {index} is read on ranks {ranks[0]} and {ranks[1]}"
+        if read[ranks[0]].count(index) > 1:
+            return f"image {index} is read twice on rank {ranks[0]}"
+    return RIGHT
+
+
+def words_on_parts(read):
+    """Return in words whether the ranks read equally many images, or EQUAL. See words_on."""
+    lengths = [len(mine) for mine in read]
+    if max(lengths) > min(lengths) + 1:
+        shortest = lengths.index(min(lengths))
+        longest = lengths.index(max(lengths))
+        return (
+            f"rank {longest} reads {max(lengths)} images, and rank {shortest} reads {min(lengths)}"
+        )
+    return EQUAL
+
+
+def explain(outcome):
+    """Put typical mistakes into words."""
+    if outcome.verdict != "WRONG":
+        return None
+    result, right = outcome.of_rank()
+    counts = result["hits and images"]
+    hits, length = right["hits and images"]
+    whole = isinstance(counts, list) and len(counts) == 2
+    if not whole:
+        return None
+    if result["the images"] == RIGHT and result["the parts"] != EQUAL:
+        return "Each image is read once, but the parts are not equal."
+    if result["the images"] == RIGHT and counts[1] < length:
+        return f"{counts[1]} images are counted, and {length} are read, by all ranks together."
+    if counts[1] > length:
+        return f"The ranks count {counts[1]} images, and the data set has {length}."
+    if counts == [hits, length]:
+        return "The counts are right, but not every image is read once."
+    if counts[1] == length:
+        return f"The number of images is right, but {counts[0]} hits are counted, and not {hits}."
+    return None

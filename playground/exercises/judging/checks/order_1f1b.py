@@ -1,0 +1,173 @@
+"""How order_1f1b is checked."""
+
+import os
+from collections import Counter
+from itertools import pairwise
+
+from verdicts import Rung
+
+JOIN = False  # so the function can use nothing but its arguments
+WORLD_SIZES = (1, 2, 3, 4, 5, 8)  # with 8 ranks, the warm-up of rank 0 has 7 forward passes
+CASES = {
+    "3 micro-batches": {"micro_batches": 3, "most": 8},
+    "8 micro-batches": {"micro_batches": 8, "most": 8},
+    "1 micro-batch": {"micro_batches": 1, "most": 8},
+    "2 micro-batches": {"micro_batches": 2, "most": 8},
+    "5 micro-batches": {"micro_batches": 5, "most": 8},
+    "8 micro-batches, 2 at most": {"micro_batches": 8, "most": 2},
+    "5 micro-batches, 3 at most": {"micro_batches": 5, "most": 3},
+    "4 micro-batches, 1 at most": {"micro_batches": 4, "most": 1},
+}
+RUNG_1 = Rung(
+    cases=(
+        "3 micro-batches",
+        "8 micro-batches",
+        "1 micro-batch",
+        "2 micro-batches",
+        "5 micro-batches",
+    ),
+    words="for the lesson's 1F1B",
+    then="memory for `most` micro-batches only.",
+)
+
+
+def run(order_1f1b, micro_batches, most):
+    """Call the learner's function on this rank. Returns its list as one text."""
+    rank = int(os.environ["RANK"])
+    world_size = int(os.environ["WORLD_SIZE"])
+    order = order_1f1b(rank, world_size, micro_batches, most)
+    is_list = isinstance(order, list) and all(isinstance(each, str) for each in order)
+    return " ".join(order) if is_list else [order]
+
+
+def expected(rank, world_size, micro_batches, most):
+    """Return the only right order: the activations that are kept decide what is next."""
+    limit = min(world_size - rank, most)
+    order = []
+    forward = 0
+    backward = 0
+    while backward < micro_batches:
+        if forward < micro_batches and forward - backward < limit:
+            order.append(f"F{forward}")
+            forward += 1
+        else:
+            order.append(f"B{backward}")
+            backward += 1
+    return " ".join(order)
+
+
+def most_kept(order):
+    """Return of how many micro-batches a rank keeps the activations at most."""
+    kept = 0
+    most = 0
+    for each in order:
+        kept += 1 if each.startswith("F") else -1
+        most = max(most, kept)
+    return most
+
+
+def duration(orders):
+    """Return how long all ranks take if each pass takes the time 1; None if they wait for ever.
+
+    Args:
+        orders: for each rank, the list of its passes.
+
+    Returns:
+        the time, or None; and for each rank, how many of its passes it has computed.
+    """
+    ends = {}  # (rank, pass) -> when it ends
+    clocks = [0] * len(orders)
+    positions = [0] * len(orders)
+    progress = True
+    while progress:
+        progress = False
+        for rank, order in enumerate(orders):
+            if positions[rank] == len(order):
+                continue
+            each = order[positions[rank]]
+            needs = needed(rank, each, len(orders))
+            if any(need not in ends for need in needs):
+                continue
+            starts = [clocks[rank], *[ends[need] for need in needs]]
+            clocks[rank] = max(starts) + 1
+            ends[rank, each] = clocks[rank]
+            positions[rank] += 1
+            progress = True
+    done = all(position == len(order) for position, order in zip(positions, orders, strict=True))
+    return (max(clocks) if done else None), positions
+
+
+def needed(rank, each, world_size):
+    """Return the passes that must have ended before a pass of a rank, as (rank, pass)."""
+    if each.startswith("F"):
+        return [(rank - 1, each)] if rank > 0 else []
+    needs = [(rank, f"F{each[1:]}")]
+    if rank < world_size - 1:
+        needs.append((rank + 1, each))
+    return needs
+
+
+def explain(outcome):
+    """Put typical mistakes into words."""
+    if outcome.verdict == "HANG":
+        return None
+    actual, _ = outcome.of_rank()
+    if not isinstance(actual, str):
+        return 'Return a list of strings, such as ["F0", "B0"].'
+    rank = outcome.rank
+    words = about_passes(actual, outcome.expected[rank])
+    if words:
+        return words
+    orders = []
+    for other in range(outcome.world_size):
+        result = outcome.results[other]
+        if not isinstance(result, str) or about_passes(result, outcome.expected[other]):
+            result = outcome.expected[other]  # the verdict is about the first rank at fault
+        orders.append(result.split())
+    time, positions = duration(orders)
+    if time is None:
+        waits = []
+        for number, position in enumerate(positions):
+            if position < len(orders[number]):
+                waits.append(f"rank {number} at {orders[number][position]}")
+        return f"The ranks wait for each other for ever: {', '.join(waits)}."
+    most = most_kept(orders[rank])
+    right = most_kept(outcome.expected[rank].split())
+    if most > right:
+        return f"Rank {rank} keeps the activations of {most} micro-batches; {right} is the limit."
+    best, _ = duration([each.split() for each in outcome.expected.values()])
+    if time > best:
+        return (
+            f"If each pass takes 1 ms, all ranks finish after {time} ms. The right order takes "
+            f"{best} ms, because a rank computes as many forward passes first as it may."
+        )
+    return None
+
+
+def about_passes(order, right):
+    """Return what is wrong with an order by itself, without the other ranks; None if nothing is.
+
+    Args:
+        order: the passes as one text.
+        right: the right order as one text.
+    """
+    order = order.split()
+    right = right.split()
+    count = Counter(order)
+    for each in order:
+        if each not in right:
+            return f"There is no {each} here: the micro-batches are 0 to {len(right) // 2 - 1}."
+        if count[each] > 1:
+            return f"{each} appears {count[each]} times."
+    for each in right:
+        if count[each] == 0:
+            return f"{each} is missing."
+    for number in range(len(right) // 2):
+        if order.index(f"B{number}") < order.index(f"F{number}"):
+            return f"B{number} comes before F{number}."
+    for earlier, later in pairwise(range(len(right) // 2)):
+        for kind in "FB":
+            if order.index(f"{kind}{later}") < order.index(f"{kind}{earlier}"):
+                words = "Passes of one kind must be in the order of their numbers."
+                return f"{kind}{later} comes before {kind}{earlier}. {words}"
+    return None

@@ -1,0 +1,320 @@
+"""How save_and_resume is checked: a run is killed, and another number of ranks resumes it."""
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import resource
+import signal
+import sys
+from pathlib import Path
+
+import torch
+import torch._dynamo  # optimizers import it: here, before the ranks are forked
+import torch.distributed as dist
+from torch import nn
+from traffic import uncounted
+from verdicts import Rung, difference
+
+CASES = {
+    "Adam, no random numbers": {"kind": "adam", "seeded": True},
+    "Adam": {"kind": "adam"},
+    "SGD with momentum, a frozen bias": {"kind": "sgd"},
+}
+RUNG_1 = Rung(
+    cases=("Adam, no random numbers",),
+    words="for what the lesson saves",
+    then="random numbers, a frozen parameter, and ranks that see an old file.",
+)
+TOLERANCE = {"rtol": 1e-7, "atol": 1e-9}  # another number of ranks adds up in another order
+PATH = "checkpoint.pt"
+NOTES = "notes.json"
+STATE = "state.pt"
+KILLED = 3  # the epoch in which the first run ends
+EPOCHS = 5
+IMAGES = 12
+BATCH = 6
+COMPLETE = "complete at any time"
+BIT_FOR_BIT = "restored as it was"
+
+
+class Killed(BaseException):
+    """Stands for the end of a process. It is a BaseException, so that `except Exception` fails."""
+
+
+class Net(nn.Module):
+    """A network whose output depends on a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 200)
+        self.last = nn.Linear(200, 1)
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, inputs):
+        """Return one number for each row."""
+        return self.last(torch.tanh(self.first(inputs))) / (1 + self.seen / IMAGES)
+
+
+def make(kind, seed):
+    """Return a model and an optimizer."""
+    torch.manual_seed(seed)
+    model = Net().double()
+    if kind == "adam":
+        return model, torch.optim.Adam(model.parameters(), lr=0.01)
+    model.first.bias.requires_grad_(False)
+    return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+def train(model, optimizer, rank, world_size, order_seed):
+    """Train one epoch. Returns the order of the images.
+
+    The order is drawn from a generator with the order_seed; None: from PyTorch's random numbers.
+    """
+    generator = torch.Generator().manual_seed(5)
+    inputs = torch.randn(IMAGES, 4, generator=generator, dtype=torch.float64)
+    targets = torch.randn(IMAGES, 1, generator=generator, dtype=torch.float64)
+    if order_seed is None:
+        order = torch.randperm(IMAGES)
+    else:
+        order = torch.randperm(IMAGES, generator=torch.Generator().manual_seed(order_seed))
+    for batch in order.split(BATCH):
+        mine = batch[rank::world_size]
+        optimizer.zero_grad()
+        loss = (model(inputs[mine]) - targets[mine]).square().sum() / BATCH
+        loss.backward()
+        if world_size > 1:
+            gradients = [each.grad for each in model.parameters() if each.requires_grad]
+            flat = torch.cat([gradient.flatten() for gradient in gradients])
+            with uncounted():
+                dist.all_reduce(flat)
+            sizes = [gradient.numel() for gradient in gradients]
+            for gradient, total in zip(gradients, flat.split(sizes), strict=True):
+                gradient.copy_(total.view_as(gradient))
+        optimizer.step()
+        model.seen += len(batch)
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.9  # as a scheduler does
+    return order
+
+
+def state_of(model, optimizer):
+    """Return copies of what the next epochs depend on, by name."""
+    found = {"parameters": {}, "buffers": {}, "optimizer": {}}
+    for name, parameter in model.named_parameters():
+        found["parameters"][name] = parameter.detach().clone()
+        state = optimizer.state.get(parameter, {})
+        for key in ("momentum_buffer", "exp_avg", "exp_avg_sq"):
+            found["optimizer"][f"{name}, {key}"] = copy_of(state.get(key))
+    found["optimizer"]["lr"] = optimizer.param_groups[0]["lr"]
+    for name, buffer in model.named_buffers():
+        found["buffers"][name] = buffer.clone()
+    return found
+
+
+def copy_of(value):
+    """Return a copy of a tensor, or None."""
+    return None if value is None else value.detach().clone()
+
+
+def same_epoch(epoch):
+    """Raise an error if the ranks do not train the same epoch."""
+    everyone = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    with uncounted():
+        dist.all_gather(everyone, torch.tensor([int(epoch)]))
+    for rank, each in enumerate(everyone):
+        if each.item() != everyone[0].item():
+            words = f"rank 0 trains epoch {everyone[0].item()}, but rank {rank} trains epoch"
+            raise RuntimeError(f"{words} {each.item()}")
+
+
+def only_rank_0_writes():
+    """Let no other rank write a file of more than 4 KB. A checkpoint is longer."""
+    if dist.get_rank() > 0:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # so that it is an error, not the end
+        most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, most))
+
+
+def see_an_old_file():
+    """Let this rank see an empty file instead of the checkpoint, as in a network folder."""
+    folder = Path(f"rank{dist.get_rank()}")
+    folder.mkdir()
+    os.chdir(folder)
+    Path(PATH).touch()
+
+
+def first(save_and_resume, kind, seeded=False):
+    """Train until the run is killed. Note in a file what became of the checkpoints.
+
+    If it is seeded, the number of the epoch is the seed of its order, as in the lesson. Then all
+    ranks see the same files, too.
+    """
+    model, optimizer = make(kind, seed=0)
+    rank = dist.get_rank()
+    only_rank_0_writes()
+    if rank > 0 and not seeded:
+        see_an_old_file()
+    deleted = []
+
+    def note_deleted(event, args):
+        if event == "os.remove":
+            deleted.append(args[0])
+
+    sys.addaudithook(note_deleted)
+    orders = []
+    before = {}  # another name of each checkpoint, and what was in it
+    unsaved = []
+
+    def train_epoch(epoch):
+        same_epoch(epoch)
+        if rank == 0 and os.path.exists(PATH):
+            new = digest(PATH)
+            if new in before.values():
+                unsaved.append(epoch - 1)
+            elif epoch < KILLED:
+                os.link(PATH, f"before{epoch}")
+                before[f"before{epoch}"] = new
+        if epoch == KILLED:
+            if rank == 0:
+                torch.save(state_of(model, optimizer), STATE)
+            raise Killed
+        order_seed = epoch if seeded else None
+        orders.append(train(model, optimizer, rank, dist.get_world_size(), order_seed))
+
+    with contextlib.suppress(Killed):
+        save_and_resume(PATH, model, optimizer, EPOCHS, train_epoch)
+    if rank == 0:
+        state = COMPLETE
+        if any(digest(path) != text for path, text in before.items()):
+            state = "overwritten in place"
+        elif any(os.path.basename(os.fspath(path)) == PATH for path in deleted):
+            state = "deleted before the next one has its name"
+        if unsaved:
+            state = f"not saved after epoch {unsaved[0]}"
+        if not os.path.exists(PATH):
+            state = f"missing after {KILLED} epochs"
+        Path(NOTES).write_text(json.dumps([state, [order.tolist() for order in orders]]))
+
+
+def digest(path):
+    """Return a number that tells whether a file has changed."""
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+def again(save_and_resume, kind, seeded=False):
+    """Resume. Returns what was restored, and what came of it."""
+    rank = dist.get_rank()
+    model, optimizer = make(kind, seed=50 + rank)
+    only_rank_0_writes()
+    trained = []
+    restored = []
+    orders = []
+
+    def train_epoch(epoch):
+        same_epoch(epoch)
+        if not trained:
+            restored.append(state_of(model, optimizer))
+        trained.append(int(epoch))
+        order_seed = epoch if seeded else None
+        orders.append(train(model, optimizer, rank, dist.get_world_size(), order_seed))
+
+    save_and_resume(PATH, model, optimizer, EPOCHS, train_epoch)
+    state, earlier = json.loads(Path(NOTES).read_text())
+    orders = [torch.tensor(order) for order in earlier] + orders
+    found = results(state, trained, restored, orders, model)
+    if restored:
+        exact = {"rtol": 0, "atol": 0}
+        different = difference(restored[0], torch.load(STATE), exact)
+        found["bit for bit"] = f"not {different[0]}" if different else BIT_FOR_BIT
+    return found
+
+
+def results(state, trained, restored, orders, model):
+    """Return what is compared. `orders` are those of all epochs, `restored` is a list with one."""
+    found = {"the file": state, "the order before the restart": orders[:KILLED]}
+    found["the epochs after the restart"] = trained
+    for part in ("parameters", "buffers", "optimizer"):
+        found[f"the restored {part}"] = restored[0][part] if restored else None
+    found["the order after the restart"] = orders[KILLED:]
+    found["the parameters at the end"] = dict(model.named_parameters())
+    found["bit for bit"] = BIT_FOR_BIT
+    return found
+
+
+def expected(rank, world_size, kind, seeded=False):
+    """Return what again() should return."""
+    return without_a_break(kind, seeded)
+
+
+@functools.cache
+def without_a_break(kind, seeded):
+    """Train in one process. Returns what again() should return."""
+    model, optimizer = make(kind, seed=0)
+    orders = []
+    for epoch in range(EPOCHS):
+        if epoch == KILLED:
+            restored = state_of(model, optimizer)
+        orders.append(train(model, optimizer, 0, 1, epoch if seeded else None))
+    trained = list(range(KILLED, EPOCHS))
+    return results(COMPLETE, trained, [restored], orders, model)
+
+
+def runs(world_size):
+    """Return what runs: a training that is killed, and then one with another number of ranks."""
+    return [(first, world_size), (again, world_size + 1)]
+
+
+def explain(outcome):
+    """Put typical mistakes into words."""
+    if outcome.verdict == "HANG":
+        return None
+    actual, right = outcome.of_rank()
+    wrong = [name for name in right if difference(actual[name], right[name], TOLERANCE)]
+    trained = actual["the epochs after the restart"]
+    if wrong[0] == "the file":
+        if "not saved" in actual["the file"]:
+            return "A run that is killed loses this epoch. Save after each epoch."
+        if "missing" in actual["the file"]:
+            return "The run was killed in epoch 3. Save after each epoch."
+        return (
+            "If the run is killed at this moment, no complete file is left. Write a different "
+            "file, and rename it with os.replace() when it is complete."
+        )
+    if wrong[0] == "the epochs after the restart":
+        if trained == list(range(EPOCHS)):
+            return "Training starts from the beginning. The file says how many epochs are done."
+        if trained and trained[0] == KILLED - 1:
+            return "The last epoch is trained twice. Save the number of the next epoch."
+        if trained and trained[0] == KILLED + 1:
+            return "An epoch is left out. After epoch 2, 3 epochs are done."
+        return None
+    words = {
+        "the restored parameters": "All ranks need the parameters of the file.",
+        "the restored buffers": "Buffers belong to the model, too: model.state_dict() has them.",
+        "the restored optimizer": "The optimizer's state has its averages and its learning rate: "
+        "optimizer.state_dict() has all of it.",
+        "the order before the restart": "train_epoch() draws the random numbers of all epochs one "
+        "after another. Do not seed them in between.",
+        "the order after the restart": "The random numbers differ after the restart. Their state "
+        "after the last epoch belongs in the file, and all ranks must set it.",
+        "bit for bit": "The numbers of the file must be restored as they are. Computed again, they "
+        "may be rounded differently.",
+    }
+    return words.get(wrong[0])
+
+
+def explain_crash(crash):
+    """Put typical errors into words."""
+    # torch.save() says the last two of these if a file cannot be written.
+    words = ("File too large", "file write failed", "unexpected pos")
+    if any(each in crash.error for each in words):
+        return "Here, only rank 0 can write files. Is the save inside `if dist.get_rank() == 0:`?"
+    if "EOFError" in crash.error:
+        return "This rank sees an empty file, but rank 0 sees none. Rank 0 must decide for all."
+    if "trains epoch" in crash.error:
+        return "All ranks must load the file."
+    if "No such file" in crash.error or "FileNotFoundError" in crash.error:
+        return "In the first run there is no file yet."
+    return None

@@ -1,0 +1,235 @@
+"""How seeded_dropout is checked."""
+
+import torch
+import torch.distributed as dist
+import torch.fx.experimental.symbolic_shapes  # backward(gradient) imports it: see ranks.py
+from traffic import uncounted
+from verdicts import Rung
+
+MAY_SEED = {"p": 0.5, "shape": (20, 30), "dtype": torch.float32, "may_seed": True}
+CASES = {
+    "p = 0.5, with any seeding": MAY_SEED,
+    "p = 0.5": {"p": 0.5, "shape": (20, 30), "dtype": torch.float32},
+    "p = 0.1, float64": {"p": 0.1, "shape": (1200,), "dtype": torch.float64},
+    "p = 0.75, float16": {"p": 0.75, "shape": (3, 10, 20), "dtype": torch.float16},
+}
+RUNG_1 = Rung(
+    cases=("p = 0.5, with any seeding",),
+    words="as in the lesson",
+    then="any dtype, and PyTorch's own random numbers stay as they are.",
+)
+# Seeds such as seed + 100 * rank + step are the same for two ranks in some of these steps.
+STEPS = (0, 1, 2, 3, 4, 5, 7, 10, 100, 103, 1003, 10003, 100003, 1000003)
+FIRST = 3  # the step at which the second run starts
+SEED = 7
+
+
+def inputs_of(shape, dtype):
+    """Return numbers other than 0, the same on all ranks."""
+    count = torch.Size(shape).numel()
+    return (1 + torch.arange(count) % 7).to(dtype).view(shape)
+
+
+def dropped(seeded_dropout, p, shape, dtype, seed, step):
+    """Return where numbers are dropped, as a flat tensor of booleans."""
+    returned = seeded_dropout(inputs_of(shape, dtype), p, seed, step)
+    return returned.detach().flatten() == 0
+
+
+def first(seeded_dropout, p, shape, dtype, may_seed=False):
+    """Train from the beginning: note which numbers are dropped."""
+    torch.manual_seed(1)
+    masks = {step: dropped(seeded_dropout, p, shape, dtype, SEED, step) for step in STEPS}
+    torch.save(masks, f"rank{dist.get_rank()}.pt")
+
+
+def again(seeded_dropout, p, shape, dtype, may_seed=False):
+    """Start again at the step FIRST. Returns what the learner's function does, in words.
+
+    If it may_seed, it may change PyTorch's own random numbers, as the lesson does.
+    """
+    torch.manual_seed(2)
+    torch.rand(3)  # nothing can rely on what was drawn before the break
+    state = torch.get_rng_state()
+    inputs = inputs_of(shape, dtype).requires_grad_()
+    returned = seeded_dropout(inputs, p, SEED, FIRST)
+    found = {"its result": kind_of(returned)}
+    if found["its result"] != kind_of(inputs):
+        return found
+    found["its inputs"] = "as before"
+    if not torch.equal(inputs.detach(), inputs_of(shape, dtype)):
+        found["its inputs"] = "changed"
+    mask = returned.detach().flatten() == 0
+    found["each by itself"] = is_regular(mask, shape)
+    found["dropped"] = how_many(mask, p)
+    found["the others"] = scale(returned.detach(), inputs.detach(), p)
+    twice = dropped(seeded_dropout, p, shape, dtype, SEED, FIRST)
+    found["called twice for one step"] = "the same"
+    if not torch.equal(mask, twice):
+        found["called twice for one step"] = "different numbers are dropped"
+    before = torch.load(f"rank{dist.get_rank()}.pt")
+    masks = masks_of_all(before)
+    found["dropped in both"] = equal_masks(masks)
+    found["with no number in common"] = mirrored_masks(masks)
+    other = dropped(seeded_dropout, p, shape, dtype, SEED + 54321, FIRST)
+    found["a different seed"] = (
+        "the same numbers" if torch.equal(mask, other) else "different numbers"
+    )
+    found["after the restart"] = "as without a break"
+    for step in STEPS[FIRST:]:
+        if not torch.equal(before[step], dropped(seeded_dropout, p, shape, dtype, SEED, step)):
+            found["after the restart"] = "different numbers are dropped"
+    found["PyTorch's random numbers"] = "as before"
+    if not may_seed and not torch.equal(torch.get_rng_state(), state):
+        found["PyTorch's random numbers"] = "changed"
+    found["the gradient"] = gradient_of(returned, inputs, mask, p)
+    return found
+
+
+def kind_of(value):
+    """Return the shape and the dtype of a tensor, in words."""
+    if not isinstance(value, torch.Tensor):
+        return "not a tensor"
+    return f"shape {tuple(value.shape)}, {value.dtype}"
+
+
+def how_many(mask, p):
+    """Return which part of the numbers is dropped, in words."""
+    part = mask.double().mean().item()
+    return f"about {p:.0%}" if abs(part - p) < 0.1 else f"{part:.0%}"
+
+
+def scale(returned, inputs, p):
+    """Return by what the other numbers are multiplied, in words."""
+    factors = (returned / inputs)[returned != 0].double()
+    right = 1 / (1 - p)
+    if torch.allclose(factors, torch.full_like(factors, right), rtol=2e-3):
+        return f"times {right:.4g}"
+    low = factors.min().item()
+    high = factors.max().item()
+    return f"times {low:.4g}" if high - low < 1e-2 else f"times {low:.4g} to {high:.4g}"
+
+
+def is_regular(mask, shape):
+    """Return whether rows or columns are dropped alike, in words."""
+    rows = mask.view(-1, shape[-1])
+    for each, name in ((rows, "all rows are alike"), (rows.T, "all columns are alike")):
+        if len(each) > 1 and bool((each == each[0]).all()):
+            return name
+    return "yes"
+
+
+def masks_of_all(masks):
+    """Return what each rank drops in each step: {"rank 0 in step 0": mask}. All ranks call it."""
+    mine = torch.stack(list(masks.values())).byte()
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    with uncounted():
+        dist.all_gather(everyone, mine)
+    found = {}
+    for rank, each in enumerate(everyone):
+        for step, mask in zip(STEPS, each, strict=True):
+            found[f"rank {rank} in step {step}"] = mask
+    return found
+
+
+def equal_masks(masks):
+    """Return which two ranks and steps drop the same numbers, in words."""
+    seen = {}
+    for name, mask in masks.items():
+        key = bytes(mask.tolist())
+        if key in seen:
+            return f"{seen[key]}, and {name}"
+        seen[key] = name
+    return "no two calls"
+
+
+def mirrored_masks(masks):
+    """Return which two ranks and steps drop no number in common, in words."""
+    names = list(masks)
+    dropped = torch.stack(list(masks.values())).double()
+    common = dropped @ dropped.T
+    for one, row in enumerate(common.tolist()):
+        for other in range(one):
+            if row[other] == 0:
+                return f"{names[other]}, and {names[one]}"
+    return "no two calls"
+
+
+def gradient_of(returned, inputs, mask, p):
+    """Return what the gradient of the inputs is, in words."""
+    if not returned.requires_grad:
+        return "none"
+    returned.backward(torch.ones_like(returned))
+    right = torch.where(mask, 0, 1 / (1 - p)).view(inputs.shape)
+    if torch.allclose(inputs.grad.double(), right.double(), rtol=2e-3):
+        return "right"
+    return "wrong"
+
+
+def expected(rank, world_size, p, shape, dtype, may_seed=False):
+    """Return what again() should return."""
+    return {
+        "its result": kind_of(inputs_of(shape, dtype)),
+        "its inputs": "as before",
+        "each by itself": "yes",
+        "dropped": f"about {p:.0%}",
+        "the others": f"times {1 / (1 - p):.4g}",
+        "called twice for one step": "the same",
+        "dropped in both": "no two calls",
+        "with no number in common": "no two calls",
+        "a different seed": "different numbers",
+        "after the restart": "as without a break",
+        "PyTorch's random numbers": "as before",
+        "the gradient": "right",
+    }
+
+
+def runs(world_size):
+    """Return what runs: a training, and then the same one again from a later step."""
+    return [(first, world_size), (again, world_size)]
+
+
+def limits(rank, world_size, **case):
+    """Return how much a rank may send: nothing."""
+    return {"messages": 0}
+
+
+def explain(outcome):
+    """Put typical mistakes into words."""
+    if outcome.verdict == "COSTLY":
+        return "A rank knows its rank and the step, so it needs no message."
+    if outcome.verdict == "HANG":
+        return None
+    actual, right = outcome.of_rank()
+    wrong = [name for name in right if actual.get(name) != right[name]]
+    both = actual.get("dropped in both", "")
+    words = {
+        "dropped": "Each number is dropped with probability p.",
+        "the others": "The numbers that stay are divided by 1 - p, so the mean stays the same.",
+        "each by itself": "Draw a random number for each number of `inputs`.",
+        "called twice for one step": "Seed in each call, with a number that depends only on "
+        "`seed`, the rank and the step.",
+        "with no number in common": "One of the two drops what the other keeps, so the calls "
+        "depend on each other. Each needs random numbers of its own.",
+        "a different seed": "`seed` has no effect.",
+        "after the restart": "Something that differs after a restart has been used.",
+        "PyTorch's random numbers": "Then the ranks would draw different orders of the images. "
+        "Draw from a generator of your own.",
+        "its inputs": "Return a new tensor.",
+    }
+    if wrong[0] == "dropped in both":
+        return about_both(both)
+    return words.get(wrong[0])
+
+
+def about_both(both):
+    """Say which number is missing in the seed, from the two calls that drop the same numbers."""
+    left, right = both.split(", and ")
+    if left.split(" in ")[0] == right.split(" in ")[0]:
+        return "The steps must differ: does the seed depend on `step`?"
+    if left.split(" in ")[1] == right.split(" in ")[1]:
+        return "The ranks must differ: does the seed depend on the rank?"
+    return (
+        "Two ranks have the same seed in different steps. Multiply the step by the number of ranks "
+        "before you add the rank."
+    )

@@ -1,0 +1,310 @@
+"""How shard_optimizer is checked."""
+
+from functools import partial
+from operator import itemgetter
+
+import torch
+import torch._dynamo  # optimizers import it: here, before the ranks are forked
+import torch.distributed as dist
+from torch import nn
+from traffic import sent_bytes
+from verdicts import Rung, difference
+
+
+class Plain(nn.Module):
+    """Two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 5)
+        self.second = nn.Linear(5, 4)
+
+
+class TiedAndFrozen(nn.Module):
+    """A tied parameter, frozen parameters, and one that is much larger than the others."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 7)
+        self.output = nn.Linear(7, 11)
+        self.output.weight = self.embedding.weight
+        self.frozen = nn.Linear(9, 9).requires_grad_(False)
+
+
+class Small(nn.Module):
+    """Parameters with few numbers, of float16."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float16))
+        self.three = nn.Parameter(torch.ones(3, dtype=torch.float16))
+        self.transposed = nn.Parameter(torch.ones(7, 2, dtype=torch.float16).t())
+
+
+class Unused(nn.Module):
+    """Parameters that have no gradient in some steps, on some ranks, or at all."""
+
+    def __init__(self):
+        super().__init__()
+        self.used = nn.Linear(2, 3)
+        self.used_in_step_1 = nn.Parameter(torch.ones(6))
+        self.used_on_rank_0 = nn.Parameter(torch.ones(5))
+        self.used_in_steps_1_and_3 = nn.Parameter(torch.ones(7))
+        self.unused = nn.Parameter(torch.ones(4))
+
+
+SGD = partial(torch.optim.SGD, lr=1e-3, momentum=0.9)
+ADAMW = partial(torch.optim.AdamW, lr=0.1, weight_decay=0.1)
+ADAGRAD = partial(torch.optim.Adagrad, lr=0.1)
+CASES = {
+    "SGD, two layers": {"model_class": Plain, "make_optimizer": SGD},
+    "AdamW, tied and frozen parameters": {"model_class": TiedAndFrozen, "make_optimizer": ADAMW},
+    "SGD, small parameters": {"model_class": Small, "make_optimizer": SGD},
+    "SGD, missing gradients": {"model_class": Unused, "make_optimizer": SGD},
+    "Adagrad, missing gradients": {"model_class": Unused, "make_optimizer": ADAGRAD},
+}
+RUNG_1 = Rung(
+    cases=("SGD, two layers",),
+    words="for the lesson's own model",
+    then="any model, such as one with a frozen parameter, whose gradient is None.",
+)
+NAME = "ShardedOptimizer"
+STEPS = (1, 2, 3)
+# How many numbers an optimizer keeps for each number of a parameter.
+MOMENTS = {torch.optim.SGD: 1, torch.optim.AdamW: 2, torch.optim.Adagrad: 1}
+SLACK = 8  # bytes that each parameter may cost in addition
+STATE = "bytes of the optimizer's state"
+
+
+def model_of(model_class):
+    """Return the model."""
+    torch.manual_seed(0)
+    return model_class()
+
+
+def gradient_of(name, parameter, rank, step):
+    """Return the gradient of a parameter on a rank in a step, or None."""
+    if not parameter.requires_grad or name == "unused":
+        return None
+    if (name == "used_in_step_1" and step > 1) or (name == "used_on_rank_0" and rank > 0):
+        return None
+    if name == "used_in_steps_1_and_3" and step == 2:
+        return None
+    gradient = torch.empty_like(parameter, requires_grad=False)
+    if parameter.dtype == torch.float16 and step == 1:
+        # Two of these are too large for float16 when they are added. Their means over 1 to 5 ranks
+        # are exact in float16.
+        positions = torch.arange(parameter.numel()).view(parameter.shape)
+        return gradient.copy_(960 * (63 - positions % 4 - 2 * rank))
+    generator = torch.Generator().manual_seed(100 * step + 10 * parameter.numel() + rank)
+    numbers = 60 * torch.randint(-5, 6, parameter.shape, generator=generator)
+    # Multiples of 60: their means over 1 to 5 ranks are exact, also in float16.
+    return gradient.copy_(numbers + 120 * rank)
+
+
+def bytes_of_state(optimizers):
+    """Return how many bytes optimizers keep, without the counts of steps, which have no axis."""
+    nbytes = 0
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
+            nbytes += sum(tensor.nbytes for tensor in tensors if tensor.ndim > 0)
+    return nbytes
+
+
+def run(sharded_optimizer, model_class, make_optimizer):
+    """Call the learner's class on this rank, and run some steps."""
+    model = model_of(model_class)
+    made = []
+
+    def make(tensors):
+        made.append(make_optimizer(tensors))
+        return made[-1]
+
+    optimizer = sharded_optimizer(model, make)
+    for step in STEPS:
+        for name, parameter in model.named_parameters():
+            parameter.grad = gradient_of(name, parameter, dist.get_rank(), step)
+        optimizer.step()
+    allowed = allowed_state(dist.get_world_size(), model_class, make_optimizer)
+    # Less is right, too.
+    return {**model.state_dict(), STATE: max(bytes_of_state(made), allowed)}
+
+
+def trained(model):
+    """Return the parameters of a model that are not frozen."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def bytes_of_shards(parameters, world_size):
+    """Return the bytes of one shard of each parameter, with padding."""
+    return sum(-(-each.numel() // world_size) * each.itemsize for each in parameters)
+
+
+def allowed_state(world_size, model_class, make_optimizer):
+    """Return how many bytes the state of a rank may have."""
+    shards = bytes_of_shards(trained(model_of(model_class)), world_size)
+    return MOMENTS[make_optimizer.func] * shards
+
+
+def mean(gradients):
+    """Return the mean of the gradients of all ranks. Those that are None count as zero."""
+    existing = [gradient.double() for gradient in gradients if gradient is not None]
+    if not existing:
+        return None
+    return sum(existing) / len(gradients)
+
+
+def trained_alone(world_size, model_class, make_optimizer, average=mean, anew=False):
+    """Return the parameters after all steps of a single process.
+
+    Args:
+        world_size: the number of ranks whose gradients are averaged.
+        model_class: see CASES.
+        make_optimizer: see CASES.
+        average: returns the gradient of a step; called with the gradients of all ranks, or None.
+        anew: whether each step has an optimizer of its own.
+    """
+    model = model_of(model_class)
+    optimizer = make_optimizer(trained(model))
+    for step in STEPS:
+        if anew:
+            optimizer = make_optimizer(trained(model))
+        for name, parameter in model.named_parameters():
+            gradients = [gradient_of(name, parameter, each, step) for each in range(world_size)]
+            gradient = average(gradients)
+            parameter.grad = None
+            if gradient is not None:
+                parameter.grad = torch.zeros_like(parameter).copy_(gradient)
+        optimizer.step()
+    return model.state_dict()
+
+
+def expected(rank, world_size, model_class, make_optimizer):
+    """Return what run() should return."""
+    parameters = trained_alone(world_size, model_class, make_optimizer)
+    return {**parameters, STATE: allowed_state(world_size, model_class, make_optimizer)}
+
+
+def limits(rank, world_size, model_class, make_optimizer):
+    """Return how much a rank may send in all steps."""
+    if world_size == 1:
+        return {}
+    parameters = list(model_of(model_class).parameters())
+    flat = world_size * bytes_of_shards(trained(model_of(model_class)), world_size)
+    used = sent_bytes("all_reduce", SLACK * len(parameters), world_size)
+    # An all_reduce sends what a reduce_scatter and an all_gather send together.
+    return {"bytes": len(STEPS) * (sent_bytes("all_reduce", flat, world_size) + used)}
+
+
+def explain_crash(crash):
+    """Put typical errors into words."""
+    if "non-leaf" in crash.error:
+        return "A view of a parameter is part of a graph. Make the shard from parameter.detach()."
+    if "NoneType" in crash.error:
+        return "A gradient is None if the parameter is frozen, or if forward() did not use it."
+    # gloo of PyTorch 2.9 ends the process if the lengths do not fit.
+    if "outputShape" in crash.error or "SIGABRT" in crash.error:
+        return "All shards must have the same length. padded(tensor) sees to that."
+    if "invalid for input of size" in crash.error:
+        return "Cut the padding off before you give the numbers their shape."
+    return None
+
+
+def explain(outcome):
+    """Put typical mistakes into words."""
+    if outcome.verdict == "HANG":
+        return None
+    if outcome.verdict == "COSTLY":
+        return explain_costs(outcome)
+    actual, right = outcome.of_rank()
+    parameters = {name: value for name, value in right.items() if name != STATE}
+    found = {name: actual[name] for name in parameters}
+    if not differs(found, parameters):
+        return explain_state(outcome, actual[STATE])
+    if not all(tensor.isfinite().all() for tensor in found.values()):
+        return "The sum is too large for float16. Divide before the gradients are added up."
+    for words, numbers in mistaken(outcome):
+        if not differs(found, numbers):
+            return words
+    return None
+
+
+def differs(left, right):
+    """Return whether two results differ."""
+    return difference(left, right, {"rtol": 1e-5, "atol": 1e-6}) is not None
+
+
+def explain_state(outcome, nbytes):
+    """Put it into words if the parameters are right, but the state is too large."""
+    whole = allowed_state(1, **outcome.case)
+    if nbytes > whole:
+        return "This is more than a single process keeps. Is the tied parameter sharded twice?"
+    if nbytes == whole:
+        return "Each rank keeps the whole state. Make the optimizer with this rank's shards only."
+    return "Does a rank keep whole parameters? They differ in size, so shard each of them."
+
+
+def joined(states):
+    """Return parameters of which shard r is that of states[r], where r is a rank."""
+    result = {}
+    for name, tensor in states[0].items():
+        size = -(-tensor.numel() // len(states))
+        shards = []
+        for rank, state in enumerate(states):
+            shards.append(state[name].flatten()[rank * size : (rank + 1) * size])
+        result[name] = torch.cat(shards).view(tensor.shape)
+    return result
+
+
+def mistaken(outcome):
+    """Return words for typical mistakes, and the parameters that each of them gives."""
+    size = outcome.world_size
+    case = {**outcome.case, "world_size": size}
+    start = model_of(outcome.case["model_class"]).state_dict()
+
+    def total(gradients):
+        average = mean(gradients)
+        return None if average is None else average * size
+
+    def of_those_that_have_one(gradients):
+        return mean([gradient for gradient in gradients if gradient is not None])
+
+    def zeros(gradients):
+        average = mean(gradients)
+        return torch.zeros(()) if average is None else average
+
+    own = [trained_alone(**case, average=itemgetter(rank)) for rank in range(size)]
+    one_shard = [start] * size
+    one_shard[outcome.rank] = trained_alone(**case)
+    summed = trained_alone(**case, average=total)
+    new = trained_alone(**case, anew=True)
+    with_zeros = trained_alone(**case, average=zeros)
+    moved_later = trained_alone(**case)
+    for name in moved_later:
+        if name == "used_in_steps_1_and_3":
+            moved_later[name] = with_zeros[name]
+    of_some = trained_alone(**case, average=of_those_that_have_one)
+    return [
+        ("The parameters have not changed. Is the result copied into them?", start),
+        ("The optimizer gets the sum of the gradients. Divide it by n.", summed),
+        ("The optimizer gets the gradients of this rank only.", own[outcome.rank]),
+        ("The optimizer gets the gradients of its own rank only.", joined(own)),
+        ("Only this rank's shard has changed. The others have to be gathered.", joined(one_shard)),
+        ("The state is lost. Make the optimizer once, in __init__().", new),
+        ("No rank has this gradient, so it stays None: zeros move the parameter.", with_zeros),
+        ("No rank has this gradient in step 2. Zeros change the state, and step 3.", moved_later),
+        ("Divide by n. A rank without this gradient counts as zero.", of_some),
+    ]
+
+
+def explain_costs(outcome):
+    """Put it into words if too much is sent."""
+    mine = outcome.messages[outcome.rank]
+    model = model_of(outcome.case["model_class"])
+    most = max(parameter.numel() for parameter in trained(model))
+    if any(message.kind == "all_reduce" and message.numel >= most for message in mine):
+        return "An all_reduce brings each rank the whole mean. A rank needs only its shard."
+    if outcome.case["model_class"] is TiedAndFrozen:
+        return "Does a frozen parameter travel, or the tied one twice?"
+    return None

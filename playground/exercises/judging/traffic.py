@@ -1,0 +1,279 @@
+"""What each rank sends: it is counted, and an exercise may forbid some messages."""
+
+import contextlib
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # find measure/
+from measure.messages import Messages, passed, process_group
+from measure.messages import sent_bytes as sent_in_a_ring
+
+SECONDS_LATE = 0.01  # how much later than the others a late rank starts each message
+SHOWN = 3  # numbers of a message that are kept for the trace
+
+
+@dataclass
+class Message:
+    """One call of this rank: a message to or from another rank, or a collective.
+
+    Attributes:
+        kind: "send", "recv", "all_reduce", ...: see measure/messages.py.
+        call: the function of torch.distributed that the learner has called, such as "isend".
+        line: the line of the learner's file; None if it is not known.
+        peer: the other rank; None for a collective, and for a recv from any rank.
+        numel: how many numbers are in the tensors that this rank sends (or receives, for a recv).
+        nbytes: how many bytes this rank sends. For a collective these are the bytes of a ring; see
+            sent_bytes.
+        tag: the tag of a send or recv.
+        numbers: the first numbers that are sent, as text.
+    """
+
+    kind: str
+    call: str
+    line: int | None
+    peer: int | None
+    numel: int
+    nbytes: int
+    tag: int
+    numbers: str
+
+
+class Forbidden(BaseException):
+    """The learner has called what the exercise is to build.
+
+    It is a BaseException, so that `except Exception` in the learner's code does not catch it.
+    """
+
+
+class Counting(Messages):
+    """Reports each message of this rank, and refuses those that an exercise forbids.
+
+    Args:
+        file: the learner's file. Its frames tell the lines.
+        report: called with each Message before it starts.
+        only: the kinds that are allowed; None: all.
+        instead: what to use instead, such as "use isend and irecv".
+        late: whether this rank starts each message SECONDS_LATE later. A learner who does not wait
+            for a message then sees wrong numbers.
+    """
+
+    def __init__(self, file, report, only=None, instead="", late=False):
+        super().__init__()
+        self.file = file
+        self.report = report
+        self.only = only
+        self.instead = instead
+        self.late = late
+        self.pause = False
+
+    def note(self, kind, operation, args):
+        """Report a message before it starts, or refuse it."""
+        if self.pause:
+            return
+        message = describe(kind, operation, args, self.file)
+        if self.only is not None and kind not in self.only:
+            words = f"dist.{message.call} is what this exercise builds: {self.instead}"
+            raise Forbidden(words)
+        self.report(message)
+        if message.peer == dist.get_rank():  # gloo would say that the connection is lost
+            raise ValueError(to_itself(message))
+        last = dist.get_world_size() - 1
+        if message.peer is not None and not 0 <= message.peer <= last:  # gloo would end the process
+            raise ValueError(f"there is no rank {message.peer}: the last one is {last}")
+        if self.late:
+            time.sleep(SECONDS_LATE)
+
+
+@contextlib.contextmanager
+def uncounted():
+    """Inside `with uncounted():`, all messages are allowed and none is counted. A check uses it."""
+    modes = [mode for mode in _active if not mode.pause]
+    for mode in modes:
+        mode.pause = True
+    try:
+        yield
+    finally:
+        for mode in modes:
+            mode.pause = False
+
+
+_active = []
+
+
+@contextlib.contextmanager
+def counting(*args, **kwargs):
+    """Report the messages of what runs inside `with`; the arguments are those of Counting."""
+    mode = Counting(*args, **kwargs)
+    _active.append(mode)
+    try:
+        with mode:
+            yield mode
+    finally:
+        _active.remove(mode)
+
+
+def describe(kind, operation, args, file):
+    """Return the Message of one operation with these arguments."""
+    tensors = passed(kind, operation, args)
+    group = process_group(args)
+    peer = None
+    tag = 0
+    if kind in ("send", "recv"):
+        if len(args) > 3:  # otherwise it receives from any rank
+            peer = dist.get_global_rank(group, args[2])
+        tag = args[-1]
+    call, line = called(file)
+    numel = sum(tensor.numel() for tensor in tensors)
+    nbytes = sum(tensor.nbytes for tensor in tensors)
+    numbers = "" if kind == "recv" else first_numbers(tensors)
+    sent = sent_bytes(kind, nbytes, group.size())
+    return Message(kind, call or kind, line, peer, numel, sent, tag, numbers)
+
+
+def to_itself(message):
+    """Return what is wrong with a message of this rank to or from this rank, in words."""
+    does = "sends to" if message.kind == "send" else "receives from"
+    words = f"rank {message.peer} {does} itself"
+    if dist.get_world_size() == 1:
+        words += ": there is no other rank"
+    return words
+
+
+def sent_bytes(kind, nbytes, size):
+    """Return how many bytes a rank sends. See measure/messages.py."""
+    return int(sent_in_a_ring(kind, nbytes, size))
+
+
+def first_numbers(tensors):
+    """Return the first numbers of tensors as text."""
+    numbers = []
+    for tensor in tensors:
+        numbers += tensor.detach().flatten()[:SHOWN].tolist()
+    shown = " ".join(f"{number:.4g}" for number in numbers[:SHOWN])
+    more = " ..." if sum(tensor.numel() for tensor in tensors) > SHOWN else ""
+    return f"[{shown}{more}]"
+
+
+def called(file):
+    """Return which function the learner's file has called, and at which line; None: unknown."""
+    call = None
+    for frame, line in traceback.walk_stack(None):
+        if frame.f_code.co_filename == file:
+            return call, line
+        # A wrapper of torch.distributed's logger is between the learner's line and the function.
+        if frame.f_globals.get("__name__", "").startswith("torch.distributed"):
+            name = frame.f_code.co_name
+            if name not in ("wrapper", "inner"):
+                call = name
+    return None, None
+
+
+@dataclass
+class Step:
+    """One message that was sent, with the step in which it travels, counted from 1."""
+
+    step: int
+    sender: int
+    receiver: int
+    message: Message
+    received: bool
+
+
+def steps(messages):
+    """Return each message between two ranks with the step in which it travels.
+
+    In one step a rank sends at most one message and receives at most one. A rank sends a message at
+    the earliest in the step after all those that it has received before. A rank that starts a recv
+    before its own send goes on to the send if the message cannot be there yet.
+
+    Args:
+        messages: a list for each rank, of its Messages in the order in which they were started.
+
+    Returns:
+        a list of Steps in the order of steps, and a list of (rank, Message): each recv without a
+        message.
+    """
+    todo = []
+    for mine in messages:
+        todo.append([each for each in mine if each.kind in ("send", "recv")])
+    clocks = [0] * len(todo)
+    sent = []
+    progress = True
+    while progress:
+        progress = False
+        for rank, calls in enumerate(todo):
+            while calls and take(rank, calls[0], clocks, sent):
+                calls.pop(0)
+                progress = True
+        if not progress:
+            progress = skip(todo, clocks, sent)
+    missing = []
+    for rank, calls in enumerate(todo):
+        missing += [(rank, call) for call in calls if call.kind == "recv"]
+    return sorted(sent, key=lambda each: (each.step, each.sender)), missing
+
+
+def take(rank, message, clocks, sent):
+    """Let a rank send, or receive what was sent before. Returns whether this was possible."""
+    if message.kind == "send":
+        clocks[rank] += 1
+        sent.append(Step(clocks[rank], rank, message.peer, message, received=False))
+        return True
+    for each in sent:
+        fits = each.receiver == rank and message.peer in (None, each.sender)
+        if fits and not each.received and each.message.tag == message.tag:
+            each.received = True
+            clocks[rank] = max(clocks[rank], each.step)
+            return True
+    return False
+
+
+def skip(todo, clocks, sent):
+    """All ranks are at a recv whose message is not sent yet: let each send its next message.
+
+    Only a recv that does not block is skipped. Returns whether any rank has sent.
+    """
+    found = False
+    for rank, calls in enumerate(todo):
+        for index, call in enumerate(calls):
+            if call.kind == "send":
+                take(rank, call, clocks, sent)
+                del calls[index]
+                found = True
+                break
+            if call.call == "recv":
+                break
+    return found
+
+
+def trace(messages, most=14):
+    """Return lines that tell who sent what to whom, step by step.
+
+    Args:
+        messages: a list of Messages for each rank.
+        most: how many lines at most.
+    """
+    sent, missing = steps(messages)
+    lines = {}
+    for each in sent:
+        text = f"{each.sender} -> {each.receiver}: {each.message.numbers}"
+        if not each.received:
+            text += " (not received)"
+        lines.setdefault(each.step, []).append(text)
+    found = [f"step {step}:  " + "   ".join(texts) for step, texts in lines.items()]
+    for rank, recv in missing:
+        origin = "any rank" if recv.peer is None else f"rank {recv.peer}"
+        found.append(f"rank {rank} waits for a message from {origin}")
+    for rank, mine in enumerate(messages):
+        others = [each.call for each in mine if each.kind not in ("send", "recv")]
+        if others:
+            found.append(f"rank {rank} calls {', '.join(others)}")
+    if len(found) > most:
+        left = len(found) - most
+        found = [*found[:most], f"... and {left} more lines"]
+    return found or ["no rank has sent anything"]

@@ -1,0 +1,19 @@
+"""Judges answers to an exercise one after another, in one process that imports PyTorch once.
+
+Its argument is JSON: the exercise, and for each answer its file, its function, the seconds for a
+case, and the numbers of ranks; null is the default. For each answer it prints the lines of the
+verdict, as JSON.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+JUDGING = Path(__file__).resolve().parents[1] / "playground" / "exercises" / "judging"
+sys.path[:0] = [str(JUDGING), str(JUDGING.parent)]
+import judge  # noqa: E402, it is found there
+
+name, answers = json.loads(sys.argv[1])
+for answer in answers:
+    lines = judge.report(name, judge.verdicts_on(name, *answer))
+    print(json.dumps(lines or ["your turn"]), flush=True)
