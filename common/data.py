@@ -6,11 +6,13 @@ DataLoader:
     DataLoader(train_set, batch_size=128, sampler=sampler, collate_fn=whole_batch)
 
 `loaders` makes the DataLoaders that single_gpu.py and distributed_data_parallel.py show in full.
+`equal_batches` makes the one that fully_sharded_data_parallel.py shows.
 """
 
 import argparse
 import contextlib
 import http.client
+import math
 import os
 import socket
 import sys
@@ -151,6 +153,16 @@ def loaders(
     test_indices = range(rank, len(test_set), world_size)
     test_loader = DataLoader(test_set, 1000, sampler=test_indices, **options)
     return train_loader, test_loader
+
+
+def equal_batches(test_set: Dataset, rank: int, world_size: int) -> DataLoader:
+    """Return a loader of this rank's test images, with as many batches as on all other ranks.
+
+    fully_sharded_data_parallel.py shows it in full, and explains its purpose.
+    """
+    batches = torch.arange(len(test_set)).tensor_split(math.ceil(len(test_set) / 1000))
+    own_batches = [batch[rank::world_size].tolist() for batch in batches]
+    return DataLoader(test_set, batch_sampler=own_batches, collate_fn=whole_batch)
 
 
 def _normalised(

@@ -25,7 +25,7 @@ class MLP(nn.Module):
 
     def __init__(self, width: int | None = None, layers: int | None = None):
         super().__init__()
-        sizes = [28 * 28] + [width or 64] * (layers or 3)
+        sizes = [28 * 28] + [width or WIDTH["mlp"]] * (layers or 3)
         hidden = [(nn.Linear(*pair), nn.ReLU()) for pair in pairwise(sizes)]
         half = len(hidden) // 2 + 1
         self.stage1 = nn.Sequential(nn.Flatten(), *chain(*hidden[:half]))
@@ -51,7 +51,7 @@ class CNN(nn.Module):
 
     def __init__(self, width: int | None = None, layers: int | None = None, dropout: float = 0.0):
         super().__init__()
-        sizes = [16 * 5 * 5] + [width or 120] * (layers or 1)
+        sizes = [16 * 5 * 5] + [width or WIDTH["cnn"]] * (layers or 1)
         self.stage1 = nn.Sequential(
             nn.Conv2d(1, 6, kernel_size=5, padding=2),
             nn.ReLU(),
@@ -69,6 +69,7 @@ class CNN(nn.Module):
 
 
 MODELS = {"mlp": MLP, "cnn": CNN}
+WIDTH = {"mlp": 64, "cnn": 120}  # without --width
 
 
 def make_model(args: argparse.Namespace) -> nn.Module:

@@ -31,8 +31,8 @@ a second late, and the second time, rank 1 does. The first time prints, on CPUs:
     rank 0 |zzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzz|
     rank 1 |rrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrr|
 
-The numbers are those of a rank before and after the calls. The rows of letters show the same second
-for all ranks: z means that a rank sleeps, r that it is in recv, and s that it is in send.
+The lists show the buffer of a rank before and after the calls. The rows of letters show the same
+second for all ranks: z means that a rank sleeps, r that it is in recv, and s that it is in send.
 
 Try breaking it, in a copy (cp playground/blocking_p2p.py playground/broken.py):
   1. Give rank 1 a buffer of three numbers. Which rank fails, and with what message?
@@ -66,7 +66,7 @@ def join(local_rank, args):
     """Join the process group and print the table of ranks. Returns this rank and its device."""
     # The nodes before this one have args.gpus ranks each.
     rank = args.nr * args.gpus + local_rank
-    # If each rank is started by hand (see main), local_rank is 0, and LOCAL_RANK replaces it.
+    # You can also start each rank by hand (see main). Then the environment has its local rank.
     local_rank = int(os.environ.get("LOCAL_RANK", local_rank))
     if args.device == "cuda":
         gpu = torch.device("cuda", local_rank)
@@ -109,7 +109,7 @@ def relay(rank, device, late=None):
     start = now(device)
     if rank > 0:
         dist.recv(numbers, src=rank - 1)  # on CPUs, returns when the data has arrived
-    received = now(device)  # with NCCL, recv has returned before the data arrived, so now() waits
+    received = now(device)  # NCCL's recv returns before the data arrives, so now() waits for it
     if rank < dist.get_world_size() - 1:
         dist.send(numbers, dst=rank + 1)  # on CPUs, returns when the other rank receives
     sent = time.perf_counter()  # not now(), to show that NCCL's send returns at once
@@ -133,10 +133,9 @@ def exchange(order, rank, device, group=None):
         dist.send(mine, dst=right, group=group)
         dist.recv(theirs, src=left, group=group)
     elif order == "even ranks send first":
-        # An odd rank receives first, so its left neighbour can finish its send. With an odd number
-        # of ranks, the last rank is even, so it and its right neighbour, rank 0, both send first.
-        # The last rank then waits longer: rank 0 first finishes its own send, and only then
-        # receives. This is no deadlock, because rank 1 receives first, so rank 0 can finish.
+        # Odd ranks receive first, so their left neighbours can finish their sends. With an odd
+        # number of ranks, the last rank and its right neighbour, rank 0, both send first. Rank 0
+        # can finish, because rank 1 receives. Then rank 0 receives from the last rank.
         if rank % 2 == 0:
             dist.send(mine, dst=right)
             dist.recv(theirs, src=left)
@@ -145,8 +144,8 @@ def exchange(order, rank, device, group=None):
             dist.send(mine, dst=right)
     elif order == "isend and irecv":
         # Neither call blocks. Each returns a request at once, and wait() blocks until the message
-        # is complete. Do not use this cure with NCCL, which may run the two operations of a rank
-        # one after the other. Then every GPU waits in its isend, so no GPU starts its irecv.
+        # is complete. Do not use this cure with NCCL. It may run a rank's isend before its irecv,
+        # so all GPUs could wait in isend.
         requests = [dist.isend(mine, dst=right), dist.irecv(theirs, src=left)]
         for request in requests:
             request.wait()

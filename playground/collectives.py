@@ -3,9 +3,9 @@
 send and recv involve two ranks. A collective involves all ranks, so every rank must call it. All
 ranks must also call the same collectives in the same order, with tensors of the same size.
 
-Here each of n ranks has a tensor of n numbers. The tensor is split into n chunks, of one number
-each. In some collectives each rank gets one chunk only. Then rank r gets chunk r. (In the lesson
-before, rank r has the sum in chunk r + 1 after its reduce-scatter. PyTorch's gives it chunk r.)
+Here each of n ranks has a tensor of n numbers, which are n chunks of one number each. If a
+collective gives each rank one chunk, rank r gets chunk r. (In the lesson before, the reduce-scatter
+of the ring gives it chunk r + 1.)
 
 Run it:
     python playground/collectives.py         # two processes, started by this script
@@ -19,8 +19,8 @@ after the call:
     rank 0: [10.0, 11.0] -> [30.0], sends 4 bytes
     rank 1: [20.0, 21.0] -> [32.0], sends 4 bytes
 
-The bytes are computed, not measured, for a possible route: broadcast and reduce pass the numbers
-along a chain of ranks. all_gather, reduce_scatter and all_reduce use the ring of the lesson before.
+The bytes are calculated for one possible route: broadcast and reduce pass the numbers along a chain
+of ranks. all_gather, reduce_scatter and all_reduce use the ring of the lesson before.
 The others send directly. gloo and NCCL may choose other routes. NCCL's tests use these formulas:
 https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
 

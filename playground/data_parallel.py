@@ -50,7 +50,8 @@ class Replicas(nn.Module):
     """Computes a batch in parts, one part with each replica of a model, as nn.DataParallel does.
 
     Args:
-        module: the model, on the first of the devices. Its buffers are not kept up to date.
+        module: the model, on the first of the devices. The replicas' buffers, such as the averages
+            of batch norm, are not copied back to it.
         devices: where the replicas compute, one for each part of a batch.
     """
 
@@ -59,7 +60,8 @@ class Replicas(nn.Module):
         self.module = module
         self.devices = devices
         # functional_call puts parameters into a module while it computes, so each thread needs a
-        # module of its own. They are in a plain list, so parameters() does not return theirs.
+        # module of its own. A plain list hides these modules from parameters(), so the optimizer
+        # does not see them.
         self.replicas = [copy.deepcopy(module) for _ in devices]
         self.threads = ThreadPoolExecutor(len(devices))
 
@@ -128,7 +130,7 @@ def train(args):
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
 
     for epoch in range(args.epochs):
-        train_loader.sampler.set_epoch(epoch)  # its order has the seed args.seed + epoch, as before
+        train_loader.sampler.set_epoch(epoch)  # gives the order of single_gpu.py
         start = time.perf_counter()
         trained = run_epoch(model, bar(train_loader), device, optimizer)
         seconds = time.perf_counter() - start

@@ -22,8 +22,9 @@ It prints (process ids, host and times will differ):
     0     1     1           cpu     4243    laptop
     epoch 1/3  loss 0.3961  train 88.27%  test 94.00%  1.12 s  53,396 images/s
 
-These are the same numbers as in single_gpu.py, up to rounding. You get them with any number of
-processes that divides --batch_size. With --double, the loss has the same twelve digits.
+These are the numbers of single_gpu.py, up to rounding, which changed four test images here. You get
+them with any number of processes that divides --batch_size. With --double, the loss has the same
+twelve digits.
 
 Try breaking it, in a copy (cp playground/distributed_data_parallel.py playground/broken.py):
   1. Comment out `sampler.set_epoch(epoch)`. Which order does each epoch have then? Compare the
@@ -149,8 +150,8 @@ def train(local_rank, args):
         trained = run_epoch(model, progress, device, optimizer)
         seconds = time.perf_counter() - start
         # NEW: test the plain model inside DDP. DDP's own forward() may send the model's buffers,
-        # such as the running averages of batch norm, so it can wait for other ranks. The plain
-        # model sends nothing, so some ranks may have fewer test batches than others.
+        # such as the running averages of batch norm. It could hang if some ranks had fewer test
+        # batches than others. The plain model sends nothing.
         tested = run_epoch(model.module, test_loader, device)
         if rank == 0:
             print(epoch_line(args, epoch, seconds, trained, tested), flush=True)

@@ -126,7 +126,7 @@ def train(args):
         progress = bar(train_loader, show=rank == 0)
         loss, hits, images = run_epoch(model, progress, device, optimizer)
         # NEW: there are two ways to add up the sums. reduce_dict adds up the tensors of all ranks,
-        # name by name. Only rank 0 gets the result.
+        # name by name. Only rank 0 gets the result, and only rank 0 prints it.
         sums = {"loss": loss, "hits": hits, "images": images}
         sums = comm.reduce_dict(sums, average=False)
         trained = [sums[name].item() for name in ("loss", "hits", "images")]
@@ -169,8 +169,8 @@ def main():
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     meet(args)  # guard rail: finds the other nodes
     # NEW: launch uses NCCL if it finds a GPU, so --device cpu must hide all GPUs. launch joins the
-    # group before it selects the GPU, so NCCL takes GPU number rank % (visible GPUs). This is right
-    # only if as many GPUs are visible as there are processes on the node.
+    # group before it selects a GPU, so NCCL takes GPU number rank % (visible GPUs). This is right
+    # only if the node has as many visible GPUs as processes.
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible:
         numbers = visible.split(",")

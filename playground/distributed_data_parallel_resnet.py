@@ -156,7 +156,7 @@ def run_epoch(model, loader, device, optimizer=None, accumulate=1):
         micro_batches = zip(images.tensor_split(count), labels.tensor_split(count), strict=True)
         for number, (micro_images, micro_labels) in enumerate(micro_batches, start=1):
             # NEW: DDP decides in forward() whether it will average the gradients in backward(). So
-            # no_sync() encloses both. Only the last micro-batch is computed without it.
+            # both stand inside no_sync(). Only the last micro-batch is computed without it.
             if training and number < count:
                 context = model.no_sync()
             else:

@@ -27,7 +27,7 @@ Run it on one or two nodes, with the same command on each:
 
 NODES=1:2 means at least one node and at most two. When a node joins or leaves, torchrun restarts
 all ranks, and they resume from the newest checkpoint. --run_dir must be a folder that both nodes
-share. --batch_size must be divisible by the number of processes of one node, and of two nodes.
+share. --batch_size must be divisible by the number of processes, with one node and with two.
 
 Try breaking it, in a copy:
   1. Run it with restarts, --epochs 30 and --run_dir runs/killed. Kill a rank by its process id,
@@ -108,7 +108,7 @@ def newest_checkpoint(args):
         done = f"{state['epoch']} of {args.epochs} epochs are done"
         log(args, f"{args.run_dir}: {done} (another --run_dir starts another run)")
         return str(path)
-    if paths:  # a new run would remove these files, and perhaps they can be repaired
+    if paths:  # a new run would delete these files, which might still be repaired
         sys.exit(f"error: all checkpoints in {args.run_dir} are damaged: use another --run_dir")
     return None
 

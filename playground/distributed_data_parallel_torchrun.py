@@ -10,7 +10,7 @@ Run it on one node (--standalone makes torchrun choose a free port):
     torchrun --standalone --nproc-per-node 2 playground/distributed_data_parallel_torchrun.py
 
 Run it on two nodes, with the same command on both (run/torchrun_node.sh adds checks to it). Here
-"rdzv" is short for rendezvous. "c10d" is PyTorch's own rendezvous backend, without another server:
+"rdzv" is short for rendezvous. "c10d" is PyTorch's own rendezvous, which needs no other server:
     torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d \
         --rdzv-endpoint <ip of node 0>:29500 playground/distributed_data_parallel_torchrun.py
 

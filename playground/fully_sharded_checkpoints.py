@@ -1,7 +1,8 @@
 r"""Checkpoints of a sharded model: each rank writes its shards, and any number of ranks resumes.
 
 With --run_dir, every rank writes its shards to a folder after each epoch (dcp.save), so no rank
-needs memory for the whole model. A run that is started again resumes from the newest checkpoint.
+needs memory for the whole model. All nodes must see this folder. A run that is started again
+resumes from the newest checkpoint.
 The number of ranks may be different then, because each rank looks up which files contain its new
 shards (dcp.load). Here dcp stands for torch.distributed.checkpoint.
 
@@ -13,8 +14,9 @@ one tensor at a time, and rank 0 writes a file that any lesson's model and optim
 --load, a run starts from such a file. Only rank 0 reads it. It sends one tensor at a time, and each
 rank keeps its shard.
 
-Ranks have different images, so they should drop different neurons. So each rank seeds again in
-each epoch, and a run that is resumed by as many ranks drops the same neurons as without a break.
+With --dropout, ranks should drop different neurons, because they have different images. So each
+rank has a seed of its own at the start of each epoch. A run that is resumed by as many ranks then
+drops the same neurons as a run without a break.
 
 Run it, then resume it with more ranks, and make one file:
     torchrun --standalone --nproc-per-node 2 playground/fully_sharded_checkpoints.py \
@@ -42,7 +44,6 @@ Now write it yourself: seeded_dropout.py in playground/exercises/.
 The next lesson, model_parallel.py, splits a model between two devices.
 """
 
-import math
 import os
 import sys
 import time
@@ -63,11 +64,10 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
-from torch.utils.data import DataLoader
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
 from common import flags
-from common.data import fetch, loaders, whole_batch
+from common.data import equal_batches, fetch, loaders
 from common.guard_rails import check, explained
 from common.models import make_model
 from common.report import RANKS, bar, epoch_line, rank_row
@@ -79,7 +79,7 @@ TRAINED_WITH += ("dropout", "precision", "clip")
 
 
 def save_shards(args, epoch, model, optimizer, group):
-    """Write a sharded checkpoint. With --async_save, return a future, and a thread writes it."""
+    """Write a sharded checkpoint. Returns the future of a thread with --async_save, else None."""
     # NEW: on each rank these are its own shards, by the names of the parameters.
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state, "epoch": epoch, "args": vars(args)}
@@ -130,14 +130,14 @@ def load_shards(path, args, model, optimizer):
     progress = {"epoch": None, "args": dict.fromkeys(TRAINED_WITH)}  # values to be read
     read(path, progress)
     compare(path, progress["args"], args)
-    # NEW: get_state_dict() returns the shards of this rank, and read() writes into them. To create
-    # Adam's state, get_state_dict() takes an empty step, which Adam counts. read() overwrites this
-    # count. In a new run nothing would overwrite it, so do not call get_state_dict() there before
-    # the first step.
+    # NEW: get_state_dict() returns the shards of this rank, and read() writes into them. Adam has
+    # no state before its first step, so get_state_dict() makes a step with gradients of zero. Adam
+    # counts it, and read() restores the count. In a new run nothing would restore it, so do not
+    # call get_state_dict() there before the first step.
     model_state, optimizer_state = get_state_dict(model, optimizer)
     read(path, {"model": model_state, "optimizer": optimizer_state})
     set_model_state_dict(model, model_state)
-    set_optimizer_state_dict(model, optimizer, optimizer_state)
+    set_optimizer_state_dict(model, optimizer, optimizer_state)  # also sets the learning rate
     return progress["epoch"]
 
 
@@ -185,11 +185,12 @@ def load_file(path, args, model, optimizer, device):
 
 
 def by_name(optimizer_state, model):
-    """Return the state of a plain optimizer with the names of parameters for their numbers."""
+    """Return an optimizer's state, with the names of parameters in place of their numbers."""
     names = [name for name, _ in model.named_parameters()]
     [group] = optimizer_state["param_groups"]
     state = {}
-    for name, number in zip(names, group["params"], strict=False):  # compare() finds other models
+    # The lengths differ only for another model, which compare() refuses afterwards.
+    for name, number in zip(names, group["params"], strict=False):
         state[name] = optimizer_state["state"][number]
     return {"state": state, "param_groups": [group | {"params": names}]}
 
@@ -221,19 +222,14 @@ def shard(model, args):
     mesh = dist.init_device_mesh(args.device, (dist.get_world_size(),))  # all ranks in a row
     mesh.get_group().set_timeout(timedelta(seconds=args.timeout))
     policy = MixedPrecisionPolicy()
-    if args.precision == "bf16":  # for gathering; then for gradients and for what a layer returns
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
+    if args.precision == "bf16":
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
+        )
     for layer in (*model.stage1, *model.stage2):
         if list(layer.parameters()):
             fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-
-
-def equal_batches(test_set, rank, world_size):
-    """Return a loader of this rank's test images, with as many batches as on all other ranks."""
-    batches = torch.arange(len(test_set)).tensor_split(math.ceil(len(test_set) / 1000))
-    own_batches = [batch[rank::world_size].tolist() for batch in batches]
-    return DataLoader(test_set, batch_sampler=own_batches, collate_fn=whole_batch)
 
 
 def run_epoch(model, loader, device, optimizer=None, clip=0.0):
@@ -265,6 +261,7 @@ def train(args):
     meet(args)  # guard rail: compares the flags of the ranks
     world_size = dist.get_world_size()
     train_loader, test_loader = loaders(args, rank, world_size)
+    # All ranks call forward() the same number of times, as in fully_sharded_data_parallel.py.
     test_loader = equal_batches(test_loader.dataset, rank, world_size)
     torch.manual_seed(args.seed)  # equal on all ranks, because each keeps a shard of what it draws
     model = make_model(args)

@@ -6,12 +6,13 @@ In backward(), they also average the gradients (reduce_scatter). It turns each p
 DTensor: a tensor that knows which rank has which shard. These are new parameters, so the optimizer
 must be made after fully_shard().
 
-The lesson calls it for each layer, and finally for the whole model. This outermost call joins the
-layers: in the forward pass, each of them is written into one list when it has computed. backward()
-reads this list from its end, so it knows the next layer, and gathers it while the current layer
-still computes (prefetching). In the forward pass, FSDP does not know which layer will be next, so
-it gathers a layer when the layer is called. (On a GPU this costs little, because Python is ahead of
-the GPU: it calls the next layer while the GPU still computes the current one.)
+The lesson calls it for each layer, and finally for the whole model. This last call takes all
+parameters that are left, and gives the layers a common list. In the forward pass, each layer adds
+itself to the list after it has computed. backward() reads the list from its end, so it knows which
+layer comes next, and gathers it while the current layer still computes (prefetching). In the
+forward pass, FSDP does not know which layer comes next, so it gathers a layer when it is called.
+(On a GPU this costs little. Python runs ahead, and starts the next all_gather while the GPU still
+computes the current layer.)
 
 Run it:
     torchrun --standalone --nproc-per-node 2 playground/fully_sharded_data_parallel.py
@@ -28,10 +29,10 @@ step:
     gathered  19,240        33,280        217,600       200,960
     messages of a step: 8 all_gather, 4 reduce_scatter, 0 all_reduce. DDP: one for each bucket
 
-"Gathered" are the bytes of whole parameters while this layer computes. In the forward pass, memory
-holds a layer twice: in the buffer that received the message, and copied out of it as parameters. In
-backward(), the buffer already has the next layer: for layer 4, memory holds its own 2,600 bytes and
-16,640 bytes of layer 3. playground/pictures.md draws this for eight layers.
+The rows "gathered" have the bytes of whole parameters while a layer computes. In the forward pass,
+memory holds each layer twice: in the buffer that received the message, and copied out of it. In
+backward(), it holds a layer once, and the buffer already has the one before it. For layer 4, these
+are 2,600 bytes, and 16,640 of layer 3. playground/pictures.md draws this for eight layers.
 
 Try breaking it, in a copy:
   1. Make the optimizer before `shard(model, args)`. How far do the parameters move?
@@ -106,6 +107,7 @@ def shard(model, args):
 
 def fill(model, args, device):
     """Give a sharded model, which is on the meta device, memory and the parameters of rank 0."""
+    # A buffer that is not persistent is in no state. A model that has one must compute it again.
     model.to_empty(device=device)
     state = make_model(args).state_dict() if dist.get_rank() == 0 else {}
     # NEW: rank 0 has all values, and sends each rank its shards, one parameter after the other.
@@ -152,7 +154,8 @@ def train(args):
     # Equal on all ranks, because each rank keeps a shard of the parameters that it draws.
     torch.manual_seed(args.seed)
     if args.meta:
-        # NEW: the parameters get a shape and no memory, so only rank 0 ever has the whole model.
+        # NEW: the parameters get a shape, but no memory, and no random numbers are drawn. So only
+        # rank 0 ever has the whole model.
         with torch.device("meta"):
             model = make_model(args)
         shard(model, args)

@@ -1,7 +1,7 @@
 """A mesh of ranks: one kind of parallelism along each of its two axes.
 
 A mesh is a grid of ranks, whose axes have names. The ranks on a line along an axis form a process
-group. --kind tp --mesh 2x2 has two dp groups and two tp groups, such as ranks 0 and 1:
+group. With --kind tp --mesh 2x2, the rows are two tp groups, and the columns are two dp groups:
 
             tp 0      tp 1
     dp 0    rank 0    rank 1
@@ -9,23 +9,23 @@ group. --kind tp --mesh 2x2 has two dp groups and two tp groups, such as ranks 0
 
 --kind tp combines tensor parallelism (tp) with FSDP, which is a kind of data parallelism (dp). The
 ranks of a tp group split the linear layers, as in tensor_parallel.py, and process the same images.
-The ranks of a dp group have the same part of each layer, and shard it with fully_shard. So a
-parameter is divided twice. The first layer has 64 outputs: splitting leaves each rank the numbers
-for 32 of them, and sharding leaves it those for 16.
+The ranks of a dp group have the same part of each layer, and shard it with fully_shard. Of the 64
+outputs of the first layer, a rank has the parameters of 32 after splitting, of 16 after sharding.
 
---kind hsdp uses FSDP along both axes (hybrid sharded data parallelism). The ranks of a shard group
-shard the whole model, so each shard group is a replica. The ranks of a replicate group have the
-same shards of different replicas, and average their gradients with an all_reduce.
+--kind hsdp shards along one axis and keeps replicas along the other (hybrid sharded data
+parallelism). The ranks of a shard group shard the whole model, so each shard group is a replica.
+The ranks of a replicate group have the same shards of different replicas, and average their
+gradients with an all_reduce.
 
-On a mesh of d x t ranks, each rank sends this in a step (collectives.py shows why):
-    tp           2 (t-1)/t of the bytes of all pairs' outputs and of the gradients of their inputs,
-                 for the images of one tp group
+With d ranks along the first axis and t along the second, each rank sends this in a step:
+    tp           2 (t-1)/t of the bytes of all pairs' outputs, and of their inputs' gradients,
+                 for the images of one tp group (the images need no gradient)
     dp           3 (d-1)/d of the bytes of the parameters that a rank has after splitting
     shard        3 (t-1)/t of the bytes of all parameters
     replicate    2 (d-1)/d of the bytes of one shard's gradients
 
-A tp group or a shard group has consecutive ranks, and so has a node that torchrun started. So if t
-divides the number of ranks on a node, these groups lie inside nodes, where the links are fastest.
+The ranks of a tp or a shard group are consecutive, and so are those that torchrun starts on a node.
+So if t divides the ranks on a node, these groups lie inside nodes, where the links are fastest.
 
 Run it:
     torchrun --standalone --nproc-per-node 4 playground/hybrid_parallel.py
@@ -50,7 +50,6 @@ Try breaking it, in a copy (cp playground/hybrid_parallel.py playground/broken.p
 This is the last lesson. README.md says which kind of parallelism is right for which model.
 """
 
-import math
 import os
 import sys
 import time
@@ -64,13 +63,12 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
 from common import flags
-from common.data import fetch, loaders, whole_batch
+from common.data import equal_batches, fetch, loaders
 from common.guard_rails import check, explained
-from common.models import make_model
+from common.models import WIDTH, make_model
 from common.report import RANKS, bar, epoch_line, rank_row
 from common.roll_call import meet
 from measure.steps import show_axes
@@ -106,7 +104,8 @@ def split(model, mesh):
         plan[first] = ColwiseParallel()
         plan[second] = RowwiseParallel()
     parallelize_module(model, mesh, plan)
-    # PyTorch 2.15 warns that the output of a layer is a view, which is correct here.
+    # PyTorch 2.15 warns that the outputs of layers are views, which must not be changed in place.
+    # No function of this lesson changes them.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module")
 
 
@@ -119,13 +118,6 @@ def shard(model, mesh):
         if list(layer.parameters()):
             fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-
-
-def equal_batches(test_set, rank, world_size):
-    """Return a loader of this rank's test images, with as many batches as on all other ranks."""
-    batches = torch.arange(len(test_set)).tensor_split(math.ceil(len(test_set) / 1000))
-    own_batches = [batch[rank::world_size].tolist() for batch in batches]
-    return DataLoader(test_set, batch_sampler=own_batches, collate_fn=whole_batch)
 
 
 def run_epoch(model, loader, device, dp_group, optimizer=None):
@@ -163,7 +155,8 @@ def train(args):
         dp_rank = mesh["dp"].get_local_rank()
         dp_size = outer
         split(model, mesh["tp"])
-        # NEW: shard() comes second. It can shard what is split, but split() cannot split shards.
+        # NEW: shard() comes second, because fully_shard() accepts what is split, but
+        # parallelize_module() does not accept shards.
         shard(model, mesh["dp"])
     else:
         names = ("replicate", "shard")
@@ -173,8 +166,9 @@ def train(args):
         dp_size = outer * inner
         shard(model, mesh)  # NEW: with two axes, fully_shard replicates over the first one
     for group in mesh.get_all_groups():
-        # NEW: the groups of a mesh have PyTorch's own timeouts: 30 minutes (gloo) or 10 (NCCL)
+        # NEW: the groups of a mesh may have PyTorch's own timeout: 30 minutes (gloo) or 10 (NCCL)
         group.set_timeout(timedelta(seconds=args.timeout))
+    torch.manual_seed(args.seed + dp_rank)
     # NEW: the ranks of a tp group have the same dp_rank, so they read the same images
     train_loader, test_loader = loaders(args, dp_rank, dp_size)
     # FSDP's forward() gathers, so all ranks must call it the same number of times, also in a test.
@@ -201,10 +195,7 @@ def main():
     parser = flags.Parser(__doc__, parents=[flags.training(), flags.ranks()])
     add = parser.add_argument
     add("--kind", choices=["tp", "hsdp"], default="tp", help="what the axes of the mesh are")
-    add(
-        "--mesh",
-        help="sizes of the axes, as in 2x2; default: 2 for the second axis if possible, else 1",
-    )
+    add("--mesh", help="sizes of the axes, as in 2x2; default: if possible, 2 for the second axis")
     args = parser.parse_args()
     check(parser, args, replicas=1)  # guard rail: refuses impossible flags
     world_size = int(os.environ["WORLD_SIZE"])
@@ -215,26 +206,19 @@ def main():
     if args.mesh is None:
         args.mesh = f"{world_size // 2}x2" if world_size % 2 == 0 else f"{world_size}x1"
     if args.mesh not in meshes:
-        parser.error(
-            f"--mesh {args.mesh} does not have {world_size} processes: use --mesh"
-            f" {' or '.join(meshes)}"
-        )
+        wrong = f"--mesh {args.mesh} does not have {world_size} processes"
+        parser.error(f"{wrong}: use --mesh {' or '.join(meshes)}")
     outer, inner = map(int, args.mesh.split("x"))
-    default_width = {"mlp": 64, "cnn": 120}[args.model]
-    width = args.width or default_width
+    width = args.width or WIDTH[args.model]
     if args.kind == "tp" and width % inner:
         nearest = max(1, round(width / inner)) * inner
-        parser.error(
-            f"--width {width} cannot be divided by the {inner} ranks of a tp group:"
-            f" use --width {nearest}"
-        )
+        wrong = f"--width {width} cannot be divided by the {inner} ranks of a tp group"
+        parser.error(f"{wrong}: use --width {nearest}")
     dp_size, parts = (outer, "tp groups") if args.kind == "tp" else (world_size, "ranks")
     if args.batch_size % dp_size:
         nearest = max(1, round(args.batch_size / dp_size)) * dp_size
-        parser.error(
-            f"--batch_size {args.batch_size} cannot be divided by the {dp_size} {parts}:"
-            f" use --batch_size {nearest}"
-        )
+        wrong = f"--batch_size {args.batch_size} cannot be divided by the {dp_size} {parts}"
+        parser.error(f"{wrong}: use --batch_size {nearest}")
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 

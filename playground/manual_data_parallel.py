@@ -166,7 +166,7 @@ def train(local_rank, args):
     world_size = dist.get_world_size()
     dtype = torch.float64 if args.double else torch.float32
     train_set, test_set = load(args.dataset, args.data_dir, dtype)
-    # NEW: DistributedSampler shuffles with the seed args.seed + epoch, as single_gpu.py does. So
+    # NEW: DistributedSampler shuffles with the seed args.seed + epoch, as single_gpu.py does, and
     # the order is the same. Of n ranks, rank r gets the images at the positions r, r + n, r + 2n
     # and so on. So the k-th batches of all ranks together are the k-th batch of single_gpu.py. If n
     # does not divide the number of images, drop_last leaves out the last ones.

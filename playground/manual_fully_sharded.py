@@ -2,21 +2,21 @@
 
 Each rank keeps one shard of each layer: 1/n of its numbers, of their gradients and of Adam's
 averages. That is 16/n bytes for a parameter. A layer needs all of its parameters to compute, so the
-ranks gather them before, and free them after. PyTorch can call a function at such a moment, which
-is then called a hook. Four moments are enough:
+ranks gather them before, and free them after. PyTorch can call a function at such a moment. This
+function is called a hook. Four moments are enough:
 
     before a layer's forward()               gather()
     after it                                 free()
     before backward() reaches the layer      gather()
     when the layer's last gradient is there  average_gradients(), then free()
 
-Every layer sends three messages: two all_gathers and a reduce_scatter. So each rank sends 1.5 times
-as much as with DDP. With --keep_weights, a layer stays whole from forward() to backward(). This
-leaves out the second all_gather, so the ranks send as much as with DDP, and as with stage 2.
+For each layer, the ranks need two all_gathers and a reduce_scatter. So each rank sends 1.5 times as
+much as with DDP. With --keep_weights, a layer stays whole from forward() to backward(). This leaves
+out the second all_gather. The ranks then send as much as with DDP, or as with stage 2 of ZeRO.
 
-These are the messages that PyTorch's FSDP sends, which the next lesson shows. FSDP hides a part of
-their time: while a layer computes in backward(), it gathers the next one (prefetching). Here,
-nothing computes while a message travels.
+PyTorch's FSDP, the next lesson, sends the same messages. It hides a part of their time: while layer
+3 computes its gradients, it already gathers layer 2 (prefetching). Here, nothing computes while a
+message travels.
 
 Run it:
     torchrun --standalone --nproc-per-node 2 playground/manual_fully_sharded.py
@@ -72,15 +72,16 @@ from measure.memory import show_memory, show_waiting
 
 def flatten(tensors):
     """Copy tensors into one flat tensor, with zeros at its end, so that n divides its length."""
-    flat = torch.cat([tensor.flatten() for tensor in tensors])
-    missing = -len(flat) % dist.get_world_size()  # the distance to the next multiple of n
-    return torch.cat([flat, flat.new_zeros(missing)])
+    parts = [tensor.flatten() for tensor in tensors]
+    length = sum(len(part) for part in parts)
+    padding = -length % dist.get_world_size()  # the distance to the next multiple of n
+    return torch.cat([*parts, parts[0].new_zeros(padding)])
 
 
 class ShardedLayer:
     """Keeps this rank's shard of a layer, whose parameters have no memory between computations.
 
-    In a step, either all parameters of the layer get a gradient, or none.
+    The layer's forward() must use these parameters, and no others. None of them may be frozen.
     """
 
     def __init__(self, layer, keep_weights=False):
@@ -89,8 +90,10 @@ class ShardedLayer:
         # NEW: a copy, which stays when `whole` is freed. The optimizer updates it.
         shard = self.whole.chunk(dist.get_world_size())[dist.get_rank()]
         self.shard = torch.nn.Parameter(shard.clone())
-        # As in the previous lesson, the parameters become views. Wherever autograd keeps one of
-        # them for backward(), that is a view of the same memory.
+        # As in the previous lesson, the parameters become views. Autograd saves some of these views
+        # for backward(). They share the memory of `whole`, so after the next gather() they have the
+        # right numbers again. Autograd does not notice that the numbers were away, because a
+        # parameter keeps its own version number when its .data is replaced.
         start = 0
         for parameter in self.parameters:
             end = start + parameter.numel()
@@ -99,7 +102,8 @@ class ShardedLayer:
         self.bytes = self.whole.nbytes
         self.missing = len(self.parameters)  # how many gradients of a step are not there yet
         self.free()
-        # NEW: the four moments
+        # NEW: the four moments. These hooks return nothing, because PyTorch would use what a hook
+        # returns in place of the layer's inputs, output or gradients.
         layer.register_forward_pre_hook(self.gather)
         if not keep_weights:
             layer.register_forward_hook(self.free)
@@ -112,6 +116,7 @@ class ShardedLayer:
         if self.missing < len(self.parameters):
             raise RuntimeError("a parameter got no gradient, but others of its layer did")
         self.whole.untyped_storage().resize_(self.bytes)
+        # detach: a message has only numbers, and no autograd graph.
         dist.all_gather_into_tensor(self.whole, self.shard.detach())
 
     def free(self, *_):
@@ -132,7 +137,8 @@ class ShardedLayer:
         gradients /= dist.get_world_size()  # the sum over the ranks is then the mean
         mean = torch.empty_like(self.shard)
         dist.reduce_scatter_tensor(mean, gradients)
-        if self.shard.grad is not None:  # of an earlier backward() in the same step
+        # Add the gradient of an earlier backward() in the same step, if there was one.
+        if self.shard.grad is not None:
             mean += self.shard.grad
         self.shard.grad = mean
         for parameter in self.parameters:
@@ -144,7 +150,7 @@ def shard_layers(model, keep_weights=False):
     names = list(model.named_parameters(remove_duplicate=False))
     if len(names) > len(list(model.parameters())):
         raise ValueError("two layers share a parameter, which ShardedLayer does not support")
-    # PyTorch 2.9 warns that the images need no gradient. That is right here.
+    # The images need no gradient, and PyTorch 2.9 warns about that. The hook runs all the same.
     warnings.filterwarnings("ignore", "Full backward hook is firing")
     shards = []
     for layer in model.modules():

@@ -32,7 +32,7 @@ the forward pass of a micro-batch, a letter its backward pass (a: micro-batch 0)
    rank 1 |....00.111.22.333.44.555.66.777aaaaabbbbbbcccccddddddeeeeeffffffgggggghhhhh.............|
    micro-batches whose activations are kept, at most: 8, 8
 
-Then come a step with one micro-batch and `the first is 1.34 times as fast as the second`. With
+Then it shows a step with one micro-batch, and `the first is 1.34 times as fast as the second`. With
 --batch_size 2048, an epoch took 6.3 s on 2 cores, and 9.5 s in single_gpu.py on one core.
 
 Try breaking it, in a copy (cp playground/manual_pipeline.py playground/broken.py):
@@ -41,8 +41,8 @@ Try breaking it, in a copy (cp playground/manual_pipeline.py playground/broken.p
   2. No copy is needed: add --timeout 10 --schedule F0,B0,F1,B1 F0,F1,B0,B1. What does each rank
      wait for? Write a list for each rank that ends, and see when it waits.
 
-Now write it yourself: gpipe.py and order_1f1b.py in playground/exercises/. gpipe.py is also for
-what Pipeline refuses: frozen first stages, integers as inputs, outputs that are not contiguous.
+Now write it yourself: gpipe.py and order_1f1b.py in playground/exercises/. Your gpipe.py also
+trains what Pipeline cannot: frozen stages, integers as inputs, outputs that are not contiguous.
 
 The next lesson, pipeline_parallel.py, lets PyTorch do this, with more schedules.
 """
@@ -79,8 +79,8 @@ def gpipe(rank, world_size, micro_batches):
 
 def one_forward_one_backward(rank, world_size, micro_batches):
     """Return the passes of a rank: each backward pass as early as possible."""
-    # NEW: the first micro-batch has to pass all ranks after this one before its gradient comes
-    # back. Meanwhile, this rank computes one forward pass for each of them.
+    # NEW: from this rank on there are p - r ranks. The first micro-batch must pass all of them
+    # before its gradient can come back. So this rank computes p - r forward passes first.
     ahead = min(world_size - rank, micro_batches)
     passes = [f"F{number}" for number in range(ahead)]
     for number in range(micro_batches):
@@ -110,8 +110,9 @@ class Pipeline:
         self.rank = dist.get_rank()
         self.last_rank = dist.get_world_size() - 1
         # NEW: activations and gradients have a group each. On GPUs, a group runs the messages of a
-        # rank one after another. With 1F1B in a single group, rank 0 would send its second
-        # activations while rank 1 sends its first gradient, and both would wait for ever.
+        # rank one after another. With 1F1B in a single group, rank 0 would send the activations of
+        # micro-batch 1 while rank 1 sends the gradient of micro-batch 0. Each of these messages
+        # could wait for a receive that comes after the other one.
         self.activations = dist.new_group(timeout=timeout)
         self.gradients = dist.new_group(timeout=timeout)
 
@@ -146,19 +147,21 @@ class Pipeline:
 
     def forward(self, number):
         """Receive activations, compute the stage, and send its output."""
-        inputs = self.images[number]
+        images = self.images[number]
+        inputs = images
         if self.rank > 0:
-            inputs = inputs.new_empty(len(inputs), *self.shape)
-            dist.recv(inputs, self.rank - 1, self.activations)
+            inputs = images.new_empty(len(images), *self.shape)  # of the same dtype
+            dist.recv(inputs, src=self.rank - 1, group=self.activations)
             inputs.requires_grad_()  # NEW: backward() then fills inputs.grad
         output = self.stage(inputs)
         if self.rank < self.last_rank:
             # detach: a message has only numbers, and no autograd graph.
-            message = dist.isend(output.detach(), self.rank + 1, self.activations)
-            self.sent_activations[number] = message
+            to_next = dist.isend(output.detach(), dst=self.rank + 1, group=self.activations)
+            self.sent_activations[number] = to_next
         else:
             self.logits[number] = output.detach()
-            # NEW: this micro-batch's part of the mean loss over the batch
+            # NEW: on the last rank, the stage ends with the loss. This is the micro-batch's part of
+            # the mean loss over the batch.
             labels = self.labels[number]
             output = F.cross_entropy(output, labels) * len(labels) / self.batch_size
         self.inputs[number] = inputs
@@ -168,16 +171,16 @@ class Pipeline:
         """Receive the gradient of the output, compute that of the input, and send it."""
         inputs = self.inputs.pop(number)
         output = self.outputs.pop(number)
-        gradient = None  # the loss needs none
+        gradient = None  # backward() of a loss needs none
         if self.rank < self.last_rank:
             gradient = torch.empty_like(output)
-            dist.recv(gradient, self.rank + 1, self.gradients)
-            # The next rank has received the activations long ago. This frees the message.
+            dist.recv(gradient, src=self.rank + 1, group=self.gradients)
+            # The gradient is here, so the activations have arrived. wait() lets go of their memory.
             self.sent_activations.pop(number).wait()
         output.backward(gradient)  # NEW: starts with the gradient that the next rank has sent
         if self.rank > 0:
-            message = dist.isend(inputs.grad, self.rank - 1, self.gradients)
-            self.sent_gradients[number] = message
+            to_previous = dist.isend(inputs.grad, dst=self.rank - 1, group=self.gradients)
+            self.sent_gradients[number] = to_previous
 
 
 def with_parameters(layers):
@@ -186,7 +189,7 @@ def with_parameters(layers):
 
 
 def cut(layers, count):
-    """Cut an nn.Sequential into stages. They have about equally many layers with parameters."""
+    """Cut an nn.Sequential into stages with about the same number of layers with parameters."""
     indices = with_parameters(layers)
     starts = [indices[number * len(indices) // count] for number in range(1, count)]
     stages = [layers[start:end] for start, end in pairwise([0, *starts, len(layers)])]

@@ -29,8 +29,9 @@ It prints the same numbers as single_gpu.py (times will differ):
     epoch 1/3  loss 0.3960  train 88.26%  test 93.96%  0.55 s  109,000 images/s
 
 It ends with a timeline of one step. A digit is the forward pass of the micro-batch with that
-number, a letter is its backward pass (a: micro-batch 0), and a dot means waiting. This is a CPU,
-with --pipelined --micro_batches 4 --width 1024 --batch_size 512. Only one stage computes at a time:
+number, a letter is its backward pass (a: micro-batch 0), and a dot means waiting. Autograd goes
+backwards, so the last micro-batch comes first. This is a CPU, with --pipelined --micro_batches 4
+--width 1024 --batch_size 512. Only one stage computes at a time:
    stage1 |00..1..2222....3333..............dddddddd.........cccccccccc.....bbbbbbbb.......aaaaaaaa|
    stage2 |..00.11....2222....3333.....ddddd........cccccccc...........bbbbb.........aaaa..........|
 On two GPUs, the stages can overlap. Without the cost of messages, a timeline would look like this:
@@ -74,6 +75,7 @@ def forward(model, images, devices, micro_batches):
         activations = model.stage1(micro_batch).to(devices[1])
         logits.append(model.stage2(activations))
     # The loss is computed once for the whole batch, so micro-batches do not change the gradients.
+    # (Batch norm would, because it uses the mean of a micro-batch.)
     return torch.cat(logits)
 
 
@@ -110,7 +112,8 @@ def observe(model, images, labels, devices, micro_batches, plot):
         F.cross_entropy(logits, labels).backward()
 
     stages = [model.stage1, model.stage2]
-    steps = {}  # (what runs the stages, how many micro-batches) -> when each stage computed
+    # The timelines. A key has the name of what runs the stages, and the number of micro-batches.
+    steps = {}
     steps["one process", micro_batches] = watch_modules(stages, devices, step, micro_batches)
     if micro_batches > 1:
         steps["one process", 1] = watch_modules(stages, devices, step, 1)

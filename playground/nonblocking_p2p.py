@@ -15,9 +15,9 @@ Run it:
 
 It runs on two nodes in the same way as blocking_p2p.py.
 
-It prints a table of the ranks. Then rank 0 sleeps for half a second, and each rank multiplies
-matrices for half a second and exchanges a message, first with blocking and then with non-blocking
-calls. On CPUs (the numbers of products will differ):
+It prints a table of the ranks. Then the ranks exchange messages twice, with blocking and with
+non-blocking calls. Each time, rank 0 first sleeps for half a second, and each rank multiplies
+matrices for half a second. On CPUs (the numbers of products will differ):
     blocking, rank 0: [-1.0, -1.0] -> [1.0, 1.0] in 1.0 s, 0.5 s of it idle, 25,491 products
     blocking, rank 1: [-1.0, -1.0] -> [0.0, 0.0] in 1.0 s, 0.5 s of it idle, 25,630 products
     rank 0 |zzzzzzzzzzzzzzzzzzzzzzzzzzzzzzcccccccccccccccccccccccccccccc|
@@ -31,8 +31,8 @@ calls. On CPUs (the numbers of products will differ):
 
 With blocking calls, rank 1 first waits for rank 0 (r), and then computes (c). With non-blocking
 calls, it computes while it waits. All time except the half second of computing is idle, so the
-sleep of rank 0 (z) is idle, too. A dot is none of these. The two lists are the receive buffer
-before and after. Each rank sends its rank twice, so rank 0 receives [1.0, 1.0] from rank 1.
+sleep of rank 0 (z) is idle, too. A dot means that the rank has finished. The two lists are the
+receive buffer before and after. Rank 1 sends [1.0, 1.0], and rank 0 sends [0.0, 0.0].
 
 Try breaking it, in a copy (cp playground/nonblocking_p2p.py playground/broken.py):
   1. In `nonblocking`, write `mine.fill_(9)` on the line after `start_exchange(...)`. Which rank
@@ -97,11 +97,11 @@ def ring_all_reduce(tensor):
 
     The tensor must be contiguous. With n ranks, it is split into n chunks. In each step, every rank
     sends one chunk to the right. In the first n - 1 steps (the reduce-scatter), the receiver adds
-    it to its own chunk, and sends this partial sum in the next step. At the end, each chunk is
+    it to its own chunk, and sends this partial sum in the next step. After them, each chunk is
     complete on one rank: rank r has the sum in chunk r + 1, and the last rank has it in chunk 0. In
     n - 1 more steps (the all-gather), the complete chunks travel around the ring to all ranks. Here
-    are three ranks with three chunks each. a, b and c are the numbers of ranks 0, 1 and 2 in a
-    chunk, and sum is a+b+c:
+    are three ranks with three chunks each. Rank 0 starts with the numbers a, rank 1 with b, and
+    rank 2 with c, and sum is a+b+c:
 
                               rank 0              rank 1              rank 2
         chunk                 0    1    2         0    1    2         0    1    2

@@ -9,18 +9,18 @@ parameter is complete. And all_reduce(..., async_op=True) starts a message witho
 The class EachGradient does this with a message for each gradient. The class Buckets sends several
 gradients in one message, because one long message takes less time than many short ones.
 
-All ranks must start the same messages in the same order. So both classes need models that use all
-of their parameters, and in the same order on all ranks. The exercise overlap_gradients.py does
-without this condition.
+All ranks must start the same messages in the same order. So every parameter must get a gradient,
+and the gradients must become complete in the same order on all ranks. The exercise
+overlap_gradients.py does without this condition.
 
 Run it:
     python playground/overlapped_data_parallel.py -g 2
     python playground/overlapped_data_parallel.py -g 2 --by each
     python playground/overlapped_data_parallel.py -g 2 --width 1024 --bucket_cap_mb 1
 
-It prints the numbers of single_gpu.py, up to rounding. Then it runs ten more steps with messages
-after backward(), with one for each gradient, and with buckets. The third command prints (times will
-differ):
+It prints the numbers of single_gpu.py, up to rounding. Then it runs ten more steps in each of three
+ways: with messages after backward(), with one for each gradient, and with buckets. The third
+command prints (times will differ):
     rank  how         messages  done  backward (ms)  waiting (ms)
     0     afterwards  8         0     13.18          21.24
     1     afterwards  8         0     13.13          20.93
@@ -76,7 +76,7 @@ class EachGradient:
 
     def start(self, parameter):
         """Start to average the gradient of a parameter, and return at once."""
-        parameter.grad /= dist.get_world_size()  # now, because it must not change while it travels
+        parameter.grad /= dist.get_world_size()  # not later, because then it travels
         # NEW: async_op=True returns a handle, and backward() continues.
         self.handles.append(dist.all_reduce(parameter.grad, async_op=True))
 
@@ -99,7 +99,7 @@ class Buckets:
         self.buckets = []
         self.bucket_of = {}
         full = True
-        # NEW: the order in which backward() completes the gradients, from the last layer on.
+        # NEW: from the last layer on, because backward() completes the gradients in this order.
         for parameter in reversed(list(model.parameters())):
             if full:
                 bucket = []

@@ -9,14 +9,13 @@ computes which micro-batch. PyTorch has many schedules, and this lesson offers f
   1F1B                   (one forward, one backward) starts each backward pass as early as
                          possible. So each of p ranks keeps the activations of at most p
                          micro-batches, instead of all of them.
-  Interleaved1F1B        gives each rank two stages of half the size. So a micro-batch reaches the
-                         last rank sooner, and the ranks wait for a shorter time. But they send
-                         more messages (https://arxiv.org/abs/2104.04473).
+  Interleaved1F1B        gives each rank two stages of half the size, so the ranks wait for a
+                         shorter time, but send more messages (https://arxiv.org/abs/2104.04473).
   InterleavedZeroBubble  also splits each backward pass in two (https://arxiv.org/abs/2401.10241).
 
-A backward pass computes two kinds of gradients in each layer, and neither needs the other. Those of
-the layer's input come first, because the previous rank waits for them. No rank waits for those of
-the parameters, so a rank computes them when it would otherwise be idle.
+A backward pass computes two gradients in each layer: of the layer's input, and of its parameters.
+Neither needs the other. The previous rank waits for the first, so it is computed at once. No rank
+waits for the second, so a rank computes it when it would otherwise be idle.
 
 With p ranks and m micro-batches, the first two schedules leave each rank idle for (p-1)/(m+p-1) of
 the time, if messages take no time. The lesson measures this bubble after training, and counts the
@@ -39,7 +38,8 @@ backward pass. With GPipe, an ideal timeline looks like this:
 
 With 4 ranks and 8 micro-batches, it counts that rank 0 keeps the activations of 8 micro-batches
 with GPipe, of 4 with 1F1B and InterleavedZeroBubble, and of 5.5 with Interleaved1F1B. A step with
-one micro-batch follows for comparison. PyTorch's GPipe refuses that, so LoopedBFS runs.
+one micro-batch follows for comparison. PyTorch's GPipe needs a micro-batch for each rank, so this
+step runs LoopedBFS, a schedule with the same order.
 
 Try breaking it, in a copy (cp playground/pipeline_parallel.py playground/broken.py):
   1. Leave out `, target=filled_labels` after `schedule.step(*inputs`. Which rank fails, and why
@@ -84,8 +84,8 @@ def possible_starts(layers):
     starts = []
     for index, layer in enumerate(layers):
         if list(layer.parameters()):
-            # NEW: a stage must not end with Flatten, because its output is a view. A backward pass
-            # in two parts detaches the output in place, which PyTorch refuses for views.
+            # NEW: no stage may end with Flatten, whose output is a view. A backward pass in two
+            # parts detaches a stage's output in place, and PyTorch forbids that for views.
             after_flatten = index > 0 and isinstance(layers[index - 1], torch.nn.Flatten)
             starts.append(index - 1 if after_flatten else index)
     return starts
@@ -191,7 +191,8 @@ def train(args):
     test_loader = DataLoader(test_loader.dataset, args.batch_size, collate_fn=whole_batch)
     torch.manual_seed(args.seed)
     layers = make_layers(args)
-    # PyTorch 2.9 receives int64 in a buffer of the default dtype, so that must have 8 bytes, too:
+    # A bug of PyTorch 2.9: a stage receives int64 in a buffer of the default dtype. float64 has 8
+    # bytes, too. The model exists already, so its dtype stays. Newer versions do not need this.
     torch.set_default_dtype(torch.float64)  # https://github.com/pytorch/pytorch/pull/165539
     parts = cut(layers, world_size * STAGES_PER_RANK[args.schedule])
     schedule, stages = pipeline(parts, device, args.schedule, args.micro_batches)
@@ -210,8 +211,7 @@ def train(args):
     images, labels = next(iter(train_loader))
     shown = watch(schedule, stages, images, labels)
     # NEW: for comparison, a step with a single micro-batch, in which only one rank computes at any
-    # time. PyTorch's GPipe refuses fewer micro-batches than ranks. LoopedBFS has the same order, if
-    # each rank has one stage.
+    # time. With one stage on each rank, LoopedBFS has the order of GPipe.
     parts = cut(layers, world_size)
     schedule, stages = pipeline(parts, device, "LoopedBFS", 1)
     alone = watch(schedule, stages, images, labels)

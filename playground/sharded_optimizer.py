@@ -12,7 +12,7 @@ All parameters are joined into one flat tensor. Its n shards have the same lengt
 updates one of them. A step has three parts:
 
   1. A reduce_scatter averages the gradients. Each rank receives the mean gradient of its shard.
-  2. The optimizer of each rank updates its shard, so it needs averages for this shard only.
+  2. The optimizer of each rank updates its shard, and keeps Adam's averages for this shard only.
   3. An all_gather sends the updated shards to all ranks.
 
 A reduce_scatter and an all_gather together send as much as an all_reduce. So stage 1 saves memory
@@ -68,9 +68,10 @@ from measure.memory import show_memory
 
 def flatten(tensors):
     """Copy tensors into one flat tensor, with zeros at its end, so that n divides its length."""
-    flat = torch.cat([tensor.flatten() for tensor in tensors])
-    missing = -len(flat) % dist.get_world_size()  # the distance to the next multiple of n
-    return torch.cat([flat, flat.new_zeros(missing)])
+    parts = [tensor.flatten() for tensor in tensors]
+    length = sum(len(part) for part in parts)
+    padding = -length % dist.get_world_size()  # the distance to the next multiple of n
+    return torch.cat([*parts, parts[0].new_zeros(padding)])
 
 
 class ShardedOptimizer:
@@ -89,7 +90,8 @@ class ShardedOptimizer:
             parameter.data = self.flat[start:end].view(parameter.shape)
             start = end
         self.shard = self.flat.chunk(dist.get_world_size())[dist.get_rank()]
-        # NEW: the optimizer knows this rank's shard only. It takes any tensor that has a .grad.
+        # NEW: the optimizer knows this rank's shard only. Autograd does not know this tensor, so
+        # step() sets its .grad.
         self.optimizer = make_optimizer([self.shard])
 
     def zero_grad(self):
@@ -108,8 +110,8 @@ class ShardedOptimizer:
         self.shard.grad = torch.empty_like(self.shard)
         dist.reduce_scatter_tensor(self.shard.grad, gradients)  # NEW: part 1
         self.optimizer.step()  # NEW: part 2
-        self.shard.grad = None
-        # NEW: part 3. The shard is a part of the flat tensor, which the function allows.
+        self.shard.grad = None  # frees its memory
+        # NEW: part 3. Its input may be a part of its output, if it is the part of this rank.
         dist.all_gather_into_tensor(self.flat, self.shard)
 
 

@@ -18,7 +18,8 @@ It uses a GPU if there is one, and the CPU otherwise.
 It prints (times will differ):
     epoch 1/3  loss 0.3960  train 88.26%  test 93.96%  0.52 s  115,200 images/s
 
-The training loss and accuracy are averages over the epoch, while the model changes. An epoch trains
+The training loss and accuracy are averages over the epoch. Each batch counts with the model of that
+moment. An epoch trains
 on 59,904 of the 60,000 images, because the last batch would be incomplete and is left out. The test
 accuracy is measured on all 10,000 test images after the epoch. With --double, the lesson
 computes in float64 and prints the loss with twelve digits. Later lessons, with many processes,
@@ -98,8 +99,8 @@ def train(args):
     model = make_model(args).to(device)
     # fused=True updates all parameters in one pass, which is faster.
     # Adam divides the average gradient by the root of the average squared gradient, plus eps. With
-    # PyTorch's default, 1e-8, a gradient that is only a rounding error would cause a full step, and
-    # the lessons would print different losses. In your own project, keep the default.
+    # PyTorch's default, 1e-8, a gradient that is only a rounding error would cause a full step. The
+    # lessons would then print different losses. In your own project, keep the default.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
 
     for epoch in range(args.epochs):

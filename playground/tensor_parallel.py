@@ -2,7 +2,7 @@
 
 Linear layers are split in pairs, y = ReLU(x A) B. Each rank keeps some columns of A, so it computes
 some of the numbers of x A. ReLU changes each number separately. Each rank also keeps the matching
-rows of B. The product of its numbers and its rows is one term of y, and an all_reduce adds up the
+rows of B. Its part of ReLU(x A) times its rows of B is one term of y, and an all_reduce adds up the
 terms. An example for two ranks:
 
     x = [1 2]      A = [1 0 | 2 1]      B = [1 0]
@@ -16,9 +16,10 @@ terms. An example for two ranks:
 
     the all_reduce: y = y0 + y1 = [11 6] = ReLU(x A) B
 
-In the backward pass, each term of a sum gets the gradient of the sum, so no message is needed where
-a pair ends. Both ranks have used x, so its gradient is the sum over the ranks, and an all_reduce is
-needed where the pair begins. For g = [1 1], the gradient of y:
+In the backward pass, each rank has the gradient of y, which is also the gradient of its term. So no
+message is needed where a pair ends. Both ranks have used x, so its gradient is the sum over the
+ranks, and an all_reduce is needed where the pair begins. Let the gradient of y be g = [1 1]. (ReLU
+passes gradients on unchanged here, because all numbers of x A are positive.)
 
     rank 0: g B0.T = [1 1]                       rank 1: g B1.T = [2 2]
             [1 1] A0.T = [1 1]                           [2 2] A1.T = [6 4]
@@ -26,10 +27,8 @@ needed where the pair begins. For g = [1 1], the gradient of y:
     the all_reduce: [1 1] + [6 4] = [7 5], the gradient of x in a single process
 
 All ranks have the same images, so they have the same g. Each shard gets the gradient that it has in
-a single process. So nothing is averaged over the ranks, and nothing is divided by n.
-
-Copy and Add, below, are the two ends of a pair (https://arxiv.org/abs/1909.08053). On n ranks, a
-split layer takes 1/n of the memory.
+a single process. So nothing is averaged over the ranks, and nothing is divided by n. Copy and Add,
+below, are the two ends of a pair (https://arxiv.org/abs/1909.08053).
 
 Run it:
     torchrun --standalone --nproc-per-node 2 playground/tensor_parallel.py --compare
@@ -38,6 +37,7 @@ Run it:
 It prints how much a step differs from the whole model's, and then single_gpu.py's numbers:
     outputs differ from the whole model's by 4e-08, gradients by 4e-09
     all_reduce in forward: 2, in backward: 1 (predicted: 2 and 1)
+The first of the two pairs sends nothing in backward(), because images need no gradient.
 
 Try breaking it, in a copy, and run it with --compare:
   1. In ColumnLinear, replace `Copy.apply(inputs)` with `inputs`. Which numbers are still right?
@@ -67,7 +67,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from a
 from common import flags
 from common.data import fetch, loaders
 from common.guard_rails import check, explained
-from common.models import make_model
+from common.models import WIDTH, make_model
 from common.report import RANKS, bar, epoch_line, rank_row
 from common.roll_call import meet
 from measure.steps import compare_step
@@ -106,7 +106,7 @@ class Copy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         """Return the sum of the gradients of all ranks."""
-        total = gradient.clone()
+        total = gradient.clone()  # autograd may need the gradient itself in another place
         dist.all_reduce(total)  # NEW: because each rank has used the input
         return total
 
@@ -256,8 +256,8 @@ def train(args):
     if args.compare:
         torch.manual_seed(args.seed)  # so the whole model starts from the same parameters
         compare_step(model, make_model(args), *next(iter(train_loader)))
-    # NEW: fused=True does not work with DTensors and plain tensors together. A model with layers
-    # outside the pairs has both, if PyTorch has split it.
+    # NEW: fused=True does not work with DTensors and plain tensors together. With --by dtensor, the
+    # layers outside the pairs keep plain tensors.
     kinds = {isinstance(parameter, DTensor) for parameter in model.parameters()}
     fused = len(kinds) == 1
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=fused)
@@ -290,13 +290,11 @@ def main():
     args = parser.parse_args()
     check(parser, args, replicas=1)  # guard rail: refuses impossible flags
     world_size = int(os.environ["WORLD_SIZE"])
-    default_width = {"mlp": 64, "cnn": 120}[args.model]
-    width = args.width or default_width
+    width = args.width or WIDTH[args.model]
     if width % world_size:
         nearest = max(1, round(width / world_size)) * world_size
-        parser.error(
-            f"--width {width} cannot be divided by {world_size} processes: use --width {nearest}"
-        )
+        wrong = f"--width {width} cannot be divided by {world_size} processes"
+        parser.error(f"{wrong}: use --width {nearest}")
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 
