@@ -2,7 +2,7 @@
 # A PBS job. It starts the lesson on its nodes with run/two_nodes_ssh.sh. Type the command in the
 # checkout, which must be visible on all nodes. qsub passes no arguments to a script, so the lesson
 # and its flags are in a variable:
-#   qsub -v LESSON="playground/distributed_data_parallel.py --epochs 1" run/pbs.sh
+#   LESSON="playground/distributed_data_parallel.py --epochs 1" qsub -V run/pbs.sh
 # The output is in playground.o<job>. qstat shows the job's state, and qdel <job> ends it.
 # --- EDIT ---  (ppn: processes on each node, one for each GPU. OpenPBS also has
 #                -l select=2:ncpus=2:mpiprocs=2)
@@ -18,7 +18,7 @@ export PYTHON=${PYTHON:-.venv/bin/python}
 set -euo pipefail
 
 fail() { echo "error: $2" >&2 && exit "$1"; }
-again='qsub -v LESSON="playground/distributed_data_parallel.py --epochs 1" run/pbs.sh'
+again='LESSON="playground/distributed_data_parallel.py --epochs 1" qsub -V run/pbs.sh'
 [ -f "${PBS_NODEFILE:-}" ] || fail 1 "no node file, so this is not inside a PBS job: $again"
 # PBS runs a copy of this file in a folder of its own. This is the folder where qsub was typed:
 cd "${PBS_O_WORKDIR:-.}"

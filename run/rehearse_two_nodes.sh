@@ -78,7 +78,7 @@ for node in 0 1; do
         command+=(--device cpu "${@:2}")
     fi
     echo "+ node$node: ${command[*]}" >&2
-    named=(unshare --uts sh -c 'hostname "$0"; exec "$@"' node$node)
+    named=(unshare --uts sh -c 'hostname "$0"; exec "$@"' "node$node")
     NODE0=10.77.0.1 NODE_RANK=$node ip netns exec node$node "${named[@]}" "${command[@]}" 2>&1 |
         sed -u "s/^/node$node: /" &
 done

@@ -32,8 +32,8 @@ read -ra hosts <<<"$HOSTS"
 read -ra ssh <<<"$SSH -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5"
 IP=${IP:-${hosts[0]#*@}}
 
-look='cd %q || exit 3; test -f %q || exit 3; command -v %q || exit 4'
-printf -v look "$look" "$CHECKOUT" "$1" "$PYTHON"
+printf -v look 'cd %q || exit 3; test -f %q || exit 3; command -v %q || exit 4' \
+    "$CHECKOUT" "$1" "$PYTHON"
 # All hosts are checked first, so that no node waits for one that cannot start.
 for host in "${hosts[@]}"; do
     why=$("${ssh[@]}" "$host" "$look" 2>&1 </dev/null) && continue
