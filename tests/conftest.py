@@ -21,9 +21,10 @@ from warm import Warm
 
 ROOT = Path(__file__).resolve().parents[1]
 LESSONS = sorted(path.stem for path in (ROOT / "playground").glob("*.py"))
-MNIST = (
-    ROOT.parent / "shared" / "mnist"
-)  # torchvision's layout; tests that need it skip where it is missing
+# Folders in which MNIST may be, in torchvision's layout: first that of the lessons. Tests that need
+# it are skipped if it is in neither.
+MNIST_FOLDERS = [ROOT / "data", ROOT.parent / "shared" / "mnist"]
+MNIST = next((path for path in MNIST_FOLDERS if (path / "MNIST" / "raw").is_dir()), None)
 DIGITS = ("--dataset", "digits", "--device", "cpu")
 SHORT = (*DIGITS, "--batch_size", 120, "--epochs", 1)
 LONG = (*DIGITS, "--epochs", 100_000)
@@ -67,7 +68,7 @@ DETECTRON2 = "the real detectron2" if real_detectron2() else "a stand-in for det
 
 def pytest_report_header():
     """Say first what the results depend on."""
-    mnist = "found" if MNIST.is_dir() else "not found: tests that need it are skipped"
+    mnist = "found" if MNIST else "not found: tests that need it are skipped"
     return [f"distributed_data_parallel2.py runs with {DETECTRON2}", f"MNIST files: {mnist}"]
 
 
@@ -85,18 +86,6 @@ def pytest_terminal_summary(terminalreporter):
                 terminalreporter.write_line(f"{name}: {value}")
     for name, value in largest.items():
         terminalreporter.write_line(f"{name}: {value:.0e}")
-
-
-def committed(path):
-    """Return the text of a file in the checkout as it is committed.
-
-    What a learner has changed in an exercise does not count.
-    """
-    show = ["git", "show", f"HEAD:{path}"]
-    done = subprocess.run(show, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode != 0:  # the file is new, or this is not a clone
-        return (ROOT / path).read_text()
-    return done.stdout
 
 
 def stat(pid):
@@ -401,8 +390,8 @@ def main(monkeypatch, capsys):
 @pytest.fixture(scope="session")
 def mnist(tmp_path_factory):
     """A data folder with the real MNIST archives."""
-    if not MNIST.is_dir():
-        pytest.skip("no MNIST files beside the checkout")
+    if MNIST is None:
+        pytest.skip("MNIST is not in data/: run/quickstart.sh downloads it")
     folder = tmp_path_factory.mktemp("mnist")
     shutil.copytree(MNIST, folder, dirs_exist_ok=True, copy_function=shutil.copyfile)
     for path in [folder, *folder.rglob("*")]:

@@ -87,6 +87,12 @@ class Sshd:
         """The pids of the servers, in the order of the nodes."""
         return [server.pid for server in self.servers]
 
+    def end_others(self):
+        """End all processes on the nodes but the servers."""
+        for index in range(len(HOSTS)):
+            for pid in set(self.nodes.pids(index)) - set(self.pids):
+                subprocess.run(["kill", "-9", str(pid)], stderr=subprocess.DEVNULL)
+
     def left(self):
         """Return the command lines of processes that stay on the nodes and are no servers."""
         return self.nodes.left(self.pids)

@@ -58,7 +58,7 @@ def reference():
 def test_each_exercise_has_an_answer():
     """playground/answers.md answers as many exercises of each lesson as its docstring has."""
     answers = (ROOT / "playground" / "answers.md").read_text()
-    for lesson in [*LESSONS, "measure/compare"]:
+    for lesson in [*LESSONS, "figures/compare"]:
         docstring = (ROOT / "playground" / f"{lesson}.py").read_text().split('"""')[1]
         exercises = re.split("Try breaking it|Break it", docstring, maxsplit=1)[1]
         heading = rf"^## `{lesson.split('/')[-1]}\.py`\n"
@@ -425,7 +425,7 @@ print(json.dumps([run["words"] + [compare.command(run, args, "folder")[1]] for r
 
 def test_two_threads_for_one_process(change):
     """All runs get two threads, which two DDP processes share: only the single one changes."""
-    copy = change("measure/compare", ("        threads = 1 ", "        threads = 2 "))
+    copy = change("figures/compare", ("        threads = 1 ", "        threads = 2 "))
     assert [words[-1] for words in scaling(copy)] == [{"OMP_NUM_THREADS": "2"}] * 3
     text = (copy.parents[1] / "distributed_data_parallel.py").read_text()
     assert "torch.set_num_threads(" in text
@@ -434,7 +434,7 @@ def test_two_threads_for_one_process(change):
 def test_weak_scaling_without_its_batch(change):
     """What is left is strong scaling, twice: the same command."""
     line = '            words = words + ["--batch_size", str(count * args.batch_size)]\n'
-    copy = change("measure/compare", (line, ""))
+    copy = change("figures/compare", (line, ""))
     _, strong, weak = scaling(copy)
     assert strong == weak
     assert strong[:2] == ["-g", "2"]

@@ -19,10 +19,10 @@ import matplotlib.image
 import pytest
 from conftest import DIGITS, LESSONS, ROOT, Lesson, alive, by_torchrun, epochs, one_process, talks
 
-from playground.measure import compare as tool
-from playground.measure import processes
-from playground.measure.figures import draw_widths
-from playground.measure.report import tell_parity, tell_speed, tell_widths
+from playground.figures import compare as tool
+from playground.figures import processes
+from playground.figures.charts import draw_widths
+from playground.figures.report import tell_parity, tell_speed, tell_widths
 
 SHORT = (*DIGITS, "--batch_size", 120)
 LEFT_OUT = {  # lessons that train and have no run, and why
@@ -31,7 +31,7 @@ LEFT_OUT = {  # lessons that train and have no run, and why
 }
 
 
-def compare(out, *flags, path="measure/compare", status=0):
+def compare(out, *flags, path="figures/compare", status=0):
     """Run compare.py to its end. Returns what it printed and its results."""
     done = Lesson(path, *SHORT, "--out", out, *flags).wait()
     assert done.returncode == status, done.stdout + done.stderr
@@ -288,7 +288,7 @@ def test_on_a_machine_that_is_not_linux(monkeypatch):
 
 def test_scaling_on_one_core(course, tmp_path):
     """More processes than cores are marked, and a line says that they cannot be faster."""
-    path = course / "measure" / "compare.py"
+    path = course / "figures" / "compare.py"
     one_core = "import os\nos.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
     first = "import json\n"
     text = path.read_text()
@@ -366,7 +366,7 @@ def test_what_fails_is_a_row(course, tmp_path):
         (course / f"{lesson}.py").write_text(code)
     lessons = ("data_parallel", "distributed_data_parallel2", torchrun, "pipeline_parallel")
     flags = ("--epochs", 1, "--only", "parity", "--lessons", *lessons)
-    done, results = compare(tmp_path, *flags, path=course / "measure" / "compare.py", status=1)
+    done, results = compare(tmp_path, *flags, path=course / "figures" / "compare.py", status=1)
     runs = {run["name"]: run for run in results["runs"]}
     assert not runs["single_gpu.py"]["failed"]
     assert "| error: broken / on purpose |" in done.stdout
@@ -403,7 +403,7 @@ def test_ctrl_c_keeps_what_there_is(tmp_path):
     """The first lesson is in the results, and no process is left, though torchrun has sessions."""
     lesson = "distributed_data_parallel_torchrun"
     flags = ("--epochs", 400, "--only", "parity", "--lessons", lesson)
-    job = Lesson("measure/compare", *SHORT, "--out", tmp_path, *flags)
+    job = Lesson("figures/compare", *SHORT, "--out", tmp_path, *flags)
     printed = tmp_path / "runs" / "02" / "out.txt"
     end = time.monotonic() + 200
     while time.monotonic() < end:
@@ -434,12 +434,12 @@ def test_ctrl_c_keeps_what_there_is(tmp_path):
 )
 def test_bad_input(flags, told, main):
     """Status 2 and one line, before anything is run."""
-    done = main("measure.compare", *SHORT, "--processes", 2, *flags)
+    done = main("figures.compare", *SHORT, "--processes", 2, *flags)
     assert told in done.stderr and len(done.stderr.splitlines()) == 1
 
 
 def test_help(main):
     """--help has the first paragraph of the docstring, and flags of its own and of the lessons."""
-    out = main("measure.compare", "--help", status=0).stdout
+    out = main("figures.compare", "--help", status=0).stdout
     assert "What parallelism gains and costs: this tool runs the lessons" in out
     assert "--widths" in out and "--layers" in out

@@ -138,7 +138,7 @@ def test_the_device(lesson, machine, chosen):
         assert chosen(lesson, *flags, "--device", "cpu").device == "cpu"
 
 
-@pytest.mark.parametrize("lesson", [*SPAWNING, *TALKING, "data_parallel", "measure.compare"])
+@pytest.mark.parametrize("lesson", [*SPAWNING, *TALKING, "data_parallel", "figures.compare"])
 def test_how_many_processes(lesson, machine, chosen):
     """There is a process for each GPU, or there are two without GPUs.
 
@@ -190,7 +190,7 @@ torch.cuda.is_available, torch.cuda.init, torch.cuda.device_count = is_available
     assert f"this machine has no working GPU ({OLD_DRIVER}): use --device cpu" in last_line
 
 
-@pytest.mark.parametrize("lesson", [*SPAWNING, *TALKING, "data_parallel", "measure.compare"])
+@pytest.mark.parametrize("lesson", [*SPAWNING, *TALKING, "data_parallel", "figures.compare"])
 def test_more_processes_than_gpus(lesson, machine, main, chosen):
     """With more processes than visible GPUs, one line has the largest number that works."""
     flags = (*batch(lesson, 144), "--device", "cuda")
@@ -336,7 +336,7 @@ def test_every_run_of_compare_is_possible(
     gpus, model, machine, main, chosen, monkeypatch, tmp_path
 ):
     """Each lesson accepts the flags and the number of processes of compare.py, on 1 to 8 GPUs."""
-    from measure import compare
+    from figures import compare
 
     machine(gpus)
     plan = compare.plan
@@ -347,7 +347,7 @@ def test_every_run_of_compare_is_possible(
         raise SystemExit(0)
 
     monkeypatch.setattr(compare, "plan", planned)
-    main("measure.compare", "--dataset", "digits", "--model", model, "--out", tmp_path, status=0)
+    main("figures.compare", "--dataset", "digits", "--model", model, "--out", tmp_path, status=0)
     [(args, runs)] = plans
     assert args.device == "cuda" and args.gpus == gpus
     assert args.processes == [count for count in (1, 2, 4, 8) if count <= gpus]
@@ -376,7 +376,7 @@ def test_every_run_of_compare_is_possible(
 
 def test_compare_on_a_machine_with_an_old_driver(machine, tmp_path):
     """After a run on the CPU it does not ask for the names of the GPUs, which would fail."""
-    from measure import compare
+    from figures import compare
 
     machine(2, works=False)
     args = argparse.Namespace(out=tmp_path, device="cpu", gpus=2, widths=[])

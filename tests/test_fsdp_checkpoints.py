@@ -52,7 +52,7 @@ def counted_rank(rank, world_size, port, results):
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from measure.memory import Messages
+    from measure.messages import Messages
 
     class Peak(TorchDispatchMode):
         """Count the bytes of the new tensors, as long as they are in memory."""
@@ -87,7 +87,7 @@ def counted_rank(rank, world_size, port, results):
     found = {"size": size}
     with Messages() as messages:
         F.cross_entropy(model(torch.randn(2, 1, 28, 28)), torch.arange(2)).backward()
-    found["sent"] = messages.sent
+    found["sent"] = messages.sent()
     parameters = list(model.parameters())
     found["types"] = {each.dtype for each in parameters} | {each.grad.dtype for each in parameters}
     optimizer.step()

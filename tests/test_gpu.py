@@ -762,7 +762,7 @@ def test_compare(gpu, tmp_path):
     """It runs the lessons on all GPUs, and says which ones these are."""
     lessons = ("--only", "parity", "steps", "--lessons", "distributed_data_parallel_torchrun")
     flags = ("--dataset", "digits", "--epochs", 1, "--out", tmp_path, *CUDA)
-    done = Lesson("measure/compare", *flags, *lessons, env=ALL_GPUS, cold=True).wait(900)
+    done = Lesson("figures/compare", *flags, *lessons, env=ALL_GPUS, cold=True).wait(900)
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((tmp_path / "results.json").read_text())
     assert len(results["machine"]["gpus"]) == machine()[0]

@@ -100,7 +100,7 @@ def test_what_is_missing_is_one_line(tmp_path):
     uneven.write_text("node0\nnode0\nnode1\n")
     inside = {"PBS_NODEFILE": str(even), "PBS_O_WORKDIR": str(ROOT)}
     for status, command, env, words in (
-        (1, (LESSON,), {}, ("not inside a PBS job", "qsub -v LESSON=")),
+        (1, (LESSON,), {}, ("not inside a PBS job", "qsub -V run/pbs.sh")),
         (1, (LESSON,), inside | {"PBS_O_WORKDIR": str(tmp_path)}, (str(tmp_path), "cd <checkout>")),
         (
             1,
@@ -108,7 +108,7 @@ def test_what_is_missing_is_one_line(tmp_path):
             inside | {"PBS_NODEFILE": str(uneven)},
             ("different numbers", "nodes=2:ppn=2"),
         ),
-        (2, (), inside, ("no lesson", "qsub -v LESSON=")),
+        (2, (), inside, ("no lesson", "qsub -V run/pbs.sh")),
         (2, (), inside | {"LESSON": "--epochs 1"}, ("--epochs", "playground/*.py")),
     ):
         done = Job(SCRIPT, *command, env=env).wait()

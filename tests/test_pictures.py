@@ -12,9 +12,9 @@ from conftest import ROOT
 from matplotlib.testing.compare import compare_images
 from PIL import Image
 
-from measure import pictures
-from measure.counts import IN_RANKS, WIDE, count, in_ranks, time_overlap
-from measure.pictures import DRAW, FIGURES, logical_time, stages_on_a_rank
+from figures import pictures
+from figures.counts import IN_RANKS, WIDE, count, in_ranks, time_overlap
+from figures.pictures import DRAW, FIGURES, logical_time, stages_on_a_rank
 from measure.timeline import Calls, Span, as_text, bubble
 
 COUNTS = json.loads((FIGURES / "pictures.json").read_text())

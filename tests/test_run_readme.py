@@ -21,7 +21,7 @@ BLOCKS = re.findall(r"^```console\n(.*?)^```$", TEXT, re.M | re.S)
 LAUNCHERS = TEXT[TEXT.index("## Which launcher when") : TEXT.index("### Which lesson")]
 ROWS = re.findall(r"^    (\S.*)$", re.sub(r" *\\\n +", " ", LAUNCHERS), re.M)
 # The others read the first; the course's README has the rest.
-WITHOUT_A_WORD = ("lesson.sh", "quickstart.sh", "setup.sh", "test.sh")
+WITHOUT_A_WORD = ("lesson.sh", "lint.sh", "quickstart.sh", "setup.sh", "test.sh")
 PROGRAMS = {
     "sbatch": ("slurmctld",),
     "qsub": ("qsub", "generate_pbs_nodefile"),

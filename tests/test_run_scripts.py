@@ -21,6 +21,14 @@ def script(name, *flags, cwd="/", **env):
     return subprocess.run(command, cwd=cwd, env=os.environ | env, capture_output=True, text=True)
 
 
+def pretend_to_install(checkout):
+    """Let run/setup.sh find that everything has been installed."""
+    for name in ("requirements.txt", "tests/requirements.txt"):
+        copy = checkout / ".venv" / "installed" / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(checkout / name, copy)
+
+
 def test_a_wrong_python_is_one_clear_line(checkout):
     """The status is 1, and the line has how to name another Python."""
     for python in ("/no/such/python", "/bin/false"):
@@ -44,10 +52,52 @@ def test_a_failed_installation_is_one_clear_line(checkout):
         assert "no-such-package" in errors[0]
 
 
+PYTHON = """#!/bin/sh
+if [ "$2" = venv ]; then mkdir -p "$3/bin" && cp "$0" "$3/bin/python"; fi
+if [ "$2" = pip ]; then shift 4 && echo "pip $*"; fi
+"""
+
+
+@pytest.fixture
+def pip(tmp_path):
+    """A program that calls itself Python, and prints with which flags pip would be run."""
+    path = tmp_path / "python"
+    path.write_text(PYTHON)
+    path.chmod(0o755)
+    return {"PYTHON": str(path)}
+
+
+def installed(done):
+    """Return pip's flags from the output of run/setup.sh, a line for each call."""
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    lines = done.stderr.splitlines()
+    return [line.removeprefix("pip ") for line in lines if line.startswith("pip ")]
+
+
+def test_what_is_installed_when(checkout, pip):
+    """The lessons do without what only the tests need, and nothing is installed twice."""
+    setup = checkout / "run" / "setup.sh"
+    tests = "tests/requirements.txt"
+    assert installed(script(setup, **pip)) == ["-r requirements.txt"]
+    assert installed(script(setup, **pip)) == []
+    assert installed(script(setup, tests, **pip)) == [f"-r {tests}"]
+    assert installed(script(setup, tests, **pip)) == []
+    (checkout / "requirements.txt").write_text("something else\n")
+    assert installed(script(setup, tests, **pip)) == ["-r requirements.txt"]
+
+
+def test_another_index_for_pytorch(checkout, pip):
+    """TORCH_INDEX_URL is where torch and torchvision come from, and nothing else."""
+    done = script(checkout / "run" / "setup.sh", TORCH_INDEX_URL="https://an.index/cpu", **pip)
+    torch, rest = installed(done)
+    assert torch.endswith("/torch.txt --index-url https://an.index/cpu")
+    assert rest == "-r requirements.txt"
+
+
 def test_a_second_run_installs_nothing_and_passes_flags(checkout):
     """If the environment exists, the lesson starts at once, with the flags."""
     (checkout / ".venv").symlink_to(os.path.realpath(ROOT / ".venv"))
-    if not (ROOT / ".venv" / "installed.txt").exists():
+    if not (ROOT / ".venv" / "installed").exists():
         pytest.skip("no .venv in this checkout: run the tests with run/test.sh")
     flags = ("--dataset", "digits", "--epochs", "2", "-g", "1")
     done = script(checkout / "run" / "quickstart.sh", *flags)
@@ -65,7 +115,7 @@ def test_one_file_of_tests(checkout):
     python.parent.mkdir(parents=True)
     python.write_text('#!/bin/sh\necho "$*"\n')
     python.chmod(0o755)
-    shutil.copy(checkout / "requirements.txt", checkout / ".venv" / "installed.txt")
+    pretend_to_install(checkout)
     for flags, tests in (
         (("-x",), "tests "),
         (("tests/test_data.py", "-x"), ""),
@@ -88,7 +138,7 @@ def test_quickstart_counts_the_gpus_that_torch_can_use(gpus, device, checkout):
         path.parent.mkdir(parents=True)
         path.write_text(f"#!/bin/sh\n{text}\n")
         path.chmod(0o755)
-    shutil.copy(checkout / "requirements.txt", checkout / ".venv" / "installed.txt")
+    pretend_to_install(checkout)
     found = {"PATH": f"{checkout / 'fakes'}:{os.environ['PATH']}"}
     done = script(checkout / "run" / "quickstart.sh", "--epochs", "1", **found)
     command = f"playground/distributed_data_parallel.py -g 2 {device}--epochs 1\n"

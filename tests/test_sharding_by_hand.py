@@ -220,7 +220,7 @@ def watched_rank(rank, world_size, port, results):
     """Note what stage 3 gathers in a step and in a test."""
     import manual_fully_sharded as lesson
 
-    from measure.memory import Messages, held
+    from measure.memory import Gathered, held
 
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -234,13 +234,13 @@ def watched_rank(rank, world_size, port, results):
     shards = lesson.shard_layers(model)
     images, labels = torch.randn(4, 1, 28, 28), torch.arange(4)
     found = {"kept": held([*model.parameters(), *shards])}
-    with Messages() as messages:
+    with Gathered() as messages:
         F.cross_entropy(model(images), labels).backward()
-    found["step"] = (messages.counts, messages.most_gathered)
+    found["step"] = (Counter(each.kind for each in messages.noted), messages.most)
     found["gradients"] = held(each.grad for each in [*model.parameters(), *shards])
-    with Messages() as messages, torch.no_grad():
+    with Gathered() as messages, torch.no_grad():
         model(images)
-    found["test"] = (messages.counts, messages.most_gathered)
+    found["test"] = (Counter(each.kind for each in messages.noted), messages.most)
     found["kept after a test"] = held([*model.parameters(), *shards])
     try:
         if rank == 0:

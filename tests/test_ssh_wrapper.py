@@ -38,7 +38,9 @@ def servers(tmp_path_factory):
 def sshd(servers):
     """The ssh servers. A test must leave no other process on the nodes."""
     yield servers
-    assert servers.left() == []
+    left = servers.left()
+    servers.end_others()  # so that a test that has failed does not let the next ones fail
+    assert left == []
 
 
 def start(sshd, *words, **settings):

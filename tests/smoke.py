@@ -1,0 +1,57 @@
+"""Run a command of each lesson's docstring on the CPU, for one epoch of the digits if it trains.
+
+    python tests/smoke.py                    # all lessons
+    python tests/smoke.py tensor_parallel    # some of them
+
+It uses nothing that only Linux has, so it tells whether the lessons run on another system. It
+prints a line for each lesson, and its status is the number of lessons that have failed.
+"""
+
+import ast
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+COMMAND = r"^    ((?:[A-Z_]+=\S+ )*(?:python|torchrun) .*(?:\\\n.*)*)"
+NEEDS = ("--pretrained", "--gpu_ids")  # a download, or GPUs
+
+
+def first_command(text):
+    """Return the words of the first command in a lesson that needs nothing, and its variables."""
+    docstring = ast.get_docstring(ast.parse(text))
+    for command in re.findall(COMMAND, docstring, re.M):
+        if not any(flag in command for flag in NEEDS):
+            break
+    words = shlex.split(command.replace("\\\n", " "), comments=True)
+    variables = {}
+    while "=" in words[0]:
+        name, _, value = words.pop(0).partition("=")
+        variables[name] = value
+    program = [sys.executable]
+    if words.pop(0) == "torchrun":
+        program += ["-m", "torch.distributed.run"]
+    return [*program, *words], variables
+
+
+def main():
+    """Run the lessons one after another. Returns how many have failed."""
+    failed = 0
+    names = sys.argv[1:] or sorted(path.stem for path in (ROOT / "playground").glob("*.py"))
+    for name in names:
+        text = (ROOT / "playground" / f"{name}.py").read_text()
+        words, variables = first_command(text)
+        words += ["--device", "cpu"]
+        if "make_model(" in text:
+            words += ["--dataset", "digits", "--epochs", "1"]
+        status = subprocess.run(words, cwd=ROOT, env=os.environ | variables).returncode
+        print(f"{name}: {'ok' if status == 0 else f'status {status}'}", flush=True)
+        failed += status != 0
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
