@@ -60,7 +60,7 @@ def into_the_same_tensor(tensor):
 
 
 def no_wait(tensor):
-    """HANG with 2 ranks ... rank 0 has finished ... Is wait() called for each request?"""
+    """HANG with 2 ranks ... has finished ... Is wait() called for each request?"""
     if _neighbour() is None:
         return tensor
     received = torch.zeros_like(tensor)
