@@ -32,6 +32,7 @@ import torch.multiprocessing as mp
 from tqdm import tqdm
 
 from common.flags import exit_with
+from common.models import HEADS, TOKENS, WIDTH
 
 TORCHRUN = (
     "torchrun --standalone --nproc-per-node 2 playground/distributed_data_parallel_torchrun.py"
@@ -62,6 +63,8 @@ def check(
     """
     _check_gpus(parser.error, args)
     _check_numbers(parser.error, args)
+    if "tokens" in args:
+        _check_transformer(parser.error, args)
     _check_files(parser.error, args)
     _check_environment(parser.error, args)
     if getattr(args, "backend", None):
@@ -97,6 +100,30 @@ def _check_numbers(refuse: Callable, args: argparse.Namespace) -> None:
             refuse(f"--{name} {value}: must be a number, 0 or more, as in --{name} 1e-3")
     if not -(2**63) <= getattr(args, "seed", 0) < 2**63:
         refuse(f"--seed {args.seed}: must be from -2**63 to 2**63 - 1")
+
+
+def _check_transformer(refuse: Callable, args: argparse.Namespace) -> None:
+    """Tokens divide the pixels of an image, and heads the numbers of a token."""
+    if args.model != "transformer":
+        for name in ("tokens", "heads"):
+            if getattr(args, name):
+                refuse(f"--{name}: --model {args.model} has none: use --model transformer")
+        return
+    pixels = 28 * 28
+    tokens = args.tokens or TOKENS
+    if pixels % tokens:
+        nearest = min(_divisors(pixels), key=lambda number: abs(number - tokens))
+        refuse(f"--tokens {tokens} does not divide {pixels} pixels: use --tokens {nearest}")
+    width = args.width or WIDTH["transformer"]
+    heads = args.heads or HEADS
+    if width % heads:
+        nearest = min(_divisors(width), key=lambda number: abs(number - heads))
+        refuse(f"--heads {heads} does not divide --width {width}: use --heads {nearest}")
+
+
+def _divisors(number: int) -> list[int]:
+    """Return the numbers that divide a number."""
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def _check_gpus(refuse: Callable, args: argparse.Namespace) -> None:

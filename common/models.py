@@ -1,4 +1,4 @@
-"""The networks that the lessons train: an MLP and a CNN. `make_model` makes the one of --model.
+"""The networks of the lessons: an MLP, a CNN and a transformer. `make_model` makes that of --model.
 
 Each consists of two stages, so that model_parallel.py can put them on two devices. A stage is an
 ordinary `nn.Sequential`. The names of the parameters do not depend on where a stage is.
@@ -9,6 +9,7 @@ from itertools import chain, pairwise
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 # On newer GPUs, cuDNN would round the inputs of convolutions to 10 bits (TF32). Then the lessons
 # could not compute the same numbers.
@@ -68,16 +69,130 @@ class CNN(nn.Module):
         return self.stage2(self.stage1(images))
 
 
-MODELS = {"mlp": MLP, "cnn": CNN}
-WIDTH = {"mlp": 64, "cnn": 120}  # without --width
+class Tokens(nn.Module):
+    """The embedding: turn an image into a sequence of tokens, each with its position.
+
+    Args:
+        width: numbers of an embedded token.
+        tokens: into how many pieces an image is cut. It divides the 784 pixels.
+    """
+
+    def __init__(self, width: int, tokens: int):
+        super().__init__()
+        self.tokens = tokens
+        self.embed = nn.Linear(28 * 28 // tokens, width)
+        self.position = nn.Parameter(torch.randn(tokens, width) * 0.02)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Turn images, (N, 1, 28, 28), into embedded tokens, (N, tokens, width)."""
+        pieces = images.flatten(1).unflatten(1, (self.tokens, -1))
+        return self.embed(pieces) + self.position
+
+
+class Attention(nn.Module):
+    """Causal self-attention: each token looks at itself and at the tokens before it.
+
+    The query, key, value and output layers are separate, so that they can be split by heads.
+
+    Args:
+        width: numbers of a token. Each head gets an equal part of them.
+        heads: attention heads.
+    """
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.size = width // heads  # numbers of a token in a head
+        self.query = nn.Linear(width, width)
+        self.key = nn.Linear(width, width)
+        self.value = nn.Linear(width, width)
+        self.output = nn.Linear(width, width)
+
+    def split_heads(self, inputs: Tensor) -> Tensor:
+        """Turn (N, tokens, heads * size) into (N, heads, tokens, size)."""
+        return inputs.unflatten(-1, (-1, self.size)).transpose(1, 2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Turn tokens, (N, tokens, width), into what each token has read from the others."""
+        query = self.split_heads(self.query(inputs))
+        key = self.split_heads(self.key(inputs))
+        value = self.split_heads(self.value(inputs))
+        read = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.output(read.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    """A block of a transformer: attention and an MLP. Each adds its output to its input."""
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width)
+        self.attention = Attention(width, heads)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Turn tokens, (N, tokens, width), into tokens of the same shape."""
+        tokens = tokens + self.attention(self.norm1(tokens))
+        return tokens + self.mlp(self.norm2(tokens))
+
+
+class LastToken(nn.Module):
+    """The end of the transformer: the last token, which has looked at all others, gives the class."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.linear = nn.Linear(width, 10)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Turn tokens, (N, tokens, width), into class scores, (N, 10)."""
+        return self.linear(self.norm(tokens[:, -1]))
+
+
+class Transformer(nn.Module):
+    """A transformer that reads an image as a sequence of tokens: by default, its 28 rows.
+
+    Args:
+        width: numbers of a token, a multiple of `heads`; None: 32.
+        layers: blocks, the larger half of them in the first stage; None: 2.
+        tokens: into how many tokens an image is cut; None: 28.
+        heads: attention heads of a block; None: 4.
+    """
+
+    def __init__(
+        self,
+        width: int | None = None,
+        layers: int | None = None,
+        tokens: int | None = None,
+        heads: int | None = None,
+    ):
+        super().__init__()
+        width = width or WIDTH["transformer"]
+        blocks = [Block(width, heads or HEADS) for _ in range(layers or 2)]
+        half = (len(blocks) + 1) // 2
+        self.stage1 = nn.Sequential(Tokens(width, tokens or TOKENS), *blocks[:half])
+        self.stage2 = nn.Sequential(*blocks[half:], LastToken(width))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Turn images, (N, 1, 28, 28), into class scores (logits), (N, 10), of the same dtype."""
+        return self.stage2(self.stage1(images))
+
+
+MODELS = {"mlp": MLP, "cnn": CNN, "transformer": Transformer}
+WIDTH = {"mlp": 64, "cnn": 120, "transformer": 32}  # without --width
+TOKENS = 28  # without --tokens
+HEADS = 4  # without --heads
 
 
 def make_model(args: argparse.Namespace) -> nn.Module:
-    """Return the model of --model, --width and --layers, with random parameters.
+    """Return the model of --model, --width, --layers, --tokens and --heads, with random parameters.
 
     With --double the parameters are float64. They start with the numbers that float32 starts with.
     """
-    model = MODELS[args.model](args.width, args.layers)
+    if args.model == "transformer":
+        model = Transformer(args.width, args.layers, args.tokens, args.heads)
+    else:
+        model = MODELS[args.model](args.width, args.layers)
     return model.double() if args.double else model
 
 

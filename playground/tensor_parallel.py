@@ -289,6 +289,8 @@ def main():
     add("--compare", action="store_true", help="first compare a step with that of the whole model")
     args = parser.parse_args()
     check(parser, args, replicas=1)  # guard rail: refuses impossible flags
+    if args.model == "transformer":
+        parser.error("--model transformer: sequence_parallel.py splits it; here use --model mlp")
     world_size = int(os.environ["WORLD_SIZE"])
     width = args.width or WIDTH[args.model]
     if width % world_size:
