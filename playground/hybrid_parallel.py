@@ -198,8 +198,8 @@ def main():
     add("--mesh", help="sizes of the axes, as in 2x2; default: if possible, 2 for the second axis")
     args = parser.parse_args()
     check(parser, args, replicas=1)  # guard rail: refuses impossible flags
-    if args.model == "transformer":
-        parser.error("--model transformer: sequence_parallel.py splits it; here use --model mlp")
+    if args.kind == "tp" and args.model == "transformer":
+        parser.error("--model transformer: three_axes.py splits it; here use --model mlp")
     world_size = int(os.environ["WORLD_SIZE"])
     meshes = []
     for inner in range(1, world_size + 1):
