@@ -23,30 +23,30 @@ from common.models import MODELS
 pytestmark = pytest.mark.quick
 TWO_EPOCHS = (*DIGITS, "--batch_size", 120, "--epochs", 2)
 VARIANTS = {  # flags of a lesson, and the numbers of processes; None: it takes none
-    "data_parallel": {(): (None,), ("--by", "hand"): (1, 2, 3)},
-    "manual_data_parallel": {(): (1, 2, 3, 4), ("--bucket",): (2, 3)},
-    "overlapped_data_parallel": {(): (1, 2, 3, 4)},
-    "distributed_data_parallel": {(): (1, 2, 3, 4)},
-    "distributed_data_parallel2": {(): (1, 2, 3, 4)},
-    "distributed_data_parallel_torchrun": {(): (1, 2, 3, 4)},
+    "data_parallel": {(): (None,), ("--by", "hand"): (1, 3)},
+    "manual_data_parallel": {(): (1, 3), ("--bucket",): (3,)},
+    "overlapped_data_parallel": {(): (1, 3)},
+    "distributed_data_parallel": {(): (1, 4)},
+    "distributed_data_parallel2": {(): (1, 3)},
+    "distributed_data_parallel_torchrun": {(): (1, 3)},
     "distributed_data_parallel_resumable": {(): (1, 3)},
     "model_parallel": {
         (): (None,),
         ("--pipelined",): (None,),
         ("--pipelined", "--micro_batches", 7): (None,),
     },
-    "manual_pipeline": {(): (1, 2), ("--schedule", "1F1B"): (2, 3, 4)},
+    "manual_pipeline": {(): (1, 2), ("--schedule", "1F1B"): (3, 4)},
     "pipeline_parallel": {
-        (): (1, 2, 3, 4),
+        (): (1, 4),
         ("--schedule", "1F1B"): (3,),
         ("--schedule", "Interleaved1F1B"): (2,),
         ("--schedule", "InterleavedZeroBubble"): (2,),
     },
-    "sharded_optimizer": {(): (1, 2, 3, 4)},
-    "manual_fully_sharded": {(): (1, 2, 3, 4), ("--keep_weights",): (2,)},
-    "fully_sharded_data_parallel": {(): (1, 2, 4), ("--keep_weights",): (2,), ("--meta",): (1, 3)},
+    "sharded_optimizer": {(): (1, 3, 4)},
+    "manual_fully_sharded": {(): (1, 3, 4), ("--keep_weights",): (2,)},
+    "fully_sharded_data_parallel": {(): (1, 4), ("--keep_weights",): (2,), ("--meta",): (3,)},
     "fully_sharded_checkpoints": {(): (1, 3)},
-    "tensor_parallel": {(): (1, 2, 4), ("--by", "dtensor"): (2, 4)},
+    "tensor_parallel": {(): (1, 4), ("--by", "dtensor"): (4,)},
     "hybrid_parallel": {
         (): (2, 4),
         ("--kind", "hsdp"): (4,),
@@ -66,18 +66,19 @@ FLAT_SHARDS = {"sharded_optimizer", "manual_fully_sharded"}
 def cases():
     """Return what is trained: (lesson, flags, processes, model).
 
-    The MLP is trained with all flags and numbers of processes, the CNN with all flags and the
-    largest number. The transformer is trained once by each lesson that does not split its layers.
+    The MLP is trained with all flags and numbers of processes, the other models once by each
+    lesson. Two lessons do not split the layers of the transformer.
     """
     found = []
     for lesson, variants in VARIANTS.items():
-        whole = []
         for flags, counts in variants.items():
             found += [(lesson, flags, processes, "mlp") for processes in counts]
-            found.append((lesson, flags, counts[-1], "cnn"))
-            if lesson != "tensor_parallel" and (lesson != "hybrid_parallel" or "hsdp" in flags):
-                whole.append((lesson, flags, counts[-1], "transformer"))
-        found += whole[:1]
+        flags, counts = next(iter(variants.items()))
+        found.append((lesson, flags, counts[-1], "cnn"))
+        if lesson == "hybrid_parallel":
+            flags = ("--kind", "hsdp")
+        if lesson != "tensor_parallel":
+            found.append((lesson, flags, counts[-1], "transformer"))
     return found
 
 
@@ -130,9 +131,8 @@ def test_float64(lesson, flags, processes, model, tmp_path, record_property):
 @pytest.mark.parametrize("lesson", VARIANTS)
 def test_float32(lesson):
     """What a learner sees: the same losses and accuracies."""
-    (flags, counts), *_ = VARIANTS[lesson].items()
-    processes = 2 if 2 in counts else counts[-1]
-    lines = printed(lesson, *flags, processes=processes)
+    flags, counts = next(iter(VARIANTS[lesson].items()))
+    lines = printed(lesson, *flags, processes=2 if counts[-1] else None)
     assert lines == one_process(*TWO_EPOCHS)
 
 
