@@ -164,7 +164,7 @@ class Job:
         except subprocess.TimeoutExpired:
             self.kill()
             raise
-        end = time.monotonic() + 60
+        end = time.monotonic() + 300
         while (left := self.pids()) and time.monotonic() < end:
             time.sleep(0.1)
         self.kill()

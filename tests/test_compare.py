@@ -393,7 +393,7 @@ def test_a_lesson_that_hangs(tmp_path, monkeypatch):
     assert run["failed"] and run["note"] == "took longer than 3 s: use a larger --timeout"
     pid = (tmp_path / "01" / "out.txt").read_text().strip()
     if pid:  # a busy machine may not come so far
-        end = time.monotonic() + 30
+        end = time.monotonic() + 300
         while alive(pid) and time.monotonic() < end:  # it is killed, but the kernel may be slow
             time.sleep(0.1)
         assert not alive(pid)
@@ -405,7 +405,7 @@ def test_ctrl_c_keeps_what_there_is(tmp_path):
     flags = ("--epochs", 400, "--only", "parity", "--lessons", lesson)
     job = Lesson("figures/compare", *SHORT, "--out", tmp_path, *flags)
     printed = tmp_path / "runs" / "02" / "out.txt"
-    end = time.monotonic() + 200
+    end = time.monotonic() + 300
     while time.monotonic() < end:
         if printed.exists() and "epoch 1/" in printed.read_text():
             break

@@ -25,7 +25,7 @@ from torchvision.datasets import MNIST
 from torchvision.transforms import Compose, Normalize, ToTensor
 
 from common.data import Images, fetch, load, loaders, whole_batch
-from common.models import CNN, MLP
+from common.models import CNN, MLP, Attention, Block, Transformer
 
 # Bytes of the unpacked files. They are not taken from common.data, to detect a wrong number there.
 SIZES = {
@@ -557,6 +557,55 @@ def test_layers_of_the_cnn():
     torch.testing.assert_close(network(images), F.linear(hidden, *parameters[6:]))
 
 
+def test_layers_of_the_transformer():
+    """A row of pixels is a token; blocks add to them; the last one gives the class."""
+    network = Transformer()
+    assert sum(parameter.numel() for parameter in network.parameters()) == 27_626
+    images = torch.randn(5, 1, 28, 28)
+    embed = network.stage1[0]
+    tokens = F.linear(images[:, 0], embed.embed.weight, embed.embed.bias) + embed.position
+    torch.testing.assert_close(embed(images), tokens)
+    for block in (network.stage1[1], network.stage2[0]):
+        tokens = tokens + block.attention(F.layer_norm(tokens, (32,)))  # its weights are still 1
+        tokens = tokens + block.mlp(F.layer_norm(tokens, (32,)))
+    scores = network.stage2[1].linear(F.layer_norm(tokens[:, -1], (32,)))
+    torch.testing.assert_close(network(images), scores)
+
+
+def test_attention():
+    """Each head weighs the values of this token and of those before it, by their keys."""
+    attention = Attention(12, 3)
+    tokens = torch.randn(2, 5, 12)
+    read = []
+    for head in range(3):
+        part = slice(4 * head, 4 * head + 4)
+        query = attention.query(tokens)[..., part]
+        key = attention.key(tokens)[..., part]
+        value = attention.value(tokens)[..., part]
+        scores = query @ key.mT / 2  # the root of 4, the numbers of a head
+        scores = scores.masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf)
+        read.append(scores.softmax(-1) @ value)
+    torch.testing.assert_close(attention(tokens), attention.output(torch.cat(read, -1)))
+
+
+def test_no_token_sees_a_later_one():
+    """A changed token changes itself and those after it."""
+    block = Block(8, 2)
+    tokens = torch.randn(1, 6, 8)
+    changed = tokens.clone()
+    changed[0, 3, 0] += 1  # LayerNorm would remove what is added to all of its numbers
+    differ = (block(tokens) != block(changed)).any(-1)[0]
+    assert differ.tolist() == [False] * 3 + [True] * 3
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 28, 784])
+def test_tokens_of_an_image(tokens):
+    """An image can be cut into any number of tokens that divides its pixels."""
+    network = Transformer(tokens=tokens)
+    assert network.stage1(torch.randn(2, 1, 28, 28)).shape == (2, tokens, 32)
+    assert network.stage1[0].embed.in_features == 784 // tokens
+
+
 def test_width_of_the_mlp():
     """All hidden layers have the width."""
     parameters = MLP(width=8).parameters()
@@ -570,6 +619,16 @@ def test_depth(network):
     for layers in (1, 2, 3, 6):
         model = network(8, layers)
         assert len(list(model.parameters())) == without + 2 * (layers - 1)
+        assert model(torch.randn(5, 1, 28, 28)).shape == (5, 10)
+
+
+def test_blocks_of_the_transformer():
+    """The first stage has the larger half of the blocks."""
+    for layers, halves in {1: (1, 0), 2: (1, 1), 3: (2, 1), 6: (3, 3)}.items():
+        model = Transformer(8, layers)
+        stages = (model.stage1, model.stage2)
+        blocks = [sum(isinstance(layer, Block) for layer in stage) for stage in stages]
+        assert tuple(blocks) == halves
         assert model(torch.randn(5, 1, 28, 28)).shape == (5, 10)
 
 

@@ -45,6 +45,7 @@ BY_TORCHRUN = [lesson for lesson in LESSONS if by_torchrun(lesson)]
 ONE_PROCESS = ["single_gpu", "data_parallel", "model_parallel"]
 BATCH_OF_7 = ("--batch_size 7 cannot be divided by 2 processes: use --batch_size 8",)
 TWO_NODES = ("-n", 2, "-g", 1, "-ip", "127.0.0.2")
+TRANSFORMER = ("--model", "transformer")
 
 
 def one_line(done, *words):
@@ -60,7 +61,13 @@ def one_line(done, *words):
 @pytest.mark.parametrize(
     ("lesson", "flags", "words"),
     [
-        ("single_gpu", ("--model", "rnn"), ("--model", "mlp", "cnn")),
+        ("single_gpu", ("--model", "rnn"), ("--model", "mlp", "cnn", "transformer")),
+        ("single_gpu", ("--tokens", 14), ("--tokens", "use --model transformer")),
+        ("single_gpu", (*TRANSFORMER, "--tokens", 30), ("--tokens 30", "784", "use --tokens 28")),
+        ("single_gpu", (*TRANSFORMER, "--heads", 5), ("--heads 5", "--width 32", "--heads 4")),
+        ("single_gpu", (*TRANSFORMER, "--width", 30), ("--heads 4", "--width 30", "--heads 3")),
+        ("tensor_parallel", TRANSFORMER, ("transformer", "use --model mlp")),
+        ("hybrid_parallel", TRANSFORMER, ("transformer", "use --model mlp")),
         ("single_gpu", ("--dataset", "cifar"), ("--dataset", "mnist", "digits")),
         ("single_gpu", ("--epochs", 0), ("--epochs 0", "1 or more")),
         ("single_gpu", ("--epoch", "many"), ("--epochs", "many")),
@@ -381,7 +388,7 @@ def test_a_foreign_caller():
     port = free_port()
     flags = (*SHORT, *TWO_NODES, "--port", port)
     zero = Lesson("distributed_data_parallel", *flags, "-nr", 0)
-    end = time.monotonic() + 60
+    end = time.monotonic() + 300
     while time.monotonic() < end:
         with (
             contextlib.suppress(ConnectionRefusedError),

@@ -540,7 +540,7 @@ def test_wrong_flags(flags, words, main):
 def test_a_missing_file_as_a_user_sees_it(broken):
     """Under torchrun: the line stands once, before torchrun's own report."""
     (broken / "epoch-0002" / "__0_0.distcp").unlink()
-    done = torchrun(LESSON, *SHORT, "--double", "--run_dir", broken).wait(150)
+    done = torchrun(LESSON, *SHORT, "--double", "--run_dir", broken).wait()
     assert done.returncode == 1
     lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1 and "__0_0.distcp" in lines[0]

@@ -30,7 +30,6 @@ READING_ORDER = [
     "tensor_parallel",
     "hybrid_parallel",
 ]
-ORDER = ["join", "run_epoch", "train", "talk", "main"]  # what lessons share, in the order it stands
 SHARDED_OR_SPLIT = READING_ORDER[READING_ORDER.index("sharded_optimizer") :]
 MOST_REPEATED = dict.fromkeys(SHARDED_OR_SPLIT, 95)
 NOT_IN_A_LESSON = [
@@ -85,14 +84,6 @@ def test_every_lesson_has_its_place():
     assert sorted(READING_ORDER) == LESSONS
 
 
-@pytest.mark.parametrize("lesson", LESSONS)
-def test_functions_stand_in_the_same_order(lesson):
-    """A reader who knows one lesson finds the same functions in the next."""
-    positions = [ORDER.index(name) for name in functions(lesson) if name in ORDER]
-    assert positions == sorted(positions)
-    assert list(functions(lesson))[-1] == "main"
-
-
 @pytest.mark.parametrize("lesson", READING_ORDER)
 def test_how_much_of_a_lesson_an_earlier_one_has(lesson, record_property):
     """At most 120 lines, later 95, so that a reader finds what is new, which is marked."""
@@ -137,14 +128,6 @@ def test_a_lesson_is_plain_pytorch(lesson):
     assert text.count("dist.init_process_group(") == 1
     starts = len(re.findall(r"^ +mp\.spawn\((train|talk), \(args,\), args\.gpus\)", text, re.M))
     assert starts == (0 if by_torchrun(lesson) else 1)
-
-
-def test_common_is_small():
-    """What no lesson teaches, the two modules of guard rails, and nothing else."""
-    names = {path.stem for path in (ROOT / "common").glob("*.py")}
-    guard_rails = {"guard_rails", "roll_call"}
-    assert names - guard_rails == {"__init__", "models", "data", "flags", "report"}
-    assert guard_rails < names
 
 
 @pytest.mark.parametrize("lesson", LESSONS)

@@ -121,10 +121,11 @@ TORCHRUN = (  # lessons whose processes are started by torchrun
     "tensor_parallel",
     "hybrid_parallel",
 )
-PASSED_ON = ("device", "epochs", "batch_size", "lr", "model", "width", "layers")
+PASSED_ON = ("device", "epochs", "batch_size", "lr", "model", "width", "layers", "tokens", "heads")
 PASSED_ON += ("dataset", "data_dir", "seed")
-HIDDEN_LAYERS = {"mlp": 3, "cnn": 1}  # without --layers
-OTHER_LAYERS = {"mlp": 1, "cnn": 3}  # the last layer; in cnn also two convolutions
+HIDDEN_LAYERS = {"mlp": 3, "cnn": 1, "transformer": 2}  # without --layers
+# The last layer; in the CNN also two convolutions, in the transformer also the embedding.
+OTHER_LAYERS = {"mlp": 1, "cnn": 3, "transformer": 2}
 CORES = cores()
 
 
@@ -199,6 +200,11 @@ def plan_parity(args):
             lesson, *words = [blanks.get(word, word) for word in line.split()]
             if lesson != "single_gpu" and lesson not in args.lessons:
                 continue
+            if args.model == "transformer":  # these lessons do not split its layers
+                if lesson == "tensor_parallel":
+                    continue
+                if lesson == "hybrid_parallel":
+                    words += ["--kind", "hsdp"]
             more = []
             if lesson == "tensor_parallel" and kind == "float64":
                 more = ["--compare"]  # counts messages; in float32 its memory would be measured
