@@ -128,7 +128,8 @@ class Block(nn.Module):
         self.norm1 = nn.LayerNorm(width)
         self.attention = Attention(width, heads)
         self.norm2 = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        hidden = 4 * width
+        self.mlp = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Turn tokens, (N, tokens, width), into tokens of the same shape."""
@@ -137,7 +138,7 @@ class Block(nn.Module):
 
 
 class LastToken(nn.Module):
-    """The end of the transformer: the last token, which has looked at all others, gives the class."""
+    """The end of the transformer: the last token, which has seen all others, gives the class."""
 
     def __init__(self, width: int):
         super().__init__()
