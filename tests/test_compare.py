@@ -125,7 +125,8 @@ def test_how_lessons_are_started():
     assert names == training - LEFT_OUT
     assert set(tool.TORCHRUN) == {name for name in names if by_torchrun(name)}
     args = {"gpus": 6, "stages": 3, "pieces": 4, "processes": [1, 6], "widths": [64]}
-    args |= {"device": "cuda", "width": None, "batch_size": 120, "only": ["parity", "scaling"]}
+    args |= {"device": "cuda", "model": "mlp", "width": None, "batch_size": 120}
+    args["only"] = ["parity", "scaling"]
     args["lessons"] = [
         "pipeline_parallel",
         "sharded_optimizer",
@@ -162,7 +163,7 @@ def test_the_mesh(device, gpus, width, mesh):
     """Two columns if ranks and neurons are even, no more ranks than GPUs, and four on a CPU."""
     assert tool.fitting_mesh(device, gpus, width) == mesh
     args = {"gpus": gpus, "stages": 1, "pieces": 1, "device": device, "width": width}
-    args |= {"only": ["parity"], "lessons": ["hybrid_parallel"]}
+    args |= {"only": ["parity"], "lessons": ["hybrid_parallel"], "model": "mlp"}
     run = tool.plan(argparse.Namespace(**args))[1]
     assert run["words"] == ["--mesh", f"{mesh[0]}x{mesh[1]}"]
     assert run["ranks"] == math.prod(mesh)

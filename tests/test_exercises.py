@@ -620,12 +620,12 @@ def test_where_a_learner_writes(copy, tmp_path):
     answer = copy / "answers" / "all_gather.py"
     course = tmp_path / "course"
     line = "your turn: write the function in playground/exercises/answers/all_gather.py\n"
-    for _ in range(2):
-        assert run("playground/exercises/all_gather.py", cwd=course, cold=True) == (line, 1)
+    for cold in (True, False):
+        assert run("playground/exercises/all_gather.py", cwd=course, cold=cold) == (line, 1)
         assert answer.read_text() == task.read_text()
     answer.write_text(solved(copy, "all_gather"))
     for file in (task, answer):
-        assert run(file, "--ranks", 2, cold=True) == ("RIGHT with 2 ranks\n", 0)
+        assert run(file, "--ranks", 2) == ("RIGHT with 2 ranks\n", 0)
     task.write_text(task.read_text().replace("Lesson: ", "Read this lesson: "))
     assert run(copy / "check.py", task, "--ranks", 3) == ("RIGHT with 3 ranks\n", 0)
     assert run(copy / "check.py", "all_gather", "--ranks", 3) == ("RIGHT with 3 ranks\n", 0)
@@ -682,7 +682,7 @@ def test_the_page(copy, tmp_path):
     [(first, no_flags, your_turn), (path, flags, shown)] = sessions
     assert not no_flags
     course = tmp_path / "course"
-    assert run(first, cwd=course, cold=True)[0] == your_turn
+    assert run(first, cwd=course)[0] == your_turn
     file = course / your_turn.split()[-1]
     head, _, rest = file.read_text().partition("\ndef ")
     foot = rest.partition('"your turn")\n')[2]
