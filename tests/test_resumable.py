@@ -99,23 +99,20 @@ def test_dropout_continues_when_a_run_is_resumed(change, tmp_path):
 
     With dropout the losses show it.
     """
-    path = change(LESSON)
-    models = path.parents[1] / "common" / "models.py"
-    text = models.read_text()
-    hidden = "(nn.Linear(*pair), nn.ReLU()) for pair"
-    assert text.count(hidden) == 1
-    models.write_text(text.replace(hidden, hidden.replace("ReLU()", "ReLU(), nn.Dropout(0.5)")))
+    line = "    model = make_model(args).to(device)\n"
+    path = change(LESSON, (line, f"{line}    model.stage2[3].p = 0.5  # the CNN's dropout\n"))
+    model = ("--model", "cnn", "--batch_size", 120, "--double")
 
     def losses(folder, *counts):
         for count in counts:
-            flags = ("--batch_size", 120, "--epochs", count, "--double", "--run_dir", folder)
-            train(path, *DIGITS, *flags, processes=2, cold=True)
+            flags = (*model, "--epochs", count, "--run_dir", folder)
+            train(path, *DIGITS, *flags, processes=2)
         return [line["loss"] for line in epochs((folder / "log.txt").read_text())]
 
     whole = losses(tmp_path / "whole", 3)
     resumed = losses(tmp_path / "resumed", 1, 3)
     assert resumed == pytest.approx(whole, abs=1e-9) and len(whole) == 3
-    without_dropout = one_process(*DIGITS, "--batch_size", 120, "--epochs", 3, "--double")
+    without_dropout = one_process(*DIGITS, *model, "--epochs", 3)
     assert whole[0] != without_dropout[0]["loss"]
 
 
