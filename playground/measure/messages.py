@@ -102,7 +102,7 @@ class Messages(TorchDispatchMode):
         """Note a message before it starts."""
         group = process_group(args)
         nbytes = sum(tensor.nbytes for tensor in passed(kind, operation, args))
-        sent = sent_bytes(kind, nbytes, group.size())
+        sent = sent_bytes(kind, nbytes, group.size(), kept_bytes(kind, args, nbytes, group))
         self.noted.append(Message(kind, group.group_name, nbytes, sent))
 
     def of(self, kind: str | None = None, group: str | None = None) -> list[Message]:
@@ -141,11 +141,27 @@ def process_group(args: tuple) -> dist.ProcessGroup:
     return _resolve_process_group(args[-1])  # operations that DTensors call get its name
 
 
-def sent_bytes(kind: str, nbytes: int, size: int) -> float:
+def kept_bytes(kind: str, args: tuple, nbytes: int, group: dist.ProcessGroup) -> float:
+    """Return how many of the bytes that a rank passes to an all_to_all are for itself; otherwise 0.
+
+    The parts for the ranks may be uneven: a list of tensors, or one tensor and a list of counts.
+    """
+    if kind != "all_to_all":
+        return 0
+    if isinstance(args[1], (list, tuple)) and isinstance(args[0], (list, tuple)):
+        return args[1][group.rank()].nbytes
+    counts = args[4] if len(args) > 4 else []  # how many rows go to each rank; []: equally many
+    if sum(counts) == 0:
+        return nbytes / group.size()
+    return nbytes * counts[group.rank()] / sum(counts)
+
+
+def sent_bytes(kind: str, nbytes: int, size: int, kept: float = 0) -> float:
     """Return how many bytes a rank sends when it passes `nbytes` to a collective of `size` ranks.
 
     The formulas are those of a ring, as in playground/collectives.py. For broadcast and reduce, all
-    ranks but one send the whole tensor, and here it is counted for all of them.
+    ranks but one send the whole tensor, and here it is counted for all of them. `kept` is what an
+    all_to_all has for this rank itself.
     """
     others = size - 1
     if kind in ("recv", "barrier"):
@@ -154,7 +170,9 @@ def sent_bytes(kind: str, nbytes: int, size: int) -> float:
         return 2 * others * nbytes / size
     if kind == "all_gather":
         return others * nbytes
-    if kind in ("reduce_scatter", "all_to_all", "scatter"):
+    if kind == "all_to_all":
+        return nbytes - kept
+    if kind in ("reduce_scatter", "scatter"):
         return others * nbytes / size
     return nbytes
 

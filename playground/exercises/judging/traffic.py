@@ -10,7 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # find measure/
-from measure.messages import Messages, passed, process_group
+from measure.messages import Messages, kept_bytes, passed, process_group
 from measure.messages import sent_bytes as sent_in_a_ring
 
 SECONDS_LATE = 0.01  # how much later than the others a late rank starts each message
@@ -131,7 +131,8 @@ def describe(kind, operation, args, file):
     numel = sum(tensor.numel() for tensor in tensors)
     nbytes = sum(tensor.nbytes for tensor in tensors)
     numbers = "" if kind == "recv" else first_numbers(tensors)
-    sent = sent_bytes(kind, nbytes, group.size())
+    kept = kept_bytes(kind, args, nbytes, group)
+    sent = sent_bytes(kind, nbytes, group.size(), kept)
     return Message(kind, call or kind, line, peer, numel, sent, tag, numbers)
 
 
@@ -144,9 +145,9 @@ def to_itself(message):
     return words
 
 
-def sent_bytes(kind, nbytes, size):
+def sent_bytes(kind, nbytes, size, kept=0):
     """Return how many bytes a rank sends. See measure/messages.py."""
-    return int(sent_in_a_ring(kind, nbytes, size))
+    return int(sent_in_a_ring(kind, nbytes, size, kept))
 
 
 def first_numbers(tensors):

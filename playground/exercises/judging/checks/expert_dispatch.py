@@ -1,0 +1,176 @@
+"""How expert_dispatch is checked."""
+
+import torch
+import torch.distributed as dist
+import torch.fx.experimental.symbolic_shapes  # backward(gradient) imports it: see ranks.py
+from verdicts import difference
+
+CASES = {
+    "an expert on each rank": {"here": 1, "kind": "even"},
+    "2 experts on each rank": {"here": 2, "kind": "uneven"},
+    "2 experts on each rank, all tokens for expert 1": {"here": 2, "kind": "one expert"},
+    "3 experts on each rank, ranks without tokens, float64": {
+        "here": 3,
+        "kind": "no tokens",
+        "dtype": torch.float64,
+    },
+}
+WIDTH = 3
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+TOLERANCE = CLOSE
+
+
+def inputs_of(rank, world_size, here, kind, dtype=torch.float32):
+    """Return the tokens of a rank, their experts, and the gradient of their outputs."""
+    count = {"even": 2 * world_size, "uneven": 3 + 2 * rank, "one expert": 4}.get(kind, 0)
+    if kind == "no tokens" and rank % 2 == 0:
+        count = 5 + rank
+    generator = torch.Generator().manual_seed(rank)
+    tokens = torch.randn(count, WIDTH, generator=generator).to(dtype)
+    expert = torch.randint(world_size * here, (count,), generator=generator)
+    if kind == "even":
+        expert = torch.arange(count).flip(0) % world_size  # equally many tokens for each rank
+    if kind == "one expert":
+        expert = torch.ones_like(expert)
+    gradient = torch.randn(count, WIDTH, generator=generator).to(dtype)
+    return tokens, expert, gradient
+
+
+def make_expert(number, dtype):
+    """Return the expert with this number."""
+    torch.manual_seed(1000 + number)
+    return torch.nn.Linear(WIDTH, WIDTH).to(dtype)
+
+
+def run(expert_dispatch, here, kind, dtype=torch.float32):
+    """Call the learner's function on this rank, forward and backward."""
+    rank = dist.get_rank()
+    tokens, expert, gradient = inputs_of(rank, dist.get_world_size(), here, kind, dtype)
+    tokens.requires_grad_()
+    experts = [make_expert(rank * here + index, dtype) for index in range(here)]
+    outputs = expert_dispatch(tokens, expert, experts)
+    if isinstance(outputs, torch.Tensor) and outputs.requires_grad:
+        outputs.backward(gradient)
+    found = {"the outputs": outputs, "the gradient of tokens": tokens.grad}
+    if len(tokens) == 0:
+        found["the gradient of tokens"] = torch.zeros_like(tokens)  # there may be none
+    for index, each in enumerate(experts):
+        # An expert without tokens may have a gradient of zeros, or none.
+        weight = each.weight.grad
+        no_tokens = not tokens_of(rank * here + index, dist.get_world_size(), here, kind)
+        if weight is None and no_tokens:
+            weight = torch.zeros_like(each.weight)
+        found[f"the gradient of expert {rank * here + index}"] = weight
+    return found
+
+
+def tokens_of(number, world_size, here, kind):
+    """Return how many tokens of all ranks an expert gets."""
+    total = 0
+    for rank in range(world_size):
+        _, expert, _ = inputs_of(rank, world_size, here, kind)
+        total += (expert == number).sum().item()
+    return total
+
+
+def expected(rank, world_size, here, kind, dtype=torch.float32):
+    """Return what run() should return."""
+    experts = [make_expert(number, dtype) for number in range(world_size * here)]
+    found = {}
+    for other in range(world_size):
+        tokens, expert, gradient = inputs_of(other, world_size, here, kind, dtype)
+        tokens.requires_grad_()
+        outputs = torch.zeros_like(tokens)
+        for number, each in enumerate(experts):
+            outputs = torch.where((expert == number)[:, None], each(tokens), outputs)
+        outputs.backward(gradient)
+        if other == rank:
+            found["the outputs"] = outputs.detach()
+            found["the gradient of tokens"] = tokens.grad
+    for index in range(here):
+        number = rank * here + index
+        found[f"the gradient of expert {number}"] = experts[number].weight.grad
+    return found
+
+
+def limits(rank, world_size, here, kind, dtype=torch.float32):
+    """Return how much a rank may send: rows with their gradients, and counts.
+
+    An answer may also send the number of the expert with each token.
+    """
+    away = 0  # tokens of this rank whose expert is elsewhere
+    guests = 0  # tokens of other ranks whose expert is here
+    for other in range(world_size):
+        _, expert, _ = inputs_of(other, world_size, here, kind)
+        elsewhere = expert // here != rank
+        if other == rank:
+            away = elsewhere.sum().item()
+        else:
+            guests += (~elsewhere).sum().item()
+    rows = 2 * (away + guests) * WIDTH * dtype.itemsize
+    counts = (world_size - 1) * here * 8 + away * 8  # int64
+    return {"bytes": rows + counts, "messages": 6 * max(1, world_size - 1)}
+
+
+def explain(outcome):
+    """Put typical mistakes into words."""
+    if outcome.verdict == "COSTLY":
+        return "A token is needed by its expert only, and its output by its own rank only."
+    if outcome.verdict == "HANG":
+        return explain_hang(outcome)
+    actual, right = outcome.of_rank()
+    outputs = actual["the outputs"]
+    if not isinstance(outputs, torch.Tensor):
+        return "Return the outputs of this rank's tokens as one tensor."
+    if difference(outputs, right["the outputs"], CLOSE):
+        return explain_outputs(outcome, outputs, right["the outputs"])
+    if difference(actual["the gradient of tokens"], right["the gradient of tokens"], CLOSE):
+        experts = [name for name in right if name.startswith("the gradient of expert")]
+        if any(actual[name] is None for name in experts):
+            return "For autograd, a message is the end of the graph. Send gradients in backward()."
+        return "The outputs are right. How does the gradient get back to the rank of a token?"
+    return "The outputs are right. Which ranks have the gradients that an expert needs?"
+
+
+def explain_outputs(outcome, outputs, right):
+    """Say what is wrong with the outputs."""
+    tokens, expert, _ = inputs_of(outcome.rank, outcome.world_size, **outcome.case)
+    if outputs.shape != right.shape:
+        return None
+    if not difference(outputs, right[expert.argsort(stable=True)], CLOSE):
+        return "The outputs are in the order of the experts. Return them in that of the tokens."
+    computed_by = []  # for each token, the expert whose output it has
+    for token, output in zip(tokens, outputs, strict=True):
+        computed_by.append(who_has_computed(token, output, outcome))
+    for index, (number, wanted) in enumerate(zip(computed_by, expert.tolist(), strict=True)):
+        if number is not None and number != wanted:
+            return f"Token {index} was computed by expert {number}, and not by expert {wanted}."
+    return None
+
+
+def who_has_computed(token, output, outcome):
+    """Return the number of the expert that computes this output of a token; None: there is none."""
+    for number in range(outcome.world_size * outcome.case["here"]):
+        expert = make_expert(number, token.dtype)
+        if not difference(output.detach(), expert(token).detach(), CLOSE):
+            return number
+    return None
+
+
+def explain_hang(outcome):
+    """Say which ranks have called less than the others."""
+    calls = [len(mine) for mine in outcome.messages]
+    if len(set(calls)) == 1:
+        return None
+    fewest = calls.index(min(calls))
+    return (
+        f"Rank {fewest} has called {min(calls)} collectives, and another rank {max(calls)}. A rank "
+        "without tokens must call all of them, also those of backward()."
+    )
+
+
+def explain_crash(crash):
+    """Put typical errors into words."""
+    if "split sizes" in crash.error.lower():
+        return "The counts that a rank sends must be those with which the other rank receives."
+    return None

@@ -1,0 +1,132 @@
+"""A picture of expert_parallel.py: the tokens of a batch travel to their experts and back."""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+PLAYGROUND = Path(__file__).resolve().parents[1]
+sys.path.append(str(PLAYGROUND))  # find the lessons from any working directory
+sys.path.append(str(PLAYGROUND.parent))  # find common/
+import expert_parallel
+import numpy
+from matplotlib.axes import Axes
+from matplotlib.patches import Rectangle
+
+from common.data import loaders
+from common.models import Transformer
+from measure.style import BLUE, GREY, INK, ORANGE, add_legend, new_figure, save
+
+EXPERTS = 4
+STAYS = GREY
+TRAVELS = ORANGE
+
+
+def count_experts() -> dict:
+    """Train on the digits for an epoch, and note where the first block's router sends tokens.
+
+    Called on each rank of a process group.
+
+    Returns:
+        "loads": for each rank, how many of its tokens go to each expert in the last step.
+    """
+    rank = dist.get_rank()
+    data = {"dataset": "digits", "data_dir": None, "double": True, "device": "cpu"}
+    args = argparse.Namespace(seed=0, batch_size=120, **data)
+    train_loader, _ = loaders(args, rank, dist.get_world_size())
+    torch.manual_seed(0)
+    model = Transformer().double()  # in float64, the counts are the same on each machine
+    mixtures = []
+    for block in (model.stage1[1], model.stage2[0]):
+        block.mlp = expert_parallel.Mixture(block.mlp, EXPERTS).double()
+        mixtures.append(block.mlp)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-6, fused=True)
+    expert_parallel.run_epoch(model, mixtures, train_loader, torch.device("cpu"), optimizer)
+    loads = [None] * dist.get_world_size()
+    dist.all_gather_object(loads, mixtures[0].load.tolist())
+    return {"loads": loads}
+
+
+def ribbon(axes: Axes, start: tuple, end: tuple, height: float, colour: str) -> None:
+    """Draw a band from one place to another. Both are its lower corners."""
+    along = numpy.linspace(0, 1, 60)
+    x = start[0] + (end[0] - start[0]) * along
+    lower = start[1] + (end[1] - start[1]) * (3 * along**2 - 2 * along**3)
+    axes.fill_between(x, lower, lower + height, color=colour, linewidth=0, alpha=0.75)
+
+
+def draw_experts(counts: dict, path: Path) -> None:
+    """Draw bands from the tokens of each rank to the experts, and back, as wide as their number."""
+    loads = counts["loads"]
+    ranks = len(loads)
+    here = len(loads[0]) // ranks  # experts on each rank
+    arriving = [sum(column) for column in zip(*loads, strict=True)]
+    gap = max(arriving) / 7
+    left = {"tokens": 0.0, "experts": 4.3, "outputs": 10.0}
+    width = {"tokens": 0.5, "experts": 1.9, "outputs": 0.5}
+    figure, [[axes]] = new_figure(1, 1, 6.6)
+    at_rank = {}  # for each rank and expert, the lower end of the band at the tokens
+    at_expert = {}
+    top = 0.0
+    for rank, height in enumerate(lane_heights(loads, here, gap)):
+        lane = Rectangle((-2.1, top - height), 14.0, height, color="0.95", zorder=0)
+        axes.add_patch(lane)
+        middle = top - height / 2
+        axes.text(-1.85, middle, f"rank {rank}", weight="bold", va="center", rotation=90)
+        y = middle + sum(loads[rank]) / 2
+        for expert, number in enumerate(loads[rank]):
+            y -= number
+            at_rank[rank, expert] = y
+        own = range(rank * here, (rank + 1) * here)
+        y = middle + (sum(arriving[expert] for expert in own) + gap * (here - 2)) / 2
+        for expert in own:
+            for source in range(ranks):
+                y -= loads[source][expert]
+                at_expert[source, expert] = y
+            box = Rectangle((left["experts"], y), width["experts"], arriving[expert])
+            box.set(facecolor=BLUE, edgecolor=INK)
+            axes.add_patch(box)
+            x = left["experts"] + width["experts"] / 2
+            above = y + arriving[expert] + gap / 10
+            axes.text(x, above, f"expert {expert}: {arriving[expert]:,}", ha="center", va="bottom")
+            y -= gap
+        top -= height + gap / 2
+    for (rank, expert), y in at_rank.items():
+        number = loads[rank][expert]
+        colour = STAYS if expert // here == rank else TRAVELS
+        for name in ("tokens", "outputs"):
+            box = Rectangle((left[name], y), width[name], number)
+            box.set(facecolor=colour, edgecolor=INK)
+            axes.add_patch(box)
+        if number > gap / 2:  # otherwise there is no room for the number
+            axes.text(-0.15, y + number / 2, number, ha="right", va="center")
+        place = at_expert[rank, expert]
+        there = (left["tokens"] + width["tokens"], y), (left["experts"], place)
+        back = (left["experts"] + width["experts"], place), (left["outputs"], y)
+        for start, end in (there, back):
+            ribbon(axes, start, end, number, colour)
+    for x, text in (
+        (0.0, "tokens,\nby expert"),
+        (2.4, "counts,\nthen all_to_all"),
+        (5.25, "experts\ncompute"),
+        (8.1, "all_to_all\nback"),
+        (10.4, "outputs,\nby expert"),
+    ):
+        axes.text(x, gap / 4, text, ha="center", va="bottom", weight="bold")
+    axes.set_xlim(-2.2, 12)
+    axes.set_ylim(top + gap / 2, gap * 2.2)
+    axes.axis("off")
+    add_legend(figure, {"stays on its rank": STAYS, "travels to the other rank": TRAVELS})
+    save(figure, path)
+
+
+def lane_heights(loads: list[list[int]], here: int, gap: float) -> list[float]:
+    """Return the height of each rank's lane: that of its tokens, or of its experts if larger."""
+    arriving = [sum(column) for column in zip(*loads, strict=True)]
+    heights = []
+    for rank, load in enumerate(loads):
+        own = arriving[rank * here : (rank + 1) * here]
+        heights.append(max(sum(load), sum(own) + gap * (here - 1)) + 2 * gap)
+    return heights

@@ -1,0 +1,221 @@
+"""The lesson on experts: losses, messages, gradients, and what breaks it."""
+
+import copy
+import functools
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import DIGITS, ROOT, epochs, single_gpu, train
+from test_tensor_parallel import fails, in_ranks, losses
+from test_timeline import assert_one_line
+from torch import nn
+
+LESSON = "expert_parallel"
+ONE_EPOCH = (*DIGITS, "--batch_size", 120, "--epochs", 1, "--tokens", 7, "--double")
+BALANCED = (*ONE_EPOCH, "--balance", 0.1)
+ENV = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+
+@functools.cache
+def printed(*flags, processes):
+    """Return what the lesson prints with these flags, which run only once."""
+    done = train(LESSON, *flags, processes=processes)
+    assert not done.stderr
+    return done.stdout
+
+
+def loads(out):
+    """Return the percentages of each block's experts."""
+    return re.findall(r"^block \d +(.*)$", out, re.M)
+
+
+def test_one_expert_is_the_mlp():
+    """With --experts 1 the losses are those of single_gpu.py."""
+    out = printed(*ONE_EPOCH, "--experts", 1, processes=1)
+    right = [line["loss"] for line in single_gpu(*ONE_EPOCH, "--model", "transformer")]
+    assert losses(out) == pytest.approx(right, abs=1e-10)
+    assert loads(out) == ["100%", "100%"]
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_any_number_of_ranks_computes_the_same(processes):
+    """The losses to 1e-10, the tokens of each expert, and as many bytes as predicted."""
+    one = printed(*BALANCED, processes=1)
+    out = printed(*BALANCED, processes=processes)
+    assert losses(out) == pytest.approx(losses(one), abs=1e-10)
+    assert loads(out) == loads(one)
+    assert epochs(out)[0]["test"] == epochs(one)[0]["test"]
+    rows = re.findall(r"^(all_\w+) +(\d+) +(\d+) +([\d,]+) +([\d,]+)$", out, re.M)
+    assert [row[:3] for row in rows] == [("all_to_all", "10", "10"), ("all_reduce", "35", "35")]
+    for row in rows:
+        assert row[3] == row[4] != "0"
+
+
+def largest_loads(*flags):
+    """Return the percentages of the experts that get most, for each block."""
+    largest = []
+    for row in loads(printed(*flags, processes=2)):
+        percent = [int(number) for number in re.findall(r"\d+", row)]
+        assert 97 <= sum(percent) <= 103
+        largest.append(max(percent))
+    return largest
+
+
+def test_balance_evens_the_load():
+    """With --balance, the experts that get most get less."""
+    assert sum(largest_loads(*BALANCED)) < sum(largest_loads(*ONE_EPOCH))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags", "words"),
+    [
+        (3, (), ("--experts 4 cannot be divided by 3 processes", "use --experts 3")),
+        (2, ("--experts", 1), ("use --experts 2",)),
+        (2, ("--model", "mlp"), ("--model mlp has no tokens", "use --model transformer")),
+        (2, ("--balance", -1), ("--balance -1.0", "must be from 0 to 1")),
+    ],
+)
+def test_flags_that_cannot_work(ranks, flags, words, main):
+    """Status 2 and one line that says what to type."""
+    env = ENV | {"WORLD_SIZE": f"{ranks}"}
+    assert_one_line(main(LESSON, *DIGITS, "--batch_size", 120, *flags, env=env), words)
+
+
+def test_the_example_in_the_docstring():
+    """The rows follow from the tokens."""
+    text = (ROOT / "playground" / f"{LESSON}.py").read_text().split('"""')[1]
+    rows = {}
+    for name, left, right in re.findall(
+        r"^    (\w.*?)  +rank 0: (.*?)  +rank 1: (.*)$", text, re.M
+    ):
+        rows[name] = left, right
+    ordered = [sorted(row.split(), key=lambda token: token[0]) for row in rows["tokens"]]
+    sent = []  # for each rank, what goes to rank 0 and to rank 1
+    for row in ordered:
+        sent.append([[t for t in row if t[0] in "AB"], [t for t in row if t[0] in "CD"]])
+    shown = [" | ".join(" ".join(part) for part in parts) for parts in sent]
+    assert list(rows["sorted by expert"]) == list(rows["and back again"]) == shown
+    for rank, parts in enumerate(sent):
+        assert f"rank {rank} sends {len(parts[0])} and {len(parts[1])}" in text
+    arrived = [" | ".join(" ".join(parts[rank]) for parts in sent) for rank in range(2)]
+    assert list(rows["all_to_all"]) == arrived
+
+
+class Model(nn.Module):
+    """A layer and a mixture of experts."""
+
+    def __init__(self, mixture):
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.mixture = mixture
+
+    def forward(self, tokens):
+        """Return tokens of the same shape."""
+        return self.mixture(self.first(tokens))
+
+
+def whole_forward(mixture, tokens):
+    """Compute a mixture that has all experts, token by token."""
+    score, expert = mixture.router(tokens).softmax(-1).max(-1)
+    outputs = []
+    for token, number in zip(tokens, expert.tolist(), strict=True):
+        outputs.append(mixture.experts[number](token))
+    return torch.stack(outputs) * score[:, None]
+
+
+def mean_gradients(rank, only_first):
+    """Outputs and gradients are those of one process, and each row for another rank is sent."""
+    import expert_parallel as lesson
+
+    from measure.messages import Messages
+
+    torch.set_default_dtype(torch.float64)
+    world_size = dist.get_world_size()
+    torch.manual_seed(0)
+    experts = [lesson.make_expert(6) for _ in range(2 * world_size)]
+    whole = lesson.Mixture(experts[0], 2 * world_size)
+    whole.experts = nn.ModuleList(experts)
+    if only_first:
+        whole.router.weight.data[1:] = 0
+    whole_model = Model(whole)
+    mine = copy.deepcopy(whole)
+    mine.experts = mine.experts[2 * rank : 2 * rank + 2]
+    model = Model(mine)
+    model.first = copy.deepcopy(whole_model.first)
+    parts = torch.randn(world_size, 1, 7, 6)
+    if only_first:
+        with torch.no_grad():
+            model.first.weight.zero_()
+            model.first.bias.copy_(whole.router.weight[0])
+            whole_model.first.load_state_dict(model.first.state_dict())
+
+    with Messages() as messages:
+        outputs = model(parts[rank])
+        outputs.square().mean().backward()
+    lesson.average_gradients(model)
+    rows = parts.flatten(0, 2)
+    right = whole_forward(whole, whole_model.first(rows))
+    right.square().mean().backward()
+    close = functools.partial(torch.testing.assert_close, atol=1e-12, rtol=0)
+    close(outputs[0], right.view(world_size, 7, 6)[rank])
+    close(model.first.weight.grad, whole_model.first.weight.grad)
+    close(mine.router.weight.grad, whole.router.weight.grad)
+    for number, expert in enumerate(mine.experts):
+        pairs = zip(expert.parameters(), experts[2 * rank + number].parameters(), strict=True)
+        for parameter, other in pairs:
+            wanted = torch.zeros_like(parameter) if other.grad is None else other.grad
+            close(parameter.grad, wanted)
+    assert len(messages.of("all_to_all")) == 5
+    everything = [None] * world_size
+    dist.all_gather_object(everything, (messages.sent("all_to_all"), mine.load.tolist()))
+    rows_sent = 0
+    for source, (_, load) in enumerate(everything):
+        rows_sent += sum(load) - sum(load[2 * source : 2 * source + 2])
+    counts = world_size * (world_size - 1) * 2 * 8
+    assert sum(sent for sent, _ in everything) == 4 * rows_sent * 6 * 8 + counts
+    if only_first:
+        assert [load[0] for _, load in everything] == [7] * world_size
+
+
+@pytest.mark.parametrize("only_first", [False, True])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gradients_and_bytes(world_size, only_first):
+    """To 1e-12, also if all tokens go to one rank. The bytes are those of rows for other ranks."""
+    in_ranks(mean_gradients, world_size, only_first)
+
+
+THERE = ("arrived = Exchange.apply(", "arrived = all_to_all(")
+BACK = ("return Exchange.apply(", "return all_to_all(")
+AVERAGED = ('if ".experts." not in name:', "if True:")
+OWN_LOAD = ("    dist.all_reduce(load)\n", "")
+
+
+@pytest.mark.parametrize("pair", [THERE, AVERAGED, OWN_LOAD])
+def test_silent_faults(pair, change):
+    """Exercises 1, 2 and 3: no error, but other losses."""
+    flags = BALANCED if pair is OWN_LOAD else ONE_EPOCH
+    right = losses(printed(*flags, processes=2))
+    out = train(change(LESSON, pair), *flags, processes=2).stdout
+    assert abs(losses(out)[0] - right[0]) > 1e-6
+
+
+def test_without_a_gradient_of_the_experts(change):
+    """Exercise 1: experts have no gradient, which average_gradients needs."""
+    told = fails(change(LESSON, BACK), *ONE_EPOCH, processes=2)
+    assert "unsupported operand type(s) for /=: 'NoneType' and 'int'" in told
+
+
+def test_experts_without_tokens(change):
+    """Exercise 4: it trains, until experts without tokens are skipped."""
+    order = "        order = expert.argsort()"
+    one = (order, f"        expert = torch.zeros_like(expert)\n{order}")
+    out = train(change(LESSON, one), *ONE_EPOCH, processes=2).stdout
+    assert loads(out) == ["100%   0%     0%     0%"] * 2
+    line = "            outputs[mine] = mlp(arrived[mine])"
+    skip = (line, f"            if mine.any():\n    {line}")
+    told = fails(change(LESSON, one, skip), *ONE_EPOCH, "--timeout", 4, processes=2)
+    # Which rank gives up first differs from run to run.
+    rank_0 = "rank 0 waited at .*all_to_all_single"
+    assert re.search(rf"{rank_0}|rank 1 waited at .*all_reduce\(parameter.grad\)", told)
