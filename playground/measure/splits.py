@@ -1,0 +1,186 @@
+"""A step of a transformer that several ranks compute together: what it sends, beside a formula."""
+
+import argparse
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from common.models import TOKENS, WIDTH
+from measure.messages import Messages, sent_bytes
+
+
+class Kept(saved_tensors_hooks):
+    """Inside `with Kept(model) as kept:`, what autograd keeps for backward() is noted.
+
+    Args:
+        model: its parameters are left out, because they are in memory anyway.
+    """
+
+    def __init__(self, model: nn.Module):
+        super().__init__(self.note, lambda tensor: tensor)
+        self._parameters = {_storage(each).data_ptr() for each in model.parameters()}
+        self._storages = {}
+
+    def __enter__(self) -> "Kept":
+        """Start to note."""
+        super().__enter__()
+        return self
+
+    def note(self, tensor: Tensor) -> Tensor:
+        """Note a tensor that is kept, and return it."""
+        storage = _storage(tensor)
+        self._storages[storage.data_ptr()] = storage
+        return tensor
+
+    def nbytes(self) -> int:
+        """Return the bytes of all that was kept. What shares memory counts once."""
+        total = 0
+        for address, storage in self._storages.items():
+            if address not in self._parameters:
+                total += storage.nbytes()
+        return total
+
+
+def show_split(step: Callable, model: nn.Module, args: argparse.Namespace) -> None:
+    """Run a step of sequence_parallel.py. Rank 0 prints its messages, and what it keeps.
+
+    All ranks must call this together.
+
+    Args:
+        step: runs a step of training, with all images of a batch.
+        model: what the step trains.
+        args: the flags of the lesson.
+    """
+    with Messages() as messages, Kept(model) as kept:
+        step()
+    if dist.get_rank() > 0:
+        return
+    blocks = args.layers or 2
+    width = args.width or WIDTH["transformer"]
+    tokens = args.batch_size * (args.tokens or TOKENS) * width  # numbers between two pairs
+    size = tokens * (8 if args.double else 4)
+    if args.sequence:
+        rows = _predict_sequence(model, blocks, size, args.by == "dtensor")
+    else:
+        rows = [("all_reduce", 4 * blocks, 4 * blocks * size)]
+    if args.by == "dtensor" and dist.get_world_size() == 1:
+        rows = []  # DTensors leave out messages of a rank to itself
+    print_messages(messages, [("tp", dist.group.WORLD, *row) for row in rows])
+    print(f"kept for backward(): {kept.nbytes():,} bytes", flush=True)
+
+
+def _predict_sequence(model: nn.Module, blocks: int, size: int, by_dtensor: bool) -> list:
+    """Return collectives, how many there should be, and the bytes of all their tensors."""
+    of_norms = []
+    of_biases = []
+    last = f"stage2.{len(model.stage2) - 1}."
+    for name, parameter in model.named_parameters():
+        if name.startswith(last):
+            continue
+        if ".norm" in name:
+            of_norms.append(parameter)
+        if ".bias1" in name or ".bias2" in name:
+            of_biases.append(parameter)
+    gathers = 4 * blocks + 1  # the last one gathers the tokens after the blocks
+    if by_dtensor:
+        gathers += 1  # the gradients of the embedded tokens
+        added_up = of_norms * 3  # Adam reads a gradient three times, and each time it is added up
+    else:
+        added_up = [*of_norms, *of_biases, *model.stage1[0].parameters()]
+    own = size // dist.get_world_size()  # of the tokens of a rank
+    return [
+        ("all_gather", gathers, gathers * own),
+        ("reduce_scatter", 4 * blocks, 4 * blocks * size),
+        ("all_reduce", len(added_up), sum(parameter.nbytes for parameter in added_up)),
+    ]
+
+
+def show_axes(
+    compute_gradients: Callable,
+    batch: Sequence[Tensor],
+    model: nn.Module,
+    args: argparse.Namespace,
+    mesh: DeviceMesh,
+    flat: DeviceMesh,
+) -> None:
+    """Run a step of three_axes.py. Rank 0 prints its messages along each axis.
+
+    All ranks must call this together.
+
+    Args:
+        compute_gradients: takes images and labels, and computes the gradients of the model.
+        batch: the images and labels of this rank.
+        model: what the lesson has trained.
+        args: the flags of the lesson, with its number of tokens.
+        mesh: has the axes "dp", "cp" and "tp".
+        flat: has the axes "dp_cp" and "tp". Its groups carry what is not sent along "dp" or "cp".
+    """
+    batch = [part.to(mesh.device_type) for part in batch]
+    compute_gradients(*batch)  # with --fsdp, the first step after a test gathers more than others
+    with Messages() as messages:
+        compute_gradients(*batch)
+    if dist.get_rank() > 0:
+        return
+    dp_size, cp_size, tp_size = mesh.shape
+    blocks = args.layers or 2
+    images = args.batch_size // dp_size
+    chunks = torch.arange(args.tokens).tensor_split(2 * cp_size)
+    own_tokens = len(chunks[0]) + len(chunks[-1])  # zigzag, of cp_rank 0
+    next_tokens = len(chunks[1]) + len(chunks[-2])  # of the next rank of the ring
+    width = args.width or WIDTH["transformer"]
+    token = images * width * (8 if args.double else 4)  # bytes of a token, of all images
+    pairs = 4 * blocks * own_tokens * token
+    parameters = list(model.parameters())
+    rows = []
+    if args.fsdp:
+        layers = blocks + 2
+        kept = sum(parameter.to_local().nbytes for parameter in parameters)
+        rows.append(("dp_cp", "all_gather", 2 * layers, 2 * kept))
+        rows.append(("dp_cp", "reduce_scatter", layers, kept * dp_size * cp_size))
+    else:
+        kept = sum(parameter.nbytes for parameter in parameters)
+        rows.append(("dp", "all_reduce", len(parameters), kept))
+        rows.append(("cp", "all_reduce", len(parameters), kept))
+    # Keys and values go around the ring twice, but not to the last rank, which is the next one.
+    # Their gradients go around once, and arrive where they belong.
+    sent_tokens = 3 * args.tokens - 2 * next_tokens
+    sends = blocks * (3 * cp_size - 2)
+    rows.append(("cp", "send", sends, blocks * sent_tokens * 2 * token // tp_size))
+    if args.clip > 0:
+        rows.append(("tp", "all_reduce", 4 * blocks + 1, pairs + parameters[0].itemsize))
+    else:
+        rows.append(("tp", "all_reduce", 4 * blocks, pairs))
+    with_groups = []
+    for axis, *row in rows:
+        group = mesh.get_group(axis) if axis in ("dp", "cp") else flat.get_group(axis)
+        if group.size() > 1:
+            with_groups.append((axis, group, *row))
+    print_messages(messages, with_groups)
+
+
+def print_messages(messages: Messages, rows: Sequence) -> None:
+    """Print a table of messages, counted and predicted.
+
+    Args:
+        messages: those of a step.
+        rows: each has the name of an axis, its process group, a collective, how many of them a rank
+            should call, and the bytes of all tensors that it should pass to them.
+    """
+    print("axis  collective      counted  predicted  bytes sent    predicted")
+    for axis, group, collective, number, size in rows:
+        counted = len(messages.of(collective, group.group_name))
+        sent = messages.sent(collective, group.group_name)
+        predicted = sent_bytes(collective, size, group.size())
+        print(f"{axis:<6}{collective:<16}{counted:<9}{number:<11}{sent:<14,.0f}{predicted:,.0f}")
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage:
+    """Return the memory of a tensor. Of a DTensor, this rank has a shard."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
+    return tensor.untyped_storage()

@@ -1,0 +1,562 @@
+"""Three axes: data, context and tensor parallelism of a transformer, on one mesh of ranks.
+
+Each axis is one of the lessons before, and its messages stay in its own groups. With --mesh 2x2x2:
+
+            dp 0                dp 1            the ranks of a dp group have different images,
+            tp 0      tp 1      tp 0      tp 1            of a cp group different tokens,
+    cp 0    rank 0    rank 1    rank 4    rank 5          of a tp group different heads
+    cp 1    rank 2    rank 3    rank 6    rank 7                   and columns of the MLP
+
+A gradient is added up over an axis if each rank along it has only a part:
+
+    gradient of                      along dp    along cp                   along tp
+    a shard of a split layer         added up    added up                   each rank has its own
+    other layers, biases of rows     added up    added up                   equal on all ranks
+    the input of a pair              -           -                          added up (Copy)
+    a rank's keys and values         -           added up around the ring   -
+
+Nothing is averaged. Each rank divides the summed loss of its images by the number of all images, so
+it may have any number of images and tokens. The class is read from the last token. In a cp group,
+only one rank has it, and the loss of the others is multiplied by 0.
+
+--clip limits the norm of the whole gradient: the root of the sum of all squares. Squares are added
+up over the axes along which the ranks have different numbers. These are shards along tp. What is
+equal on all ranks counts once. --fsdp also shards all parameters over dp and cp, as a single axis
+(dp_cp), so all squares are added up over this axis, too.
+
+In a step on d x c x t ranks, each rank sends the following. S is the bytes of its tokens between
+two pairs, P the bytes of its parameters after splitting, and b the number of blocks.
+    dp       2 (d-1)/d P                         --fsdp: 3 (n-1)/n P along dp_cp, where n = d c
+    cp       2 (c-1)/c P, and 2 b (3c-2) S/t if c > 1: keys, values and their gradients
+    tp       8 b (t-1)/t S
+
+Run it:
+    torchrun --standalone --nproc-per-node 8 playground/three_axes.py
+    torchrun --standalone --nproc-per-node 4 playground/three_axes.py --mesh 1x2x2 --fsdp --clip 1
+
+It prints single_gpu.py's numbers for --model transformer, and the messages of a step:
+    axis  collective      counted  predicted  bytes sent    predicted
+    dp    all_reduce      39       39         60,456        60,456
+    cp    all_reduce      39       39         60,456        60,456
+    cp    send            8        8          917,504       917,504
+    tp    all_reduce      8        8          917,504       917,504
+
+Try breaking it, in a copy (cp playground/three_axes.py playground/broken.py):
+  1. In compute_gradients, let all ranks count their loss. What is trained?
+  2. Leave the cp group out of add_up_gradients(). Is there an error?
+  3. With --clip 0.1, leave out the all_reduce along tp. Which parameters differ then?
+
+This is the last lesson. README.md says which kind of parallelism is right for which model.
+"""
+
+import math
+import os
+import sys
+import time
+import warnings
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn import functional as F
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
+from common import flags
+from common.data import equal_batches, fetch, loaders
+from common.guard_rails import check, explained
+from common.models import HEADS, TOKENS, WIDTH, make_model
+from common.report import RANKS, bar, epoch_line, rank_row
+from common.roll_call import meet
+from measure.splits import show_axes
+
+
+# From here to RingAttention, all is as in context_parallel.py, where comments explain it.
+def zigzag(tokens, world_size):
+    """Return the places of each rank's tokens: a chunk near the start, and one near the end."""
+    chunks = torch.arange(tokens).tensor_split(2 * world_size)
+    places = []
+    for rank in range(world_size):
+        places.append(torch.cat([chunks[rank], chunks[2 * world_size - 1 - rank]]))
+    return places
+
+
+def visible(mine, theirs):
+    """Return which of my tokens look at any of theirs, and which of theirs are looked at."""
+    first = int((mine < theirs[0]).sum())
+    end = int((theirs <= mine[-1]).sum())
+    return slice(first, None), slice(0, end)
+
+
+def scores_of(query, key, query_places, key_places):
+    """Return how much each token looks at each other one: -inf if that one comes later."""
+    scores = query @ key.mT * query.shape[-1] ** -0.5
+    later = key_places > query_places[:, None]
+    return scores.masked_fill(later.to(scores.device), -torch.inf)
+
+
+def pass_on(tensor, tokens, group):
+    """Send (..., own tokens, size) to the next rank, and return what the previous one has sent."""
+    rank = dist.get_rank(group)
+    world_size = dist.get_world_size(group)
+    following = (rank + 1) % world_size
+    previous = (rank - 1) % world_size
+    if following == rank:
+        return tensor
+    received = tensor.new_empty(*tensor.shape[:-2], tokens, tensor.shape[-1])
+    send = dist.P2POp(dist.isend, tensor, group=group, group_peer=following)
+    receive = dist.P2POp(dist.irecv, received, group=group, group_peer=previous)
+    for request in dist.batch_isend_irecv([send, receive]):
+        request.wait()
+    return received
+
+
+class RingAttention(torch.autograd.Function):
+    """Causal attention of this rank's tokens to those of all ranks, whose keys go around a ring."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, places, group):
+        """Return what this rank's tokens have read, of the shape of `query`."""
+        rank = dist.get_rank(group)
+        world_size = dist.get_world_size(group)
+        mine = places[rank]
+        maximum = query.new_full((*query.shape[:-1], 1), -torch.inf)
+        total = torch.zeros_like(maximum)
+        read = torch.zeros_like(query)
+        travelling = torch.stack([key, value])
+        for step in range(world_size):
+            theirs = places[(rank - step) % world_size]
+            if theirs[0] <= mine[-1]:
+                rows, columns = visible(mine, theirs)
+                keys, values = travelling[..., columns, :]
+                scores = scores_of(query[..., rows, :], keys, mine[rows], theirs[columns])
+                so_far = maximum[..., rows, :]
+                total_of_rows = total[..., rows, :]
+                read_of_rows = read[..., rows, :]
+                larger = torch.maximum(so_far, scores.amax(dim=-1, keepdim=True))
+                shrink = (so_far - larger).exp()
+                weights = (scores - larger).exp()
+                total_of_rows.mul_(shrink).add_(weights.sum(dim=-1, keepdim=True))
+                read_of_rows.mul_(shrink).add_(weights @ values)
+                so_far.copy_(larger)
+            if step < world_size - 1:
+                following = places[(rank - step - 1) % world_size]
+                travelling = pass_on(travelling, len(following), group)
+        read /= total
+        ctx.save_for_backward(query, key, value, read, maximum + total.log())
+        ctx.places = places
+        ctx.group = group
+        return read
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """Return the gradients of query, key and value, and None for places and group."""
+        query, key, value, read, log_total = ctx.saved_tensors
+        places = ctx.places
+        group = ctx.group
+        rank = dist.get_rank(group)
+        world_size = dist.get_world_size(group)
+        mine = places[rank]
+        scale = query.shape[-1] ** -0.5
+        common = (gradient * read).sum(dim=-1, keepdim=True)
+        of_query = torch.zeros_like(query)
+        travelling = torch.stack([key, value])
+        of_travelling = torch.zeros_like(travelling)
+        for step in range(world_size):
+            theirs = places[(rank - step) % world_size]
+            rows, columns = visible(mine, theirs)
+            keys, values = travelling[..., columns, :]
+            queries = query[..., rows, :]
+            scores = scores_of(queries, keys, mine[rows], theirs[columns])
+            weights = (scores - log_total[..., rows, :]).exp()
+            of_read = gradient[..., rows, :]
+            of_scores = weights * (of_read @ values.mT - common[..., rows, :]) * scale
+            of_query[..., rows, :] += of_scores @ keys
+            of_keys, of_values = of_travelling[..., columns, :]
+            of_keys += of_scores.mT @ queries
+            of_values += weights.mT @ of_read
+            following = places[(rank - step - 1) % world_size]
+            if step < world_size - 1:
+                travelling = pass_on(travelling, len(following), group)
+            of_travelling = pass_on(of_travelling, len(following), group)
+        of_key, of_value = of_travelling
+        return of_query, of_key, of_value, None, None
+
+
+class OwnTokens(torch.nn.Module):
+    """The embedding of this rank's tokens, whose places in the sequence are `mine`."""
+
+    def __init__(self, embedding, mine):
+        super().__init__()
+        self.tokens = embedding.tokens
+        self.embed = embedding.embed
+        self.position = embedding.position
+        self.mine = mine
+
+    def forward(self, images):
+        """Turn images, (N, 1, 28, 28), into embedded tokens, (N, tokens of this rank, width)."""
+        pieces = images.flatten(1).unflatten(1, (self.tokens, -1))
+        return self.embed(pieces[:, self.mine]) + self.position[self.mine]
+
+
+class SplitAttention(torch.nn.Module):
+    """Causal self-attention among the tokens of a cp group, as in context_parallel.py."""
+
+    def __init__(self, whole, places, group):
+        super().__init__()
+        self.split_heads = whole.split_heads
+        self.query = whole.query
+        self.key = whole.key
+        self.value = whole.value
+        self.output = whole.output
+        self.places = places
+        self.group = group
+
+    def forward(self, inputs):
+        """Turn this rank's tokens, (N, tokens, width), into what they have read from all tokens."""
+        query = self.split_heads(self.query(inputs))
+        key = self.split_heads(self.key(inputs))
+        value = self.split_heads(self.value(inputs))
+        # NEW: these have the heads of this rank only, so along cp it sends 1/t of the bytes.
+        read = RingAttention.apply(query, key, value, self.places, self.group)
+        return self.output(read.transpose(1, 2).flatten(2))
+
+
+def split_tokens(model, places, group):
+    """Context parallelism: each rank of a cp group computes its own tokens."""
+    model.stage1[0] = OwnTokens(model.stage1[0], places[dist.get_rank(group)])
+    for layer in (*model.stage1, *model.stage2):
+        if hasattr(layer, "attention"):
+            layer.attention = SplitAttention(layer.attention, places, group)
+
+
+class Copy(torch.autograd.Function):
+    """The beginning of a pair: all ranks of a tp group use the same input."""
+
+    @staticmethod
+    def forward(ctx, tokens, group):
+        """Return the tokens."""
+        ctx.group = group
+        return tokens
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """Return the sum of the gradients of the tp group, and None for the group."""
+        total = gradient.clone()
+        dist.all_reduce(total, group=ctx.group)  # NEW: in a group, and not over all ranks
+        return total, None
+
+
+class Add(torch.autograd.Function):
+    """The end of a pair: each rank of a tp group has one term."""
+
+    @staticmethod
+    def forward(ctx, terms, group):
+        """Return the sum of the terms of the tp group."""
+        total = terms.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """Return the gradient unchanged, and None for the group."""
+        return gradient, None
+
+
+def keep_shard(parameter, dim, group):
+    """Return this rank's shard of a parameter, as a parameter of its own."""
+    shards = parameter.detach().chunk(dist.get_world_size(group), dim)
+    return torch.nn.Parameter(shards[dist.get_rank(group)].clone())
+
+
+class SplitBlock(torch.nn.Module):
+    """A block of which each rank of a tp group has some heads, as in sequence_parallel.py."""
+
+    def __init__(self, block, group):
+        super().__init__()
+        self.norm1 = block.norm1
+        self.attention = block.attention
+        self.norm2 = block.norm2
+        self.mlp = block.mlp
+        self.group = group
+        self.split = []  # the parameters of which this rank has a shard
+        for layer in (self.attention.query, self.attention.key, self.attention.value, self.mlp[0]):
+            layer.weight = keep_shard(layer.weight, 0, group)
+            layer.bias = keep_shard(layer.bias, 0, group)
+            self.split += [layer.weight, layer.bias]
+        self.bias1 = self.attention.output.bias
+        self.bias2 = self.mlp[2].bias
+        for layer in (self.attention.output, self.mlp[2]):
+            layer.weight = keep_shard(layer.weight, 1, group)
+            layer.bias = None
+            self.split.append(layer.weight)
+
+    def forward(self, tokens):
+        """Turn tokens into tokens of the same shape."""
+        terms = self.attention(Copy.apply(self.norm1(tokens), self.group))
+        tokens = tokens + Add.apply(terms, self.group) + self.bias1
+        terms = self.mlp(Copy.apply(self.norm2(tokens), self.group))
+        return tokens + Add.apply(terms, self.group) + self.bias2
+
+
+def split_by_hand(model, group):
+    """Split the blocks over a tp group. Returns the parameters of which each rank has a shard."""
+    split = []
+    for stage in (model.stage1, model.stage2):
+        for index, layer in enumerate(stage):
+            if hasattr(layer, "attention"):
+                stage[index] = SplitBlock(layer, group)
+                split += stage[index].split
+    return split
+
+
+def split_by_dtensor(model, mesh):
+    """Let PyTorch split the blocks over a mesh of one axis, tp."""
+    whole = Replicate()
+    begin = PrepareModuleInput(input_layouts=whole, desired_input_layouts=whole)
+    plan = {}
+    for name, layer in model.named_modules():
+        if hasattr(layer, "attention"):
+            plan[f"{name}.attention"] = begin
+            plan[f"{name}.mlp"] = begin
+            for column in ("attention.query", "attention.key", "attention.value", "mlp.0"):
+                plan[f"{name}.{column}"] = ColwiseParallel()
+            for row in ("attention.output", "mlp.2"):
+                plan[f"{name}.{row}"] = RowwiseParallel()
+    parallelize_module(model, mesh, plan)
+    # PyTorch 2.15 warns that the outputs of layers are views, which must not be changed in place.
+    # No function of this lesson changes them.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module")
+
+
+def shard(model, mesh):
+    """Shard each layer over a mesh of one axis: ranks that have other images or tokens."""
+    for layer in (*model.stage1, *model.stage2):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def is_split(parameter):
+    """Return whether a DTensor is split along tp. Its mesh has the axes dp_cp and tp, or dp_cp."""
+    on_both_axes = parameter.device_mesh.ndim == 2
+    # NEW: the bias of a row-parallel layer is on both axes, too, but along tp it is whole.
+    return on_both_axes and parameter.placements[1].is_shard()
+
+
+def add_up_gradients(model, groups):
+    """Add up the gradients over the dp group and the cp group of this rank."""
+    for parameter in model.parameters():
+        for group in groups:
+            # NEW: the sum over all images and tokens. The ranks of a tp group have the same images
+            # and tokens, so there is nothing to add up over the tp group.
+            dist.all_reduce(parameter.grad, group=group)
+
+
+def sum_of_squares(parameters):
+    """Return the sum of the squares of those numbers of the gradients that this rank has."""
+    total = 0
+    for parameter in parameters:
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor):
+            gradient = gradient.to_local()
+        total = total + gradient.square().sum()
+    return total
+
+
+def clip_gradients(split, whole, limit, tp_group, shard_group=None):
+    """Scale all gradients, so that the norm of the whole model's gradient is at most `limit`.
+
+    Args:
+        split: the parameters of which each rank of the tp group has its own shard.
+        whole: the other parameters.
+        limit: the largest norm.
+        tp_group: of this rank.
+        shard_group: the ranks over which fully_shard has sharded all parameters; None: it has not.
+    """
+    # NEW: squares are added up over the axes along which the ranks have different numbers.
+    squares = sum_of_squares(split)
+    dist.all_reduce(squares, group=tp_group)
+    squares = squares + sum_of_squares(whole)  # equal on all ranks of the tp group
+    if shard_group is not None:
+        dist.all_reduce(squares, group=shard_group)
+    norm = squares.sqrt().item()
+    factor = min(1, limit / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_ does
+    for parameter in (*split, *whole):
+        parameter.grad *= factor
+
+
+def join(args):
+    """Join the process group and print the table of ranks. Returns this rank and its device."""
+    local_rank = int(os.environ["LOCAL_RANK"])
+    if args.device == "cuda":
+        gpu = torch.device("cuda", local_rank)
+        device = gpu
+        backend = "nccl"
+        torch.cuda.set_device(gpu)  # otherwise every rank would also take memory on GPU 0
+    else:
+        gpu = None
+        device = torch.device("cpu")
+        backend = "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=gpu)
+    rank = dist.get_rank()
+    node = os.environ.get("GROUP_RANK", "0")
+    rows = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, rank_row(node, rank, local_rank, device))
+    if rank == 0:
+        print(RANKS, *rows, sep="\n", flush=True)
+    return rank, device
+
+
+def run_epoch(model, loader, device, group, has_last, compute_gradients, optimizer=None):
+    """Train, or only test if there is no optimizer. Returns sums over all images."""
+    model.train(optimizer is not None)
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    for images, labels in loader:
+        images = images.to(device, non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
+        if optimizer is not None:
+            optimizer.zero_grad()
+            logits = compute_gradients(images, labels)
+            optimizer.step()
+        else:
+            with torch.no_grad():
+                logits = model(images)
+        if has_last:  # the logits of the other ranks are from earlier tokens
+            sums[0] += F.cross_entropy(logits, labels, reduction="sum")
+            sums[1] += (logits.argmax(dim=1) == labels).sum()
+            sums[2] += len(labels)
+    dist.all_reduce(sums, group=group)  # NEW: over dp and cp. The ranks of a tp group have the same
+    return sums.tolist()
+
+
+def train(args):
+    """Train and test, and print one line for each epoch. Then show the messages of a step."""
+    rank, device = join(args)
+    meet(args)  # guard rail: compares the flags of the ranks
+    dp_size, cp_size, tp_size = map(int, args.mesh.split("x"))
+    names = ("dp", "cp", "tp")
+    mesh = dist.init_device_mesh(device.type, (dp_size, cp_size, tp_size), mesh_dim_names=names)
+    # NEW: the same ranks, but those of dp and cp are one axis. --fsdp shards over it.
+    names = ("dp_cp", "tp")
+    flat = dist.init_device_mesh(device.type, (dp_size * cp_size, tp_size), mesh_dim_names=names)
+    for group in (*mesh.get_all_groups(), *flat.get_all_groups()):
+        # The groups of a mesh may have PyTorch's own timeout: 30 minutes (gloo) or 10 (NCCL).
+        group.set_timeout(timedelta(seconds=args.timeout))
+    tp_group = flat.get_group("tp")
+    dp_cp_group = flat.get_group("dp_cp")
+    dp_rank = mesh.get_local_rank("dp")
+    # NEW: ranks that differ along cp or tp only read the same images.
+    train_loader, test_loader = loaders(args, dp_rank, dp_size)
+    # FSDP's forward() gathers, so all ranks must call it the same number of times, also in a test.
+    test_loader = equal_batches(test_loader.dataset, dp_rank, dp_size)
+
+    torch.manual_seed(args.seed)
+    model = make_model(args)
+    places = zigzag(args.tokens, cp_size)
+    split_tokens(model, places, mesh.get_group("cp"))
+    if args.fsdp:
+        # NEW: in this order, because fully_shard accepts what is split, but parallelize_module does
+        # not accept shards. With more kinds: the stages of a pipeline first, then tensor
+        # parallelism, activation checkpointing, torch.compile, and fully_shard last.
+        split_by_dtensor(model, flat["tp"])
+        shard(model, flat["dp_cp"])
+        shard_group = dp_cp_group
+        split = [parameter for parameter in model.parameters() if is_split(parameter)]
+    else:
+        split = split_by_hand(model, tp_group)
+        shard_group = None
+        model = model.to(device)
+    ids = {id(parameter) for parameter in split}
+    whole = [parameter for parameter in model.parameters() if id(parameter) not in ids]
+    last_places = [place[-1].item() for place in places]
+    has_last = last_places[mesh.get_local_rank("cp")] == max(last_places)
+    # Not fused, because that does not work with DTensors on different meshes.
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6)
+
+    def compute_gradients(images, labels):
+        """Compute the gradients of a global batch. Returns the logits of this rank's last token."""
+        logits = model(images)
+        # NEW: a sum, divided by the number of all images. So the gradients of all ranks are added
+        # up, and it does not matter how many images or tokens a rank has.
+        loss = F.cross_entropy(logits, labels, reduction="sum") / args.batch_size
+        if not has_last:
+            loss = loss * 0  # the class is read from the last token, which is on another rank
+        if args.fsdp:
+            loss = loss * dp_size * cp_size  # NEW: fully_shard divides gradients by this number
+        loss.backward()
+        if not args.fsdp:
+            add_up_gradients(model, [mesh.get_group("dp"), mesh.get_group("cp")])
+        if args.clip > 0:
+            clip_gradients(split, whole, args.clip, tp_group, shard_group)
+        return logits.detach()
+
+    for epoch in range(args.epochs):
+        train_loader.sampler.set_epoch(epoch)
+        start = time.perf_counter()
+        progress = bar(train_loader, show=rank == 0)
+        arguments = (device, dp_cp_group, has_last, compute_gradients)
+        trained = run_epoch(model, progress, *arguments, optimizer)
+        seconds = time.perf_counter() - start
+        tested = run_epoch(model, test_loader, *arguments)
+        if rank == 0:
+            print(epoch_line(args, epoch, seconds, trained, tested), flush=True)
+    show_axes(compute_gradients, next(iter(train_loader)), model, args, mesh, flat)
+    dist.destroy_process_group()
+
+
+@explained  # guard rail: explains errors
+@record  # torchrun's report then shows the error of the rank that failed first
+def main():
+    """Read the flags, make sure that the data is there, and train as one of the ranks."""
+    parser = flags.Parser(__doc__, parents=[flags.training(), flags.ranks()])
+    parser.set_defaults(model="transformer")
+    add = parser.add_argument
+    add("--mesh", help="ranks along dp, cp and tp; default: if possible, 2 along tp and cp")
+    add("--fsdp", action="store_true", help="fully_shard over dp and cp, and DTensors along tp")
+    add("--clip", type=float, default=0.0, help="the largest norm of the gradients; 0: any")
+    args = parser.parse_args()
+    check(parser, args, replicas=1)  # guard rail: refuses impossible flags
+    if args.model != "transformer":
+        parser.error(f"--model {args.model} has no tokens and heads: use --model transformer")
+    world_size = int(os.environ["WORLD_SIZE"])
+    if args.mesh is None:
+        tp_size = 2 if world_size % 2 == 0 else 1
+        cp_size = 2 if world_size % 4 == 0 else 1
+        args.mesh = f"{world_size // cp_size // tp_size}x{cp_size}x{tp_size}"
+    sizes = [int(size) for size in args.mesh.split("x") if size.isdecimal()]
+    as_read = "x".join(map(str, sizes))
+    if len(sizes) != 3 or math.prod(sizes) != world_size or as_read != args.mesh:
+        wrong = f"--mesh {args.mesh} does not have 3 axes and {world_size} processes"
+        parser.error(f"{wrong}: use --mesh {world_size}x1x1, or leave it out")
+    dp_size, cp_size, tp_size = sizes
+    args.tokens = args.tokens or TOKENS
+    heads = args.heads or HEADS
+    if args.batch_size % dp_size:
+        nearest = max(1, round(args.batch_size / dp_size)) * dp_size
+        wrong = f"--batch_size {args.batch_size} cannot be divided by the {dp_size} ranks along dp"
+        parser.error(f"{wrong}: use --batch_size {nearest}")
+    if args.tokens < 2 * cp_size:
+        enough = [count for count in range(2 * cp_size, 785) if 784 % count == 0]
+        wrong = f"--tokens {args.tokens} are fewer than 2 for each of the {cp_size} ranks along cp"
+        parser.error(f"{wrong}: use --tokens {enough[0]}")
+    if heads % tp_size:
+        nearest = max(1, round(heads / tp_size)) * tp_size
+        width = args.width or WIDTH["transformer"]
+        width = max(1, round(width / nearest)) * nearest
+        wrong = f"--heads {heads} cannot be divided by the {tp_size} ranks along tp"
+        parser.error(f"{wrong}: use --heads {nearest} --width {width}")
+    args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
+    train(args)
+
+
+if __name__ == "__main__":
+    main()

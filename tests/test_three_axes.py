@@ -1,0 +1,161 @@
+"""Three axes: the numbers of one process on every mesh, messages, clipping, and the exercises."""
+
+import ast
+import math
+
+import pytest
+import torch
+from conftest import DIGITS, ROOT, run, single_gpu, train
+from test_sequence_parallel import messages
+from test_tensor_parallel import losses
+from test_timeline import assert_one_line
+
+LESSON = "three_axes"
+STEPS = (*DIGITS, "--batch_size", 120, "--epochs", 1, "--model", "transformer", "--double")
+SMALL = ("--tokens", 4, "--width", 8, "--layers", 1)
+UNEVEN = ("--tokens", 7, "--width", 8, "--layers", 1)  # one rank has four tokens, the other three
+
+
+def by_formula(d, c, t, fsdp):
+    """Return how many messages, and bytes, the docstring predicts for SMALL along each axis."""
+    width = 8
+    split = 12 * width**2 + 7 * width  # numbers in weights, and in the biases of columns
+    whole = 6 * width  # in norms, and in the biases of rows
+    ends = width * (784 // 4 + 1 + 4) + 2 * width + 10 * width + 10
+    p = 8 * (split // t + whole + ends)
+    s = 8 * 120 // d * 4 // c * width
+    n = d * c
+    rows = {
+        ("dp", "all_reduce"): (16 + 7, 2 * (d - 1) * p / d),
+        ("cp", "all_reduce"): (16 + 7, 2 * (c - 1) * p / c),
+    }
+    if fsdp:
+        rows = {
+            ("dp_cp", "all_gather"): (2 * 3, 2 * (n - 1) * p / n),
+            ("dp_cp", "reduce_scatter"): (3, (n - 1) * p / n),
+        }
+    rows["cp", "send"] = (3 * c - 2, 2 * (3 * c - 2) * s / t)
+    rows["tp", "all_reduce"] = (4, 8 * (t - 1) * s / t)
+    sizes = {"dp": d, "cp": c, "tp": t, "dp_cp": n}
+    return {key: row for key, row in rows.items() if sizes[key[0]] > 1}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "fsdp"), [((1, 1, 1), False), ((2, 2, 1), True), ((2, 2, 2), False), ((2, 2, 2), True)]
+)
+def test_numbers_and_messages(mesh, fsdp):
+    """The losses of single_gpu.py to 1e-10, and the messages of the docstring's formulas."""
+    flags = [*STEPS, *SMALL, "--mesh", "x".join(map(str, mesh))]
+    if fsdp:
+        flags.append("--fsdp")
+    done = train(LESSON, *flags, processes=math.prod(mesh))
+    assert not done.stderr
+    [right] = single_gpu(*STEPS, *SMALL)
+    assert losses(done.stdout) == pytest.approx([right["loss"]], abs=1e-10)
+    table = messages(done.stdout)
+    assert all(row[0] == row[1] and row[2] == row[3] for row in table.values())
+    expected = by_formula(*mesh, fsdp)
+    assert table.keys() == expected.keys()
+    for key, (number, sent) in expected.items():
+        # fully_shard adds zeros to parameters whose rows the ranks cannot divide: at most a fifth.
+        most = 1.2 * sent if key[0] == "dp_cp" else sent
+        assert table[key][0] == number and sent <= table[key][2] <= most
+
+
+def test_unequal_numbers_of_tokens():
+    """A rank with four tokens and one with three: the same losses, and messages as predicted."""
+    done = train(LESSON, *STEPS, *UNEVEN, "--mesh", "1x2x1", processes=2)
+    [right] = single_gpu(*STEPS, *UNEVEN)
+    assert losses(done.stdout) == pytest.approx([right["loss"]], abs=1e-10)
+    table = messages(done.stdout)
+    assert ("cp", "send") in table
+    assert all(row[0] == row[1] and row[2] == row[3] for row in table.values())
+
+
+CLIP = "            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)\n"
+STEP = "            optimizer.step()\n"
+
+
+def test_clipping(change):
+    """The norm is that of the whole model, on any mesh: the losses of one process that clips."""
+    [right] = losses(run(change("single_gpu", (STEP, CLIP + STEP)), *STEPS, *SMALL).stdout)
+    [unclipped] = single_gpu(*STEPS, *SMALL)
+    assert abs(right - unclipped["loss"]) > 1e-4
+    for flags in (("--mesh", "1x2x2"), ("--mesh", "2x1x2", "--fsdp")):
+        done = train(LESSON, *STEPS, *SMALL, "--clip", 0.1, *flags, processes=4)
+        assert losses(done.stdout) == pytest.approx([right], abs=1e-10)
+        counted, expected, _, _ = messages(done.stdout)["tp", "all_reduce"]
+        assert counted == expected == 4 + 1
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags", "words"),
+    [
+        (8, ("--mesh", "2x2"), ("--mesh 2x2 does not have 3 axes", "use --mesh 8x1x1")),
+        (4, ("--mesh", "2x2x2"), ("4 processes: use --mesh 4x1x1, or leave it out",)),
+        (4, ("--mesh", "2xax1x2"), ("--mesh 2xax1x2 does not have 3 axes",)),
+        (6, ("--mesh", "1x1x6"), ("6 ranks along tp", "use --heads 6 --width 30")),
+        (4, ("--mesh", "1x4x1", "--tokens", 7), ("--tokens 7", "along cp: use --tokens 8")),
+        (
+            7,
+            (),
+            ("--batch_size 128 cannot be divided by the 7 ranks along dp", "use --batch_size 126"),
+        ),
+        (2, ("--model", "cnn"), ("--model cnn has no tokens", "use --model transformer")),
+        (2, ("--clip", -1), ("--clip -1.0: must be a number, 0 or more",)),
+    ],
+)
+def test_flags_that_cannot_work(ranks, flags, words, main):
+    """Status 2 and one line that says what to type."""
+    env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": f"{ranks}"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    assert_one_line(main(LESSON, *DIGITS, *flags, env=env), words)
+
+
+def code_of(lesson):
+    """Return the functions and classes of a lesson by name, without docstrings and comments."""
+    found = {}
+    for node in ast.parse((ROOT / "playground" / f"{lesson}.py").read_text()).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            for inner in ast.walk(node):
+                named = isinstance(inner, (ast.FunctionDef, ast.ClassDef))
+                if named and ast.get_docstring(inner):
+                    inner.body = inner.body[1:]
+            found[node.name] = ast.unparse(node)
+    return found
+
+
+@pytest.mark.parametrize("name", ["zigzag", "visible", "scores_of", "pass_on", "RingAttention"])
+def test_the_ring_is_that_of_the_lesson_before(name):
+    """Who knows context_parallel.py need not read it again."""
+    if not (ROOT / "playground" / "context_parallel.py").exists():
+        pytest.skip("context_parallel.py is not here")
+    assert code_of(LESSON)[name] == code_of("context_parallel")[name]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("        if not has_last:\n", "        if False:\n"),  # 1
+        ('[mesh.get_group("dp"), mesh.get_group("cp")]', '[mesh.get_group("dp")]'),  # 2
+    ],
+)
+def test_wrong_without_an_error(old, new, change):
+    """Exercises 1 and 2: the loss differs."""
+    flags = (*STEPS, *SMALL, "--mesh", "1x2x1")
+    [found] = losses(train(change(LESSON, (old, new)), *flags, processes=2).stdout)
+    [right] = single_gpu(*STEPS, *SMALL)
+    assert abs(found - right["loss"]) > 1e-4
+
+
+def test_clipping_by_the_norm_of_a_part(change, tmp_path):
+    """Exercise 3: what is a replica along tp, such as LayerNorm, differs between its ranks."""
+    copy = change(LESSON, ("    dist.all_reduce(squares, group=tp_group)\n", ""))
+    different = []
+    for path in (copy, LESSON):
+        flags = (*STEPS, *SMALL, "--mesh", "1x1x2", "--clip", 0.1)
+        train(path, *flags, processes=2, env={"PARAMETERS": str(tmp_path)})
+        first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
+        positions = [each.shape for each in first].index((4, 8))
+        different.append((first[positions] - second[positions]).abs().max().item())
+    assert different[0] > 1e-6 and different[1] == 0
