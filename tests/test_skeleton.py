@@ -29,9 +29,16 @@ READING_ORDER = [
     "pipeline_parallel",
     "tensor_parallel",
     "hybrid_parallel",
+    "mixed_precision",
+    "activation_checkpointing",
+    "sequence_parallel",
+    "context_parallel",
+    "expert_parallel",
+    "three_axes",
 ]
 SHARDED_OR_SPLIT = READING_ORDER[READING_ORDER.index("sharded_optimizer") :]
 MOST_REPEATED = dict.fromkeys(SHARDED_OR_SPLIT, 95)
+MOST_REPEATED["three_axes"] = 280  # it is the sum of the lessons that it combines
 NOT_IN_A_LESSON = [
     "TCPStore",
     "FileStore",

@@ -72,6 +72,11 @@ ORDER = [
     "gpipe",
     "order_1f1b",
     "split_pair",
+    "checkpoint_block",
+    "ring_attention",
+    "fault_many_times_the_gradient",
+    "expert_dispatch",
+    "fault_averaged_experts",
 ]
 
 
