@@ -61,9 +61,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
-from torch.nn.utils import clip_grad_norm_
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
 from common import flags
@@ -74,8 +73,8 @@ from common.report import RANKS, bar, epoch_line, rank_row
 from common.roll_call import meet
 
 # The numbers depend on these flags, so a run must be resumed with the same ones.
-TRAINED_WITH = ("model", "width", "layers", "dataset", "batch_size", "lr", "seed", "double")
-TRAINED_WITH += ("dropout", "precision", "clip")
+TRAINED_WITH = ("model", "width", "layers", "tokens", "heads", "dropout")
+TRAINED_WITH += ("dataset", "batch_size", "lr", "seed", "double")
 
 
 def save_shards(args, epoch, model, optimizer, group):
@@ -221,18 +220,12 @@ def shard(model, args):
     """Shard each layer, and then the whole model."""
     mesh = dist.init_device_mesh(args.device, (dist.get_world_size(),))  # all ranks in a row
     mesh.get_group().set_timeout(timedelta(seconds=args.timeout))
-    policy = MixedPrecisionPolicy()
-    if args.precision == "bf16":
-        policy = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
-        )
-    for layer in (*model.stage1, *model.stage2):
-        if list(layer.parameters()):
-            fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    for part in (*model.stage1, *model.stage2, model):
+        if list(part.parameters()):
+            fully_shard(part, mesh=mesh)
 
 
-def run_epoch(model, loader, device, optimizer=None, clip=0.0):
+def run_epoch(model, loader, device, optimizer=None):
     """Train, or only test if there is no optimizer. Returns three sums over all ranks."""
     model.train(optimizer is not None)
     sums = torch.zeros(3, dtype=torch.float64, device=device)
@@ -245,8 +238,6 @@ def run_epoch(model, loader, device, optimizer=None, clip=0.0):
         if optimizer is not None:
             optimizer.zero_grad()
             loss.backward()
-            if clip:
-                clip_grad_norm_(model.parameters(), clip)  # by the norm over all ranks' shards
             optimizer.step()
         sums[0] += loss.detach() * len(labels)
         sums[1] += (logits.argmax(dim=1) == labels).sum()
@@ -298,7 +289,7 @@ def train(args):
         torch.manual_seed(args.seed + epoch * world_size + rank)
         start = time.perf_counter()
         progress = bar(train_loader, show=rank == 0)
-        trained = run_epoch(model, progress, device, optimizer, args.clip)
+        trained = run_epoch(model, progress, device, optimizer)
         seconds = time.perf_counter() - start
         tested = run_epoch(model, test_loader, device)
         if rank == 0:
@@ -325,8 +316,6 @@ def main():
     add("--load", help="start from this file, unless --run_dir has a checkpoint")
     add("-s", "--savefile", help="write one file with whole tensors at the end")
     add("--dropout", type=float, default=0.0, help="fraction of the hidden neurons to drop (cnn)")
-    add("--precision", choices=["bf16"], help="gather layers and compute in bfloat16")
-    add("--clip", type=float, default=0.0, help="largest norm of the gradients; 0: any")
     args = parser.parse_args()
     check(parser, args)  # guard rail: refuses impossible flags
     if not 0 <= args.dropout < 1:

@@ -47,7 +47,7 @@ Try breaking it, in a copy (cp playground/hybrid_parallel.py playground/broken.p
   2. Write `set_epoch(epoch + rank)`. Which ranks must read the same images? Is there an error?
   3. Call `shard(model, mesh["dp"])` before `split(model, mesh["tp"])`. Is there an error?
 
-This is the last lesson. README.md says which kind of parallelism is right for which model.
+The next lesson, mixed_precision.py, computes in 16 bits.
 """
 
 import os

@@ -221,6 +221,14 @@ def test_typical_wrong_answers_have_words_of_their_own(name):
 
 # For each exercise with two rungs, answers that only call what its lesson has.
 OF_LESSONS = {
+    "checkpoint_block": [
+        """
+from activation_checkpointing import Checkpointed
+class CheckpointBlock:
+    def apply(block, inputs, *parameters):
+        return Checkpointed(block)(inputs)
+"""
+    ],
     "ring_all_reduce": ["from nonblocking_p2p import ring_all_reduce"],
     "average_gradients": [
         "from manual_data_parallel import average_gradients",

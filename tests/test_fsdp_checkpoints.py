@@ -30,29 +30,13 @@ def failed(*flags, processes=1):
     return train(LESSON, *flags, processes=processes, status=1)
 
 
-def test_bfloat16(tmp_path):
-    """The losses are near those of float32, but differ. Parameters stay in float32."""
-    flags = (*TWO_EPOCHS, "--precision", "bf16", "-s", tmp_path / "c.pt")
-    out = train(LESSON, *flags, processes=2).stdout
-    for line, right in zip(epochs(out), single_gpu(*TWO_EPOCHS), strict=True):
-        assert 1e-5 < abs(line["loss"] - right["loss"]) < 0.03
-    found = torch.load(tmp_path / "c.pt", weights_only=True)["model"]
-    assert {tensor.dtype for tensor in found.values()} == {torch.float32}
-    model, _ = plain_loop(2, dtype=torch.float32)
-    expected = model.state_dict()
-    apart = [(found[name] - tensor).abs().max() for name, tensor in expected.items()]
-    assert 1e-5 < max(apart) < 0.05
-
-
 def counted_rank(rank, world_size, port, results):
-    """Count what a step in bfloat16 sends, and what the export keeps on each rank."""
+    """Count what the export keeps on each rank."""
     import weakref
 
     import fully_sharded_checkpoints as lesson
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
     from torch.utils._python_dispatch import TorchDispatchMode
-
-    from measure.messages import Messages
 
     class Peak(TorchDispatchMode):
         """Count the bytes of the new tensors, as long as they are in memory."""
@@ -81,15 +65,12 @@ def counted_rank(rank, world_size, port, results):
     torch.manual_seed(0)
     model = MODELS["mlp"](784, 12)
     size = sum(parameter.nbytes for parameter in model.parameters())
-    flags = {"device": "cpu", "timeout": 60, "precision": "bf16", "double": False}
+    flags = {"device": "cpu", "timeout": 60}
     lesson.shard(model, argparse.Namespace(**flags))
     optimizer = torch.optim.Adam(model.parameters())
     found = {"size": size}
-    with Messages() as messages:
-        F.cross_entropy(model(torch.randn(2, 1, 28, 28)), torch.arange(2)).backward()
-    found["sent"] = messages.sent()
+    F.cross_entropy(model(torch.randn(2, 1, 28, 28)), torch.arange(2)).backward()
     parameters = list(model.parameters())
-    found["types"] = {each.dtype for each in parameters} | {each.grad.dtype for each in parameters}
     optimizer.step()
     optimizer.zero_grad()
     shards = [each.to_local() for each in parameters]
@@ -104,28 +85,25 @@ def counted_rank(rank, world_size, port, results):
     dist.destroy_process_group()
 
 
-def test_bytes_of_a_step_in_bfloat16_and_of_the_export():
-    """Gathered in half of the bytes. Only rank 0 keeps what is exported, tensor by tensor."""
+def test_bytes_of_the_export():
+    """Only rank 0 keeps what is exported, and it is gathered tensor by tensor."""
     with mp.Manager() as manager:
         results = manager.dict()
         mp.start_processes(counted_rank, (2, free_port(), results), 2, start_method="fork")
         results = dict(results)
     size = results[0]["size"]
     largest = 4 * 784 * 784
-    for found in results.values():
-        assert found["types"] == {torch.float32}
-        assert found["sent"] == pytest.approx((2 * 0.5 + 1) * size / 2)
     assert results[0]["kept"][0] == 26  # parameters
     assert results[1]["kept"] == [0, 0]
     assert results[1]["peak"] < 4 * largest < 3 * size / 4
     assert results[0]["peak"] > 3 * size - 1  # with Adam's two averages
 
 
-def plain_loop(count, clip=None, dtype=torch.float64):
-    """Train some epochs in one process, by hand. Returns the model and the optimizer."""
+def plain_loop(count):
+    """Train some epochs in one process, by hand, in float64. Returns model and optimizer."""
     torch.manual_seed(0)
-    train_set, _ = load("digits", None, dtype)
-    model = MODELS["mlp"]().to(dtype)
+    train_set, _ = load("digits", None, torch.float64)
+    model = MODELS["mlp"]().double()
     generator = torch.Generator()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-6, fused=True)
     sampler = RandomSampler(train_set, generator=generator)
@@ -135,28 +113,8 @@ def plain_loop(count, clip=None, dtype=torch.float64):
         for images, labels in loader:
             optimizer.zero_grad()
             F.cross_entropy(model(images), labels).backward()
-            gradients = torch.cat([each.grad.flatten() for each in model.parameters()])
-            norm = gradients.square().sum().sqrt()
-            for parameter in model.parameters():
-                if clip:
-                    parameter.grad *= min(1, clip / (norm + 1e-6))
             optimizer.step()
     return model, optimizer
-
-
-@pytest.mark.parametrize("processes", [2, 3])
-def test_clipping(processes, tmp_path):
-    """By the norm over all ranks: the parameters of a plain loop, to 1e-12."""
-    model, _ = plain_loop(2, clip=0.5)
-    expected = model.state_dict()
-    flags = (*TWO_EPOCHS, "--double", "--clip", 0.5, "-s", tmp_path / "c.pt")
-    train(LESSON, *flags, processes=processes)
-    found = torch.load(tmp_path / "c.pt", weights_only=True)["model"]
-    unclipped = plain_loop(2)[0].state_dict()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, atol=1e-12, rtol=0)
-    apart = [(unclipped[name] - tensor).abs().max() for name, tensor in expected.items()]
-    assert max(apart) > 1e-4
 
 
 @pytest.fixture(scope="module")
@@ -297,7 +255,7 @@ def epochs_of_two():
         (("--double", "--width", 32), "width=None, not 32"),
         (("--double", "--layers", 4), "layers=None, not 4"),
         (("--double", "--lr", 0.5), "lr=0.001, not 0.5"),
-        (("--double", "--clip", 0.5), "clip=0.0, not 0.5"),
+        (("--double", "--seed", 1), "seed=0, not 1"),
         ((), "double=True, not False"),
     ],
 )
@@ -523,9 +481,6 @@ def test_a_checkpoint_that_was_not_finished(broken):
         (("--dropout", 0.5), ("--dropout 0.5", "--model cnn")),
         (("--dropout", 1, "--model", "cnn"), ("--dropout 1", "below 1")),
         (("--dropout", "nan", "--model", "cnn"), ("--dropout nan", "below 1")),
-        (("--clip", -1), ("--clip", "0 or more")),
-        (("--clip", "nan"), ("--clip", "0 or more")),
-        (("--precision", "fp8"), ("--precision", "bf16")),
         (("--batch_size", 100), ("--batch_size 100", "3", "99")),
         (("--run_dir", "/proc/here"), ("--run_dir /proc/here",)),
     ],

@@ -1,0 +1,244 @@
+"""Mixed precision: compute in 16 bits, and keep parameters and Adam's state in 32 bits.
+
+bfloat16 has the range of float32, but only two to three digits. float16 has a digit more, but a
+small range: from 6e-8 to 65,504. In float16, a gradient of 1e-9 becomes 0. So a GradScaler
+multiplies the loss by 65,536, and with it all gradients. Before the optimizer's step, it divides
+them by this factor. If a gradient has become infinite, it skips the step and halves the factor.
+bfloat16 needs no GradScaler, neither with DDP nor with FSDP.
+
+torch.autocast converts the inputs and the parameters of matrix products and attention to 16 bits.
+It computes the loss in float32, because the loss adds up many small numbers. (On a GPU, it does so
+with softmax and LayerNorm, too.) The sum of a bfloat16 and a float32 tensor is float32. So here the
+tokens stay in float32 from block to block, and LayerNorm computes in float32. Parameters stay in
+float32, because bfloat16 would lose Adam's small steps: in bfloat16, 1 + 0.001 is 1.
+
+FSDP's MixedPrecisionPolicy is not autocast. It converts a shard before it is gathered, so an
+all_gather sends half of the bytes. Then all of a layer computes in bfloat16, also LayerNorm. With
+reduce_dtype=float32, the gradients are added up over the ranks in float32. Together, a rank sends
+as many bytes as with DDP.
+
+Clipping scales all gradients down if their norm is too large. With DDP, each rank has all of them.
+With FSDP, it has shards, which are DTensors. So clip_grad_norm_ adds up squares over all ranks. The
+norm that it returns is a DTensor, too. full_tensor() returns it as a plain tensor.
+
+Run it:
+    torchrun --standalone --nproc-per-node 2 playground/mixed_precision.py
+    torchrun --standalone --nproc-per-node 2 playground/mixed_precision.py --sharded --clip 1
+
+It prints this with --dataset digits --batch_size 120. (On a CPU, look at the numbers and not at the
+speed: there, bfloat16 is often slower than float32.)
+    a gradient of 1e-9 in torch.float16, loss x 1: 0
+    a gradient of 1e-9 in torch.float16, loss x 65536: 1e-09
+    error against float64   loss     gradients
+    float32                 3e-09    2e-07
+    bfloat16, autocast      1e-04    5e-03
+    bfloat16, everything    1e-03    1e-02
+    float16, autocast       3e-05    8e-04
+    bfloat16: Linear, Attention, GELU, LastToken, logits, softmax
+    float32: Tokens, LayerNorm, Block, loss, parameters, gradients, Adam's averages
+    bytes sent by all_reduce: 110,504 (predicted: 110,504)
+With --sharded --clip 1, it ends so:
+    norm of the last gradients: 1.0000, of what rank 0 has: 0.7025
+    bytes sent by all_gather: 55,252 (predicted: 55,252)
+    bytes sent by reduce_scatter: 55,252 (predicted: 55,252)
+
+Try breaking it, in a copy:
+  1. Write `make_model(args).bfloat16()`, and use --lr 1e-5. Compare the losses with those before.
+  2. Write `reduce_dtype=torch.bfloat16`, and use --sharded. Which bytes change?
+  3. Use `--precision float16 --clip 1`, and comment out `scaler.unscale_(optimizer)`.
+
+The next lesson, activation_checkpointing.py, saves the memory of activations.
+"""
+
+import math
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_, get_total_norm
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
+from common import flags
+from common.data import equal_batches, fetch, loaders
+from common.guard_rails import check, explained
+from common.models import make_model
+from common.report import RANKS, bar, epoch_line, rank_row
+from common.roll_call import meet
+from measure.precision import show_bytes, show_dtypes, show_errors
+
+NARROW = {"bfloat16": torch.bfloat16, "float16": torch.float16}  # the kinds with 16 bits
+
+
+def small_gradient(dtype, factor=1.0):
+    """Return a gradient of 1e-9, computed in a dtype. The loss is multiplied by a factor."""
+    parameter = torch.ones((), requires_grad=True)
+    output = parameter.to(dtype)  # as autocast converts a parameter
+    loss = output.float() * 1e-9
+    (loss * factor).backward()
+    return parameter.grad.item() / factor
+
+
+def shard(layers, model, mesh, narrow):
+    """Shard each layer, and then the whole model. Layers compute in the dtype `narrow`."""
+    if narrow is None:
+        inside = MixedPrecisionPolicy()  # converts nothing
+        outside = inside
+    else:
+        # NEW: each shard is converted before it is gathered. Gradients are computed in the same
+        # dtype, but added up over the ranks in float32. (Without reduce_dtype, PyTorch before 2.15
+        # adds them up in the dtype in which they are computed.)
+        inside = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32)
+        # NEW: the output of the whole model is float32, so the loss is computed in float32.
+        outside = MixedPrecisionPolicy(param_dtype=narrow, output_dtype=torch.float32)
+    for layer in layers:
+        if list(layer.parameters()):
+            fully_shard(layer, mesh=mesh, mp_policy=inside)
+    fully_shard(model, mesh=mesh, mp_policy=outside)
+
+
+def gradient_norms(parameters):
+    """Return the norm of all gradients, and the norm of what this rank has of them."""
+    parameters = list(parameters)
+    norm = clip_grad_norm_(parameters, math.inf)  # changes nothing
+    own = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        own.append(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
+    if isinstance(norm, DTensor):
+        # NEW: before this, to_local() may be the norm of one rank's shards (in PyTorch 2.9)
+        norm = norm.full_tensor()
+    return norm.item(), get_total_norm(own).item()
+
+
+def join(args):
+    """Join the process group and print the table of ranks. Returns this rank and its device."""
+    local_rank = int(os.environ["LOCAL_RANK"])
+    if args.device == "cuda":
+        gpu = torch.device("cuda", local_rank)
+        device = gpu
+        backend = "nccl"
+        torch.cuda.set_device(gpu)  # otherwise every rank would also take memory on GPU 0
+    else:
+        gpu = None
+        device = torch.device("cpu")
+        backend = "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=gpu)
+    rank = dist.get_rank()
+    node = os.environ.get("GROUP_RANK", "0")
+    rows = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, rank_row(node, rank, local_rank, device))
+    if rank == 0:
+        print(RANKS, *rows, sep="\n", flush=True)
+    return rank, device
+
+
+def run_epoch(model, loader, device, autocast, optimizer=None, scaler=None, clip=0.0):
+    """Train, or only test if there is no optimizer. Returns sums over the images of all ranks."""
+    model.train(optimizer is not None)
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    for images, labels in loader:
+        images = images.to(device, non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
+        # NEW: only the forward pass is inside. backward() uses the dtypes of the forward pass.
+        with torch.set_grad_enabled(model.training), autocast:
+            logits = model(images)
+            loss = F.cross_entropy(logits, labels)
+        if optimizer is not None:
+            optimizer.zero_grad()
+            # NEW: only float16 needs the scaler. Otherwise it is disabled, and changes nothing.
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)  # NEW: divides, because clipping needs the true norm
+            if clip:
+                clip_grad_norm_(model.parameters(), clip)  # NEW: by the norm over all ranks
+            # NEW: an infinite gradient makes all ranks skip the step. With DDP, all of them have
+            # it. With shards, unscale_() has exchanged a number in an all_reduce.
+            scaler.step(optimizer)
+            scaler.update()
+        sums[0] += loss.detach() * len(labels)
+        sums[1] += (logits.argmax(dim=1) == labels).sum()
+        sums[2] += len(labels)
+    dist.all_reduce(sums)
+    return sums.tolist()
+
+
+def train(args):
+    """Train and test, and print one line for each epoch. Then show the dtypes and the messages."""
+    rank, device = join(args)
+    meet(args)  # guard rail: compares the flags of the ranks
+    world_size = dist.get_world_size()
+    train_loader, test_loader = loaders(args, rank, world_size)
+    # FSDP's forward() gathers, so all ranks must call it the same number of times, also in a test.
+    test_loader = equal_batches(test_loader.dataset, rank, world_size)
+    images, labels = (each.to(device) for each in next(iter(train_loader)))
+    torch.manual_seed(args.seed)
+    model = make_model(args).to(device)
+    if rank == 0:
+        for dtype, factor in ((torch.bfloat16, 1), (torch.float16, 1), (torch.float16, 65536)):
+            gradient = small_gradient(dtype, factor)
+            print(f"a gradient of 1e-9 in {dtype}, loss x {factor}: {gradient:.3g}", flush=True)
+        show_errors(model, images, labels)
+    narrow = NARROW.get(args.precision)  # None: nothing is converted
+    if args.sharded:
+        mesh = dist.init_device_mesh(device.type, (world_size,))  # all ranks in a row
+        mesh.get_group().set_timeout(timedelta(seconds=args.timeout))
+        shard([*model.stage1, *model.stage2], model, mesh, narrow)
+        wrapped = model
+    else:
+        wrapped = DistributedDataParallel(model)
+    # NEW: with FSDP it is disabled, because the policy converts what is gathered.
+    enabled = narrow is not None and not args.sharded
+    autocast = torch.autocast(device.type, dtype=narrow, enabled=enabled)
+    scaler = torch.amp.GradScaler(device.type, enabled=narrow is torch.float16)
+    torch.manual_seed(args.seed + rank)
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
+
+    for epoch in range(args.epochs):
+        train_loader.sampler.set_epoch(epoch)
+        start = time.perf_counter()
+        progress = bar(train_loader, show=rank == 0)
+        trained = run_epoch(wrapped, progress, device, autocast, optimizer, scaler, args.clip)
+        seconds = time.perf_counter() - start
+        tested = run_epoch(model, test_loader, device, autocast)
+        if rank == 0:
+            print(epoch_line(args, epoch, seconds, trained, tested), flush=True)
+    norm, own = gradient_norms(model.parameters())
+    if rank == 0:
+        print(f"norm of the last gradients: {norm:.4f}, of what rank 0 has: {own:.4f}", flush=True)
+    show_dtypes(model, optimizer, autocast, images, labels)
+    show_bytes(wrapped, autocast, images, labels, args.sharded, narrow)
+    # DDP refers to the group, so delete DDP first. Otherwise the process may hang.
+    del wrapped
+    dist.destroy_process_group()
+
+
+@explained  # guard rail: explains errors
+@record  # torchrun's report then shows the error of the rank that failed first
+def main():
+    """Read the flags, make sure that the data is there, and train as one of the ranks."""
+    parser = flags.Parser(__doc__, parents=[flags.training(), flags.ranks()])
+    parser.set_defaults(model="transformer")
+    add = parser.add_argument
+    add("--precision", choices=[*NARROW, "full"], help="full: convert nothing; default: bfloat16")
+    add("--sharded", action="store_true", help="FSDP with a policy, in place of DDP with autocast")
+    add("--clip", type=float, default=0.0, help="largest norm of the gradients; 0: any")
+    args = parser.parse_args()
+    check(parser, args)  # guard rail: refuses impossible flags
+    if args.double and args.precision in NARROW:
+        parser.error(f"--double computes in float64: leave out --precision {args.precision}")
+    if args.precision is None:
+        args.precision = "full" if args.double else "bfloat16"
+    args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
+    train(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""The activation checkpointing lesson: bytes, passes, dropout, DDP, FSDP, and its exercises."""
+
+import re
+import weakref
+
+import pytest
+import torch
+from conftest import DIGITS, epochs, single_gpu, train
+from test_timeline import assert_one_line
+from torch import nn
+from torch.nn import functional as F
+
+LESSON = "activation_checkpointing"
+# A small transformer, so that a run takes a second.
+SMALL = (*DIGITS, "--batch_size", 120, "--tokens", 7, "--width", 16, "--epochs", 1)
+ROW = r"^(none|second|every) +([\d,]+) +([\d,]+) +(\d+) +\d+ ms$"
+REENTRANT = ("use_reentrant=False", "use_reentrant=True")
+
+
+def rows(out):
+    """Return the bytes counted and predicted, and the passes, for each way to wrap."""
+    found = {}
+    for which, *numbers in re.findall(ROW, out, re.M):
+        found[which] = [int(number.replace(",", "")) for number in numbers]
+    return found
+
+
+def losses(out):
+    """Return the losses of all epochs."""
+    return [line["loss"] for line in epochs(out)]
+
+
+def fails(path, *flags, processes):
+    """Run a copy, which must fail. Returns what its ranks printed on stderr."""
+    with pytest.raises(AssertionError) as failed:
+        train(path, *flags, processes=processes)
+    return str(failed.value)
+
+
+@pytest.fixture(scope="module")
+def right():
+    """The losses of single_gpu.py, in float64."""
+    flags = (*SMALL, "--model", "transformer", "--double")
+    return pytest.approx([line["loss"] for line in single_gpu(*flags)], abs=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("processes", "flags"), [(1, ()), (2, ("--checkpoint", "second")), (4, ("--sharded",))]
+)
+def test_numbers_are_those_of_one_process(processes, flags, right):
+    """The losses of single_gpu.py, and as many bytes and messages as predicted."""
+    done = train(LESSON, *SMALL, "--double", *flags, processes=processes)
+    assert not done.stderr
+    assert losses(done.stdout) == right
+    found = rows(done.stdout)
+    for counted, predicted, _ in found.values():
+        assert counted == predicted
+    assert [passes for _, _, passes in found.values()] == [2, 3, 4]
+    if "--sharded" in flags:
+        assert "all_gather in forward: 4, in backward: 4, for 4 layers" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "flags", [("--heads", 2), ("--layers", 3, "--tokens", 4), ("--width", 24, "--double")]
+)
+def test_bytes_of_other_transformers(flags):
+    """The formula holds for any number of heads, layers and tokens, and for any width."""
+    for counted, predicted, _ in rows(train(LESSON, *SMALL, *flags, processes=1).stdout).values():
+        assert counted == predicted
+
+
+def test_a_block_keeps_sixteen_times_its_input():
+    """And its input only, if it is wrapped. So it is with the default transformer."""
+    from activation_checkpointing import Checkpointed
+
+    from common.models import Block
+    from measure.activations import kept_for_backward
+
+    block = Block(32, 4)
+    tokens = torch.randn(2, 28, 32, requires_grad=True)
+    labels = torch.zeros(2, 32, dtype=torch.int64)
+    kept, _ = kept_for_backward(block, tokens, labels)
+    kept_by_wrapped, _ = kept_for_backward(Checkpointed(block), tokens, labels)
+    assert kept - kept_by_wrapped == 2 * 28 * 4 * (15 * 32 + 4 + 4)
+    of_the_loss = tokens.nbytes + labels.nbytes + 4
+    assert kept_by_wrapped == tokens.nbytes + of_the_loss
+
+
+def test_one_block_at_a_time():
+    """In backward(), the activations of a block are gone when the block before it is computed."""
+    from activation_checkpointing import wrap
+
+    alive = []
+    most = []
+
+    def note(layer, inputs, output):
+        alive.append(weakref.ref(output.untyped_storage()))
+        most.append(sum(each() is not None for each in alive))
+
+    blocks = []
+    for _ in range(4):
+        hidden = nn.Linear(8, 32)
+        hidden.register_forward_hook(note)
+        blocks.append(nn.Sequential(hidden, nn.Tanh(), nn.Linear(32, 8)))
+    model = nn.Sequential(*blocks)
+    wrap(model, blocks)
+    model(torch.randn(5, 8, requires_grad=True)).sum().backward()
+    assert len(most) == 8  # two passes of each block
+    assert max(most) == 1
+
+
+def test_dropout(change):
+    """Wrapped or not, the same neurons are dropped. Exercise 1: without the state, others are."""
+    flags = (*SMALL, "--double", "--dropout")
+    expected = losses(train(LESSON, *flags, "--checkpoint", "none", processes=2).stdout)
+    found = losses(train(LESSON, *flags, processes=2).stdout)
+    assert found == pytest.approx(expected, abs=1e-10)
+    copy = change(LESSON, (REENTRANT[0], f"{REENTRANT[0]}, preserve_rng_state=False"))
+    wrong = losses(train(copy, *flags, processes=2).stdout)
+    assert abs(wrong[0] - expected[0]) > 1e-5
+
+
+def test_only_the_mlp(change, right):
+    """Exercise 2: half of the bytes of a block stay, and the numbers are the same."""
+    before = "    for stage in (model.stage1, model.stage2):\n        wrap(stage, chosen)"
+    after = "    for block in chosen:\n        block.mlp = Checkpointed(block.mlp)"
+    out = train(change(LESSON, (before, after)), *SMALL, "--double", processes=1).stdout
+    assert losses(out) == right
+    found = rows(out)
+    block = found["none"][1] - found["every"][1]  # of two blocks, without their inputs
+    mlp = found["none"][0] - found["every"][0]
+    assert mlp == 120 * 7 * 8 * 2 * 8 * 16
+    assert 0.5 < mlp / block < 0.55
+
+
+def test_the_older_way(change, right):
+    """It works with DDP as it is used here."""
+    out = train(change(LESSON, REENTRANT), *SMALL, "--double", processes=2).stdout
+    assert losses(out) == right
+
+
+def test_the_older_way_with_unused_parameters(change):
+    """Exercise 3: DDP's error."""
+    ddp = "DistributedDataParallel(model"
+    copy = change(LESSON, REENTRANT, (ddp, f"{ddp}, find_unused_parameters=True"))
+    assert "mark a variable ready only once" in fails(copy, *SMALL, processes=2)
+
+
+def test_the_older_way_without_a_gradient_of_the_input(change):
+    """Exercise 4: no wrapped module is trained. There is a warning, and then DDP's error."""
+    layers = ("isinstance(layer, Block)]", "isinstance(layer, (Block, Tokens))]")
+    imported = ("import Block, make_model", "import Block, Tokens, make_model")
+    copy = change(LESSON, REENTRANT, layers, imported)
+    told = fails(copy, *SMALL, processes=2)
+    assert "None of the inputs have requires_grad=True. Gradients will be None" in told
+    # The first layer has 3 parameters, and each of the two blocks 16.
+    missing = " ".join(map(str, range(35)))
+    assert f"Parameter indices which did not receive grad for rank 0: {missing}\n" in told
+
+
+class Twice(nn.Module):
+    """Uses the same wrapped layer twice."""
+
+    def __init__(self, wrapped):
+        super().__init__()
+        self.wrapped = wrapped
+
+    def forward(self, inputs):
+        """Return a tensor like the inputs."""
+        return self.wrapped(self.wrapped(inputs))
+
+
+def test_without_autograd():
+    """In a test, a wrapped module only calls the module, and its gradients are right otherwise."""
+    from activation_checkpointing import Checkpointed
+
+    layer = nn.Linear(4, 4)
+    inputs = torch.randn(3, 4)
+    with torch.no_grad():
+        assert torch.equal(Checkpointed(layer)(inputs), layer(inputs))
+    F.mse_loss(Twice(layer)(inputs), inputs).backward()
+    expected = layer.weight.grad.clone()
+    layer.zero_grad()
+    F.mse_loss(Twice(Checkpointed(layer))(inputs), inputs).backward()
+    torch.testing.assert_close(layer.weight.grad, expected)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--model", "mlp"), ("--model mlp has no blocks", "use --model transformer")),
+        (("--checkpoint", "some"), ("--checkpoint", "second")),
+    ],
+)
+def test_wrong_flags(flags, words, main):
+    """Status 2, one line."""
+    plain = (*DIGITS, "--batch_size", 120)
+    assert_one_line(main(LESSON, *plain, *flags), words)

@@ -1,0 +1,205 @@
+"""The mixed precision lesson: dtypes, errors, bytes, clipping, the scaler, and its exercises."""
+
+import re
+
+import pytest
+import torch
+from conftest import DIGITS, epochs, run, single_gpu, train
+from test_timeline import assert_one_line
+
+LESSON = "mixed_precision"
+# A small transformer, so that a run takes a second.
+SMALL = (*DIGITS, "--batch_size", 120, "--model", "transformer", "--tokens", 8, "--width", 16)
+ONE_EPOCH = (*SMALL, "--epochs", 1)
+NUMBERS = 8_474  # parameters of this transformer
+CLIP = "            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)\n"
+STEP = "            optimizer.step()\n"
+
+
+def losses(out):
+    """Return the losses of all epochs."""
+    return [line["loss"] for line in epochs(out)]
+
+
+def dtypes(out):
+    """Return the dtype of each thing that the lesson prints one for."""
+    found = {}
+    for dtype, names in re.findall(r"^(bfloat16|float\d\d): (.*)$", out, re.M):
+        found |= dict.fromkeys(names.split(", "), dtype)
+    return found
+
+
+def sent(out):
+    """Return the bytes that were counted and predicted for each collective."""
+    rows = re.findall(r"^bytes sent by (\w+): ([\d,]+) \(predicted: ([\d,]+)\)$", out, re.M)
+    found = {}
+    for kind, *numbers in rows:
+        found[kind] = [int(number.replace(",", "")) for number in numbers]
+    return found
+
+
+def norms(out):
+    """Return the norm of all gradients, and that of what rank 0 has."""
+    row = re.search(r"^norm of the last gradients: (\S+), of what rank 0 has: (\S+)$", out, re.M)
+    return [float(number) for number in row.groups()]
+
+
+@pytest.fixture(scope="module")
+def by_autocast():
+    """What two ranks print with DDP and autocast."""
+    return train(LESSON, *ONE_EPOCH, processes=2).stdout
+
+
+@pytest.fixture(scope="module")
+def by_policy():
+    """What two ranks print with FSDP and its policy."""
+    return train(LESSON, *ONE_EPOCH, "--sharded", processes=2).stdout
+
+
+@pytest.mark.parametrize(("processes", "flags"), [(1, ()), (4, ("--sharded",))])
+def test_numbers_are_those_of_one_process(processes, flags):
+    """With --double nothing is converted: the losses of single_gpu.py, to 1e-10."""
+    right = [line["loss"] for line in single_gpu(*ONE_EPOCH, "--double")]
+    done = train(LESSON, *ONE_EPOCH, "--double", *flags, processes=processes)
+    assert not done.stderr
+    assert losses(done.stdout) == pytest.approx(right, abs=1e-10)
+    assert set(dtypes(done.stdout).values()) == {"float64"}
+
+
+@pytest.mark.parametrize(("processes", "flags"), [(2, ()), (3, ("--sharded",))])
+def test_clipping(processes, flags, change):
+    """By the norm over all ranks: the losses of one process that clips, to 1e-10."""
+    clipped = run(change("single_gpu", (STEP, CLIP + STEP)), *ONE_EPOCH, "--double").stdout
+    out = train(LESSON, *ONE_EPOCH, "--double", "--clip", 0.5, *flags, processes=processes).stdout
+    assert losses(out) == pytest.approx(losses(clipped), abs=1e-10)
+    assert abs(losses(out)[0] - single_gpu(*ONE_EPOCH, "--double")[0]["loss"]) > 1e-4
+    whole, own = norms(out)
+    assert whole == pytest.approx(0.5, abs=1e-3)
+    if flags:
+        assert 0.05 < own < 0.49
+    else:
+        assert own == pytest.approx(whole, abs=1e-3)
+
+
+def test_dtypes_with_autocast(by_autocast):
+    """Matrix products compute in bfloat16, and what adds up small numbers in float32."""
+    found = dtypes(by_autocast)
+    for name in ("Linear", "Attention", "GELU", "LastToken", "logits"):
+        assert found.pop(name) == "bfloat16", name
+    found.pop("softmax")  # in float32 on a GPU, and in bfloat16 on a CPU
+    names = {"Tokens", "LayerNorm", "Block", "loss", "parameters", "gradients", "Adam's averages"}
+    assert found == dict.fromkeys(names, "float32")
+
+
+def test_dtypes_with_a_policy(by_policy):
+    """All of the model computes in bfloat16. What the optimizer has stays in float32."""
+    found = dtypes(by_policy)
+    for name in ("Tokens", "Linear", "LayerNorm", "Attention", "GELU", "Block", "LastToken"):
+        assert found.pop(name) == "bfloat16", name
+    names = {"logits", "softmax", "loss", "parameters", "gradients", "Adam's averages"}
+    assert found == dict.fromkeys(names, "float32")
+
+
+def test_bytes(by_autocast, by_policy):
+    """FSDP gathers half of the bytes, so that it sends as many as DDP."""
+    assert sent(by_autocast) == {"all_reduce": [4 * NUMBERS] * 2}
+    assert sent(by_policy) == {"all_gather": [2 * NUMBERS] * 2, "reduce_scatter": [2 * NUMBERS] * 2}
+    flags = ("--sharded", "--precision", "full")
+    wide = sent(train(LESSON, *ONE_EPOCH, *flags, processes=2).stdout)
+    assert wide == {"all_gather": [4 * NUMBERS] * 2, "reduce_scatter": [2 * NUMBERS] * 2}
+
+
+def test_errors(by_autocast):
+    """Of the loss and of the gradients, against float64: rounding to 24, 11 and 8 bits."""
+    rows = re.findall(r"^(\w+\d\d.*?)  +(\de-\d\d) +(\de-\d\d)$", by_autocast, re.M)
+    names = ["float32", "bfloat16, autocast", "bfloat16, everything", "float16, autocast"]
+    assert [name for name, *_ in rows] == names
+    gradients = {name: float(error) for name, _, error in rows}
+    assert gradients["float32"] < 1e-5
+    assert 1e-4 < gradients["float16, autocast"] < gradients["bfloat16, autocast"] < 0.1
+    assert gradients["bfloat16, autocast"] < gradients["bfloat16, everything"]
+
+
+def test_losses_are_near_those_of_float32(by_autocast, by_policy):
+    """They differ in the third digit or later, in float16 less than in bfloat16."""
+    right = single_gpu(*ONE_EPOCH)[0]["loss"]
+    for out in (by_autocast, by_policy):
+        assert abs(losses(out)[0] - right) < 0.03
+    flags = ("--precision", "float16", "--sharded")
+    out = train(LESSON, *ONE_EPOCH, *flags, processes=2).stdout
+    assert abs(losses(out)[0] - right) < 0.003
+
+
+def test_a_small_gradient():
+    """It is 0 in float16, and right if the loss is multiplied."""
+    from mixed_precision import small_gradient
+
+    assert small_gradient(torch.bfloat16) == pytest.approx(1e-9, rel=1e-2)
+    assert small_gradient(torch.float16) == 0
+    assert small_gradient(torch.float16, factor=65536) == pytest.approx(1e-9, rel=1e-3)
+
+
+def test_the_numbers_in_the_docstring():
+    """The range of float16, and what bfloat16 makes of a small step."""
+    float16 = torch.finfo(torch.float16)
+    assert float16.max == 65504
+    assert 5.9e-8 < float16.smallest_normal * float16.eps < 6e-8
+    assert torch.finfo(torch.bfloat16).max > 3e38
+    assert torch.tensor(1, dtype=torch.bfloat16) + 0.001 == 1
+
+
+INFINITE = """            if dist.get_rank() == 1:
+                next(iter(model.parameters())).grad.to_local()[0] = math.inf
+"""
+UNSCALE = "            scaler.unscale_(optimizer)"
+UPDATE = "            scaler.update()\n"
+
+
+def test_an_infinite_gradient_on_one_rank(change):
+    """All ranks skip the step, because unscale_() exchanges what the ranks have found."""
+    shown = '            print(f"factor {scaler.get_scale()}", flush=True)\n'
+    copy = change(LESSON, (UNSCALE, INFINITE + UNSCALE), (UPDATE, UPDATE + shown))
+    flags = (*ONE_EPOCH, "--precision", "float16", "--sharded")
+    out = train(copy, *flags, processes=2).stdout
+    factors = [float(factor) for factor in re.findall(r"^factor (\S+)$", out, re.M)]
+    assert factors == [65536 / 2**step for step in range(1, 13)]
+    assert losses(out)[0] > 2.25  # no step is made
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--double", "--precision", "bfloat16"), ("--double", "leave out --precision")),
+        (("--precision", "fp8"), ("--precision", "bfloat16")),
+        (("--clip", -1), ("--clip", "0 or more")),
+        (("--clip", "nan"), ("--clip", "0 or more")),
+    ],
+)
+def test_wrong_flags(flags, words, main):
+    """Status 2, one line."""
+    assert_one_line(main(LESSON, *SMALL, *flags), words)
+
+
+def test_all_in_bfloat16(change):
+    """Exercise 1: parameters, gradients and Adam's averages are bfloat16, too."""
+    made = "    model = make_model(args).to(device)"
+    copy = change(LESSON, (made, "    model = make_model(args).bfloat16().to(device)"))
+    found = dtypes(train(copy, *ONE_EPOCH, processes=2).stdout)
+    assert found.pop("loss") == "float32"
+    assert set(found.values()) == {"bfloat16"}
+
+
+def test_sums_in_bfloat16(change):
+    """Exercise 2: the gradients are sent in bfloat16, too."""
+    copy = change(LESSON, ("reduce_dtype=torch.float32", "reduce_dtype=torch.bfloat16"))
+    found = sent(train(copy, *ONE_EPOCH, "--sharded", processes=2).stdout)
+    assert found["reduce_scatter"] == [NUMBERS, 2 * NUMBERS]
+
+
+def test_clipping_before_the_division(change):
+    """Exercise 3: what is clipped are the gradients times 65,536. step() then divides them."""
+    copy = change(LESSON, (UNSCALE, "            #"))
+    flags = (*ONE_EPOCH, "--precision", "float16", "--clip", 1)
+    out = train(copy, *flags, processes=2).stdout
+    right = train(LESSON, *flags, processes=2).stdout
+    assert losses(out)[0] > losses(right)[0] + 0.01
