@@ -62,7 +62,8 @@ from common.report import RANKS, bar, epoch_line, rank_row
 from common.roll_call import meet
 
 # NEW: the numbers depend on these flags, so a run must be resumed with the same ones.
-MUST_AGREE = ["model", "width", "layers", "dataset", "batch_size", "lr", "seed", "double"]
+MUST_AGREE = ["model", "width", "layers", "tokens", "heads"]
+MUST_AGREE += ["dataset", "batch_size", "lr", "seed", "double"]
 
 
 def save(args, epoch, model, optimizer):

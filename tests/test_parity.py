@@ -60,10 +60,7 @@ VARIANTS = {  # flags of a lesson, and the numbers of processes; None: it takes 
     },
 }
 OF_TRANSFORMERS = {  # lessons that train the transformer only
-    "mixed_precision": {
-        ("--precision", "full"): (2,),
-        ("--precision", "full", "--sharded"): (2,),
-    },
+    "mixed_precision": {("--precision", "full"): (2,), ("--precision", "full", "--sharded"): (2,)},
     "activation_checkpointing": {
         (): (1, 2),
         ("--checkpoint", "second"): (2,),
@@ -75,17 +72,9 @@ OF_TRANSFORMERS = {  # lessons that train the transformer only
         ("--by", "dtensor"): (2,),
         ("--by", "dtensor", "--sequence"): (4,),
     },
-    "context_parallel": {
-        (): (1, 2, 4),
-        ("--order", "plain"): (3,),
-        ("--by", "ulysses"): (4,),
-    },
+    "context_parallel": {(): (1, 2, 4), ("--order", "plain"): (3,), ("--by", "ulysses"): (4,)},
     "expert_parallel": {("--experts", 1): (1,)},  # with more experts it is another model
-    "three_axes": {
-        (): (1, 4),
-        ("--mesh", "2x2x2"): (8,),
-        ("--mesh", "1x2x2", "--fsdp"): (4,),
-    },
+    "three_axes": {(): (1, 4), ("--mesh", "2x2x2"): (8,), ("--mesh", "1x2x2", "--fsdp"): (4,)},
 }
 NO_PARITY = {"distributed_data_parallel_resnet"}  # because of batch norm
 FLAT_SHARDS = {"sharded_optimizer", "manual_fully_sharded"}

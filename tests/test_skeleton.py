@@ -38,6 +38,8 @@ READING_ORDER = [
 ]
 SHARDED_OR_SPLIT = READING_ORDER[READING_ORDER.index("sharded_optimizer") :]
 MOST_REPEATED = dict.fromkeys(SHARDED_OR_SPLIT, 95)
+OF_TRANSFORMERS = READING_ORDER[READING_ORDER.index("mixed_precision") :]
+MOST_REPEATED |= dict.fromkeys(OF_TRANSFORMERS, 100)
 MOST_REPEATED["three_axes"] = 280  # it is the sum of the lessons that it combines
 NOT_IN_A_LESSON = [
     "TCPStore",

@@ -5,11 +5,10 @@ import time
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 from common.models import HEADS, TOKENS, WIDTH, Block
-from measure.memory import held
+from measure.memory import Kept
 from measure.messages import Messages
 
 STEPS = 5  # of which the fastest counts
@@ -20,17 +19,9 @@ def kept_for_backward(model: nn.Module, images: Tensor, labels: Tensor) -> tuple
 
     The parameters are in memory anyway, so they are left out.
     """
-    kept = []
-
-    def note(tensor: Tensor) -> Tensor:
-        """Autograd calls this with each tensor that it keeps."""
-        kept.append(tensor)
-        return tensor
-
-    with saved_tensors_hooks(note, lambda tensor: tensor):
+    with Kept(model) as kept:
         loss = F.cross_entropy(model(images), labels)
-    parameters = list(model.parameters())
-    return held([*kept, *parameters]) - held(parameters), loss
+    return kept.nbytes(), loss
 
 
 def by_formula(args: argparse.Namespace, images: int, wrapped: int) -> int:

@@ -6,7 +6,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from measure.messages import Messages
@@ -26,6 +28,38 @@ def held(tensors: Iterable[Tensor | None]) -> int:
             storage = tensor.untyped_storage()
             sizes[storage.data_ptr()] = storage.nbytes()
     return sum(sizes.values())
+
+
+class Kept(saved_tensors_hooks):
+    """Inside `with Kept(model) as kept:`, what autograd keeps for backward() is noted.
+
+    Args:
+        model: its parameters are left out, because they are in memory anyway.
+    """
+
+    def __init__(self, model: nn.Module):
+        super().__init__(self.note, lambda tensor: tensor)
+        self._parameters = {_storage(each).data_ptr() for each in model.parameters()}
+        self._storages = {}
+
+    def __enter__(self) -> "Kept":
+        """Start to note."""
+        super().__enter__()
+        return self
+
+    def note(self, tensor: Tensor) -> Tensor:
+        """Note a tensor that is kept, and return it."""
+        storage = _storage(tensor)
+        self._storages[storage.data_ptr()] = storage
+        return tensor
+
+    def nbytes(self) -> int:
+        """Return the bytes of all that was kept. What shares memory counts once."""
+        total = 0
+        for address, storage in self._storages.items():
+            if address not in self._parameters:
+                total += storage.nbytes()
+        return total
 
 
 class Gathered(Messages):
@@ -163,3 +197,10 @@ def print_messages(messages: Messages) -> None:
     kinds = ("all_gather", "reduce_scatter", "all_reduce")
     counted = [f"{len(messages.of(kind))} {kind}" for kind in kinds]
     print(f"messages of a step: {', '.join(counted)}. DDP: one for each bucket", flush=True)
+
+
+def _storage(tensor: Tensor) -> UntypedStorage:
+    """Return the memory of a tensor. Of a DTensor, this rank has a shard."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
+    return tensor.untyped_storage()

@@ -9,45 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from measure.memory import Kept
 from measure.messages import Messages
-
-
-class Saved(saved_tensors_hooks):
-    """Inside `with Saved(model) as saved:`, what autograd saves for backward() is noted.
-
-    Parameters are left out, because they are in memory anyway.
-
-    Args:
-        model: whose parameters are left out.
-    """
-
-    def __init__(self, model: nn.Module):
-        super().__init__(self.note, lambda tensor: tensor)
-        self._parameters = {each.untyped_storage().data_ptr() for each in model.parameters()}
-        self._storages = {}
-
-    def __enter__(self) -> "Saved":
-        """Start to note."""
-        super().__enter__()
-        return self
-
-    def note(self, tensor: Tensor) -> Tensor:
-        """Note a tensor that is saved, and return it."""
-        storage = tensor.untyped_storage()
-        self._storages[storage.data_ptr()] = storage
-        return tensor
-
-    def nbytes(self) -> int:
-        """Return the bytes of all that was saved. What shares memory counts once."""
-        total = 0
-        for address, storage in self._storages.items():
-            if address not in self._parameters:
-                total += storage.nbytes()
-        return total
 
 
 class Scores(TorchDispatchMode):
@@ -100,13 +66,13 @@ def compare_sequence(
         by: "ring" or "ulysses".
     """
     images, labels = batch
-    with Saved(whole_model) as whole_saved:
+    with Kept(whole_model) as whole_kept:
         F.cross_entropy(whole_model(images), labels).backward()
     device = next(model.parameters()).device
     images = images.to(device)
     labels = labels.to(device)
     model.zero_grad()
-    with Messages() as messages, Saved(model) as saved:
+    with Messages() as messages, Kept(model) as kept:
         step(images, labels)
     apart = torch.zeros(())
     for mine, whole in zip(model.parameters(), whole_model.parameters(), strict=True):
@@ -122,7 +88,7 @@ def compare_sequence(
     heads = width // attention[0].size
     pairs = scores.count // (len(images) * heads * layers)
     rows = [None] * dist.get_world_size()
-    own = [float(apart), len(places[dist.get_rank()]), pairs, saved.nbytes()]
+    own = [float(apart), len(places[dist.get_rank()]), pairs, kept.nbytes()]
     dist.all_gather_object(rows, own)
     if dist.get_rank() == 0:
         largest = max(row[0] for row in rows)
@@ -132,7 +98,7 @@ def compare_sequence(
             print(f"rank {rank:<7}{tokens:<8}{counted:<17,}{kept:,} bytes")
         tokens = sum(len(mine) for mine in places)
         needed = tokens * (tokens + 1) // 2
-        print(f"one process {tokens:<8}{needed:<17,}{whole_saved.nbytes():,} bytes")
+        print(f"one process {tokens:<8}{needed:<17,}{whole_kept.nbytes():,} bytes")
         size = len(images) * width * images.element_size() * layers  # bytes for each token
         parameters = list(whole_model.parameters())
         nbytes = sum(parameter.nbytes for parameter in parameters)

@@ -6,44 +6,11 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from common.models import TOKENS, WIDTH
+from measure.memory import Kept
 from measure.messages import Messages, sent_bytes
-
-
-class Kept(saved_tensors_hooks):
-    """Inside `with Kept(model) as kept:`, what autograd keeps for backward() is noted.
-
-    Args:
-        model: its parameters are left out, because they are in memory anyway.
-    """
-
-    def __init__(self, model: nn.Module):
-        super().__init__(self.note, lambda tensor: tensor)
-        self._parameters = {_storage(each).data_ptr() for each in model.parameters()}
-        self._storages = {}
-
-    def __enter__(self) -> "Kept":
-        """Start to note."""
-        super().__enter__()
-        return self
-
-    def note(self, tensor: Tensor) -> Tensor:
-        """Note a tensor that is kept, and return it."""
-        storage = _storage(tensor)
-        self._storages[storage.data_ptr()] = storage
-        return tensor
-
-    def nbytes(self) -> int:
-        """Return the bytes of all that was kept. What shares memory counts once."""
-        total = 0
-        for address, storage in self._storages.items():
-            if address not in self._parameters:
-                total += storage.nbytes()
-        return total
 
 
 def show_split(step: Callable, model: nn.Module, args: argparse.Namespace) -> None:
@@ -177,10 +144,3 @@ def print_messages(messages: Messages, rows: Sequence) -> None:
         sent = messages.sent(collective, group.group_name)
         predicted = sent_bytes(collective, size, group.size())
         print(f"{axis:<6}{collective:<16}{counted:<9}{number:<11}{sent:<14,.0f}{predicted:,.0f}")
-
-
-def _storage(tensor: Tensor) -> torch.UntypedStorage:
-    """Return the memory of a tensor. Of a DTensor, this rank has a shard."""
-    if isinstance(tensor, DTensor):
-        tensor = tensor.to_local()
-    return tensor.untyped_storage()
