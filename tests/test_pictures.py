@@ -20,6 +20,7 @@ COUNTS = json.loads((FIGURES / "pictures.json").read_text())
 KEPT = ("parameters", "gradients", "Adam's averages")
 LAYER = 4 * (784 * 784 + 784)  # bytes of a hidden layer of that model
 COUNTED = ("holds", "ring", "fsdp", "schedules", "tensor", "mesh")
+COUNTED += ("split", "context", "experts", "axes")
 
 
 def test_all_pictures_have_counts():

@@ -24,22 +24,26 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
 from common.models import Attention
+from figures.ranks import of_all_ranks
 from measure.messages import Messages
-from measure.style import BLUE, GREEN, GREY, INK, ORANGE, PINK, add_legend, new_figure, save
+from measure.style import (
+    BLUE,
+    GREEN,
+    GREY,
+    INK,
+    ORANGE,
+    PINK,
+    VERMILLION,
+    add_legend,
+    new_figure,
+    save,
+)
 
-VERMILLION = "#D55E00"
 COLOURS = [BLUE, ORANGE, GREEN, PINK]  # of the ranks
 TOKENS = 16
 WIDTH = 32
 HEADS = 4
 IMAGES = 120
-
-
-def _of_all_ranks(own: Any) -> list:
-    """Return what each rank has."""
-    everything = [None] * dist.get_world_size()
-    dist.all_gather_object(everything, own)
-    return everything
 
 
 # The ring with the causal mask
@@ -58,7 +62,7 @@ def count_context() -> dict[str, dict]:
         places = order(TOKENS, dist.get_world_size())
         counts[name] = {
             "places": [mine.tolist() for mine in places],
-            "blocks": _of_all_ranks(_blocks(places)),
+            "blocks": of_all_ranks(_blocks(places)),
         }
     return counts
 

@@ -40,9 +40,13 @@ import nonblocking_p2p
 import pipeline_parallel
 import sharded_optimizer
 import tensor_parallel
+import three_axes
 
 from common.guard_rails import free_port
-from common.models import MLP
+from common.models import MLP, TOKENS, Transformer
+from figures.attention import count_context, count_split
+from figures.experts import count_experts
+from figures.ranks import of_all_ranks
 from measure.memory import Gathered, held
 from measure.messages import Messages
 from measure.timeline import METHODS, Calls, note_calls
@@ -77,13 +81,6 @@ def _call(rank: int, functions: dict, world_size: int, port: int, results: dict)
         if rank == 0:
             results[name] = result
     dist.destroy_process_group()
-
-
-def _of_all_ranks(own: Any) -> list:
-    """Return what each rank has."""
-    everything = [None] * dist.get_world_size()
-    dist.all_gather_object(everything, own)
-    return everything
 
 
 def _batch(size: int) -> tuple[Tensor, Tensor]:
@@ -127,7 +124,7 @@ def count_memory() -> dict[str, list[dict[str, int]]]:
         compute()  # in the first step, DDP makes other buckets, and FSDP gathers more
         optimizer.step()
         optimizer.zero_grad()
-        bytes_of[name] = _of_all_ranks(_count_step(trained, optimizer, compute))
+        bytes_of[name] = of_all_ranks(_count_step(trained, optimizer, compute))
     return bytes_of
 
 
@@ -341,7 +338,7 @@ def count_ring() -> dict[str, list]:
     with mock.patch.object(nonblocking_p2p, "start_exchange", noted):
         nonblocking_p2p.ring_all_reduce(numbers)
     held_chunks.append(_added_ranks(numbers))
-    return {"sent": _of_all_ranks(sent), "held": _of_all_ranks(held_chunks)}
+    return {"sent": of_all_ranks(sent), "held": of_all_ranks(held_chunks)}
 
 
 def _added_ranks(numbers: Tensor) -> list[str]:
@@ -431,7 +428,7 @@ def count_tensor() -> dict:
         output.sum().backward()
     shapes = {"A": list(column.weight.T.shape), "x A": list(column(inputs).shape)}
     shapes["B"] = list(row.weight.T.shape)
-    counts = {"x": list(inputs.shape), "y": list(output.shape), "ranks": _of_all_ranks(shapes)}
+    counts = {"x": list(inputs.shape), "y": list(output.shape), "ranks": of_all_ranks(shapes)}
     for name, messages in (("forward", forward), ("backward", backward)):
         nbytes = sum(message.nbytes for message in messages.noted)
         counts[name] = [len(messages.noted), nbytes]
@@ -463,7 +460,7 @@ def count_schedules() -> dict[str, list[str]]:
         images, labels = _batch(2 * MICRO_BATCHES)
         inputs = [images] if dist.get_rank() == 0 else []
         schedule.step(*inputs, target=labels)
-        orders[name] = _of_all_ranks(_order(marks))
+        orders[name] = of_all_ranks(_order(marks))
     torch.set_default_dtype(torch.float32)
     return orders
 
@@ -512,10 +509,33 @@ def count_mesh() -> list[dict]:
         sent = {}
         for axis in mesh.mesh_dim_names:
             own = round(messages.sent(group=mesh[axis].get_group().group_name))
-            sent[axis] = _of_all_ranks(own)
+            sent[axis] = of_all_ranks(own)
         picture = {"kind": kind, "images": images, "mesh": mesh.mesh.tolist(), "sent": sent}
         pictures.append(picture)
     return pictures
+
+
+def count_axes() -> dict[str, list]:
+    """Count what each rank of three_axes.py sends in a step, on a mesh of 2 x 2 x 2 ranks.
+
+    The global batch has 128 images.
+
+    Returns:
+        For each axis the bytes that each rank sends along it.
+    """
+    names = ("dp", "cp", "tp")
+    mesh = dist.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=names)
+    model = Transformer()
+    three_axes.split_tokens(model, three_axes.zigzag(TOKENS, 2), mesh.get_group("cp"))
+    three_axes.split_by_hand(model, mesh.get_group("tp"))
+    with Messages() as messages:
+        _forward_and_backward(model, *_batch(64))
+        three_axes.add_up_gradients(model, [mesh.get_group("dp"), mesh.get_group("cp")])
+    sent = {}
+    for name in names:
+        own = round(messages.sent(group=mesh.get_group(name).group_name))
+        sent[name] = of_all_ranks(own)
+    return sent
 
 
 # Who waits for whom
@@ -602,14 +622,17 @@ def _parts_of_step(trace: dict, start: float, end: float) -> dict[str, list]:
 # All of them
 
 IN_RANKS = {  # the number of ranks, and what is counted with it
-    2: {"waits": time_calls, "tensor": count_tensor},
+    2: {"waits": time_calls, "tensor": count_tensor, "experts": count_experts},
     4: {
         "holds": count_memory,
         "ring": count_ring,
         "fsdp": count_fsdp,
         "schedules": count_schedules,
         "mesh": count_mesh,
+        "split": count_split,
+        "context": count_context,
     },
+    8: {"axes": count_axes},
 }
 WIDE = ("--dataset", "digits", "--batch_size", "240", "--width", "1024", "--layers", "5")
 

@@ -23,14 +23,27 @@ sys.path.append(str(PLAYGROUND))  # find measure/ and figures/ from any working 
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Polygon, Rectangle
 
+from figures.attention import draw_context, draw_split
 from figures.counts import count
-from measure.style import BLUE, GREEN, GREY, INK, ORANGE, PINK, SKY, add_legend, new_figure, save
+from figures.experts import draw_experts
+from measure.style import (
+    BLUE,
+    GREEN,
+    GREY,
+    INK,
+    ORANGE,
+    PINK,
+    SKY,
+    VERMILLION,
+    add_legend,
+    new_figure,
+    save,
+)
 from measure.timeline import Span, bubble
 
 FIGURES = PLAYGROUND / "figures"
 COUNTS = FIGURES / "pictures.json"
 PALE = "#CFE6F5"  # a lighter SKY
-VERMILLION = "#D55E00"
 PALE_ORANGE = "#FBE3AE"
 PALE_PINK = "#F0D9E6"
 PALE_GREEN = "#A6DECF"
@@ -432,6 +445,55 @@ def draw_mesh(counts: list, path: Path) -> None:
     save(figure, path)
 
 
+def draw_axes(counts: dict, path: Path) -> None:
+    """Draw eight ranks in two grids, and along each axis an arrow as wide as the bytes sent."""
+    colours = {"dp": BLUE, "cp": ORANGE, "tp": PINK}
+    travels = {
+        "dp": "dp: gradients",
+        "cp": "cp: keys, values, gradients",
+        "tp": "tp: terms of activations",
+    }
+    figure, panels = new_figure(1, 1, 4.6)
+    panel = panels[0, 0]
+    most = max(max(sent) for sent in counts.values())
+    width = {name: 0.55 * max(sent) / most for name, sent in counts.items()}
+    amount = {name: f"{max(sent) / 1000:,.0f} kB" for name, sent in counts.items()}
+    for replica in range(2):
+        left = 4.3 * replica
+        box(panel, (left - 0.3, -2.0), (3.0, 3.0), "white", linestyle="--")
+        panel.text(left + 1.2, 1.1, f"dp {replica}: 64 images", ha="center", va="bottom")
+        for row in range(2):
+            for column in range(2):
+                rank = 4 * replica + 2 * row + column
+                box(panel, (left + 1.7 * column, -1.7 * row), (0.7, 0.7), GREY, f"rank\n{rank}")
+            y = 0.35 - 1.7 * row
+            double_arrow(panel, (left + 0.72, y), (left + 1.68, y), width["tp"], colours["tp"])
+        for column in range(2):
+            x = left + 0.35 + 1.7 * column
+            double_arrow(panel, (x, -0.98), (x, -0.02), width["cp"], colours["cp"])
+        panel.text(left + 1.2, 0.75, amount["tp"], ha="center", va="center")
+        panel.text(left + 1.2, -0.5, amount["cp"], ha="center", va="center")
+    double_arrow(panel, (2.72, -0.5), (3.98, -0.5), width["dp"], colours["dp"])
+    panel.text(3.35, -0.1, amount["dp"], ha="center", va="center")
+    panel.set_xlim(-0.4, 7.1)
+    panel.set_ylim(-2.1, 1.5)
+    panel.set_aspect("equal")
+    panel.axis("off")
+    figure.suptitle("kB sent by each rank in a step", fontsize=14, weight="bold")
+    patches = [
+        Patch(facecolor=colours[name], edgecolor=INK, label=travels[name]) for name in colours
+    ]
+    figure.legend(
+        handles=patches,
+        loc="outside lower center",
+        ncols=3,
+        handlelength=1.2,
+        columnspacing=1.2,
+        fontsize=11,
+    )
+    save(figure, path)
+
+
 def draw_waits(counts: dict, path: Path) -> None:
     """Draw in which call each of two ranks is, in four exchanges."""
     titles = {
@@ -466,6 +528,10 @@ DRAW: dict[str, Callable] = {
     "schedules": draw_schedules,
     "tensor": draw_tensor,
     "mesh": draw_mesh,
+    "split": draw_split,
+    "context": draw_context,
+    "experts": draw_experts,
+    "axes": draw_axes,
 }
 
 

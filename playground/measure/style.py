@@ -17,6 +17,7 @@ ORANGE = "#E69F00"
 GREEN = "#009E73"
 SKY = "#56B4E9"
 PINK = "#CC79A7"
+VERMILLION = "#D55E00"
 INK = "0.1"  # a black that is a little lighter
 GREY = "0.85"
 WIDE = 8  # inches; with wider figures all letters are smaller
