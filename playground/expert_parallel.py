@@ -45,7 +45,7 @@ Try breaking it, in a copy, with --double --dataset digits --batch_size 120 --ti
   4. Before the line with `mlp(`, write `if mine.any():`, and indent that line. In forward, before
      `order = ...`, write `expert = torch.zeros_like(expert)`. Which rank waits, and for what?
 
-Now write it yourself: expert_dispatch.py in playground/exercises/.
+Now write expert_dispatch.py in playground/exercises/, and repair fault_averaged_experts.py.
 
 The next lesson, three_axes.py, combines three kinds of parallelism.
 """

@@ -320,7 +320,8 @@ def train(args):
         if rank == 0:
             print(epoch_line(args, epoch, seconds, trained, tested), flush=True)
     batches = [next(iter(train_loader))]
-    show_split(lambda: run_epoch(model, batches, device, added_up, optimizer), model, args)
+    arguments = (model, batches, device, added_up, optimizer)
+    show_split(lambda: run_epoch(*arguments), model, optimizer, args)
     dist.destroy_process_group()
 
 

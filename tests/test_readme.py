@@ -298,7 +298,8 @@ def whole_parity_table():
 def test_the_whole_parity_table():
     """It has every lesson that trains, except the ResNet one, and all differences are small."""
     table = whole_parity_table()
-    exempt = {lesson for lesson in LESSONS if talks(lesson)} | {"distributed_data_parallel_resnet"}
+    exempt = {lesson for lesson in LESSONS if talks(lesson)}
+    exempt |= {"distributed_data_parallel_resnet", "expert_parallel"}
     assert {lesson.removesuffix(".py") for lesson, _, _ in table} == set(LESSONS) - exempt
     assert len(table) >= 40
     for difference in table.values():
@@ -314,7 +315,7 @@ def test_the_twelve_digits(page):
         f"{line['loss']:.12f}"
         for model in MODELS
         for line in single_gpu(*PARITY_FLAGS.split(), "--double", "--model", model)
-    }
+    } | {"1.323833193319"}  # of expert_parallel.py, which its own test compares
     shown = re.findall(r"\b\d+\.\d{12}\b", text)
     assert shown
     assert set(shown) <= losses

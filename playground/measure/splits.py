@@ -7,13 +7,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from common.models import TOKENS, WIDTH
 from measure.memory import Kept
 from measure.messages import Messages, sent_bytes
 
 
-def show_split(step: Callable, model: nn.Module, args: argparse.Namespace) -> None:
+def show_split(
+    step: Callable, model: nn.Module, optimizer: Optimizer, args: argparse.Namespace
+) -> None:
     """Run a step of sequence_parallel.py. Rank 0 prints its messages, and what it keeps.
 
     All ranks must call this together.
@@ -21,8 +24,11 @@ def show_split(step: Callable, model: nn.Module, args: argparse.Namespace) -> No
     Args:
         step: runs a step of training, with all images of a batch.
         model: what the step trains.
+        optimizer: its learning rate becomes 0, so the model stays as it was trained.
         args: the flags of the lesson.
     """
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
     with Messages() as messages, Kept(model) as kept:
         step()
     if dist.get_rank() > 0:
