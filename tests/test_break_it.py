@@ -408,7 +408,8 @@ def scaling(copy):
     """Return what a copy of compare.py runs for scaling with 1 and 2 processes: flags, threads."""
     code = """import argparse, json, compare
 args = argparse.Namespace(**dict.fromkeys(compare.PASSED_ON))
-vars(args).update(gpus=2, stages=2, pieces=2, processes=[1, 2], only=["scaling"], batch_size=128)
+vars(args).update(gpus=2, stages=2, pieces=2, head_parts=2, processes=[1, 2])
+vars(args).update(only=["scaling"], batch_size=128)
 runs = compare.plan(args)
 print(json.dumps([run["words"] + [compare.command(run, args, "folder")[1]] for run in runs]))
 """

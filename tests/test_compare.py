@@ -28,6 +28,7 @@ SHORT = (*DIGITS, "--batch_size", 120)
 LEFT_OUT = {  # lessons that train and have no run, and why
     "distributed_data_parallel_resnet",  # another model
     "fully_sharded_checkpoints",  # FSDP once more
+    "expert_parallel",  # another model
 }
 
 
@@ -114,17 +115,27 @@ def test_sizes_that_fit(gpus, model):
     assert pieces == {3: 2, 5: 4, 6: 4, 7: 4}.get(gpus, gpus)
     assert tool.fitting_pieces(gpus, model, 100) == min(pieces, 4)
     assert tool.fitting_pieces(gpus, model, 33) == 1
+    assert tool.fitting_heads(gpus, None, None) == {1: 1, 2: 2, 3: 2}.get(gpus, 4)
+    assert tool.fitting_heads(gpus, 3, 784) == 1
     batch_size = tool.fitting_batch([gpus, 8], 128)
     assert batch_size % gpus == batch_size % 8 == 0 and 104 <= batch_size <= 152
 
 
 def test_how_lessons_are_started():
     """Each training lesson, and by torchrun what takes its rank from the environment."""
-    names = {line.split()[0] for line in tool.LESSONS} | {"profile_steps"}
+    lines = tool.LESSONS + tool.OF_TRANSFORMERS
+    names = {line.split()[0] for line in lines} | {"profile_steps"}
     training = {name for name in LESSONS if not talks(name)}
     assert names == training - LEFT_OUT
     assert set(tool.TORCHRUN) == {name for name in names if by_torchrun(name)}
-    args = {"gpus": 6, "stages": 3, "pieces": 4, "processes": [1, 6], "widths": [64]}
+    args = {
+        "gpus": 6,
+        "stages": 3,
+        "pieces": 4,
+        "head_parts": 4,
+        "processes": [1, 6],
+        "widths": [64],
+    }
     args |= {"device": "cuda", "model": "mlp", "width": None, "batch_size": 120}
     args["only"] = ["parity", "scaling"]
     args["lessons"] = [
@@ -162,7 +173,14 @@ def test_how_lessons_are_started():
 def test_the_mesh(device, gpus, width, mesh):
     """Two columns if ranks and neurons are even, no more ranks than GPUs, and four on a CPU."""
     assert tool.fitting_mesh(device, gpus, width) == mesh
-    args = {"gpus": gpus, "stages": 1, "pieces": 1, "device": device, "width": width}
+    args = {
+        "gpus": gpus,
+        "stages": 1,
+        "pieces": 1,
+        "head_parts": 1,
+        "device": device,
+        "width": width,
+    }
     args |= {"only": ["parity"], "lessons": ["hybrid_parallel"], "model": "mlp"}
     run = tool.plan(argparse.Namespace(**args))[1]
     assert run["words"] == ["--mesh", f"{mesh[0]}x{mesh[1]}"]

@@ -102,6 +102,18 @@ TWO_RANKS = [
     ("profile_steps", ("--average", "each")),
     ("profile_steps", ("--average", "bucket")),
 ]
+TRANSFORMER = ("--model", "transformer", "--double")
+OF_TRANSFORMERS = [  # on any number of ranks
+    ("mixed_precision", ("--precision", "full")),
+    ("mixed_precision", ("--precision", "full", "--sharded")),
+    ("activation_checkpointing", ()),
+    ("activation_checkpointing", ("--sharded",)),
+    ("sequence_parallel", ()),
+    ("sequence_parallel", ("--sequence",)),
+    ("sequence_parallel", ("--by", "dtensor", "--sequence")),
+    ("context_parallel", ()),
+    ("context_parallel", ("--by", "ulysses")),
+]
 ASK = """import json, torch
 gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
 print(json.dumps([gpus, torch.cuda.nccl.version()[:2] if gpus else []]))
@@ -237,6 +249,16 @@ def test_one_process(lesson, flags, network, gpu, tmp_path):
     assert_as_on_the_cpu(output([job]), network)
 
 
+@pytest.mark.parametrize(
+    ("lesson", "flags"),
+    [*OF_TRANSFORMERS, ("expert_parallel", ("--experts", 1)), ("three_axes", ())],
+)
+def test_a_transformer_in_one_process(lesson, flags, gpu):
+    """The CPU's losses, to 1e-10."""
+    job = Lesson(lesson, *TWO_EPOCHS, *CUDA, *TRANSFORMER, *flags, env=ALL_GPUS, cold=True)
+    assert_as_on_the_cpu(output([job]), TRANSFORMER)
+
+
 @pytest.mark.parametrize("network", [("--model", "cnn"), ("--model", "mlp", "--double")])
 def test_the_other_numbers(network, gpu):
     """The CNN in float32, and the figures of the MLP in float64."""
@@ -270,6 +292,30 @@ def test_two_ranks(lesson, flags, network, two_ranks, tmp_path):
     out = output(two_ranks(lesson, *TWO_EPOCHS, *CUDA, *network, *flags, *kept(lesson, tmp_path)))
     assert tuple(re.findall(r"^\d +\d +\d +(\S+)  ", out, re.M)) == two_ranks.devices
     assert_as_on_the_cpu(out, network)
+
+
+@pytest.mark.parametrize(
+    ("lesson", "flags"),
+    [
+        *OF_TRANSFORMERS,
+        ("three_axes", ("--mesh", "2x1x1", "--fsdp")),
+        ("three_axes", ("--mesh", "1x2x1")),
+        ("three_axes", ("--mesh", "1x1x2")),
+    ],
+)
+def test_a_transformer_on_two_ranks(lesson, flags, two_ranks):
+    """The CPU's losses over NCCL, to 1e-10."""
+    out = output(two_ranks(lesson, *TWO_EPOCHS, *CUDA, *TRANSFORMER, *flags))
+    assert_as_on_the_cpu(out, TRANSFORMER)
+
+
+def test_experts_on_two_ranks(two_ranks):
+    """One rank and two print the same losses."""
+    flags = (*TWO_EPOCHS, "--double")
+    found = epochs(output(two_ranks("expert_parallel", *flags, *CUDA)))
+    right = epochs(run("expert_parallel", *flags, "--device", "cpu").stdout)
+    for line, expected in zip(found, right, strict=True):
+        assert line["loss"] == pytest.approx(expected["loss"], abs=1e-10)
 
 
 @pytest.mark.parametrize("network", NUMBERS)
@@ -467,32 +513,22 @@ def test_a_step_in_pieces(flags, apart, messages, by, two_ranks):
     assert counts == messages * 2
 
 
-def test_clipping(two_ranks, tmp_path):
-    """By the norm over both ranks: the CPU's parameters."""
-    lesson, flags = "fully_sharded_checkpoints", (*TWO_EPOCHS, "--double", "--clip", 0.5)
-    output(two_ranks(lesson, *flags, *CUDA, "-s", tmp_path / "gpu.pt"))
-    train(lesson, *flags, "--device", "cpu", "-s", tmp_path / "cpu.pt", processes=2)
-    import torch
-
-    weights, right = [
-        torch.load(tmp_path / name, weights_only=True)["model"] for name in ("gpu.pt", "cpu.pt")
-    ]
-    assert weights.keys() == right.keys()
-    for name, weight in right.items():
-        torch.testing.assert_close(weights[name], weight, atol=1e-12, rtol=0)
+def test_clipping(two_ranks):
+    """By the norm over both ranks' shards: the CPU's losses."""
+    flags = (*TWO_EPOCHS, "--double", "--sharded", "--clip", 0.5)
+    found = epochs(output(two_ranks("mixed_precision", *flags, *CUDA)))
+    done = train("mixed_precision", *flags, "--device", "cpu", processes=2)
+    for line, right in zip(found, epochs(done.stdout), strict=True):
+        assert line["loss"] == pytest.approx(right["loss"], abs=1e-10)
 
 
-def test_bfloat16(two_ranks, tmp_path):
-    """The losses are near those of float32, but differ. Parameters stay in float32."""
-    lesson = "fully_sharded_checkpoints"
-    path = tmp_path / "c.pt"
-    out = output(two_ranks(lesson, *TWO_EPOCHS, *CUDA, "--precision", "bf16", "-s", path))
-    import torch  # here, because where all tests are skipped, none needs it
-
-    for line, right in zip(epochs(out), single_gpu(*TWO_EPOCHS, "--device", "cpu"), strict=True):
+@pytest.mark.parametrize("flags", [(), ("--sharded",)])
+def test_bfloat16(flags, two_ranks):
+    """The losses are near those of float32, but differ."""
+    out = output(two_ranks("mixed_precision", *TWO_EPOCHS, *CUDA, *flags))
+    expected = single_gpu(*TWO_EPOCHS, "--device", "cpu", "--model", "transformer")
+    for line, right in zip(epochs(out), expected, strict=True):
         assert 1e-5 < abs(line["loss"] - right["loss"]) < 0.03
-    checkpoint = torch.load(path, weights_only=True)
-    assert {weight.dtype for weight in checkpoint["model"].values()} == {torch.float32}
 
 
 DRAWN = """        drawn = [None] * world_size

@@ -82,7 +82,7 @@ from profile_steps import step_times
 from common import flags
 from common.data import fetch
 from common.guard_rails import check, explained
-from common.models import WIDTH
+from common.models import HEADS, TOKENS, WIDTH
 from figures.charts import draw_scaling, draw_speed, draw_steps, draw_widths
 from figures.processes import cores, follow, gpu_memory, gpu_variables, last_words, messages
 from figures.report import tell_parity, tell_scaling, tell_speed, tell_steps, tell_widths
@@ -109,6 +109,15 @@ LESSONS = (  # N stands for --gpus, GRID for a mesh of as many ranks
     "tensor_parallel --by dtensor",
     "hybrid_parallel --mesh GRID",
 )
+OF_TRANSFORMERS = (  # with --model transformer only
+    "mixed_precision --precision full",
+    "activation_checkpointing",
+    "sequence_parallel",
+    "sequence_parallel --sequence",
+    "context_parallel",
+    "context_parallel --by ulysses",
+    "three_axes",
+)
 TORCHRUN = (  # lessons whose processes are started by torchrun
     "distributed_data_parallel_torchrun",
     "distributed_data_parallel_resumable",
@@ -120,6 +129,11 @@ TORCHRUN = (  # lessons whose processes are started by torchrun
     "pipeline_parallel",
     "tensor_parallel",
     "hybrid_parallel",
+    "mixed_precision",
+    "activation_checkpointing",
+    "sequence_parallel",
+    "context_parallel",
+    "three_axes",
 )
 PASSED_ON = ("device", "epochs", "batch_size", "lr", "model", "width", "layers", "tokens", "heads")
 PASSED_ON += ("dataset", "data_dir", "seed")
@@ -139,6 +153,14 @@ def fitting_pieces(gpus, model, width):
     """Return how many of at most so many ranks can split a layer into equal parts: 1, 2, 4 or 8."""
     neurons = width or WIDTH[model]
     return max(count for count in (1, 2, 4, 8) if count <= gpus and neurons % count == 0)
+
+
+def fitting_heads(gpus, heads, tokens):
+    """Return how many of at most so many ranks can split both heads and tokens into equal parts."""
+    heads = heads or HEADS
+    tokens = tokens or TOKENS
+    possible = [count for count in (1, 2, 4, 8) if heads % count == 0 and tokens % count == 0]
+    return max(count for count in possible if count <= gpus)
 
 
 def fitting_batch(counts, batch_size):
@@ -180,6 +202,9 @@ def plan(args):
         "manual_pipeline": args.stages,
         "pipeline_parallel": args.stages,
         "tensor_parallel": args.pieces,
+        "sequence_parallel": args.head_parts,
+        "context_parallel": args.head_parts,
+        "three_axes": args.head_parts,
         "hybrid_parallel": rows * columns,
     }
     for run in runs:
@@ -196,7 +221,10 @@ def plan_parity(args):
     blanks = {"N": str(args.gpus), "GRID": f"{rows}x{columns}"}
     runs = []
     for kind, double in (("float32", []), ("float64", ["--double"])):
-        for line in LESSONS:
+        lines = LESSONS
+        if args.model == "transformer":
+            lines += OF_TRANSFORMERS
+        for line in lines:
             lesson, *words = [blanks.get(word, word) for word in line.split()]
             if lesson != "single_gpu" and lesson not in args.lessons:
                 continue
@@ -431,6 +459,7 @@ def complete(parser, args):
     check(parser, args)  # guard rail: refuses impossible flags
     args.stages = fitting_stages(args.gpus, args.model, args.layers)
     args.pieces = fitting_pieces(args.gpus, args.model, args.width)
+    args.head_parts = fitting_heads(args.gpus, args.heads, args.tokens)
     counts = {args.gpus}
     if "scaling" in args.only:
         counts |= set(args.processes)
@@ -449,7 +478,7 @@ def main():
     """Make the runs, one after the other, and report. After Ctrl-C report what there is."""
     parser = flags.Parser(__doc__, parents=[flags.training()])
     add = parser.add_argument
-    names = sorted({line.split()[0] for line in LESSONS})
+    names = sorted({line.split()[0] for line in LESSONS + OF_TRANSFORMERS})
     add("--out", metavar="DIR", default="comparison", help="folder for all that is written")
     add("--only", nargs="+", choices=PARTS, default=PARTS, help="some of the parts")
     add("--lessons", nargs="+", choices=names, default=names, help="for parity, and single_gpu")
