@@ -1,14 +1,16 @@
-"""Five lessons without anything around their training. benchmark.py compares the lessons with them.
+"""Six lessons without anything around their training. benchmark.py compares the lessons with them.
 
 A bare program uses the same PyTorch classes as its lesson. It trains on the same shuffled batches,
 counts the same losses and hits, and prints the same numbers. It has no DataLoader, no flags, no
-progress bar and no checkpoint. The model is written out, and so is the choice of each batch.
+progress bar and no checkpoint. The MLP is written out, and so is the choice of each batch. The
+transformer is that of common/models.py.
 
     python tests/bare.py single_gpu mnist data 128 3
     torchrun --standalone --nproc-per-node 2 tests/bare.py ddp mnist data 128 3
 
-The arguments are the kind of parallelism (single_gpu, ddp, fsdp, tensor or pipeline), the data set,
-its folder, the global batch and the epochs. The pipeline needs two ranks.
+The arguments are the kind of program (single_gpu, ddp, fsdp, tensor, pipeline or transformer), the
+data set, its folder, the global batch and the epochs. The transformer is trained with DDP. The
+pipeline needs two ranks.
 """
 
 import sys
@@ -44,7 +46,7 @@ def read(dataset: str, data_dir: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def parallelize(kind: str, model: nn.Sequential) -> nn.Module:
     """Prepare the model for a kind of parallelism. It is imported here, where it is needed."""
-    if kind == "ddp":
+    if kind in ("ddp", "transformer"):
         from torch.nn.parallel import DistributedDataParallel
 
         return DistributedDataParallel(model)
@@ -168,13 +170,19 @@ def main() -> None:
     for inputs, outputs in zip(sizes, sizes[1:], strict=False):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
     model = nn.Sequential(*layers, nn.Linear(64, 10))
+    if kind == "transformer":
+        sys.path.append(str(Path(__file__).resolve().parents[1]))
+        from common.models import Transformer
+
+        torch.manual_seed(0)
+        model = Transformer()
     pipeline = Pipeline(model) if kind == "pipeline" else None
     model = parallelize(kind, model)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-6, fused=True)
 
     trained = len(labels) // batch_size * batch_size
     tested = len(test_labels)
-    data_parallel = kind in ("ddp", "fsdp")
+    data_parallel = kind in ("ddp", "fsdp", "transformer")
     if data_parallel:
         batch_size //= world_size
         test_images = test_images[rank::world_size]

@@ -8,7 +8,7 @@ pytest does not run this file. It needs MNIST in data/ or --data_dir, and downlo
 not use the machine for anything else meanwhile. The two things that a row compares, A and B, are
 measured in turn: A, B, A, B, ... The table has their medians and the ratio A / B.
 
-The first five rows compare a lesson with its bare program in bare.py. Each gives two lines: an
+The first six rows compare a lesson with its bare program in bare.py. Each gives two lines: an
 epoch (the median of all epochs except a run's first), and the whole run, from command to exit. Both
 programs must print the same losses.
 
@@ -17,6 +17,7 @@ programs must print the same losses.
     fsdp           fully_sharded_data_parallel.py, 2 ranks
     tensor         tensor_parallel.py --by dtensor, 2 ranks
     pipeline       pipeline_parallel.py, 2 ranks
+    transformer    distributed_data_parallel_torchrun.py --model transformer, 2 ranks
     naive          single_gpu.py and a program that reads single images in eight DataLoader workers,
                    from command to exit (without a target; `python tests/benchmark.py --naive` is
                    that program)
@@ -33,6 +34,8 @@ programs must print the same losses.
                    thread in each process, --width 512 --layers 8 --batch_size 2048
     by_hand        an epoch of tensor_parallel.py by hand, and with --by dtensor, 2 ranks,
                    --width 1024 --batch_size 512; also both with the default flags (no target)
+    ring           a forward and a backward pass of context_parallel.py's RingAttention on one rank,
+                   and of PyTorch's attention, 784 tokens of 12 images, one thread (no target)
     loader_memory  the peak memory that loading and one pass over single_gpu.py's DataLoader add to
                    a fresh process, and the bytes of all images as float32
 """
@@ -55,15 +58,21 @@ from statistics import median
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Subset
 from torchvision import transforms
 from torchvision.datasets import MNIST
 from tqdm import tqdm
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ and playground/
+sys.path.append(str(Path(__file__).resolve().parents[1] / "playground"))  # find the lessons
+from context_parallel import RingAttention
+from single_gpu import run_epoch
+
 from common.data import DATA_DIR, Images, fetch, load, whole_batch
 from common.models import MODELS
-from playground.single_gpu import run_epoch
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
@@ -97,6 +106,7 @@ COMPARED = {  # by bare.py's first argument
     "fsdp": Compared("fully_sharded_data_parallel", 2),
     "tensor": Compared("tensor_parallel", 2, ("--by", "dtensor")),
     "pipeline": Compared("pipeline_parallel", 2),
+    "transformer": Compared("distributed_data_parallel_torchrun", 2, ("--model", "transformer")),
 }
 
 
@@ -434,6 +444,29 @@ def by_hand(data_dir: str, repeats: int) -> list[list[str]]:
     return [cells(what, measured, hand / dtensor, at_most=1.2)]
 
 
+def ring(data_dir: str, repeats: int) -> list[list[str]]:
+    """Compare ring attention on one rank with PyTorch's attention, in seconds. It reads no data."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    places = [torch.arange(784)]
+    size = (12, 4, 784, 8)  # images, heads, tokens, numbers of a token in a head
+
+    def seconds(attention: Callable) -> float:
+        query, key, value = (torch.randn(size, requires_grad=True) for _ in range(3))
+        start = time.perf_counter()
+        attention(query, key, value).sum().backward()
+        return time.perf_counter() - start
+
+    def ours(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return RingAttention.apply(query, key, value, places, dist.group.WORLD)
+
+    theirs = functools.partial(F.scaled_dot_product_attention, is_causal=True)
+    by_ring, by_pytorch = medians("ring", repeats, lambda: seconds(ours), lambda: seconds(theirs))
+    dist.destroy_process_group()
+    measured = f"{by_ring:.3f} s, {by_pytorch:.3f} s"
+    return [cells("RingAttention, 1 rank; PyTorch's attention", measured, by_ring / by_pytorch)]
+
+
 def loader_growth(data_dir: str) -> int:
     """Load MNIST and pass over single_gpu.py's DataLoader.
 
@@ -465,7 +498,7 @@ def loader_memory(data_dir: str, repeats: int) -> list[list[str]]:
     return [cells(what, measured, peak / images, at_most=1.5)]
 
 
-OTHERS = (naive, loader, start_up, bucket, two_processes, two_stages, by_hand, loader_memory)
+OTHERS = (naive, loader, start_up, bucket, two_processes, two_stages, by_hand, ring, loader_memory)
 ROWS = {kind: functools.partial(against_bare, kind) for kind in COMPARED}
 ROWS |= {row.__name__: row for row in OTHERS}
 
