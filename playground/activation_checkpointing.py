@@ -33,7 +33,6 @@ then single_gpu.py's numbers. With two processes and --dataset digits --batch_si
     none     7,403,044   7,403,044   2       102 ms
     second   4,123,684   4,123,684   3       119 ms
     every    844,324     844,324     4       146 ms
-    epoch 1/2  loss 2.0432  train 27.22%  test 51.85%  5.93 s  243 images/s
 
 Try breaking it, in a copy:
   1. Use --dropout, and add `preserve_rng_state=False`. Is there an error? Compare the losses.

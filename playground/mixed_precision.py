@@ -25,8 +25,8 @@ Run it:
     torchrun --standalone --nproc-per-node 2 playground/mixed_precision.py
     torchrun --standalone --nproc-per-node 2 playground/mixed_precision.py --sharded --clip 1
 
-It prints this with --dataset digits --batch_size 120. (On a CPU, look at the numbers and not at the
-speed: there, bfloat16 is often slower than float32.)
+On a CPU, look at the numbers and not at the speed: there, bfloat16 is often slower than float32.
+With --dataset digits --batch_size 120, the lesson prints:
     a gradient of 1e-9 in torch.float16, loss x 1: 0
     a gradient of 1e-9 in torch.float16, loss x 65536: 1e-09
     error against float64   loss     gradients
@@ -37,7 +37,7 @@ speed: there, bfloat16 is often slower than float32.)
     bfloat16: Linear, Attention, GELU, LastToken, logits, softmax
     float32: Tokens, LayerNorm, Block, loss, parameters, gradients, Adam's averages
     bytes sent by all_reduce: 110,504 (predicted: 110,504)
-With --sharded --clip 1, it ends so:
+With --sharded --clip 1, it prints at the end:
     norm of the last gradients: 1.0000, of what rank 0 has: 0.7025
     bytes sent by all_gather: 55,252 (predicted: 55,252)
     bytes sent by reduce_scatter: 55,252 (predicted: 55,252)

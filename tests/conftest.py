@@ -24,7 +24,8 @@ LESSONS = sorted(path.stem for path in (ROOT / "playground").glob("*.py"))
 # Folders in which MNIST may be, in torchvision's layout: first that of the lessons. Tests that need
 # it are skipped if it is in neither.
 MNIST_FOLDERS = [ROOT / "data", ROOT.parent / "shared" / "mnist"]
-MNIST = next((path for path in MNIST_FOLDERS if (path / "MNIST" / "raw").is_dir()), None)
+IMAGES = "MNIST/raw/train-images-idx3-ubyte*"
+MNIST = next((path for path in MNIST_FOLDERS if any(path.glob(IMAGES))), None)
 DIGITS = ("--dataset", "digits", "--device", "cpu")
 SHORT = (*DIGITS, "--batch_size", 120, "--epochs", 1)
 LONG = (*DIGITS, "--epochs", 100_000)
