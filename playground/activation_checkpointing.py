@@ -1,11 +1,12 @@
 """Activation checkpointing: keep only the input of a block, and compute the rest again.
 
 backward() needs numbers from the forward pass, such as the input of each linear layer. They are
-called activations. For each number of its input, a block of the transformer keeps 16: query, key
-and value are three of them, and the MLP's hidden layer is eight. With activation checkpointing, it
-keeps only its input. When backward() reaches the block, PyTorch runs its forward pass again. The
-16 numbers are then in memory until its gradients are complete, so only one block has them at a
-time. The results do not change. The cost is a second forward pass: about a third more computing.
+called activations. For each number of its input, a block of the transformer keeps 16. Query, key
+and value are three of them. The MLP's hidden layer is eight: four before GELU, and four after it.
+With activation checkpointing, a block keeps only its input. When backward() reaches the block,
+PyTorch runs its forward pass again. The 16 numbers are then in memory until the block's gradients
+are complete, so only one block has them at a time. The results do not change. backward() computes
+about twice as much as a forward pass, so a second forward pass is about a third more computing.
 (With --width 128 --layers 4, a step took 1.37 times as long.)
 
 Which module should you wrap? One that keeps much more than its input, so not a single linear layer.
@@ -16,30 +17,33 @@ Dropout must drop the same numbers again. So checkpoint() keeps the state of the
 restores it for the second forward pass (preserve_rng_state=True, the default).
 
 PyTorch has two kinds of checkpoint(). use_reentrant=False is the newer one. The older one calls
-backward() inside backward(). With DDP as it is used here, it works. But with
-find_unused_parameters=True, or if two wrapped modules share a parameter, it ends with "mark a
-variable ready only once". And if a module's inputs need no gradient, its parameters get none.
+backward() inside backward(). It works with DDP as in this lesson. But if DDP has the flag
+find_unused_parameters=True, or two wrapped modules share a parameter, it ends with "mark a variable
+ready only once". And if the input of a wrapped module needs no gradient, its parameters get none.
 
 With FSDP (--sharded), wrap a block first, and then shard it. FSDP gathers a layer in backward()
-anyway, and the second forward pass uses these parameters. So there are no additional messages.
+anyway, and the second forward pass uses these parameters. So no messages are added: the last line
+counts 4 all_gathers in forward() and 4 in backward(), for 4 layers.
 
 Run it, with one process or several:
     python playground/activation_checkpointing.py
     torchrun --standalone --nproc-per-node 2 playground/activation_checkpointing.py --sharded
 
-It prints the bytes that a step keeps for backward(), the forward passes of blocks in the step, and
-then single_gpu.py's numbers. With two processes and --dataset digits --batch_size 120 --epochs 2:
+It first wraps no block, every second or every block, and prints what a step of rank 0 keeps for
+backward(), its forward passes of blocks, and its time. Then it prints single_gpu.py's numbers for
+--model transformer. With two processes and --dataset digits --batch_size 120 --epochs 2:
     blocks   bytes kept  predicted   passes  a step
     none     7,403,044   7,403,044   2       102 ms
     second   4,123,684   4,123,684   3       119 ms
     every    844,324     844,324     4       146 ms
 
 Try breaking it, in a copy:
-  1. Use --dropout, and add `preserve_rng_state=False`. Is there an error? Compare the losses.
+  1. Add `preserve_rng_state=False`, and use --dropout. Are the losses those of --checkpoint none?
   2. In build(), replace the last loop: `for block in chosen: block.mlp = Checkpointed(block.mlp)`.
      How many bytes are kept?
   3. Write `use_reentrant=True`, and give DDP `find_unused_parameters=True`. Is there an error?
-  4. Write `use_reentrant=True` and `isinstance(layer, (Block, Tokens))`. What is not trained?
+  4. Import Tokens. Write `use_reentrant=True` and `isinstance(layer, (Block, Tokens))`. What is not
+     trained?
 
 Now write it yourself: checkpoint_block.py in playground/exercises/.
 
@@ -69,7 +73,7 @@ from common.report import RANKS, bar, epoch_line, rank_row
 from common.roll_call import meet
 from measure.activations import show_gathers, show_steps
 
-WHICH = ("none", "second", "every")  # blocks that are wrapped
+WHICH = ("none", "second", "every")  # the blocks that are wrapped; second: every second one
 
 
 class Checkpointed(torch.nn.Module):
@@ -77,11 +81,12 @@ class Checkpointed(torch.nn.Module):
 
     def __init__(self, module):
         super().__init__()
-        self.module = module  # the names of its parameters now begin with "module."
+        self.module = module  # adds "module." to the names of its parameters in the model
 
     def forward(self, inputs):
         """Return what the module returns."""
-        # NEW: without autograd, as in a test, this only calls the module.
+        # NEW: calls the module, and calls it again in backward(). Without autograd, as in a test,
+        # it is called once.
         return checkpoint(self.module, inputs, use_reentrant=False)
 
 
@@ -156,10 +161,11 @@ def train(args):
     train_loader, test_loader = loaders(args, rank, world_size)
     test_loader = equal_batches(test_loader.dataset, rank, world_size)  # as FSDP needs it
     images, labels = next(iter(train_loader))
+    # Models of their own, only to be measured.
     ways = {which: build(args, which) for which in WHICH}
     show_steps(args, ways, images.to(device), labels.to(device))
     del ways
-    torch.manual_seed(args.seed)
+    torch.manual_seed(args.seed)  # the models above have drawn numbers
     model, _ = build(args, args.checkpoint)
     model.to(device)
     # NEW: the blocks are wrapped already, and nothing else changes for DDP or FSDP.

@@ -4,31 +4,31 @@ The activations of a long sequence may not fit into the memory of one GPU. So ea
 of its own tokens only. LayerNorm and the MLP treat each token by itself. For attention, the keys
 and values of all tokens travel around a ring of ranks, and the queries stay (ring attention).
 
-For a token, attention is the mean of values, weighted with exp(score). So two sums can be added up
-block by block: `total` of the weights, and `read` of the weighted values. exp() of a large score
-would overflow. So the maximum of the scores so far is subtracted first, and both sums shrink when a
-block has a larger one. In this example, each block has two tokens, and 2^score replaces exp(score):
+For a token, attention is the mean of values, weighted with exp(score). A block is the keys and
+values of one rank. Two sums grow block by block: `total` of the weights, and `read` of the weighted
+values. exp() of a large score overflows, so the maximum so far is subtracted first. Both sums
+shrink if a block has a larger one. Here blocks have two tokens, and 2^score replaces exp(score):
 
-    scores [1 1 | 2 2]    values [6 0 | 3 6]
+    scores of a token [1 1 | 2 2]    values [6 0 | 3 6]
     block 1: maximum 1, weights [1 1], total 2, read 6
     block 2: maximum 2, so both sums are halved: total 1, read 3
              weights [1 1], total 1 + 2 = 3, read 3 + 9 = 12, and the mean is 12 / 3 = 4
 
 Attention is causal: a token looks at itself and at those before it. With --order plain, rank 0 has
-the first tokens, which look at few others, and all ranks wait for the last one. With --order
+the first tokens, which look at few others, and all ranks wait for the last rank. With --order
 zigzag, each rank has some early tokens and some late ones. The class comes from the last token, so
 only one rank has the loss. Each rank gets the part of a gradient that comes from its own tokens.
 These parts are added up over the ranks, and not averaged.
 
-With --by ulysses, an all_to_all gives each rank all tokens of some heads, and another one takes
-back what they have read. If the queries of a rank have B bytes, it sends 8 (n-1)/n B for each layer
-in a step, and (6n-4) B with the ring. But n must divide the number of heads.
+With --by ulysses, all_to_alls of queries, keys and values give each rank all tokens of some heads.
+A fourth one takes back what they have read. If a rank's queries have B bytes, it sends 8 (n-1)/n B
+for each attention layer in a step, or (6n-4) B by the ring. For ulysses, n must divide the heads.
 
 Run it:
     torchrun --standalone --nproc-per-node 2 playground/context_parallel.py --compare
     torchrun --standalone --nproc-per-node 2 playground/context_parallel.py --compare --by ulysses
 
-It prints the same numbers as single_gpu.py --model transformer. Before, --compare prints:
+It prints the same numbers as single_gpu.py --model transformer. Before that, --compare prints:
     gradients differ from the whole model's by 6e-08
                 tokens  pairs of tokens  kept for backward()
     rank 0      14      294              7,908,468 bytes
@@ -37,11 +37,11 @@ It prints the same numbers as single_gpu.py --model transformer. Before, --compa
     of rank 0   counted  predicted  bytes sent  predicted
     send        8        8          3,670,016   3,670,016
     all_reduce  39       39         110,504     110,504
-With --order plain, rank 0 has 196 pairs, and rank 1 has 392. playground/sharding.md has the bytes
-that are kept with up to 784 tokens.
+The pairs of ranks include masked ones. With --order plain, rank 0 has 196 pairs, and rank 1 has
+392. playground/sharding.md has the bytes that are kept with up to 784 tokens.
 
 Try breaking it, in a copy, and run it with --compare:
-  1. After the all_reduce, write `parameter.grad /= dist.get_world_size()`. Does the loss show it?
+  1. After the first all_reduce, write `parameter.grad /= dist.get_world_size()`. Is the loss wrong?
   2. Replace `loss = loss * 0` with `pass`. Is there an error? Which tokens now give the class?
   3. Write `if has_last:` above `loss.backward()`. Which rank fails, and where does the other wait?
 
@@ -91,8 +91,9 @@ def zigzag(tokens, world_size):
 
 def visible(mine, theirs):
     """Return which of my tokens look at any of theirs, and which of theirs are looked at."""
-    # NEW: all other scores of the block would be masked, so they are not computed. Without this,
-    # zigzag would save nothing. Places are in ascending order, so both are slices, perhaps empty.
+    # NEW: rows of queries before their first token, and columns of keys after my last one, would
+    # be masked entirely. So they are not computed. Without this, zigzag would save nothing. Places
+    # are in ascending order, so both are slices. They may be empty.
     first = int((mine < theirs[0]).sum())
     end = int((theirs <= mine[-1]).sum())
     return slice(first, None), slice(0, end)
@@ -140,6 +141,8 @@ class RingAttention(torch.autograd.Function):
         travelling = torch.stack([key, value])
         for step in range(world_size):
             theirs = places[(rank - step) % world_size]  # whose keys and values are here now
+            # amax() of no scores would fail, so an empty block is left out. backward() has only
+            # sums, so it needs no such line.
             if theirs[0] <= mine[-1]:  # otherwise all of their tokens come later than all of mine
                 rows, columns = visible(mine, theirs)
                 keys, values = travelling[..., columns, :]
@@ -158,10 +161,11 @@ class RingAttention(torch.autograd.Function):
                 read_of_rows.mul_(shrink).add_(weights @ values)
                 so_far.copy_(larger)
             if step < world_size - 1:
-                following = places[(rank - step - 1) % world_size]
-                travelling = pass_on(travelling, len(following), group)
+                arriving = places[(rank - step - 1) % world_size]  # whose keys and values come next
+                travelling = pass_on(travelling, len(arriving), group)
         read /= total
-        # NEW: no scores are kept. backward() computes them again from these, block by block.
+        # NEW: no scores are kept. backward() computes them again from these, block by block. The
+        # last tensor is the log of the sum of all exp(score).
         ctx.save_for_backward(query, key, value, read, maximum + total.log())
         ctx.places = places
         ctx.group = group
@@ -177,7 +181,8 @@ class RingAttention(torch.autograd.Function):
         world_size = dist.get_world_size(group)
         mine = places[rank]
         scale = query.shape[-1] ** -0.5
-        # A part of softmax's gradient that is the same for all keys.
+        # The gradient of softmax is weights * (of_weights - common), where of_weights is
+        # of_read @ values.mT, and `common` is its weighted mean over the keys of all ranks.
         common = (gradient * read).sum(dim=-1, keepdim=True)
         of_query = torch.zeros_like(query)
         travelling = torch.stack([key, value])
@@ -188,25 +193,29 @@ class RingAttention(torch.autograd.Function):
             keys, values = travelling[..., columns, :]
             queries = query[..., rows, :]
             scores = scores_of(queries, keys, mine[rows], theirs[columns])
+            # NEW: exp(log_total) is that sum over all keys, so these weights are divided by it. In
+            # forward(), `read` is divided only at the end.
             weights = (scores - log_total[..., rows, :]).exp()
             of_read = gradient[..., rows, :]
+            # Of query @ key.mT, so the scale of scores_of() appears here, too.
             of_scores = weights * (of_read @ values.mT - common[..., rows, :]) * scale
             of_query[..., rows, :] += of_scores @ keys
+            # Views, so += changes what travels.
             of_keys, of_values = of_travelling[..., columns, :]
             of_keys += of_scores.mT @ queries
             of_values += weights.mT @ of_read
-            following = places[(rank - step - 1) % world_size]
+            arriving = places[(rank - step - 1) % world_size]
             if step < world_size - 1:
-                travelling = pass_on(travelling, len(following), group)
+                travelling = pass_on(travelling, len(arriving), group)
             # NEW: the gradients of keys and values travel with them, and each rank adds its part.
             # After the last step they move once more, and are home.
-            of_travelling = pass_on(of_travelling, len(following), group)
+            of_travelling = pass_on(of_travelling, len(arriving), group)
         of_key, of_value = of_travelling
         return of_query, of_key, of_value, None, None
 
 
 def exchange(parts, shapes, group):
-    """Send parts[i] to rank i. Return what the ranks send to this one; shapes[i] is from rank i."""
+    """Send parts[i] to rank i. Return what the ranks send to this one: rank i sends shapes[i]."""
     sent = torch.cat([part.flatten() for part in parts])
     send_sizes = [part.numel() for part in parts]
     receive_sizes = [torch.Size(shape).numel() for shape in shapes]
@@ -223,7 +232,7 @@ def to_heads(tensor, places, group):
     shapes = [(images, heads // world_size, len(theirs), size) for theirs in places]
     received = torch.cat(exchange(tensor.chunk(world_size, dim=1), shapes, group), dim=2)
     in_order = torch.empty_like(received)
-    in_order[:, :, torch.cat(places)] = received  # each token at its place
+    in_order[:, :, torch.cat(places)] = received  # each token at its place, as is_causal=True needs
     return in_order
 
 
@@ -237,7 +246,7 @@ def to_tokens(tensor, places, group):
 
 
 class Travel(torch.autograd.Function):
-    """to_heads or to_tokens. dist.all_to_all_single has no gradient, so backward() is written."""
+    """to_heads or to_tokens. all_to_all_single has no gradient. This sends it back."""
 
     @staticmethod
     def forward(ctx, tensor, there, back, places, group):
@@ -299,8 +308,8 @@ def compute_gradients(model, images, labels, has_last):
     loss = F.cross_entropy(logits, labels)
     if not has_last:
         # NEW: the class is read from the last token of the sequence, which is on one rank. The
-        # others count 0 times. But they call backward(), because the gradients of their keys and
-        # values arrive there, and all ranks of the ring must take part.
+        # losses of the others count 0 times. They still call backward(), because it sends keys,
+        # values and their gradients around the ring.
         loss = loss * 0
     loss.backward()
     for parameter in model.parameters():

@@ -7,19 +7,19 @@ has more parameters, but each token is still computed by a single MLP.
 
 Each rank keeps some of the experts, and reads images of its own, as in data parallelism. So tokens
 travel. Here rank 0 has the experts A and B, and rank 1 has C and D. A1 is a token of rank 1 whose
-expert is A:
+expert is A. Bars separate the ranks that get the tokens, and after all_to_all those that sent them:
     tokens               rank 0: C0 A0 B0 A0       rank 1: D1 A1 D1 C1
     sorted by expert     rank 0: A0 A0 B0 | C0     rank 1: A1 | C1 D1 D1
-    counts               rank 0 sends 3 and 1      rank 1 sends 1 and 3
+    counts of A B C D    rank 0: 2 1 | 1 0         rank 1: 1 0 | 1 2
     all_to_all           rank 0: A0 A0 B0 | A1     rank 1: C0 | C1 D1 D1
-    and back again       rank 0: A0 A0 B0 | C0     rank 1: A1 | C1 D1 D1
+    all_to_all back      rank 0: A0 A0 B0 | C0     rank 1: A1 | C1 D1 D1
+    in the old order     rank 0: C0 A0 B0 A0       rank 1: D1 A1 D1 C1
 
-The counts travel first, because a rank must know how many rows will arrive. A rank to which no
+The counts travel first, so a rank knows how many rows arrive for each expert. A rank to which no
 token comes calls each all_to_all as well. PyTorch's all_to_all has no gradient. There is no error,
-but what was computed before it is not trained. So Exchange, below, is an autograd function that
-sends the gradients back in backward(). Then an expert's gradient already has the terms of all
-images, and must not be added up over the ranks. All other parameters are replicas, whose gradients
-are averaged.
+but what was computed before it is not trained. So Exchange, below, sends the gradients back in
+backward(). An expert's gradient then has the terms of all images. It is divided by n, but not added
+up over the ranks. All other parameters are replicas, whose gradients are averaged.
 
 Nothing makes the router use all experts. With --balance, the loss has one more term, which lowers
 the scores of experts that get many tokens (https://arxiv.org/abs/2101.03961).
@@ -28,8 +28,7 @@ Run it:
     torchrun --standalone --nproc-per-node 2 playground/expert_parallel.py
     torchrun --standalone --nproc-per-node 2 playground/expert_parallel.py --balance 0.1
 
-It prints the same losses with 1, 2 and 4 processes, and then what one more step sends. This is the
-first command:
+It prints the same losses with 1, 2 and 4 processes. Of one more step, the first command prints:
     tokens of expert    0      1      2      3      (even: 25%)
     block 1             24%    59%    13%    4%
     block 2             43%    4%     34%    19%
@@ -73,7 +72,7 @@ from measure.messages import Messages
 
 
 def all_to_all(rows, send_counts, receive_counts):
-    """Send so many rows to each rank, and receive so many. Returns the rows that arrive."""
+    """Send send_counts[r] rows to rank r, and receive receive_counts[r]. Returns what arrives."""
     arrived = rows.new_empty(sum(receive_counts), rows.shape[1])
     # PyTorch takes what arrives before what is sent: two tensors, and for each a list of counts.
     dist.all_to_all_single(arrived, rows.contiguous(), receive_counts, send_counts)
@@ -81,7 +80,7 @@ def all_to_all(rows, send_counts, receive_counts):
 
 
 class Exchange(torch.autograd.Function):
-    """The same with a gradient. Without it, the graph of autograd would end at the message."""
+    """all_to_all with a gradient. Without it, the graph of autograd would end at the message."""
 
     @staticmethod
     def forward(ctx, rows, send_counts, receive_counts):
@@ -106,7 +105,7 @@ def make_expert(width):
 
 
 class Mixture(torch.nn.Module):
-    """So many experts on all ranks together. The first one is the MLP whose place they take."""
+    """`count` experts on all ranks together. The first one is the MLP whose place they take."""
 
     def __init__(self, mlp, count):
         super().__init__()
@@ -142,17 +141,20 @@ class Mixture(torch.nn.Module):
         # NEW: the counts first. Each rank sends one number for each expert to the expert's rank.
         arriving = torch.empty_like(self.load)
         dist.all_to_all_single(arriving, self.load)
+        # all_to_all takes its counts as lists of Python numbers.
         send_counts = self.load.view(world_size, here).sum(dim=1).tolist()
         receive_counts = arriving.view(world_size, here).sum(dim=1).tolist()
         arrived = Exchange.apply(rows, send_counts, receive_counts)
-        # The rows arrive rank by rank, and those of each rank expert by expert.
-        numbers = torch.arange(here, device=rows.device).repeat(world_size)  # such as 0 1 0 1
+        # The rows arrive rank by rank, and those of each rank expert by expert. Here this rank's
+        # experts count from 0. With two experts on each of two ranks, `numbers` is 0 1 0 1.
+        numbers = torch.arange(here, device=rows.device).repeat(world_size)
         expert = numbers.repeat_interleave(arriving)  # the expert of each row
         outputs = torch.empty_like(arrived)
         for number, mlp in enumerate(self.experts):
             mine = expert == number
-            # NEW: called with 0 rows, too. Otherwise this rank's outputs might not belong to the
-            # graph of its loss, and its backward() would not send what the others wait for.
+            # NEW: called with 0 rows, too. Then its parameters have gradients, which are 0, and
+            # this rank's outputs belong to the graph of its loss. Otherwise its backward() might
+            # not send what the others wait for.
             outputs[mine] = mlp(arrived[mine])
         return Exchange.apply(outputs, receive_counts, send_counts)
 
@@ -170,10 +172,10 @@ def average_gradients(model):
 
 
 def balance_loss(mixtures):
-    """Return 1 if all experts get equally many tokens, and about `count` if one expert gets all."""
+    """Return the mean of the blocks: 1 if the load is even, more if not, and at most `count`."""
     load = torch.stack([mixture.load for mixture in mixtures])
-    # NEW: over all ranks, because this is no mean over images: computed from the tokens of each
-    # rank alone, it would depend on how the images are divided.
+    # NEW: over all ranks. The product of two means over one rank's tokens would depend on how the
+    # images are divided.
     dist.all_reduce(load)
     fractions = load / load.sum(dim=1, keepdim=True)
     # Counts have no gradients, but scores have. The more tokens an expert gets, the more its scores
@@ -216,7 +218,7 @@ def run_epoch(model, mixtures, loader, device, optimizer=None, balance=0.0):
             loss = F.cross_entropy(logits, labels)
         if optimizer is not None:
             optimizer.zero_grad()
-            # NEW: the second term is not in the printed loss. By default, `balance` is 0.
+            # NEW: the second term is not in the printed loss. It is computed even if balance is 0.
             (loss + balance * balance_loss(mixtures)).backward()
             average_gradients(model)
             optimizer.step()
@@ -240,7 +242,7 @@ def train(args):
     mixtures = []
     for block in (*model.stage1, *model.stage2):
         if isinstance(block, Block):
-            # NEW: with --experts 1 this is the model of single_gpu.py, and so are the losses
+            # NEW: with --experts 1, this model and its losses are those of single_gpu.py.
             block.mlp = Mixture(block.mlp, args.experts)
             mixtures.append(block.mlp)
     dtype = next(model.parameters()).dtype  # new experts are float32, also with --double

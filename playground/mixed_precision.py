@@ -4,29 +4,29 @@ bfloat16 has the range of float32, but only two to three digits. float16 has a d
 small range: from 6e-8 to 65,504. In float16, a gradient of 1e-9 becomes 0. So a GradScaler
 multiplies the loss by 65,536, and with it all gradients. Before the optimizer's step, it divides
 them by this factor. If a gradient has become infinite, it skips the step and halves the factor.
-bfloat16 needs no GradScaler, neither with DDP nor with FSDP.
+With DDP and with FSDP, bfloat16 needs no GradScaler, because 1e-9 is within its range.
 
-torch.autocast converts the inputs and the parameters of matrix products and attention to 16 bits.
-It computes the loss in float32, because the loss adds up many small numbers. (On a GPU, it does so
-with softmax and LayerNorm, too.) The sum of a bfloat16 and a float32 tensor is float32. So here the
-tokens stay in float32 from block to block, and LayerNorm computes in float32. Parameters stay in
-float32, because bfloat16 would lose Adam's small steps: in bfloat16, 1 + 0.001 is 1.
+torch.autocast computes matrix products and attention in 16 bits, from converted copies of their
+inputs and parameters. The parameters themselves stay in float32, because bfloat16 would lose Adam's
+small steps: in bfloat16, 1 + 0.001 is 1. The loss is computed in float32, because it adds up many
+small numbers. (On a GPU, softmax and LayerNorm are, too.) A block adds outputs in bfloat16 to its
+float32 input, and the sum is float32. So tokens stay in float32, and LayerNorm computes in float32.
 
-FSDP's MixedPrecisionPolicy is not autocast. It converts a shard before it is gathered, so an
-all_gather sends half of the bytes. Then all of a layer computes in bfloat16, also LayerNorm. With
-reduce_dtype=float32, the gradients are added up over the ranks in float32. Together, a rank sends
-as many bytes as with DDP.
+FSDP's MixedPrecisionPolicy replaces autocast. It converts each shard before it is gathered, so a
+whole layer computes in bfloat16, LayerNorm too. An all_gather then sends 2 bytes for a number and
+not 4. With reduce_dtype=float32, reduce_scatter still sends 4. A step gathers twice and reduces
+once. So a rank sends as many bytes as with DDP, whose gradients are float32.
 
 Clipping scales all gradients down if their norm is too large. With DDP, each rank has all of them.
-With FSDP, it has shards, which are DTensors. So clip_grad_norm_ adds up squares over all ranks. The
-norm that it returns is a DTensor, too. full_tensor() returns it as a plain tensor.
+With FSDP, it has shards, which are DTensors. So clip_grad_norm_ adds up squares over all ranks, and
+all ranks must call it. The norm that it returns is a DTensor. full_tensor() makes it a plain one.
 
 Run it:
     torchrun --standalone --nproc-per-node 2 playground/mixed_precision.py
     torchrun --standalone --nproc-per-node 2 playground/mixed_precision.py --sharded --clip 1
 
-On a CPU, look at the numbers and not at the speed: there, bfloat16 is often slower than float32.
-With --dataset digits --batch_size 120, the lesson prints:
+On a CPU, bfloat16 is often slower than float32. "everything" means with parameters in bfloat16, and
+a layer's dtype is that of its output. With --dataset digits --batch_size 120, it prints:
     a gradient of 1e-9 in torch.float16, loss x 1: 0
     a gradient of 1e-9 in torch.float16, loss x 65536: 1e-09
     error against float64   loss     gradients
@@ -43,9 +43,9 @@ With --sharded --clip 1, it prints at the end:
     bytes sent by reduce_scatter: 55,252 (predicted: 55,252)
 
 Try breaking it, in a copy:
-  1. Write `make_model(args).bfloat16()`, and use --lr 1e-5. Compare the losses with those before.
+  1. Write `make_model(args).bfloat16()`. With --lr 1e-5, what changes in the losses and dtypes?
   2. Write `reduce_dtype=torch.bfloat16`, and use --sharded. Which bytes change?
-  3. Use `--precision float16 --clip 1`, and comment out `scaler.unscale_(optimizer)`.
+  3. Comment out `scaler.unscale_(optimizer)`. With --precision float16 --clip 1, is there an error?
 
 The next lesson, activation_checkpointing.py, saves the memory of activations.
 """
@@ -82,7 +82,7 @@ def small_gradient(dtype, factor=1.0):
     """Return a gradient of 1e-9, computed in a dtype. The loss is multiplied by a factor."""
     parameter = torch.ones((), requires_grad=True)
     output = parameter.to(dtype)  # as autocast converts a parameter
-    loss = output.float() * 1e-9
+    loss = output.float() * 1e-9  # the gradient of output has the dtype of output
     (loss * factor).backward()
     return parameter.grad.item() / factor
 
@@ -97,7 +97,8 @@ def shard(layers, model, mesh, narrow):
         # dtype, but added up over the ranks in float32. (Without reduce_dtype, PyTorch before 2.15
         # adds them up in the dtype in which they are computed.)
         inside = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32)
-        # NEW: the output of the whole model is float32, so the loss is computed in float32.
+        # NEW: the output of the whole model is float32, so the loss is computed in float32. All
+        # parameters belong to layers, so param_dtype converts only the images here.
         outside = MixedPrecisionPolicy(param_dtype=narrow, output_dtype=torch.float32)
     for layer in layers:
         if list(layer.parameters()):
@@ -108,13 +109,14 @@ def shard(layers, model, mesh, narrow):
 def gradient_norms(parameters):
     """Return the norm of all gradients, and the norm of what this rank has of them."""
     parameters = list(parameters)
-    norm = clip_grad_norm_(parameters, math.inf)  # changes nothing
+    norm = clip_grad_norm_(parameters, math.inf)  # only the norm: nothing is larger than infinity
     own = []
     for parameter in parameters:
         gradient = parameter.grad
         own.append(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
     if isinstance(norm, DTensor):
-        # NEW: before this, to_local() may be the norm of one rank's shards (in PyTorch 2.9)
+        # NEW: the norm over all ranks. (In PyTorch 2.9, norm.to_local() would be that of this
+        # rank's shards only.)
         norm = norm.full_tensor()
     return norm.item(), get_total_norm(own).item()
 
@@ -191,7 +193,7 @@ def train(args):
         mesh = dist.init_device_mesh(device.type, (world_size,))  # all ranks in a row
         mesh.get_group().set_timeout(timedelta(seconds=args.timeout))
         shard([*model.stage1, *model.stage2], model, mesh, narrow)
-        wrapped = model
+        wrapped = model  # fully_shard has changed the model itself
     else:
         wrapped = DistributedDataParallel(model)
     # NEW: with FSDP it is disabled, because the policy converts what is gathered.

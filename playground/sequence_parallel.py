@@ -5,32 +5,34 @@ compute some of the heads. The query, key and value layers are split by columns 
 by rows: a pair, as in tensor_parallel.py. The two layers of the MLP are another pair. So a block
 needs two all_reduces in forward() and two in backward().
 
-Between the pairs stand LayerNorm and the sums. Each rank computes them for all tokens, and keeps
-the results for backward(). With --sequence, each rank does this for its own tokens only. ADD, the
-all_reduce at the end of a pair, becomes SCATTER, a reduce_scatter. The next pair begins with
-GATHER, an all_gather. These are the two halves of an all_reduce, so the bytes are the same
-(https://arxiv.org/abs/2205.05198). An example: two ranks, and four tokens of one number each.
+A pair begins with COPY, which sends nothing in forward(), and ends with ADD, an all_reduce. Then a
+block adds its input, and LayerNorm follows. Each rank computes this for all tokens, and keeps the
+results for backward(). With --sequence, it does so for its own tokens only. SCATTER, a
+reduce_scatter, then replaces ADD, and GATHER, an all_gather, replaces COPY. They are the two halves
+of an all_reduce, so the bytes are the same (https://arxiv.org/abs/2205.05198). An example: two
+ranks, and four tokens of one number each.
 
     terms of the ranks       ADD                SCATTER    LayerNorm    GATHER
     rank 0: [ 1  2  3  4]    [11 22 33 44]      [11 22]    [a b]        [a b c d]
     rank 1: [10 20 30 40]    [11 22 33 44]      [33 44]    [c d]        [a b c d]
 
-In backward(), GATHER and SCATTER change places, as COPY and ADD do. But a parameter between the
-pairs has met only this rank's tokens, so its gradient is a part. Let the gradient behind a bias be
-[1 2 3 4]. Rank 0 has 1 + 2 = 3, rank 1 has 3 + 4 = 7, and an all_reduce makes it 10. The same holds
-for LayerNorm and the embedding. Nothing is divided by n, because all ranks have the same images.
+In backward(), GATHER is a reduce_scatter, because each rank has used all tokens. SCATTER is an
+all_gather. A parameter between the pairs has met only this rank's tokens, so the rank has only a
+part of its gradient. Let [1 2 3 4] be the gradients of four tokens to which a bias was added. Rank
+0 has 1 + 2 = 3, rank 1 has 3 + 4 = 7, and the sum, by an all_reduce, is 10. LayerNorm and the
+embedding need it, too. Nothing is divided by n, because all ranks have the same images.
 
-With n ranks, b blocks, and S bytes of all tokens between two pairs, each rank sends in a step
-    8 b (n-1)/n S    for the pairs, with and without --sequence
-    (n-1)/n S        with --sequence, so that each rank has the last token for the class
-    2 (n-1)/n P      with --sequence, for the gradients of P bytes of parameters between the pairs
+With n ranks, b blocks, and S bytes of embedded tokens in a batch, each rank sends in a step
+    8 b (n-1)/n S    for the pairs: 4 b all_reduces, or with --sequence their two halves
+    (n-1)/n S        with --sequence, to gather the tokens after the last block (AllTokens)
+    2 (n-1)/n P      with --sequence, for gradients of LayerNorm, biases and embedding: P bytes
 
 Run it:
     torchrun --standalone --nproc-per-node 2 playground/sequence_parallel.py
     torchrun --standalone --nproc-per-node 2 playground/sequence_parallel.py --sequence
     torchrun --standalone --nproc-per-node 2 playground/sequence_parallel.py --by dtensor --sequence
 
-It prints single_gpu.py's numbers for --model transformer, and what one more step sends and keeps:
+It prints single_gpu.py's numbers for --model transformer. Then one more step, here of --sequence:
     axis  collective      counted  predicted  bytes sent    predicted
     tp    all_gather      9        9          2,064,384     2,064,384
     tp    reduce_scatter  8        8          1,835,008     1,835,008
@@ -42,7 +44,7 @@ gathers the gradients of the embedded tokens, and adds up LayerNorm's each time 
 Try breaking it, in a copy (cp playground/sequence_parallel.py playground/broken.py):
   1. With --sequence, leave out the all_reduce after backward(). Is there an error?
   2. In AllTokens, return `PairEnd.apply(tokens, *GATHER)`. By how much are which gradients wrong?
-  3. In keep_shard, keep every nth column or row, and not n neighbours. Is the MLP still right?
+  3. Let keep_shard keep every nth column or row, beginning at the rank's own. Is the MLP right?
   4. With --by dtensor --sequence, leave norm1 and norm2 out of the plan. What is wrong?
 
 The next lesson, context_parallel.py, splits the tokens inside attention, too.
@@ -117,7 +119,7 @@ def add_up_own(terms):
 
 def gather(tokens):
     """Return the tokens of all ranks. Each rank passes its own, (N, tokens / n, width)."""
-    tokens = tokens.contiguous()
+    tokens = tokens.contiguous()  # all_gather needs it, and a gradient may not be
     chunks = [torch.empty_like(tokens) for _ in range(dist.get_world_size())]
     dist.all_gather(chunks, tokens)
     return torch.cat(chunks, dim=1)
@@ -128,7 +130,8 @@ def unchanged(tensor):
     return tensor
 
 
-# NEW: what happens at an end of a pair, in forward() and in backward().
+# NEW: the kinds of ends that a pair of layers can have. Each is two functions: the first is called
+# in forward(), and the second in backward().
 COPY = (unchanged, add_up)
 ADD = (add_up, unchanged)
 GATHER = (gather, add_up_own)
@@ -136,7 +139,7 @@ SCATTER = (add_up_own, gather)
 
 
 class PairEnd(torch.autograd.Function):
-    """One end of a pair. Copy and Add of tensor_parallel.py, in one class for all four ends."""
+    """One end of a pair: Copy or Add of tensor_parallel.py, or GATHER or SCATTER."""
 
     @staticmethod
     def forward(ctx, tokens, in_forward, in_backward):
@@ -213,8 +216,8 @@ class AllTokens(torch.nn.Module):
     def forward(self, tokens):
         """Turn the tokens of this rank into all tokens, (N, tokens, width)."""
         chunks = list(gather(tokens.detach()).chunk(dist.get_world_size(), dim=1))
-        # NEW: only this rank's tokens get a gradient here. It is the whole gradient, because what
-        # follows is not split. So there is nothing to add up, and GATHER would be wrong.
+        # NEW: of all tokens, only this rank's own stay connected to autograd. Their gradient is
+        # whole, because each rank computes all of what follows. GATHER would add it up n times.
         chunks[dist.get_rank()] = tokens
         return torch.cat(chunks, dim=1)
 
@@ -253,13 +256,14 @@ def split_by_dtensor(model, mesh, sequence):
             for row in ("attention.output", "mlp.2"):
                 plan[f"{name}.{row}"] = RowwiseParallel(output_layouts=between)  # ADD or SCATTER
             if sequence:
-                # NEW: DTensor then knows that the gradients of these layers are parts.
+                # NEW: tells DTensor that each rank has a part of the gradients of these layers.
                 plan[f"{name}.norm1"] = SequenceParallel()
                 plan[f"{name}.norm2"] = SequenceParallel()
     if sequence:
         whole = Replicate()
         own = Shard(1)
-        # NEW: OwnTokens and AllTokens.
+        # NEW: these do what OwnTokens and AllTokens do. The last layer is not in the plan, so it
+        # needs a plain tensor: use_local_output.
         to_own = PrepareModuleOutput(output_layouts=whole, desired_output_layouts=own)
         to_all = PrepareModuleInput(
             input_layouts=own, desired_input_layouts=whole, use_local_output=True

@@ -1,34 +1,35 @@
 """Three axes: data, context and tensor parallelism of a transformer, on one mesh of ranks.
 
-Each axis is one of the lessons before, and its messages stay in its own groups. With --mesh 2x2x2:
+Each axis is one of the lessons before, and its messages stay in its own groups. The ranks of a dp
+group have different images, those of a cp group different tokens, and those of a tp group different
+heads and columns of the MLP. With --mesh 2x2x2, ranks 0 and 4 are a dp group, 0 and 2 a cp group:
 
-            dp 0                dp 1            the ranks of a dp group have different images,
-            tp 0      tp 1      tp 0      tp 1            of a cp group different tokens,
-    cp 0    rank 0    rank 1    rank 4    rank 5          of a tp group different heads
-    cp 1    rank 2    rank 3    rank 6    rank 7                   and columns of the MLP
+            dp 0                dp 1
+            tp 0      tp 1      tp 0      tp 1
+    cp 0    rank 0    rank 1    rank 4    rank 5
+    cp 1    rank 2    rank 3    rank 6    rank 7
 
 A gradient is added up over an axis if each rank along it has only a part:
-
     gradient of                      along dp    along cp                   along tp
     a shard of a split layer         added up    added up                   each rank has its own
     other layers, biases of rows     added up    added up                   equal on all ranks
     the input of a pair              -           -                          added up (Copy)
     a rank's keys and values         -           added up around the ring   -
 
-Nothing is averaged. Each rank divides the summed loss of its images by the number of all images, so
-it may have any number of images and tokens. The class is read from the last token. In a cp group,
-only one rank has it, and the loss of the others is multiplied by 0.
+Nothing is averaged. Each rank divides the summed loss of its images by the number of all images.
+The class is read from the last token. The ranks of a cp group that lack it multiply the loss by 0.
 
 --clip limits the norm of the whole gradient: the root of the sum of all squares. Squares are added
-up over the axes along which the ranks have different numbers. These are shards along tp. What is
-equal on all ranks counts once. --fsdp also shards all parameters over dp and cp, as a single axis
-(dp_cp), so all squares are added up over this axis, too.
+up over an axis if its ranks have different numbers. Along tp, only shards of split layers differ.
+What is equal on all ranks counts once. --fsdp also shards all parameters over dp and cp, as one
+axis (dp_cp), so all squares are added up over this axis, too.
 
 In a step on d x c x t ranks, each rank sends the following. S is the bytes of its tokens between
 two pairs, P the bytes of its parameters after splitting, and b the number of blocks.
-    dp       2 (d-1)/d P                         --fsdp: 3 (n-1)/n P along dp_cp, where n = d c
+    dp       2 (d-1)/d P
     cp       2 (c-1)/c P, and 2 b (3c-2) S/t if c > 1: keys, values and their gradients
     tp       8 b (t-1)/t S
+    dp_cp    with --fsdp: 3 (n-1)/n P, where n = d c, in place of both terms with P
 
 Run it:
     torchrun --standalone --nproc-per-node 8 playground/three_axes.py
@@ -42,9 +43,9 @@ It prints single_gpu.py's numbers for --model transformer, and the messages of a
     tp    all_reduce      8        8          917,504       917,504
 
 Try breaking it, in a copy (cp playground/three_axes.py playground/broken.py):
-  1. In compute_gradients, let all ranks count their loss. What is trained?
+  1. In compute_gradients, delete `if not has_last:` and the line below it. What is trained?
   2. Leave the cp group out of add_up_gradients(). Is there an error?
-  3. With --clip 0.1, leave out the all_reduce along tp. Which parameters differ then?
+  3. With --clip 0.1, leave out the all_reduce along tp. What differs in a tp group then?
 
 This is the last lesson. README.md says which kind of parallelism is right for which model.
 """
@@ -149,8 +150,8 @@ class RingAttention(torch.autograd.Function):
                 read_of_rows.mul_(shrink).add_(weights @ values)
                 so_far.copy_(larger)
             if step < world_size - 1:
-                following = places[(rank - step - 1) % world_size]
-                travelling = pass_on(travelling, len(following), group)
+                arriving = places[(rank - step - 1) % world_size]
+                travelling = pass_on(travelling, len(arriving), group)
         read /= total
         ctx.save_for_backward(query, key, value, read, maximum + total.log())
         ctx.places = places
@@ -184,10 +185,10 @@ class RingAttention(torch.autograd.Function):
             of_keys, of_values = of_travelling[..., columns, :]
             of_keys += of_scores.mT @ queries
             of_values += weights.mT @ of_read
-            following = places[(rank - step - 1) % world_size]
+            arriving = places[(rank - step - 1) % world_size]
             if step < world_size - 1:
-                travelling = pass_on(travelling, len(following), group)
-            of_travelling = pass_on(of_travelling, len(following), group)
+                travelling = pass_on(travelling, len(arriving), group)
+            of_travelling = pass_on(of_travelling, len(arriving), group)
         of_key, of_value = of_travelling
         return of_query, of_key, of_value, None, None
 
@@ -445,7 +446,8 @@ def train(args):
     dp_size, cp_size, tp_size = map(int, args.mesh.split("x"))
     names = ("dp", "cp", "tp")
     mesh = dist.init_device_mesh(device.type, (dp_size, cp_size, tp_size), mesh_dim_names=names)
-    # NEW: the same ranks, but those of dp and cp are one axis. --fsdp shards over it.
+    # NEW: the same ranks in the same order, but dp and cp are one axis. --fsdp shards over it, and
+    # the sums of an epoch are added up over it. The tp groups have the same ranks as in `mesh`.
     names = ("dp_cp", "tp")
     flat = dist.init_device_mesh(device.type, (dp_size * cp_size, tp_size), mesh_dim_names=names)
     for group in (*mesh.get_all_groups(), *flat.get_all_groups()):
@@ -468,7 +470,7 @@ def train(args):
         # not accept shards. With more kinds: the stages of a pipeline first, then tensor
         # parallelism, activation checkpointing, torch.compile, and fully_shard last.
         split_by_dtensor(model, flat["tp"])
-        shard(model, flat["dp_cp"])
+        shard(model, flat["dp_cp"])  # this also moves the shards to the device
         shard_group = dp_cp_group
         split = [parameter for parameter in model.parameters() if is_split(parameter)]
     else:

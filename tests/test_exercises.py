@@ -754,7 +754,7 @@ def test_verdicts_are_kept(copy, tmp_path):
     def is_judged(*words, **options):
         before = imports.read_text()
         printed = Job(copy / "check.py", *words, cold=False, **options).wait().stdout
-        assert words or f"order_1f1b              {right_with('order_1f1b')}\n" in printed
+        assert words or f"{'order_1f1b':<31}{right_with('order_1f1b')}\n" in printed
         return imports.read_text() != before
 
     assert is_judged()

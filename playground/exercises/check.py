@@ -208,7 +208,7 @@ def show_all():
     states = []
     for name in exercises():
         state = state_of(name)
-        print(f"{name:<24}{state}", flush=True)
+        print(f"{name:<31}{state}", flush=True)
         states.append(state)
     right = sum(state.startswith("RIGHT") for state in states)
     print(f"{right} of {len(states)} are right")

@@ -82,21 +82,24 @@ def show_steps(
     images: Tensor,
     labels: Tensor,
 ) -> None:
-    """On rank 0, run some steps of each model, and print what they keep and how long they take.
+    """Run some steps of each model, and print what they keep and how long they take.
+
+    All ranks call it, so that none waits for another. Rank 0 prints.
 
     Args:
         args: has the flags of the transformer.
         models: for each name a transformer, and how many of its blocks keep only their input.
         images, labels: a batch of this rank, (B, 1, 28, 28) and int64 (B,), on its device.
     """
-    if dist.get_rank() > 0:
-        return
-    print("blocks   bytes kept  predicted   passes  a step")
+    first = dist.get_rank() == 0
+    if first:
+        print("blocks   bytes kept  predicted   passes  a step")
     for name, (model, wrapped) in models.items():
         predicted = by_formula(args, len(images), wrapped)
         kept, passes, seconds = measured_step(model.to(images.device), images, labels)
         row = f"{name:<9}{kept:<12,}{predicted:<12,}{passes:<8}{1000 * seconds:.0f} ms"
-        print(row, flush=True)
+        if first:
+            print(row, flush=True)
 
 
 def show_gathers(model: nn.Module, images: Tensor, labels: Tensor) -> None:
