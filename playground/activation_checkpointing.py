@@ -29,8 +29,8 @@ Run it, with one process or several:
     python playground/activation_checkpointing.py
     torchrun --standalone --nproc-per-node 2 playground/activation_checkpointing.py --sharded
 
-It first wraps no block, every second or every block, and prints what a step of rank 0 keeps for
-backward(), its forward passes of blocks, and its time. Then it prints single_gpu.py's numbers for
+It first prints what a step of rank 0 keeps for backward() if it wraps no block, every second or
+every block, its forward passes of blocks, and its time. Then come single_gpu.py's numbers for
 --model transformer. With two processes and --dataset digits --batch_size 120 --epochs 2:
     blocks   bytes kept  predicted   passes  a step
     none     7,403,044   7,403,044   2       102 ms

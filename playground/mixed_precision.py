@@ -25,8 +25,8 @@ Run it:
     torchrun --standalone --nproc-per-node 2 playground/mixed_precision.py
     torchrun --standalone --nproc-per-node 2 playground/mixed_precision.py --sharded --clip 1
 
-On a CPU, bfloat16 is often slower than float32. "everything" means with parameters in bfloat16, and
-a layer's dtype is that of its output. With --dataset digits --batch_size 120, it prints:
+It prints this with --dataset digits --batch_size 120 ("everything": with parameters in bfloat16; a
+layer's dtype is that of its output). On a CPU, bfloat16 is often slower than float32:
     a gradient of 1e-9 in torch.float16, loss x 1: 0
     a gradient of 1e-9 in torch.float16, loss x 65536: 1e-09
     error against float64   loss     gradients

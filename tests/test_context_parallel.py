@@ -170,7 +170,7 @@ def test_the_example_in_the_docstring():
     """Its numbers are those of attention, with powers of two."""
     scores = torch.tensor([1.0, 1, 2, 2])
     values = torch.tensor([6.0, 0, 3, 6])
-    assert "scores [1 1 | 2 2]    values [6 0 | 3 6]" in DOCSTRING
+    assert "scores of a token [1 1 | 2 2]    values [6 0 | 3 6]" in DOCSTRING
     total = 0
     read = 0
     maximum = scores.new_tensor(-torch.inf)

@@ -96,9 +96,13 @@ def test_the_example_in_the_docstring():
     for row in ordered:
         sent.append([[t for t in row if t[0] in "AB"], [t for t in row if t[0] in "CD"]])
     shown = [" | ".join(" ".join(part) for part in parts) for parts in sent]
-    assert list(rows["sorted by expert"]) == list(rows["and back again"]) == shown
-    for rank, parts in enumerate(sent):
-        assert f"rank {rank} sends {len(parts[0])} and {len(parts[1])}" in text
+    assert list(rows["sorted by expert"]) == list(rows["all_to_all back"]) == shown
+    assert rows["in the old order"] == rows["tokens"]
+    for row, counts in zip(ordered, rows["counts of A B C D"], strict=True):
+        experts = [token[0] for token in row]
+        assert [int(count) for count in counts.replace("|", "").split()] == [
+            experts.count(expert) for expert in "ABCD"
+        ]
     arrived = [" | ".join(" ".join(parts[rank]) for parts in sent) for rank in range(2)]
     assert list(rows["all_to_all"]) == arrived
 

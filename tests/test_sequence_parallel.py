@@ -143,7 +143,7 @@ EVERY_NTH = """    size = parameter.shape[dim]
     every = torch.arange(dist.get_rank(), size, dist.get_world_size())
     return torch.nn.Parameter(parameter.detach().index_select(dim, every))
 """
-NORMS = "            if sequence:\n                # NEW: DTensor then"
+NORMS = "            if sequence:\n                # NEW: tells DTensor"
 
 
 @pytest.mark.parametrize(
