@@ -168,7 +168,8 @@ class Job:
         end = time.monotonic() + 300
         while (left := self.pids()) and time.monotonic() < end:
             time.sleep(0.1)
-        self.kill()
+        if left:  # what starts later is not left behind, such as a job of Slurm
+            self.kill()
         assert not left, f"left behind: {left}"
         return subprocess.CompletedProcess(self.process.args, self.process.returncode, out, err)
 
