@@ -81,7 +81,7 @@ ORDER = [
 
 
 def check(file):
-    """Check the exercise of a task or of an answer. The last line of each of them calls this.
+    """Check the exercise of a task or of an answer. Its last line calls this.
 
     A new process does it, because this one has run the learner's file already.
     """

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 
 class Add(torch.autograd.Function):
-    """Adds up a tensor over the ranks. Each rank goes on with the sum."""
+    """Adds up a tensor over the ranks. Each rank then computes with the sum."""
 
     @staticmethod
     def forward(ctx, term):

@@ -4,7 +4,7 @@ import torch
 
 
 class _Block(torch.autograd.Function):
-    """What the wrong answers have in common. Each of them replaces a part."""
+    """What the wrong answers have in common. Each one replaces a part."""
 
     @staticmethod
     def forward(ctx, block, inputs, *parameters):

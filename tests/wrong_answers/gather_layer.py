@@ -19,7 +19,7 @@ def _mean_of_shard(gradient):
 
 
 class _Layer(torch.autograd.Function):
-    """What the wrong answers have in common. Each of them replaces a part."""
+    """What the wrong answers have in common. Each one replaces a part."""
 
     @staticmethod
     def forward(ctx, inputs, shard, compute):

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 
 class _Pair(torch.autograd.Function):
-    """What the wrong answers have in common. Each of them replaces a part."""
+    """What the wrong answers have in common. Each one replaces a part."""
 
     @staticmethod
     def forward(ctx, inputs, first, first_bias, second, second_bias):

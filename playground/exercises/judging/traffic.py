@@ -190,7 +190,7 @@ def steps(messages):
 
     In one step a rank sends at most one message and receives at most one. A rank sends a message at
     the earliest in the step after all those that it has received before. A rank that starts a recv
-    before its own send goes on to the send if the message cannot be there yet.
+    before its own send continues with the send if the message cannot be there yet.
 
     Args:
         messages: a list for each rank, of its Messages in the order in which they were started.
