@@ -1,8 +1,9 @@
 """Three axes: data, context and tensor parallelism of a transformer, on one mesh of ranks.
 
-Each axis is one of the lessons before, and its messages stay in its own groups. The ranks of a dp
-group have different images, those of a cp group different tokens, and those of a tp group different
-heads and columns of the MLP. With --mesh 2x2x2, ranks 0 and 4 are a dp group, 0 and 2 a cp group:
+Each axis is one of the lessons before, and its messages stay in its own groups. So the ring is
+imported from context_parallel.py, and for --fsdp the DTensors from sequence_parallel.py. The ranks
+of a dp group have different images, those of a cp group different tokens, and those of a tp group
+different heads and columns of the MLP. With --mesh 2x2x2, ranks 0 and 4 are a dp group:
 
             dp 0                dp 1
             tp 0      tp 1      tp 0      tp 1
@@ -20,9 +21,8 @@ Nothing is averaged. Each rank divides the summed loss of its images by the numb
 The class is read from the last token. The ranks of a cp group that lack it multiply the loss by 0.
 
 --clip limits the norm of the whole gradient: the root of the sum of all squares. Squares are added
-up over an axis if its ranks have different numbers. Along tp, only shards of split layers differ.
-What is equal on all ranks counts once. --fsdp also shards all parameters over dp and cp, as one
-axis (dp_cp), so all squares are added up over this axis, too.
+up over an axis if its ranks have different numbers: along tp, those of shards of split layers, and
+with --fsdp, which also shards all parameters over dp and cp as one axis (dp_cp), those of all.
 
 In a step on d x c x t ranks, each rank sends the following. S is the bytes of its tokens between
 two pairs, P the bytes of its parameters after splitting, and b the number of blocks.
@@ -62,16 +62,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
+from context_parallel import RingAttention, split_tokens, zigzag  # NEW: from the lessons before
+from sequence_parallel import split_by_dtensor
+
 from common import flags
 from common.data import equal_batches, fetch, loaders
 from common.guard_rails import check, explained
@@ -79,165 +76,6 @@ from common.models import HEADS, TOKENS, WIDTH, make_model
 from common.report import RANKS, bar, epoch_line, rank_row
 from common.roll_call import meet
 from measure.splits import show_axes
-
-
-# From here to RingAttention, all is as in context_parallel.py, where comments explain it.
-def zigzag(tokens, world_size):
-    """Return the places of each rank's tokens: a chunk near the start, and one near the end."""
-    chunks = torch.arange(tokens).tensor_split(2 * world_size)
-    places = []
-    for rank in range(world_size):
-        places.append(torch.cat([chunks[rank], chunks[2 * world_size - 1 - rank]]))
-    return places
-
-
-def visible(mine, theirs):
-    """Return which of my tokens look at any of theirs, and which of theirs are looked at."""
-    first = int((mine < theirs[0]).sum())
-    end = int((theirs <= mine[-1]).sum())
-    return slice(first, None), slice(0, end)
-
-
-def scores_of(query, key, query_places, key_places):
-    """Return how much each token looks at each other one: -inf if that one comes later."""
-    scores = query @ key.mT * query.shape[-1] ** -0.5
-    later = key_places > query_places[:, None]
-    return scores.masked_fill(later.to(scores.device), -torch.inf)
-
-
-def pass_on(tensor, tokens, group):
-    """Send (..., own tokens, size) to the next rank, and return what the previous one has sent."""
-    rank = dist.get_rank(group)
-    world_size = dist.get_world_size(group)
-    following = (rank + 1) % world_size
-    previous = (rank - 1) % world_size
-    if following == rank:
-        return tensor
-    received = tensor.new_empty(*tensor.shape[:-2], tokens, tensor.shape[-1])
-    send = dist.P2POp(dist.isend, tensor, group=group, group_peer=following)
-    receive = dist.P2POp(dist.irecv, received, group=group, group_peer=previous)
-    for request in dist.batch_isend_irecv([send, receive]):
-        request.wait()
-    return received
-
-
-class RingAttention(torch.autograd.Function):
-    """Causal attention of this rank's tokens to those of all ranks, whose keys go around a ring."""
-
-    @staticmethod
-    def forward(ctx, query, key, value, places, group):
-        """Return what this rank's tokens have read, of the shape of `query`."""
-        rank = dist.get_rank(group)
-        world_size = dist.get_world_size(group)
-        mine = places[rank]
-        maximum = query.new_full((*query.shape[:-1], 1), -torch.inf)
-        total = torch.zeros_like(maximum)
-        read = torch.zeros_like(query)
-        travelling = torch.stack([key, value])
-        for step in range(world_size):
-            theirs = places[(rank - step) % world_size]
-            if theirs[0] <= mine[-1]:
-                rows, columns = visible(mine, theirs)
-                keys, values = travelling[..., columns, :]
-                scores = scores_of(query[..., rows, :], keys, mine[rows], theirs[columns])
-                so_far = maximum[..., rows, :]
-                total_of_rows = total[..., rows, :]
-                read_of_rows = read[..., rows, :]
-                larger = torch.maximum(so_far, scores.amax(dim=-1, keepdim=True))
-                shrink = (so_far - larger).exp()
-                weights = (scores - larger).exp()
-                total_of_rows.mul_(shrink).add_(weights.sum(dim=-1, keepdim=True))
-                read_of_rows.mul_(shrink).add_(weights @ values)
-                so_far.copy_(larger)
-            if step < world_size - 1:
-                arriving = places[(rank - step - 1) % world_size]
-                travelling = pass_on(travelling, len(arriving), group)
-        read /= total
-        ctx.save_for_backward(query, key, value, read, maximum + total.log())
-        ctx.places = places
-        ctx.group = group
-        return read
-
-    @staticmethod
-    def backward(ctx, gradient):
-        """Return the gradients of query, key and value, and None for places and group."""
-        query, key, value, read, log_total = ctx.saved_tensors
-        places = ctx.places
-        group = ctx.group
-        rank = dist.get_rank(group)
-        world_size = dist.get_world_size(group)
-        mine = places[rank]
-        scale = query.shape[-1] ** -0.5
-        common = (gradient * read).sum(dim=-1, keepdim=True)
-        of_query = torch.zeros_like(query)
-        travelling = torch.stack([key, value])
-        of_travelling = torch.zeros_like(travelling)
-        for step in range(world_size):
-            theirs = places[(rank - step) % world_size]
-            rows, columns = visible(mine, theirs)
-            keys, values = travelling[..., columns, :]
-            queries = query[..., rows, :]
-            scores = scores_of(queries, keys, mine[rows], theirs[columns])
-            weights = (scores - log_total[..., rows, :]).exp()
-            of_read = gradient[..., rows, :]
-            of_scores = weights * (of_read @ values.mT - common[..., rows, :]) * scale
-            of_query[..., rows, :] += of_scores @ keys
-            of_keys, of_values = of_travelling[..., columns, :]
-            of_keys += of_scores.mT @ queries
-            of_values += weights.mT @ of_read
-            arriving = places[(rank - step - 1) % world_size]
-            if step < world_size - 1:
-                travelling = pass_on(travelling, len(arriving), group)
-            of_travelling = pass_on(of_travelling, len(arriving), group)
-        of_key, of_value = of_travelling
-        return of_query, of_key, of_value, None, None
-
-
-class OwnTokens(torch.nn.Module):
-    """The embedding of this rank's tokens, whose places in the sequence are `mine`."""
-
-    def __init__(self, embedding, mine):
-        super().__init__()
-        self.tokens = embedding.tokens
-        self.embed = embedding.embed
-        self.position = embedding.position
-        self.mine = mine
-
-    def forward(self, images):
-        """Turn images, (N, 1, 28, 28), into embedded tokens, (N, tokens of this rank, width)."""
-        pieces = images.flatten(1).unflatten(1, (self.tokens, -1))
-        return self.embed(pieces[:, self.mine]) + self.position[self.mine]
-
-
-class SplitAttention(torch.nn.Module):
-    """Causal self-attention among the tokens of a cp group, as in context_parallel.py."""
-
-    def __init__(self, whole, places, group):
-        super().__init__()
-        self.split_heads = whole.split_heads
-        self.query = whole.query
-        self.key = whole.key
-        self.value = whole.value
-        self.output = whole.output
-        self.places = places
-        self.group = group
-
-    def forward(self, inputs):
-        """Turn this rank's tokens, (N, tokens, width), into what they have read from all tokens."""
-        query = self.split_heads(self.query(inputs))
-        key = self.split_heads(self.key(inputs))
-        value = self.split_heads(self.value(inputs))
-        # NEW: these have the heads of this rank only, so along cp it sends 1/t of the bytes.
-        read = RingAttention.apply(query, key, value, self.places, self.group)
-        return self.output(read.transpose(1, 2).flatten(2))
-
-
-def split_tokens(model, places, group):
-    """Context parallelism: each rank of a cp group computes its own tokens."""
-    model.stage1[0] = OwnTokens(model.stage1[0], places[dist.get_rank(group)])
-    for layer in (*model.stage1, *model.stage2):
-        if hasattr(layer, "attention"):
-            layer.attention = SplitAttention(layer.attention, places, group)
 
 
 class Copy(torch.autograd.Function):
@@ -320,27 +158,11 @@ def split_by_hand(model, group):
     return split
 
 
-def split_by_dtensor(model, mesh):
-    """Let PyTorch split the blocks over a mesh of one axis, tp."""
-    whole = Replicate()
-    begin = PrepareModuleInput(input_layouts=whole, desired_input_layouts=whole)
-    plan = {}
-    for name, layer in model.named_modules():
-        if hasattr(layer, "attention"):
-            plan[f"{name}.attention"] = begin
-            plan[f"{name}.mlp"] = begin
-            for column in ("attention.query", "attention.key", "attention.value", "mlp.0"):
-                plan[f"{name}.{column}"] = ColwiseParallel()
-            for row in ("attention.output", "mlp.2"):
-                plan[f"{name}.{row}"] = RowwiseParallel()
-    parallelize_module(model, mesh, plan)
+def shard(model, mesh):
+    """Shard each layer over a mesh of one axis: ranks that have other images or tokens."""
     # PyTorch 2.15 warns that the outputs of layers are views, which must not be changed in place.
     # No function of this lesson changes them.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module")
-
-
-def shard(model, mesh):
-    """Shard each layer over a mesh of one axis: ranks that have other images or tokens."""
     for layer in (*model.stage1, *model.stage2):
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -464,12 +286,14 @@ def train(args):
     torch.manual_seed(args.seed)
     model = make_model(args)
     places = zigzag(args.tokens, cp_size)
-    split_tokens(model, places, mesh.get_group("cp"))
+    # NEW: the ring is that of context_parallel.py. Its messages stay in the group that it is given.
+    # After the split below, a rank has some heads only, so the ring sends 1/t of the bytes.
+    split_tokens(model, RingAttention.apply, places, mesh.get_group("cp"))
     if args.fsdp:
         # NEW: in this order, because fully_shard accepts what is split, but parallelize_module does
         # not accept shards. With more kinds: the stages of a pipeline first, then tensor
         # parallelism, activation checkpointing, torch.compile, and fully_shard last.
-        split_by_dtensor(model, flat["tp"])
+        split_by_dtensor(model, flat["tp"], sequence=False)
         shard(model, flat["dp_cp"])  # this also moves the shards to the device
         shard_group = dp_cp_group
         split = [parameter for parameter in model.parameters() if is_split(parameter)]

@@ -1,11 +1,10 @@
 """Three axes: the numbers of one process on every mesh, messages, clipping, and the exercises."""
 
-import ast
 import math
 
 import pytest
 import torch
-from conftest import DIGITS, ROOT, run, single_gpu, train
+from conftest import DIGITS, run, single_gpu, train
 from test_sequence_parallel import messages
 from test_tensor_parallel import losses
 from test_timeline import assert_one_line
@@ -110,27 +109,6 @@ def test_flags_that_cannot_work(ranks, flags, words, main):
     env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": f"{ranks}"}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     assert_one_line(main(LESSON, *DIGITS, *flags, env=env), words)
-
-
-def code_of(lesson):
-    """Return the functions and classes of a lesson by name, without docstrings and comments."""
-    found = {}
-    for node in ast.parse((ROOT / "playground" / f"{lesson}.py").read_text()).body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            for inner in ast.walk(node):
-                named = isinstance(inner, (ast.FunctionDef, ast.ClassDef))
-                if named and ast.get_docstring(inner):
-                    inner.body = inner.body[1:]
-            found[node.name] = ast.unparse(node)
-    return found
-
-
-@pytest.mark.parametrize("name", ["zigzag", "visible", "scores_of", "pass_on", "RingAttention"])
-def test_the_ring_is_that_of_the_lesson_before(name):
-    """Who knows context_parallel.py need not read it again."""
-    if not (ROOT / "playground" / "context_parallel.py").exists():
-        pytest.skip("context_parallel.py is not here")
-    assert code_of(LESSON)[name] == code_of("context_parallel")[name]
 
 
 @pytest.mark.parametrize(

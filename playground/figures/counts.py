@@ -33,6 +33,7 @@ PLAYGROUND = Path(__file__).resolve().parents[1]
 sys.path.append(str(PLAYGROUND))  # find the lessons from any working directory
 sys.path.append(str(PLAYGROUND.parent))  # find common/
 import blocking_p2p
+import context_parallel
 import fully_sharded_data_parallel
 import hybrid_parallel
 import manual_pipeline
@@ -526,7 +527,9 @@ def count_axes() -> dict[str, list]:
     names = ("dp", "cp", "tp")
     mesh = dist.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=names)
     model = Transformer()
-    three_axes.split_tokens(model, three_axes.zigzag(TOKENS, 2), mesh.get_group("cp"))
+    attend = context_parallel.RingAttention.apply
+    places = context_parallel.zigzag(TOKENS, 2)
+    context_parallel.split_tokens(model, attend, places, mesh.get_group("cp"))
     three_axes.split_by_hand(model, mesh.get_group("tp"))
     with Messages() as messages:
         _forward_and_backward(model, *_batch(64))
