@@ -3,7 +3,8 @@
 Lesson: activation_checkpointing.py.
 
 Write the autograd function CheckpointBlock. It does what PyTorch's checkpoint() does for a block,
-which is any module with one input and one output. It gets the parameters of the block, too:
+which is any module with one input and one output. It gets the parameters of the block, too, because
+autograd computes gradients only of tensors that are arguments of apply():
 
     output = CheckpointBlock.apply(block, inputs, *block.parameters())
 
@@ -19,8 +20,8 @@ Rung 1 is a block without random numbers. Your answer passes it if
 Rung 2 is any block. Your answer passes it if
 - all of rung 1 holds;
 - a block with dropout drops the same numbers again. torch.get_rng_state() returns the state of the
-  random numbers, and torch.set_rng_state(state) restores it. Whoever draws random numbers after
-  backward() must get those that follow the forward pass;
+  random numbers, and torch.set_rng_state(state) restores it. After backward(), the random numbers
+  continue as if it had drawn none;
 - it is right if the inputs, or some of the parameters, need no gradient. backward() returns None
   for them, and ctx.needs_input_grad shows which they are.
 

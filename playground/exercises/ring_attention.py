@@ -9,7 +9,8 @@ function returns what this rank's tokens read, in the shape of `query`.
 
 Attention is causal: a token reads from itself and from all tokens with a lower place, on all ranks.
 The score of a query and a key is their product, divided by the square root of `size`. The result is
-the mean of the values, weighted with exp(score). Only the forward pass is needed.
+the mean of the values, weighted with exp(score). Only the forward pass is needed. You may compute
+masked pairs, too.
 
 Your answer passes if
 - the result is that of a single process which has all tokens;

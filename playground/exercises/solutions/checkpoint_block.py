@@ -19,7 +19,7 @@ class CheckpointBlock(torch.autograd.Function):
     def backward(ctx, gradient):
         """Return None for the block, and the gradients of the inputs and of each parameter."""
         (inputs,) = ctx.saved_tensors
-        # A new leaf: otherwise the gradients of the layers before it would be computed here, too.
+        # A new leaf: hooks on the inputs themselves must not run a second time.
         inputs = inputs.detach().requires_grad_(ctx.needs_input_grad[1])
         state_now = torch.get_rng_state()
         torch.set_rng_state(ctx.random_state)

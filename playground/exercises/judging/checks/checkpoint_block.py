@@ -103,10 +103,31 @@ def block_of(kind, rank, frozen=False, learn_inputs=True):
     return block, images, first
 
 
-def result_of(output, block, inputs, first):
+class Noting(torch.autograd.Function):
+    """Returns the inputs, and notes their gradient on its way to the layers before the block.
+
+    (A hook on the inputs would also run when a learner's backward() asks for their gradient.)
+    """
+
+    @staticmethod
+    def forward(ctx, inputs, gradients):
+        """Return the same tensor."""
+        ctx.gradients = gradients
+        ctx.set_materialize_grads(False)  # None stays None, and does not become zeros
+        return inputs.view_as(inputs)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """Note the gradient, and return it."""
+        if gradient is not None:
+            ctx.gradients.append(gradient)
+        return gradient, None
+
+
+def result_of(output, block, gradients, first):
     """Return what is compared of a step."""
     found = {"the output": output.detach() if is_tensor(output) else output}
-    found["the gradient of inputs"] = inputs.grad
+    found["the gradient of inputs"] = sum(gradients) if gradients else None
     for name, parameter in block.named_parameters():
         found[f"the gradient of {name}"] = parameter.grad
     found["the gradient of the layer before the block"] = first.weight.grad
@@ -117,7 +138,8 @@ def run(checkpoint_block, kind, **case):
     """Call the learner's function on this rank, forward and backward."""
     gc.freeze()  # what is there already is never searched, so gc.collect() is fast
     block, images, first = block_of(kind, dist.get_rank(), **case)
-    inputs = inputs_of(images, first)
+    gradients = []
+    inputs = Noting.apply(first(images), gradients)
     torch.manual_seed(1)
     with Watching() as memory:
         output = checkpoint_block.apply(block, inputs, *block.parameters())
@@ -130,7 +152,7 @@ def run(checkpoint_block, kind, **case):
     kept = ENOUGH
     if nbytes > inputs.nbytes + torch.get_rng_state().nbytes:
         kept = f"{nbytes} bytes more than the inputs ({inputs.nbytes} bytes)"
-    found = {"kept until backward": kept} | result_of(output, block, inputs, first)
+    found = {"kept until backward": kept} | result_of(output, block, gradients, first)
     if kind == "dropout":
         found |= {BEFORE: before, AFTER: after}
     return found
@@ -139,24 +161,17 @@ def run(checkpoint_block, kind, **case):
 def expected(rank, world_size, kind, **case):
     """Return what run() should return."""
     block, images, first = block_of(kind, rank, **case)
-    inputs = inputs_of(images, first)
+    gradients = []
+    inputs = Noting.apply(first(images), gradients)
     torch.manual_seed(1)
     output = block(inputs)
     before = torch.rand(3)
     loss_of(output).backward()
     after = torch.rand(3)
-    found = {"kept until backward": ENOUGH} | result_of(output, block, inputs, first)
+    found = {"kept until backward": ENOUGH} | result_of(output, block, gradients, first)
     if kind == "dropout":
         found |= {BEFORE: before, AFTER: after}
     return found
-
-
-def inputs_of(images, first):
-    """Return the inputs of the block, which keep their gradient if they need one."""
-    inputs = first(images)
-    if inputs.requires_grad:
-        inputs.retain_grad()
-    return inputs
 
 
 def loss_of(output):
