@@ -4,9 +4,11 @@ import json
 import re
 import sys
 import time
+from functools import partial
 
 import pytest
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from conftest import ROOT
 from matplotlib.testing.compare import compare_images
 from PIL import Image
@@ -21,6 +23,12 @@ KEPT = ("parameters", "gradients", "Adam's averages")
 LAYER = 4 * (784 * 784 + 784)  # bytes of a hidden layer of that model
 COUNTED = ("holds", "ring", "fsdp", "schedules", "tensor", "mesh")
 COUNTED += ("split", "context", "experts", "axes")
+
+
+@pytest.fixture(autouse=True)
+def forked(monkeypatch):
+    """Fork the ranks that count, so that they need not import PyTorch."""
+    monkeypatch.setattr(mp, "spawn", partial(mp.start_processes, start_method="fork"))
 
 
 def test_all_pictures_have_counts():

@@ -92,7 +92,11 @@ def trains(command):
 
 
 def start(command, mnist):
-    """Start a command of a page in the checkout, with the data where the tests have it."""
+    """Start a command of a page in the checkout, with the data where the tests have it.
+
+    Returns its Job, and the words of the grep behind it.
+    """
+    command, _, grep = command.partition(" | ")
     words = shlex.split(command.replace("10.0.0.1", "127.0.0.2"))
     on_mnist = "playground/" in command and "--dataset" not in command and trains(command)
     if on_mnist or "quickstart" in command:
@@ -103,10 +107,12 @@ def start(command, mnist):
     while re.match(r"[A-Z_]+=", words[0]):
         name, _, value = words.pop(0).partition("=")
         env[name] = value
-    if "|" in words:
-        words = ["bash", "-c", command]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(words, cwd=ROOT, env=env, text=True, stdout=pipe, stderr=pipe)
+    is_lesson = re.search(r"playground/\w+\.py", command) is not None
+    if is_lesson:
+        program = words.pop(0)
+        if program == "torchrun":
+            words = ["-m", "torch.distributed.run", *words]
+    return Job(*words, cwd=ROOT, env=env, cold=not is_lesson), shlex.split(grep)
 
 
 def masked(line):
@@ -116,6 +122,31 @@ def masked(line):
     line = re.sub(r"train [\d.]+%  test [\d.]+%", "ACCURACIES", line)
     line = re.sub(r"loss \d+\.\d{4}  ", "LOSS  ", line)  # the twelve digits of --double stay
     return re.sub(r"[\d.,]+ (s|images/s|matrix products)\b", r"# \1", line)
+
+
+def compare(job, grep, shown):
+    """Wait for the end of a command, and compare what it prints, after grep if there is one."""
+    done = job.wait()
+    out = done.stdout
+    if grep:
+        out = subprocess.run(grep, input=out, text=True, capture_output=True).stdout
+    lines = [
+        line
+        for line in (out + done.stderr).splitlines()
+        if line.strip()
+        and not line.startswith("+ ")  # a script shows what it runs
+        and "peer ranks" not in line  # torch 2.9 tells when gloo has connected a group
+    ]
+    if not shown:
+        return
+    if shown[0] == "...":
+        shown = shown[1:]
+        lines = lines[-len(shown) :]
+    assert [masked(line) for line in lines] == [masked(line) for line in shown]
+    printed = epochs("\n".join(lines))
+    for got, expected in zip(printed, epochs("\n".join(shown)), strict=True):
+        assert got["loss"] == pytest.approx(expected["loss"], abs=2e-3)
+        assert got["test"] == pytest.approx(expected["test"], abs=0.5)
 
 
 @pytest.mark.quick
@@ -132,33 +163,15 @@ def test_console_block(block, request):
     if "rehearse" in block:
         need("ip")  # the rehearsal has networks of its own
     port = free_port()
-    jobs = []
+    running = []
     for prompt, command, shown in commands(block):
         if " -n 2 " in command:
             command += f" --port {port}"
-        jobs.append((start(command, mnist), shown))
-        if not prompt:
-            jobs[-1][0].wait(300)  # the next command is typed afterwards
-    for process, shown in jobs:
-        out, err = process.communicate(timeout=300)
-        lines = [
-            line
-            for line in (out + err).splitlines()
-            if line.strip()
-            and not line.startswith("+ ")  # a script shows what it runs
-            and "peer ranks" not in line  # torch 2.9 tells when gloo has connected a group
-            and "torch/distributed/run.py" not in line  # torchrun warns of OMP_NUM_THREADS
-        ]
-        if not shown:
-            continue
-        if shown[0] == "...":
-            shown = shown[1:]
-            lines = lines[-len(shown) :]
-        assert [masked(line) for line in lines] == [masked(line) for line in shown]
-        printed = epochs("\n".join(lines))
-        for got, expected in zip(printed, epochs("\n".join(shown)), strict=True):
-            assert got["loss"] == pytest.approx(expected["loss"], abs=2e-3)
-            assert got["test"] == pytest.approx(expected["test"], abs=0.5)
+        running.append((*start(command, mnist), shown))
+        if not prompt:  # the next command is typed afterwards
+            compare(*running.pop())
+    for each in running:
+        compare(*each)
 
 
 def test_every_console_block_is_found():
