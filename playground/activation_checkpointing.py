@@ -1,8 +1,8 @@
 """Activation checkpointing: keep only the input of a block, and compute the rest again.
 
-backward() needs numbers from the forward pass, such as the input of each linear layer. They are
-called activations. For each number of its input, a block of the transformer keeps 16. Query, key
-and value are three of them. The MLP's hidden layer is eight: four before GELU, and four after it.
+backward() needs numbers from the forward pass, the activations. For each number of its input, a
+block of the transformer keeps about 16: inputs and outputs of both LayerNorms (4), query, key,
+value and what attention has read (4), and the MLP's hidden layer before and after GELU (4 + 4).
 With activation checkpointing, a block keeps only its input. When backward() reaches the block,
 PyTorch runs its forward pass again. The 16 numbers are then in memory until the block's gradients
 are complete, so only one block has them at a time. The results do not change. backward() computes
@@ -16,22 +16,22 @@ In a transformer, this is a block.
 Dropout must drop the same numbers again. So checkpoint() keeps the state of the random numbers, and
 restores it for the second forward pass (preserve_rng_state=True, the default).
 
-PyTorch has two kinds of checkpoint(). use_reentrant=False is the newer one. The older one calls
-backward() inside backward(). It works with DDP as in this lesson. But if DDP has the flag
-find_unused_parameters=True, or two wrapped modules share a parameter, it ends with "mark a variable
-ready only once". And if the input of a wrapped module needs no gradient, its parameters get none.
+PyTorch has two kinds of checkpoint(). The newer one, use_reentrant=False, is used here. The older
+one calls backward() inside backward(). It works with plain DDP. But if DDP has the flag
+find_unused_parameters=True, or two wrapped modules share a parameter, DDP stops with "mark a
+variable ready only once". If a wrapped module's input needs no gradient, its parameters get none.
 
-With FSDP (--sharded), wrap a block first, and then shard it. FSDP gathers a layer in backward()
-anyway, and the second forward pass uses these parameters. So no messages are added: the last line
-counts 4 all_gathers in forward() and 4 in backward(), for 4 layers.
+With --sharded, the lesson wraps a block first, and then shards it. FSDP gathers a layer anyway in
+backward(), and the second forward pass uses these parameters. So no messages are added: the last
+line counts 4 all_gathers in forward() and 4 in backward(), for 4 layers.
 
 Run it, with one process or several:
     python playground/activation_checkpointing.py
     torchrun --standalone --nproc-per-node 2 playground/activation_checkpointing.py --sharded
 
-It first prints what a step of rank 0 keeps for backward() if it wraps no block, every second or
-every block, its forward passes of blocks, and its time. Then come single_gpu.py's numbers for
---model transformer. With two processes and --dataset digits --batch_size 120 --epochs 2:
+It first prints, for rank 0 with no block wrapped, with every second one and with every one, what a
+step keeps for backward(), its forward passes of blocks, and its time. Then come single_gpu.py's
+numbers for --model transformer. With two processes and --dataset digits --batch_size 120:
     blocks   bytes kept  predicted   passes  a step
     none     7,403,044   7,403,044   2       102 ms
     second   4,123,684   4,123,684   3       119 ms
@@ -161,7 +161,7 @@ def train(args):
     train_loader, test_loader = loaders(args, rank, world_size)
     test_loader = equal_batches(test_loader.dataset, rank, world_size)  # as FSDP needs it
     images, labels = next(iter(train_loader))
-    # Models of their own, only to be measured.
+    # Three more models, which are only measured.
     ways = {which: build(args, which) for which in WHICH}
     show_steps(args, ways, images.to(device), labels.to(device))
     del ways

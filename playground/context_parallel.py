@@ -16,13 +16,13 @@ shrink if a block has a larger one. Here blocks have two tokens, and 2^score rep
 
 Attention is causal: a token looks at itself and at those before it. With --order plain, rank 0 has
 the first tokens, which look at few others, and all ranks wait for the last rank. With --order
-zigzag, each rank has some early tokens and some late ones. The class comes from the last token, so
-only one rank has the loss. Each rank gets the part of a gradient that comes from its own tokens.
-These parts are added up over the ranks, and not averaged.
+zigzag, each rank has some early tokens and some late ones, and skips most masked pairs. The class
+comes from the last token, so only one rank has the loss. Each rank gets the part of a gradient that
+comes from its own tokens. These parts are added up over the ranks, and not averaged.
 
-With --by ulysses, all_to_alls of queries, keys and values give each rank all tokens of some heads.
-A fourth one takes back what they have read. If a rank's queries have B bytes, it sends 8 (n-1)/n B
-for each attention layer in a step, or (6n-4) B by the ring. For ulysses, n must divide the heads.
+With --by ulysses, all_to_alls of queries, keys and values give each rank all tokens of some heads,
+and a fourth returns what they read, so n must divide the heads. For queries of B bytes, these send
+8 (n-1)/n B in a layer and step. The ring sends 2 (n-1) B in forward(), 2 (2n-1) B in backward().
 
 Run it:
     torchrun --standalone --nproc-per-node 2 playground/context_parallel.py --compare
@@ -37,8 +37,8 @@ It prints the same numbers as single_gpu.py --model transformer. Before that, --
     of rank 0   counted  predicted  bytes sent  predicted
     send        8        8          3,670,016   3,670,016
     all_reduce  39       39         110,504     110,504
-The pairs of ranks include masked ones. With --order plain, rank 0 has 196 pairs, and rank 1 has
-392. playground/sharding.md has the bytes that are kept with up to 784 tokens.
+Each rank computes some masked pairs, too. With --order plain, rank 0 computes 196 pairs, and rank 1
+computes 392. playground/sharding.md has the bytes that are kept with up to 784 tokens.
 
 Try breaking it, in a copy, and run it with --compare:
   1. After the first all_reduce, write `parameter.grad /= dist.get_world_size()`. Is the loss wrong?
@@ -84,7 +84,8 @@ def zigzag(tokens, world_size):
     chunks = torch.arange(tokens).tensor_split(2 * world_size)
     places = []
     for rank in range(world_size):
-        # NEW: early tokens look at few others, and late ones at many. Together they are average.
+        # NEW: early tokens look at few others, and late ones at many. With some of both, all ranks
+        # compute about as much.
         places.append(torch.cat([chunks[rank], chunks[2 * world_size - 1 - rank]]))
     return places
 
@@ -153,7 +154,8 @@ class RingAttention(torch.autograd.Function):
                 read_of_rows = read[..., rows, :]
                 # NEW: exp() of a large score would overflow, so the largest score so far is
                 # subtracted first. If this block has a larger one, the sums shrink accordingly.
-                # In the first step each token looks at itself, so no maximum stays at -inf.
+                # In the first step each token looks at itself, so no maximum stays at
+                # -inf (-inf minus -inf would be nan).
                 larger = torch.maximum(so_far, scores.amax(dim=-1, keepdim=True))
                 shrink = (so_far - larger).exp()
                 weights = (scores - larger).exp()
@@ -181,8 +183,9 @@ class RingAttention(torch.autograd.Function):
         world_size = dist.get_world_size(group)
         mine = places[rank]
         scale = query.shape[-1] ** -0.5
-        # The gradient of softmax is weights * (of_weights - common), where of_weights is
-        # of_read @ values.mT, and `common` is its weighted mean over the keys of all ranks.
+        # The gradient of softmax is weights * (of_weights - common). For each key, of_weights is
+        # gradient @ value, and `common` is the weighted mean of of_weights over all keys. `read` is
+        # the weighted mean of the values, so `common` is gradient @ read.
         common = (gradient * read).sum(dim=-1, keepdim=True)
         of_query = torch.zeros_like(query)
         travelling = torch.stack([key, value])

@@ -16,10 +16,10 @@ expert is A. Bars separate the ranks that get the tokens, and after all_to_all t
     in the old order     rank 0: C0 A0 B0 A0       rank 1: D1 A1 D1 C1
 
 The counts travel first, so a rank knows how many rows arrive for each expert. A rank to which no
-token comes calls each all_to_all as well. PyTorch's all_to_all has no gradient. There is no error,
-but what was computed before it is not trained. So Exchange, below, sends the gradients back in
-backward(). An expert's gradient then has the terms of all images. It is divided by n, but not added
-up over the ranks. All other parameters are replicas, whose gradients are averaged.
+token comes calls each all_to_all as well. PyTorch's all_to_all passes no gradient on, and raises no
+error. So Exchange, below, sends the gradients back in backward(). An expert's gradient then has the
+terms of all images, so it is not added up. It is only divided by n, because the loss of each rank
+is the mean over its own images. All other parameters are replicas, whose gradients are averaged.
 
 Nothing makes the router use all experts. With --balance, the loss has one more term, which lowers
 the scores of experts that get many tokens (https://arxiv.org/abs/2101.03961).
@@ -145,16 +145,17 @@ class Mixture(torch.nn.Module):
         send_counts = self.load.view(world_size, here).sum(dim=1).tolist()
         receive_counts = arriving.view(world_size, here).sum(dim=1).tolist()
         arrived = Exchange.apply(rows, send_counts, receive_counts)
-        # The rows arrive rank by rank, and those of each rank expert by expert. Here this rank's
-        # experts count from 0. With two experts on each of two ranks, `numbers` is 0 1 0 1.
+        # The rows arrive rank by rank, and those of each rank expert by expert. This rank's experts
+        # are numbered from 0. With two experts on each of two ranks, `numbers` is 0 1 0 1. On rank
+        # 0 above, `arriving` is 2 1 1 0, so `expert` is 0 0 1 0.
         numbers = torch.arange(here, device=rows.device).repeat(world_size)
         expert = numbers.repeat_interleave(arriving)  # the expert of each row
         outputs = torch.empty_like(arrived)
         for number, mlp in enumerate(self.experts):
             mine = expert == number
             # NEW: called with 0 rows, too. Then its parameters have gradients, which are 0, and
-            # this rank's outputs belong to the graph of its loss. Otherwise its backward() might
-            # not send what the others wait for.
+            # this rank's outputs belong to the graph of its loss. If all its experts were left out,
+            # its backward() would not send what the others wait for.
             outputs[mine] = mlp(arrived[mine])
         return Exchange.apply(outputs, receive_counts, send_counts)
 
@@ -172,10 +173,10 @@ def average_gradients(model):
 
 
 def balance_loss(mixtures):
-    """Return the mean of the blocks: 1 if the load is even, more if not, and at most `count`."""
+    """Return the mean over the blocks of count * sum(fraction * mean score). Even load: 1."""
     load = torch.stack([mixture.load for mixture in mixtures])
     # NEW: over all ranks. The product of two means over one rank's tokens would depend on how the
-    # images are divided.
+    # images are divided. The mean scores stay local: average_gradients() averages their gradients.
     dist.all_reduce(load)
     fractions = load / load.sum(dim=1, keepdim=True)
     # Counts have no gradients, but scores have. The more tokens an expert gets, the more its scores
@@ -218,7 +219,7 @@ def run_epoch(model, mixtures, loader, device, optimizer=None, balance=0.0):
             loss = F.cross_entropy(logits, labels)
         if optimizer is not None:
             optimizer.zero_grad()
-            # NEW: the second term is not in the printed loss. It is computed even if balance is 0.
+            # NEW: the second term is not in the printed loss.
             (loss + balance * balance_loss(mixtures)).backward()
             average_gradients(model)
             optimizer.step()

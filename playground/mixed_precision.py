@@ -4,18 +4,18 @@ bfloat16 has the range of float32, but only two to three digits. float16 has a d
 small range: from 6e-8 to 65,504. In float16, a gradient of 1e-9 becomes 0. So a GradScaler
 multiplies the loss by 65,536, and with it all gradients. Before the optimizer's step, it divides
 them by this factor. If a gradient has become infinite, it skips the step and halves the factor.
-With DDP and with FSDP, bfloat16 needs no GradScaler, because 1e-9 is within its range.
+bfloat16 needs no GradScaler, because 1e-9 is within its range.
 
 torch.autocast computes matrix products and attention in 16 bits, from converted copies of their
 inputs and parameters. The parameters themselves stay in float32, because bfloat16 would lose Adam's
-small steps: in bfloat16, 1 + 0.001 is 1. The loss is computed in float32, because it adds up many
-small numbers. (On a GPU, softmax and LayerNorm are, too.) A block adds outputs in bfloat16 to its
-float32 input, and the sum is float32. So tokens stay in float32, and LayerNorm computes in float32.
+small steps: in bfloat16, 1 + 0.001 is 1. cross_entropy converts its logits to float32, because it
+adds up many small numbers. (softmax() alone stays in bfloat16 on a CPU.) A block adds outputs in
+bfloat16 to its float32 input. So tokens stay in float32, and LayerNorm computes in float32.
 
 FSDP's MixedPrecisionPolicy replaces autocast. It converts each shard before it is gathered, so a
 whole layer computes in bfloat16, LayerNorm too. An all_gather then sends 2 bytes for a number and
 not 4. With reduce_dtype=float32, reduce_scatter still sends 4. A step gathers twice and reduces
-once. So a rank sends as many bytes as with DDP, whose gradients are float32.
+once, 2 + 2 + 4 = 8 bytes for a number: as many as DDP's all_reduce, which sends 4 bytes twice.
 
 Clipping scales all gradients down if their norm is too large. With DDP, each rank has all of them.
 With FSDP, it has shards, which are DTensors. So clip_grad_norm_ adds up squares over all ranks, and
@@ -25,8 +25,8 @@ Run it:
     torchrun --standalone --nproc-per-node 2 playground/mixed_precision.py
     torchrun --standalone --nproc-per-node 2 playground/mixed_precision.py --sharded --clip 1
 
-It prints this with --dataset digits --batch_size 120 ("everything": with parameters in bfloat16; a
-layer's dtype is that of its output). On a CPU, bfloat16 is often slower than float32:
+It prints what follows with --dataset digits --batch_size 120. On a CPU, bfloat16 is often slower
+than float32. "everything" has parameters in bfloat16, too. A layer's dtype is that of its output:
     a gradient of 1e-9 in torch.float16, loss x 1: 0
     a gradient of 1e-9 in torch.float16, loss x 65536: 1e-09
     error against float64   loss     gradients
@@ -97,9 +97,8 @@ def shard(layers, model, mesh, narrow):
         # dtype, but added up over the ranks in float32. (Without reduce_dtype, PyTorch before 2.15
         # adds them up in the dtype in which they are computed.)
         inside = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32)
-        # NEW: the output of the whole model is float32, so the loss is computed in float32. All
-        # parameters belong to layers, so param_dtype converts only the images here.
-        outside = MixedPrecisionPolicy(param_dtype=narrow, output_dtype=torch.float32)
+        # NEW: the output of the whole model is float32, so the loss is computed in float32.
+        outside = MixedPrecisionPolicy(output_dtype=torch.float32)
     for layer in layers:
         if list(layer.parameters()):
             fully_shard(layer, mesh=mesh, mp_policy=inside)

@@ -17,7 +17,7 @@ ranks, and four tokens of one number each.
     rank 1: [10 20 30 40]    [11 22 33 44]      [33 44]    [c d]        [a b c d]
 
 In backward(), GATHER is a reduce_scatter, because each rank has used all tokens. SCATTER is an
-all_gather. A parameter between the pairs has met only this rank's tokens, so the rank has only a
+all_gather. A parameter between the pairs is used for this rank's tokens only, so the rank has a
 part of its gradient. Let [1 2 3 4] be the gradients of four tokens to which a bias was added. Rank
 0 has 1 + 2 = 3, rank 1 has 3 + 4 = 7, and the sum, by an all_reduce, is 10. LayerNorm and the
 embedding need it, too. Nothing is divided by n, because all ranks have the same images.
@@ -38,8 +38,8 @@ It prints single_gpu.py's numbers for --model transformer. Then one more step, h
     tp    reduce_scatter  8        8          1,835,008     1,835,008
     tp    all_reduce      15       15         8,832         8,832
     kept for backward(): 9,255,940 bytes
-Without --sequence, 8 all_reduces send 3,670,016 bytes, and 10,230,788 bytes are kept. DTensor also
-gathers the gradients of the embedded tokens, and adds up LayerNorm's each time Adam reads them.
+Without --sequence, 8 all_reduces send 3,670,016 bytes, and 10,230,788 bytes are kept. --sequence
+saves only a tenth here, because each pair's first layer keeps its input: the gathered tokens.
 
 Try breaking it, in a copy (cp playground/sequence_parallel.py playground/broken.py):
   1. With --sequence, leave out the all_reduce after backward(). Is there an error?
@@ -235,7 +235,8 @@ def split_by_hand(model, sequence):
                 added_up += stage[index].whole_parameters()
     if not sequence:
         return []  # all ranks have all tokens, so they compute the same gradients
-    added_up += model.stage1[0].parameters()  # the embedding, with the positions
+    # Each rank embeds all tokens, but only its own get a gradient (see OwnTokens).
+    added_up += model.stage1[0].parameters()
     model.stage1.insert(1, OwnTokens())
     model.stage2.insert(len(model.stage2) - 1, AllTokens())
     return added_up
@@ -262,8 +263,8 @@ def split_by_dtensor(model, mesh, sequence):
     if sequence:
         whole = Replicate()
         own = Shard(1)
-        # NEW: these do what OwnTokens and AllTokens do. The last layer is not in the plan, so it
-        # needs a plain tensor: use_local_output.
+        # NEW: these do what OwnTokens and AllTokens do. The parameters of the last layer are plain
+        # tensors, so its input must be one, too: use_local_output.
         to_own = PrepareModuleOutput(output_layouts=whole, desired_output_layouts=own)
         to_all = PrepareModuleInput(
             input_layouts=own, desired_input_layouts=whole, use_local_output=True
@@ -309,7 +310,8 @@ def train(args):
         mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
         mesh.get_group().set_timeout(timedelta(seconds=args.timeout))
         split_by_dtensor(model, mesh, args.sequence)
-        added_up = []  # NEW: DTensor adds up gradients when the optimizer reads them
+        # NEW: DTensor adds up a gradient whenever it is read. Adam reads it three times in a step.
+        added_up = []
     model = model.to(device)
     # A fused Adam does not work with DTensors and plain tensors together.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6)

@@ -1,6 +1,6 @@
 """Three axes: data, context and tensor parallelism of a transformer, on one mesh of ranks.
 
-Each axis is one of the lessons before, and its messages stay in its own groups. So the ring is
+Each axis is one of the lessons before, and its messages stay in its own groups. The ring is
 imported from context_parallel.py, and for --fsdp the DTensors from sequence_parallel.py. The ranks
 of a dp group have different images, those of a cp group different tokens, and those of a tp group
 different heads and columns of the MLP. With --mesh 2x2x2, ranks 0 and 4 are a dp group:
@@ -10,19 +10,19 @@ different heads and columns of the MLP. With --mesh 2x2x2, ranks 0 and 4 are a d
     cp 0    rank 0    rank 1    rank 4    rank 5
     cp 1    rank 2    rank 3    rank 6    rank 7
 
-A gradient is added up over an axis if each rank along it has only a part:
-    gradient of                      along dp    along cp                   along tp
-    a shard of a split layer         added up    added up                   each rank has its own
-    other layers, biases of rows     added up    added up                   equal on all ranks
-    the input of a pair              -           -                          added up (Copy)
-    a rank's keys and values         -           added up around the ring   -
+A gradient is added up over an axis if each rank along it has only a part (own: each has its own):
+    gradient of                 along dp    along cp                    along tp
+    a shard of a split layer    added up    added up                    own
+    all other parameters        added up    added up                    equal on all ranks
+    the input of a pair         own         own                         added up (Copy)
+    a rank's keys and values    own         added up around the ring    own
 
 Nothing is averaged. Each rank divides the summed loss of its images by the number of all images.
 The class is read from the last token. The ranks of a cp group that lack it multiply the loss by 0.
 
---clip limits the norm of the whole gradient: the root of the sum of all squares. Squares are added
-up over an axis if its ranks have different numbers: along tp, those of shards of split layers, and
-with --fsdp, which also shards all parameters over dp and cp as one axis (dp_cp), those of all.
+--clip limits the norm of the whole gradient: the root of the sum of all squares. Along tp, only the
+squares of split layers' shards are added up, because the rest is equal on all ranks. --fsdp shards
+all parameters over dp and cp as one axis (dp_cp), so all squares are then added up over it as well.
 
 In a step on d x c x t ranks, each rank sends the following. S is the bytes of its tokens between
 two pairs, P the bytes of its parameters after splitting, and b the number of blocks.
@@ -117,6 +117,7 @@ def keep_shard(parameter, dim, group):
     return torch.nn.Parameter(shards[dist.get_rank(group)].clone())
 
 
+# SplitBlock of sequence_parallel.py sends to all ranks. This one sends in a group.
 class SplitBlock(torch.nn.Module):
     """A block of which each rank of a tp group has some heads, as in sequence_parallel.py."""
 
@@ -287,7 +288,8 @@ def train(args):
     model = make_model(args)
     places = zigzag(args.tokens, cp_size)
     # NEW: the ring is that of context_parallel.py. Its messages stay in the group that it is given.
-    # After the split below, a rank has some heads only, so the ring sends 1/t of the bytes.
+    # The splits below replace layers inside attention, so the ring stays. It then sends the keys
+    # and values of this rank's heads only: 1/t of the bytes.
     split_tokens(model, RingAttention.apply, places, mesh.get_group("cp"))
     if args.fsdp:
         # NEW: in this order, because fully_shard accepts what is split, but parallelize_module does
