@@ -97,7 +97,8 @@ def fetch(dataset: str | None, data_dir: str | Path, batch_size: int = 1) -> str
             dataset = "digits"
             if os.environ.get("LOCAL_RANK", "0") == "0":
                 instead = "training on scikit-learn's 1,797 digits instead"
-                print(f"WARNING: {reason}: {instead}", file=sys.stderr)
+                ours = f"to use MNIST, copy its files to {data_dir}/MNIST/raw"
+                print(f"WARNING: {reason}: {instead} ({ours})", file=sys.stderr)
     most = DATASETS[dataset]
     if batch_size > most:
         sys.exit(f"error: --batch_size must be at most {most}, the number of training images")

@@ -73,6 +73,9 @@ def check(
         _check_address(parser.error, args)
     if getattr(args, "batch_size", None):
         _check_batch(parser.error, args, replicas)
+    cores = os.cpu_count()
+    if getattr(args, "gpus", 1) > 8 * cores:
+        print(f"{args.gpus} processes on {cores} cores: they take long to start", file=sys.stderr)
 
 
 def _check_batch(refuse: Callable, args: argparse.Namespace, replicas: int | None) -> None:
@@ -298,7 +301,7 @@ def _last_words(error: BaseException, function: Callable) -> tuple[str, int]:
     if isinstance(error, mp.ProcessExitedException):
         advice = "look for its error message above"
         if error.signal_name == "SIGABRT":
-            advice = "the ranks were in different collectives, a buffer had a different size, or,"
+            advice = "a buffer had a different size, the ranks were in different collectives, or,"
             advice += f" with NCCL, {LOOK}"
         elif error.signal_name:
             advice = "if you did not end it, memory may have run out: use fewer processes"

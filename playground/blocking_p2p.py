@@ -228,7 +228,7 @@ def main():
     add("-g", "--gpus", type=int, default=max(gpus, 2), help="processes a node; default: GPUs or 2")
     add("-nr", "--nr", type=int, default=0, help="number of this node, from 0")
     add("-ip", "--ip", default="127.0.0.1", help="address of node 0")
-    add("--port", type=int, default=8888, help="port of node 0; with -n 1, any free port")
+    add("--port", type=int, default=8888, help="port of node 0; -n 1 takes a free one")
     add("--init_method", metavar="URL", help="replaces -ip, --port: tcp://..., env://, file:///...")
     add("--device", choices=["cpu", "cuda"], default="cuda" if gpus > 1 else "cpu")
     add("--backend", choices=["gloo", "nccl", "mpi"], help="default: nccl on GPUs, gloo on CPUs")

@@ -214,7 +214,7 @@ def main():
     add("-g", "--gpus", type=int, help="processes on each node; default: its GPUs, or 2")
     add("-nr", "--nr", type=int, default=0, help="number of this node, from 0")
     add("-ip", "--ip", default="127.0.0.1", help="address of node 0")
-    add("--port", type=int, default=8888, help="port of node 0; with -n 1, any free port")
+    add("--port", type=int, default=8888, help="port of node 0; -n 1 takes a free one")
     add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     add("--timeout", type=int, default=60, help="seconds to wait for another rank")
     add("--batch_size", type=int, default=128, help="images in a step, over all ranks")

@@ -17,7 +17,8 @@ It runs on two nodes in the same way as blocking_p2p.py.
 
 It prints a table of the ranks. Then the ranks exchange messages twice, with blocking and with
 non-blocking calls. Each time, rank 0 first sleeps for half a second, and each rank multiplies
-matrices for half a second. On CPUs (the numbers of products will differ):
+matrices for half a second. On CPUs (the numbers of products will differ, and are far lower if the
+cores have other work):
     blocking, rank 0: [-1.0, -1.0] -> [1.0, 1.0] in 1.0 s, 0.5 s of it idle, 25,491 products
     blocking, rank 1: [-1.0, -1.0] -> [0.0, 0.0] in 1.0 s, 0.5 s of it idle, 25,630 products
     rank 0 |zzzzzzzzzzzzzzzzzzzzzzzzzzzzzzcccccccccccccccccccccccccccccc|
@@ -31,8 +32,9 @@ matrices for half a second. On CPUs (the numbers of products will differ):
 
 With blocking calls, rank 1 first waits for rank 0 (r), and then computes (c). With non-blocking
 calls, it computes while it waits. All time except the half second of computing is idle, so the
-sleep of rank 0 (z) is idle, too. A dot means that the rank has finished. The two lists are the
-receive buffer before and after. Rank 1 sends [1.0, 1.0], and rank 0 sends [0.0, 0.0].
+sleep of rank 0 (z) is idle, too. A dot means that the rank has finished. With -g 4, s is in send,
+and w is in wait(). The two lists are the receive buffer before and after. Rank 1 sends [1.0, 1.0],
+and rank 0 sends [0.0, 0.0].
 
 Try breaking it, in a copy (cp playground/nonblocking_p2p.py playground/broken.py):
   1. In `nonblocking`, write `mine.fill_(9)` on the line after `start_exchange(...)`. Which rank
@@ -244,7 +246,7 @@ def main():
     add("-g", "--gpus", type=int, default=max(gpus, 2), help="processes a node; default: GPUs or 2")
     add("-nr", "--nr", type=int, default=0, help="number of this node, from 0")
     add("-ip", "--ip", default="127.0.0.1", help="address of node 0")
-    add("--port", type=int, default=8888, help="port of node 0; with -n 1, any free port")
+    add("--port", type=int, default=8888, help="port of node 0; -n 1 takes a free one")
     add("--init_method", metavar="URL", help="replaces -ip, --port: tcp://..., env://, file:///...")
     add("--device", choices=["cpu", "cuda"], default="cuda" if gpus > 1 else "cpu")
     add("--backend", choices=["gloo", "nccl", "mpi"], help="default: nccl on GPUs, gloo on CPUs")

@@ -1,5 +1,6 @@
 """Whatever a learner does wrong ends in a bounded time, says what to do, and leaves no process."""
 
+import argparse
 import contextlib
 import errno
 import os
@@ -149,6 +150,15 @@ def test_device_cuda_without_a_gpu(lesson):
     one_line(
         run(lesson, "--device", "cuda", status=2, env=hidden), "this machine has no", "--device cpu"
     )
+
+
+@pytest.mark.parametrize(("processes", "words"), [(16, ""), (17, "17 processes on 2 cores: ")])
+def test_many_more_processes_than_cores(processes, words, monkeypatch, capsys):
+    """They are started all the same, and a line says why nothing is printed for so long."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    guard_rails.check(argparse.ArgumentParser(), argparse.Namespace(device="cpu", gpus=processes))
+    said = capsys.readouterr().err
+    assert said.startswith(words) and bool(said) == bool(words)
 
 
 @pytest.mark.parametrize("lesson", ["data_parallel", "distributed_data_parallel"])
