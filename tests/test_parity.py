@@ -76,6 +76,13 @@ OF_TRANSFORMERS = {  # lessons that train the transformer only
     "expert_parallel": {("--experts", 1): (1,)},  # with more experts it is another model
     "three_axes": {(): (1, 4), ("--mesh", "2x2x2"): (8,), ("--mesh", "1x2x2", "--fsdp"): (4,)},
 }
+# Flags that select a model. One epoch of the larger ones shows as much as two.
+MODEL = {
+    "mlp": (*TWO_EPOCHS, "--model", "mlp"),
+    "cnn": (*TWO_EPOCHS, "--model", "cnn", "--epochs", 1),
+    "transformer": (*TWO_EPOCHS, "--model", "transformer", "--epochs", 1),
+}
+MODEL["small transformer"] = (*MODEL["transformer"], "--tokens", 8, "--width", 16)
 NO_PARITY = {"distributed_data_parallel_resnet"}  # because of batch norm
 FLAT_SHARDS = {"sharded_optimizer", "manual_fully_sharded"}
 
@@ -84,7 +91,8 @@ def cases():
     """Return what is trained: (lesson, flags, processes, model).
 
     The MLP is trained with all flags and numbers of processes, the other models once by each
-    lesson. Two lessons do not split the layers of the transformer.
+    lesson. Two lessons do not split the layers of the transformer. Lessons that train nothing else
+    train it once in its usual size, and then a small one.
     """
     found = []
     for lesson, variants in VARIANTS.items():
@@ -97,20 +105,23 @@ def cases():
         if lesson != "tensor_parallel":
             found.append((lesson, flags, counts[-1], "transformer"))
     for lesson, variants in OF_TRANSFORMERS.items():
+        model = "transformer"
         for flags, counts in variants.items():
-            found += [(lesson, flags, processes, "transformer") for processes in counts]
+            for processes in reversed(counts):
+                found.append((lesson, flags, processes, model))
+                model = "small transformer"
     return found
 
 
 def printed(lesson, *flags, processes=None, env=None):
-    """Run a lesson on the digits. Returns its epoch lines."""
+    """Run a lesson. Returns its epoch lines."""
     with tempfile.TemporaryDirectory() as folder:
         where = ()
         if lesson == "distributed_data_parallel_resumable":
             where = ("--run_dir", folder)
         if lesson == "profile_steps":
             where = ("--out", folder)
-        done = train(lesson, *TWO_EPOCHS, *flags, *where, processes=processes, env=env)
+        done = train(lesson, *flags, *where, processes=processes, env=env)
         return epochs(done.stdout)
 
 
@@ -124,7 +135,7 @@ def with_parameters(lesson, *flags, folder, processes=None):
 def expected_parameters(model):
     """Return the parameters of single_gpu.py in float64, which runs only once for each model."""
     with tempfile.TemporaryDirectory() as folder:
-        with_parameters("single_gpu", "--model", model, folder=folder)
+        with_parameters("single_gpu", *MODEL[model], folder=folder)
         return torch.load(Path(folder) / "rank0.pt")
 
 
@@ -137,9 +148,9 @@ def test_all_training_lessons_are_here():
 @pytest.mark.parametrize(("lesson", "flags", "processes", "model"), cases())
 def test_float64(lesson, flags, processes, model, tmp_path, record_property):
     """All variants: the same losses and parameters."""
-    flags = ("--model", model, *flags)
+    flags = (*MODEL[model], *flags)
     lines = with_parameters(lesson, *flags, folder=tmp_path, processes=processes)
-    assert lines == one_process(*TWO_EPOCHS, "--double", "--model", model, apart=1e-10)
+    assert lines == one_process(*MODEL[model], "--double", apart=1e-10)
     by_hand = not {"dtensor", "--fsdp"}.intersection(flags)
     if lesson in ("tensor_parallel", "sequence_parallel", "three_axes") and by_hand:
         return  # their shards are parts of rows or columns, so only losses are compared
@@ -155,15 +166,16 @@ def test_float64(lesson, flags, processes, model, tmp_path, record_property):
 def test_float32(lesson):
     """What a learner sees: the same losses and accuracies."""
     flags, counts = next(iter(VARIANTS[lesson].items()))
-    lines = printed(lesson, *flags, processes=2 if counts[-1] else None)
-    assert lines == one_process(*TWO_EPOCHS)
+    lines = printed(lesson, *MODEL["mlp"], *flags, processes=2 if counts[-1] else None)
+    assert lines == one_process(*MODEL["mlp"])
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_checkpoint_has_what_it_should(name, tmp_path):
     """Four keys, plain values, and a state for each parameter."""
     path = tmp_path / "c.pt"
-    printed("distributed_data_parallel", "--model", name, "--savefile", path, processes=2)
+    flags = (*TWO_EPOCHS, "--model", name)
+    printed("distributed_data_parallel", *flags, "--savefile", path, processes=2)
     checkpoint = torch.load(path, weights_only=True)
     assert set(checkpoint) == {"model", "optimizer", "epoch", "args"}
     assert checkpoint["epoch"] == 2

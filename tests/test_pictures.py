@@ -9,11 +9,11 @@ from functools import partial
 import pytest
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from conftest import ROOT
+from conftest import ROOT, Job
 from matplotlib.testing.compare import compare_images
 from PIL import Image
 
-from figures import pictures
+from figures import counts, pictures
 from figures.counts import IN_RANKS, WIDE, count, in_ranks, time_overlap
 from figures.pictures import DRAW, FIGURES, logical_time, stages_on_a_rank
 from measure.timeline import Calls, Span, as_text, bubble
@@ -82,8 +82,13 @@ def test_the_waiting_of_the_picture():
     assert long["nonblocking"] == both
 
 
-def test_the_messages_of_a_traced_step():
+def test_the_messages_of_a_traced_step(monkeypatch):
     """As many messages as in the picture, and several of them start during backward()."""
+
+    def forked(words, **_):
+        return Job(*words[1:], cold=False).wait()
+
+    monkeypatch.setattr(counts.subprocess, "run", forked)
     again = time_overlap((*WIDE, "--epochs", "1"))
     for steps in (COUNTS["overlap"], again):
         several, one = steps.values()
