@@ -5,12 +5,9 @@ import gc
 import torch
 import torch.distributed as dist
 import torch.fx.experimental.symbolic_shapes  # backward(gradient) imports it: see ranks.py
+from kept import Watching
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from verdicts import TOLERANCE, Rung, difference, times
-
-from measure.messages import flat as tensors_in
 
 NAME = "CheckpointBlock"
 WORLD_SIZES = (1, 2)
@@ -48,36 +45,6 @@ class Residual(nn.Module):
     def forward(self, inputs):
         """Return a tensor like the inputs."""
         return inputs + self.module(inputs)
-
-
-class Watching(TorchDispatchMode):
-    """Notes all memory that is taken inside `with Watching() as memory:`."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = {}
-
-    @classmethod
-    def _should_skip_dynamo(cls):
-        """See Messages in measure/messages.py."""
-        return False
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in tensors_in(result):
-            storage = tensor.untyped_storage()
-            self.found[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
-        return result
-
-    def kept(self, *tensors):
-        """Return how many bytes are still taken, without those of some tensors."""
-        gc.collect()
-        others = [tensor.untyped_storage().data_ptr() for tensor in tensors if is_tensor(tensor)]
-        total = 0
-        for address, (storage, nbytes) in self.found.items():
-            if address not in others and not storage.expired():
-                total += nbytes
-        return total
 
 
 def block_of(kind, rank, frozen=False, learn_inputs=True):
@@ -144,13 +111,14 @@ def run(checkpoint_block, kind, **case):
     with Watching() as memory:
         output = checkpoint_block.apply(block, inputs, *block.parameters())
         before = torch.rand(3)  # as another layer would draw them
-        nbytes = memory.kept(inputs, output, before)
+        # A copy of the inputs is nothing to complain about, nor is the state of the random numbers.
+        enough = inputs.nbytes + torch.get_rng_state().nbytes
+        nbytes = memory.kept(enough, inputs, output, before)
         if is_tensor(output) and output.requires_grad:
             loss_of(output).backward()
     after = torch.rand(3)
-    # A copy of the inputs is nothing to complain about, nor is the state of the random numbers.
     kept = ENOUGH
-    if nbytes > inputs.nbytes + torch.get_rng_state().nbytes:
+    if nbytes > enough:
         kept = f"{nbytes} bytes more than the inputs ({inputs.nbytes} bytes)"
     found = {"kept until backward": kept} | result_of(output, block, gradients, first)
     if kind == "dropout":

@@ -7,13 +7,10 @@ import time
 import torch
 import torch.distributed as dist
 import torch.fx.experimental.symbolic_shapes  # backward(gradient) imports it: see ranks.py
+from kept import Watching
 from torch import nn
 from torch.func import functional_call
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from verdicts import Rung, difference, times
-
-from measure.messages import flat as tensors_in
 
 NAME = "GatherLayer"
 CASES = {
@@ -32,7 +29,6 @@ RUNG_1 = Rung(
     then="the memory that stays taken, three messages, and any layer.",
 )
 TOLERANCE = {"rtol": 2e-3, "atol": 2e-3}  # for float16
-SECONDS_TO_FREE = 2
 ENOUGH = "no more than the shard and the inputs"
 
 
@@ -46,49 +42,6 @@ class Twice(nn.Module):
     def forward(self, inputs):
         """Apply the layer, tanh, and the layer again."""
         return self.layer(torch.tanh(self.layer(inputs)))
-
-
-class Watching(TorchDispatchMode):
-    """Notes all memory that is taken inside `with Watching() as memory:`."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = {}
-
-    @classmethod
-    def _should_skip_dynamo(cls):
-        """See Messages in measure/messages.py."""
-        return False
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in tensors_in(result):
-            storage = tensor.untyped_storage()
-            self.found[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
-        return result
-
-    def kept(self, enough, *tensors):
-        """Return how many bytes are still taken, without those of some tensors.
-
-        gloo's own thread may hold the tensors of a message for a moment after its end. So this
-        waits while there are more than `enough` bytes, but not for ever.
-        """
-        end = time.monotonic() + SECONDS_TO_FREE
-        nbytes = self.taken(tensors)
-        while nbytes > enough and time.monotonic() < end:
-            time.sleep(0.02)
-            nbytes = self.taken(tensors)
-        return nbytes
-
-    def taken(self, tensors):
-        """Return how many bytes are taken now, without those of some tensors."""
-        gc.collect()
-        others = [tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None]
-        total = 0
-        for address, (storage, nbytes) in self.found.items():
-            if address not in others and not storage.expired():
-                total += nbytes
-        return total
 
 
 def layer_of(kind, rank):

@@ -1,0 +1,62 @@
+"""The memory that a rank takes while the learner's function runs, and what of it stays taken."""
+
+import gc
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # find measure/
+from measure.messages import flat as tensors_in
+
+SECONDS_TO_FREE = 2
+
+
+class Watching(TorchDispatchMode):
+    """Notes all memory that is taken inside `with Watching() as memory:`."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls):
+        """See Messages in measure/messages.py."""
+        return False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tensors_in(result):
+            storage = tensor.untyped_storage()
+            self.found[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
+        return result
+
+    def kept(self, enough, *tensors):
+        """Return how many bytes are still taken, without those of some tensors.
+
+        gloo's own thread may hold the tensors of a message for a moment after its end. So this
+        waits while there are more than `enough` bytes, but not for ever. What is no tensor, because
+        the learner has returned something else, takes nothing.
+        """
+        end = time.monotonic() + SECONDS_TO_FREE
+        nbytes = self.taken(tensors)
+        while nbytes > enough and time.monotonic() < end:
+            time.sleep(0.02)
+            nbytes = self.taken(tensors)
+        return nbytes
+
+    def taken(self, tensors):
+        """Return how many bytes are taken now, without those of some tensors."""
+        gc.collect()
+        others = []
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor):
+                others.append(tensor.untyped_storage().data_ptr())
+        total = 0
+        for address, (storage, nbytes) in self.found.items():
+            if address not in others and not storage.expired():
+                total += nbytes
+        return total
