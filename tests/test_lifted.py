@@ -258,7 +258,8 @@ def threads_left(lesson, text, folder):
     words = copy, *flags_for(lesson, folder)  # cold: what it imports, and when, matters
     jobs = ranks(*words, cold=True) if by_torchrun(lesson) else [Lesson(*words, cold=True)]
     done = [job.wait() for job in jobs]
-    assert not any(one.returncode for one in done), done
+    for one in done:
+        assert one.returncode == 0, f"status {one.returncode}\n{one.stdout}\n{one.stderr}"
     assert right_numbers(lesson) in (epochs(done[0].stdout), None)
     return [
         int(number) for one in done for number in re.findall(r"gloo threads: (\d+)", one.stdout)
