@@ -119,7 +119,7 @@ def pass_on(tensor, tokens, group):
     send = dist.P2POp(dist.isend, tensor, group=group, group_peer=following)
     receive = dist.P2POp(dist.irecv, received, group=group, group_peer=previous)
     for request in dist.batch_isend_irecv([send, receive]):
-        request.wait()
+        request.wait()  # a faster ring would compute a block while the next one travels
     return received
 
 
@@ -312,7 +312,8 @@ def compute_gradients(model, images, labels, has_last):
     if not has_last:
         # NEW: the class is read from the last token of the sequence, which is on one rank. The
         # losses of the others count 0 times. They still call backward(), because it sends keys,
-        # values and their gradients around the ring.
+        # values and their gradients around the ring. (If every token has a loss, as in a language
+        # model, all of them count: divide their sum on each rank by the number of all tokens.)
         loss = loss * 0
     loss.backward()
     for parameter in model.parameters():

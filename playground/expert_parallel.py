@@ -22,7 +22,8 @@ terms of all images, so it is not added up. It is only divided by n, because the
 is the mean over its own images. All other parameters are replicas, whose gradients are averaged.
 
 Nothing makes the router use all experts. With --balance, the loss has one more term, which lowers
-the scores of experts that get many tokens (https://arxiv.org/abs/2101.03961).
+the scores of experts that get many tokens (https://arxiv.org/abs/2101.03961). Larger models often
+choose two experts for each token, and limit how many tokens an expert takes.
 
 Run it:
     torchrun --standalone --nproc-per-node 2 playground/expert_parallel.py
