@@ -305,16 +305,19 @@ def train(args):
     torch.manual_seed(args.seed)
     model = make_model(args)
     if args.by == "hand":
+        group = dist.group.WORLD
         added_up = split_by_hand(model, args.sequence)
     else:
         mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
-        mesh.get_group().set_timeout(timedelta(seconds=args.timeout))
+        group = mesh.get_group()
+        group.set_timeout(timedelta(seconds=args.timeout))
         split_by_dtensor(model, mesh, args.sequence)
         # NEW: DTensor adds up a gradient whenever it is read. Adam reads it three times in a step.
         added_up = []
     model = model.to(device)
-    # A fused Adam does not work with DTensors and plain tensors together.
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6)
+    # On GPUs, Adam would update many tensors in one call. This does not work with DTensors and
+    # plain tensors together. fused=False makes it update one after the other, as on CPUs.
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=False)
 
     for epoch in range(args.epochs):
         train_loader.sampler.set_epoch(epoch)
@@ -327,7 +330,7 @@ def train(args):
             print(epoch_line(args, epoch, seconds, trained, tested), flush=True)
     batches = [next(iter(train_loader))]
     arguments = (model, batches, device, added_up, optimizer)
-    show_split(lambda: run_epoch(*arguments), model, optimizer, args)
+    show_split(lambda: run_epoch(*arguments), model, optimizer, args, group)
     dist.destroy_process_group()
 
 

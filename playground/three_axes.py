@@ -307,8 +307,8 @@ def train(args):
     whole = [parameter for parameter in model.parameters() if id(parameter) not in ids]
     last_places = [place[-1].item() for place in places]
     has_last = last_places[mesh.get_local_rank("cp")] == max(last_places)
-    # Not fused, because that does not work with DTensors on different meshes.
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6)
+    # One parameter after the other, because with --fsdp they are DTensors on different meshes.
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=False)
 
     def compute_gradients(images, labels):
         """Compute the gradients of a global batch. Returns the logits of this rank's last token."""

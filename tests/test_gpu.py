@@ -301,6 +301,7 @@ def test_two_ranks(lesson, flags, network, two_ranks, tmp_path):
         ("three_axes", ("--mesh", "2x1x1", "--fsdp")),
         ("three_axes", ("--mesh", "1x2x1")),
         ("three_axes", ("--mesh", "1x1x2")),
+        ("context_parallel", ("--compare", "--by", "ulysses")),
     ],
 )
 def test_a_transformer_on_two_ranks(lesson, flags, two_ranks):
@@ -309,9 +310,10 @@ def test_a_transformer_on_two_ranks(lesson, flags, two_ranks):
     assert_as_on_the_cpu(out, TRANSFORMER)
 
 
-def test_experts_on_two_ranks(two_ranks):
+@pytest.mark.parametrize("balance", [0.0, 0.1])
+def test_experts_on_two_ranks(balance, two_ranks):
     """One rank and two print the same losses."""
-    flags = (*TWO_EPOCHS, "--double")
+    flags = (*TWO_EPOCHS, "--double", "--balance", balance)
     found = epochs(output(two_ranks("expert_parallel", *flags, *CUDA)))
     right = epochs(run("expert_parallel", *flags, "--device", "cpu").stdout)
     for line, expected in zip(found, right, strict=True):
@@ -480,6 +482,15 @@ def test_a_mesh_of_four_gpus(kind):
     out = output(ranks(lesson, *own, *CUDA, processes=4, env=ALL_GPUS, cold=True))
     assert_as_on_the_cpu(out, flags)
     assert shown(out) == shown(train(lesson, *own, "--device", "cpu", processes=4).stdout)
+
+
+@pytest.mark.parametrize("flags", [("--mesh", "1x2x2", "--fsdp"), ("--mesh", "2x2x1")])
+def test_a_ring_in_a_part_of_four_gpus(flags):
+    """Each cp group has its own ring: the CPU's losses."""
+    need(4)
+    own = (*TWO_EPOCHS, *TRANSFORMER, *flags)
+    out = output(ranks("three_axes", *own, *CUDA, processes=4, env=ALL_GPUS, cold=True))
+    assert_as_on_the_cpu(out, TRANSFORMER)
 
 
 HELD = """    print("held:", torch.cuda.memory_allocated())

@@ -55,7 +55,7 @@ def test_the_counts_are_those_of_a_run():
 def calls(rows):
     """Return the calls of each rank in their order, without the times."""
     by_rank = {0: [], 1: []}
-    for rank, kind, _, _ in sorted(rows, key=lambda row: row[2]):
+    for rank, kind, _, _ in sorted(rows, key=lambda row: row[2:]):  # by start and end
         by_rank[rank].append(kind)
     return by_rank
 

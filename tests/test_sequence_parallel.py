@@ -165,7 +165,7 @@ def test_wrong_without_an_error(flags, old, new, apart, change):
 
 def test_which_gradients_are_too_large(change):
     """Exercise 2: those before the last layer. Adam hardly notices, plain SGD does."""
-    adam = "torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6)"
+    adam = "torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=False)"
     sgd = "torch.optim.SGD(model.parameters(), lr=args.lr)"
     gather = (JOINED, "        return PairEnd.apply(tokens, *GATHER)\n")
     flags = (*STEPS, *SMALL, "--sequence", "--lr", 0.1)
@@ -180,3 +180,10 @@ def test_the_mlp_may_be_split_in_any_way(change):
     copy = change(LESSON, (NEIGHBOURS, of_mlp + NEIGHBOURS))
     found = losses(train(copy, *STEPS, *SMALL, processes=2).stdout)
     assert found == pytest.approx(one_process(*SMALL), abs=1e-10)
+
+
+def test_updating_many_tensors_in_one_call(change):
+    """Adam does so on GPUs, unless fused=False: it fails with DTensors and plain tensors."""
+    copy = change(LESSON, ("eps=1e-6, fused=False", "eps=1e-6, foreach=True"))
+    done = train(copy, *STEPS, *SMALL, "--by", "dtensor", processes=1, status=1)
+    assert "got mixed torch.Tensor and DTensor" in done.stderr

@@ -570,7 +570,7 @@ def time_calls() -> dict[str, list[list]]:
     for name, spans in exchanges.items():
         rows[name] = []
         for span in sorted(spans):
-            rows[name].append([span.worker, span.kind, round(span.start, 4), round(span.end, 4)])
+            rows[name].append([span.worker, span.kind, round(span.start, 6), round(span.end, 6)])
     return rows
 
 

@@ -3,6 +3,7 @@
 import argparse
 import time
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -49,6 +50,12 @@ def by_formula(args: argparse.Namespace, images: int, wrapped: int) -> int:
     return images * numbers * size + labels + size  # and the sum of the labels' weights
 
 
+def synchronize(tensor: Tensor) -> None:
+    """Wait until the GPU of a tensor has done its work, if it is on a GPU."""
+    if tensor.is_cuda:
+        torch.cuda.synchronize()
+
+
 def measured_step(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[int, int, float]:
     """Run some steps without an optimizer.
 
@@ -67,9 +74,11 @@ def measured_step(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[int
     for _ in range(STEPS):
         passes.clear()
         model.zero_grad()
+        synchronize(images)
         start = time.perf_counter()
         kept, loss = kept_for_backward(model, images, labels)
         loss.backward()
+        synchronize(images)
         seconds.append(time.perf_counter() - start)
     for hook in hooks:
         hook.remove()
@@ -95,9 +104,11 @@ def show_steps(
     if first:
         print("blocks   bytes kept  predicted   passes  a step")
     for name, (model, wrapped) in models.items():
-        predicted = by_formula(args, len(images), wrapped)
+        predicted = f"{by_formula(args, len(images), wrapped):,}"
+        if images.is_cuda:
+            predicted = "on CPUs"  # attention keeps other numbers on GPUs
         kept, passes, seconds = measured_step(model.to(images.device), images, labels)
-        row = f"{name:<9}{kept:<12,}{predicted:<12,}{passes:<8}{1000 * seconds:.0f} ms"
+        row = f"{name:<9}{kept:<12,}{predicted:<12}{passes:<8}{1000 * seconds:.0f} ms"
         if first:
             print(row, flush=True)
 

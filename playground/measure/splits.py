@@ -15,7 +15,11 @@ from measure.messages import Messages, sent_bytes
 
 
 def show_split(
-    step: Callable, model: nn.Module, optimizer: Optimizer, args: argparse.Namespace
+    step: Callable,
+    model: nn.Module,
+    optimizer: Optimizer,
+    args: argparse.Namespace,
+    group: dist.ProcessGroup,
 ) -> None:
     """Run a step of sequence_parallel.py. Rank 0 prints its messages, and what it keeps.
 
@@ -26,9 +30,10 @@ def show_split(
         model: what the step trains.
         optimizer: its learning rate becomes 0, so the model stays as it was trained.
         args: the flags of the lesson.
+        group: the ranks that split the model. (A mesh may have made a group of its own.)
     """
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
+    for parameters in optimizer.param_groups:
+        parameters["lr"] = 0.0
     with Messages() as messages, Kept(model) as kept:
         step()
     if dist.get_rank() > 0:
@@ -43,7 +48,7 @@ def show_split(
         rows = [("all_reduce", 4 * blocks, 4 * blocks * size)]
     if args.by == "dtensor" and dist.get_world_size() == 1:
         rows = []  # DTensors leave out messages of a rank to itself
-    print_messages(messages, [("tp", dist.group.WORLD, *row) for row in rows])
+    print_messages(messages, [("tp", group, *row) for row in rows])
     print(f"kept for backward(): {kept.nbytes():,} bytes", flush=True)
 
 
