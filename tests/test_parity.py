@@ -243,6 +243,7 @@ def resnet_rank(rank, port, world_size, accumulate, batches, model, results):
     lesson.run_epoch(wrapped, share, torch.device("cpu"), optimizer, accumulate)
     if rank == 0:
         torch.save(dict(model.named_parameters()), results)
+    del wrapped  # as in the lessons with DDP: torch 2.9 may hang otherwise
     dist.destroy_process_group()
 
 
