@@ -16,7 +16,7 @@ expert is A. Bars separate the ranks that get the tokens, and after all_to_all t
     in the old order     rank 0: C0 A0 B0 A0       rank 1: D1 A1 D1 C1
 
 The counts travel first, so a rank knows how many rows arrive for each expert. A rank to which no
-token comes calls each all_to_all as well. PyTorch's all_to_all passes no gradient on, and raises no
+token comes calls each all_to_all as well. PyTorch's all_to_all has no gradient, and raises no
 error. So Exchange, below, sends the gradients back in backward(). An expert's gradient then has the
 terms of all images, so it is not added up. It is only divided by n, because the loss of each rank
 is the mean over its own images. All other parameters are replicas, whose gradients are averaged.

@@ -185,3 +185,5 @@ def test_no_import_runs_back_up(folder):
                 modules = [node.module]
             rooms = {room_of(module) for module in modules} - {None}
             assert rooms <= MAY_IMPORT[folder], f"{path.name} imports {modules}"
+            if path.stem in LESSONS and path.stem != "three_axes":
+                assert "lessons" not in rooms, f"{path.name} imports {modules}"
