@@ -43,7 +43,7 @@ saves only a tenth here, because each pair's first layer keeps its input: the ga
 
 Try breaking it, in a copy (cp playground/sequence_parallel.py playground/broken.py):
   1. With --sequence, leave out the all_reduce after backward(). Is there an error?
-  2. In AllTokens, return `PairEnd.apply(tokens, *GATHER)`. By how much are which gradients wrong?
+  2. In AllTokens, return `PairEnd.apply(tokens, *GATHER, self.group)`. Which gradients are wrong?
   3. Let keep_shard keep every nth column or row, beginning at the rank's own. Is the MLP right?
   4. With --by dtensor --sequence, leave norm1 and norm2 out of the plan. What is wrong?
 
@@ -102,30 +102,31 @@ def join(args):
     return rank, device
 
 
-def add_up(terms):
+# In these functions, `group` has the ranks that split a block. In this lesson they are all ranks.
+def add_up(terms, group):
     """Return the sum of the terms of all ranks, for all tokens."""
     total = terms.clone()
-    dist.all_reduce(total)
+    dist.all_reduce(total, group=group)
     return total
 
 
-def add_up_own(terms):
+def add_up_own(terms, group):
     """Return the sum of the terms of all ranks, for the tokens of this rank."""
-    chunks = [chunk.contiguous() for chunk in terms.chunk(dist.get_world_size(), dim=1)]
+    chunks = [chunk.contiguous() for chunk in terms.chunk(dist.get_world_size(group), dim=1)]
     own_sum = torch.empty_like(chunks[0])
-    dist.reduce_scatter(own_sum, chunks)
+    dist.reduce_scatter(own_sum, chunks, group=group)
     return own_sum
 
 
-def gather(tokens):
+def gather(tokens, group):
     """Return the tokens of all ranks. Each rank passes its own, (N, tokens / n, width)."""
     tokens = tokens.contiguous()  # all_gather needs it, and a gradient may not be
-    chunks = [torch.empty_like(tokens) for _ in range(dist.get_world_size())]
-    dist.all_gather(chunks, tokens)
+    chunks = [torch.empty_like(tokens) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(chunks, tokens, group=group)
     return torch.cat(chunks, dim=1)
 
 
-def unchanged(tensor):
+def unchanged(tensor, group):
     """Return the tensor itself. No message is sent."""
     return tensor
 
@@ -142,21 +143,22 @@ class PairEnd(torch.autograd.Function):
     """One end of a pair: Copy or Add of tensor_parallel.py, or GATHER or SCATTER."""
 
     @staticmethod
-    def forward(ctx, tokens, in_forward, in_backward):
+    def forward(ctx, tokens, in_forward, in_backward, group):
         """Return what the first function returns."""
         ctx.in_backward = in_backward
-        return in_forward(tokens)
+        ctx.group = group
+        return in_forward(tokens, group)
 
     @staticmethod
     def backward(ctx, gradient):
-        """Return what the second function returns, and None for the functions themselves."""
-        return ctx.in_backward(gradient), None, None
+        """Return what the second function returns, and None for the other arguments."""
+        return ctx.in_backward(gradient, ctx.group), None, None, None
 
 
-def keep_shard(parameter, dim):
+def keep_shard(parameter, dim, group):
     """Return a new parameter with this rank's shard of a parameter."""
-    shards = parameter.detach().chunk(dist.get_world_size(), dim)
-    return torch.nn.Parameter(shards[dist.get_rank()].clone())
+    shards = parameter.detach().chunk(dist.get_world_size(group), dim)
+    return torch.nn.Parameter(shards[dist.get_rank(group)].clone())
 
 
 class SplitBlock(torch.nn.Module):
@@ -166,21 +168,22 @@ class SplitBlock(torch.nn.Module):
     (whose layers 0 and 2 are linear). Attention computes as many heads as its query layer returns.
     """
 
-    def __init__(self, block, sequence):
+    def __init__(self, block, sequence, group):
         super().__init__()
         self.norm1 = block.norm1
         self.attention = block.attention
         self.norm2 = block.norm2
         self.mlp = block.mlp
+        self.group = group
         for layer in (self.attention.query, self.attention.key, self.attention.value, self.mlp[0]):
             # NEW: the columns of a head follow each other, so each rank gets whole heads.
-            layer.weight = keep_shard(layer.weight, dim=0)
-            layer.bias = keep_shard(layer.bias, dim=0)
+            layer.weight = keep_shard(layer.weight, 0, group)
+            layer.bias = keep_shard(layer.bias, 0, group)
         # The bias behind a pair is added once, after the sum over the ranks.
         self.bias1 = self.attention.output.bias
         self.bias2 = self.mlp[2].bias
         for layer in (self.attention.output, self.mlp[2]):
-            layer.weight = keep_shard(layer.weight, dim=1)
+            layer.weight = keep_shard(layer.weight, 1, group)
             layer.bias = None
         if sequence:
             self.begin = GATHER
@@ -191,10 +194,10 @@ class SplitBlock(torch.nn.Module):
 
     def forward(self, tokens):
         """Turn tokens into tokens: all of them, or with --sequence those of this rank."""
-        terms = self.attention(PairEnd.apply(self.norm1(tokens), *self.begin))
-        tokens = tokens + PairEnd.apply(terms, *self.end) + self.bias1
-        terms = self.mlp(PairEnd.apply(self.norm2(tokens), *self.begin))
-        return tokens + PairEnd.apply(terms, *self.end) + self.bias2
+        terms = self.attention(PairEnd.apply(self.norm1(tokens), *self.begin, self.group))
+        tokens = tokens + PairEnd.apply(terms, *self.end, self.group) + self.bias1
+        terms = self.mlp(PairEnd.apply(self.norm2(tokens), *self.begin, self.group))
+        return tokens + PairEnd.apply(terms, *self.end, self.group) + self.bias2
 
     def whole_parameters(self):
         """Return the parameters that are not split."""
@@ -204,25 +207,35 @@ class SplitBlock(torch.nn.Module):
 class OwnTokens(torch.nn.Module):
     """Before the first block: keep the tokens of this rank."""
 
+    def __init__(self, group):
+        super().__init__()
+        self.group = group
+
     def forward(self, tokens):
         """Turn all tokens, (N, tokens, width), into those of this rank."""
-        own = tokens.chunk(dist.get_world_size(), dim=1)[dist.get_rank()]
-        return own.contiguous()  # a copy, so that the memory of all tokens can be freed
+        chunks = tokens.chunk(dist.get_world_size(self.group), dim=1)
+        # A copy, so that the memory of all tokens can be freed.
+        return chunks[dist.get_rank(self.group)].contiguous()
 
 
 class AllTokens(torch.nn.Module):
     """After the last block: give each rank all tokens. So all ranks compute the same loss."""
 
+    def __init__(self, group):
+        super().__init__()
+        self.group = group
+
     def forward(self, tokens):
         """Turn the tokens of this rank into all tokens, (N, tokens, width)."""
-        chunks = list(gather(tokens.detach()).chunk(dist.get_world_size(), dim=1))
+        all_tokens = gather(tokens.detach(), self.group)
+        chunks = list(all_tokens.chunk(dist.get_world_size(self.group), dim=1))
         # NEW: of all tokens, only this rank's own stay connected to autograd. Their gradient is
         # whole, because each rank computes all of what follows. GATHER would add it up n times.
-        chunks[dist.get_rank()] = tokens
+        chunks[dist.get_rank(self.group)] = tokens
         return torch.cat(chunks, dim=1)
 
 
-def split_by_hand(model, sequence):
+def split_by_hand(model, sequence, group):
     """Split the blocks, and with --sequence the tokens.
 
     Returns the parameters whose gradients must be added up over the ranks.
@@ -231,14 +244,14 @@ def split_by_hand(model, sequence):
     for stage in (model.stage1, model.stage2):
         for index, layer in enumerate(stage):
             if hasattr(layer, "attention"):
-                stage[index] = SplitBlock(layer, sequence)
+                stage[index] = SplitBlock(layer, sequence, group)
                 added_up += stage[index].whole_parameters()
     if not sequence:
         return []  # all ranks have all tokens, so they compute the same gradients
     # Each rank embeds all tokens, but only its own get a gradient (see OwnTokens).
     added_up += model.stage1[0].parameters()
-    model.stage1.insert(1, OwnTokens())
-    model.stage2.insert(len(model.stage2) - 1, AllTokens())
+    model.stage1.insert(1, OwnTokens(group))
+    model.stage2.insert(len(model.stage2) - 1, AllTokens(group))
     return added_up
 
 
@@ -306,7 +319,7 @@ def train(args):
     model = make_model(args)
     if args.by == "hand":
         group = dist.group.WORLD
-        added_up = split_by_hand(model, args.sequence)
+        added_up = split_by_hand(model, args.sequence, group)
     else:
         mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
         group = mesh.get_group()

@@ -1,8 +1,8 @@
 """Three axes: data, context and tensor parallelism of a transformer, on one mesh of ranks.
 
 Each axis is one of the lessons before, and its messages stay in its own groups. The ring is
-imported from context_parallel.py, and for --fsdp the DTensors from sequence_parallel.py. The ranks
-of a dp group have different images, those of a cp group different tokens, and those of a tp group
+imported from context_parallel.py, and what splits a block from sequence_parallel.py. The ranks of a
+dp group have different images, those of a cp group different tokens, and those of a tp group
 different heads and columns of the MLP. With --mesh 2x2x2, ranks 0 and 4 are a dp group:
 
             dp 0                dp 1
@@ -14,7 +14,7 @@ A gradient is added up over an axis if each rank along it has only a part (own: 
     gradient of                 along dp    along cp                    along tp
     a shard of a split layer    added up    added up                    own
     all other parameters        added up    added up                    equal on all ranks
-    the input of a pair         own         own                         added up (Copy)
+    the input of a pair         own         own                         added up (COPY)
     a rank's keys and values    own         added up around the ring    own
 
 Nothing is averaged. Each rank divides the summed loss of its images by the number of all images.
@@ -67,7 +67,7 @@ from torch.nn import functional as F
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
 from context_parallel import RingAttention, split_tokens, zigzag  # NEW: from the lessons before
-from sequence_parallel import split_by_dtensor
+from sequence_parallel import SplitBlock, split_by_dtensor, split_by_hand
 
 from common import flags
 from common.data import equal_batches, fetch, loaders
@@ -78,84 +78,13 @@ from common.roll_call import meet
 from measure.splits import show_axes
 
 
-class Copy(torch.autograd.Function):
-    """The beginning of a pair: all ranks of a tp group use the same input."""
-
-    @staticmethod
-    def forward(ctx, tokens, group):
-        """Return the tokens."""
-        ctx.group = group
-        return tokens
-
-    @staticmethod
-    def backward(ctx, gradient):
-        """Return the sum of the gradients of the tp group, and None for the group."""
-        total = gradient.clone()
-        dist.all_reduce(total, group=ctx.group)  # NEW: in a group, and not over all ranks
-        return total, None
-
-
-class Add(torch.autograd.Function):
-    """The end of a pair: each rank of a tp group has one term."""
-
-    @staticmethod
-    def forward(ctx, terms, group):
-        """Return the sum of the terms of the tp group."""
-        total = terms.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx, gradient):
-        """Return the gradient unchanged, and None for the group."""
-        return gradient, None
-
-
-def keep_shard(parameter, dim, group):
-    """Return this rank's shard of a parameter, as a parameter of its own."""
-    shards = parameter.detach().chunk(dist.get_world_size(group), dim)
-    return torch.nn.Parameter(shards[dist.get_rank(group)].clone())
-
-
-# SplitBlock of sequence_parallel.py sends to all ranks. This one sends in a group.
-class SplitBlock(torch.nn.Module):
-    """A block of which each rank of a tp group has some heads, as in sequence_parallel.py."""
-
-    def __init__(self, block, group):
-        super().__init__()
-        self.norm1 = block.norm1
-        self.attention = block.attention
-        self.norm2 = block.norm2
-        self.mlp = block.mlp
-        self.group = group
-        self.split = []  # the parameters of which this rank has a shard
-        for layer in (self.attention.query, self.attention.key, self.attention.value, self.mlp[0]):
-            layer.weight = keep_shard(layer.weight, 0, group)
-            layer.bias = keep_shard(layer.bias, 0, group)
-            self.split += [layer.weight, layer.bias]
-        self.bias1 = self.attention.output.bias
-        self.bias2 = self.mlp[2].bias
-        for layer in (self.attention.output, self.mlp[2]):
-            layer.weight = keep_shard(layer.weight, 1, group)
-            layer.bias = None
-            self.split.append(layer.weight)
-
-    def forward(self, tokens):
-        """Turn tokens into tokens of the same shape."""
-        terms = self.attention(Copy.apply(self.norm1(tokens), self.group))
-        tokens = tokens + Add.apply(terms, self.group) + self.bias1
-        terms = self.mlp(Copy.apply(self.norm2(tokens), self.group))
-        return tokens + Add.apply(terms, self.group) + self.bias2
-
-
-def split_by_hand(model, group):
-    """Split the blocks over a tp group. Returns the parameters of which each rank has a shard."""
+def shards_of(model):
+    """Return the parameters of which each rank of a tp group has a shard, after split_by_hand()."""
     split = []
-    for stage in (model.stage1, model.stage2):
-        for index, layer in enumerate(stage):
-            if hasattr(layer, "attention"):
-                stage[index] = SplitBlock(layer, group)
-                split += stage[index].split
+    for block in (*model.stage1, *model.stage2):
+        if isinstance(block, SplitBlock):
+            # NEW: what is not split, such as the biases behind the pairs, is outside of these two.
+            split += [*block.attention.parameters(), *block.mlp.parameters()]
     return split
 
 
@@ -300,7 +229,8 @@ def train(args):
         shard_group = dp_cp_group
         split = [parameter for parameter in model.parameters() if is_split(parameter)]
     else:
-        split = split_by_hand(model, tp_group)
+        split_by_hand(model, sequence=False, group=tp_group)
+        split = shards_of(model)
         shard_group = None
         model = model.to(device)
     ids = {id(parameter) for parameter in split}

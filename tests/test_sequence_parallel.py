@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import DIGITS, single_gpu, train
 from test_tensor_parallel import in_ranks, losses
 from test_timeline import assert_one_line
@@ -92,22 +93,23 @@ def ends_of_pairs(rank):
     first = torch.tensor([1.0, 2, 3, 4])
     terms = (first * 10**rank).view(1, 4, 1)
     terms.requires_grad_()
-    both = lesson.PairEnd.apply(terms, *lesson.ADD)
+    group = dist.group.WORLD
+    both = lesson.PairEnd.apply(terms, *lesson.ADD, group)
     assert both.flatten().tolist() == [11, 22, 33, 44]
-    own = lesson.PairEnd.apply(terms, *lesson.SCATTER)
+    own = lesson.PairEnd.apply(terms, *lesson.SCATTER, group)
     assert own.flatten().tolist() == [[11, 22], [33, 44]][rank]
-    again = lesson.PairEnd.apply(own, *lesson.GATHER)
+    again = lesson.PairEnd.apply(own, *lesson.GATHER, group)
     assert again.flatten().tolist() == [11, 22, 33, 44]
     # The gradient of GATHER is that of SCATTER's own tokens, added up over two ranks.
     again.backward(first.view(1, 4, 1))
     assert terms.grad.flatten().tolist() == [2, 4, 6, 8]
     bias = torch.zeros(1, requires_grad=True)
-    tokens = lesson.OwnTokens()(torch.zeros(1, 4, 1)) + bias
-    lesson.AllTokens()(tokens).backward(first.view(1, 4, 1))
+    tokens = lesson.OwnTokens(group)(torch.zeros(1, 4, 1)) + bias
+    lesson.AllTokens(group)(tokens).backward(first.view(1, 4, 1))
     assert bias.grad.item() == [3, 7][rank]
-    assert lesson.add_up(bias.grad).item() == 10
+    assert lesson.add_up(bias.grad, group).item() == 10
     copied = torch.ones(1, 4, 1, requires_grad=True)
-    lesson.PairEnd.apply(copied, *lesson.COPY).backward(terms.detach())
+    lesson.PairEnd.apply(copied, *lesson.COPY, group).backward(terms.detach())
     assert copied.grad.flatten().tolist() == [11, 22, 33, 44]
 
 
@@ -135,9 +137,10 @@ def test_flags_that_cannot_work(ranks, flags, words, main):
 
 
 PARTS = "                dist.all_reduce(parameter.grad)\n"
-JOINED = "        chunks[dist.get_rank()] = tokens\n        return torch.cat(chunks, dim=1)\n"
-NEIGHBOURS = """    shards = parameter.detach().chunk(dist.get_world_size(), dim)
-    return torch.nn.Parameter(shards[dist.get_rank()].clone())
+JOINED = "        chunks[dist.get_rank(self.group)] = tokens\n        return torch.cat(chunks, dim=1)\n"
+ADDED = "        return PairEnd.apply(tokens, *GATHER, self.group)\n"
+NEIGHBOURS = """    shards = parameter.detach().chunk(dist.get_world_size(group), dim)
+    return torch.nn.Parameter(shards[dist.get_rank(group)].clone())
 """
 EVERY_NTH = """    size = parameter.shape[dim]
     every = torch.arange(dist.get_rank(), size, dist.get_world_size())
@@ -150,7 +153,7 @@ NORMS = "            if sequence:\n                # NEW: tells DTensor"
     ("flags", "old", "new", "apart"),
     [
         (("--sequence",), PARTS, "                pass\n", 1e-4),  # 1
-        (("--sequence",), JOINED, "        return PairEnd.apply(tokens, *GATHER)\n", 1e-9),  # 2
+        (("--sequence",), JOINED, ADDED, 1e-9),  # 2
         ((), NEIGHBOURS, EVERY_NTH, 1e-4),  # 3
         (("--sequence", "--by", "dtensor"), NORMS, NORMS.replace("sequence", "False"), 1e-6),  # 4
     ],
@@ -167,9 +170,8 @@ def test_which_gradients_are_too_large(change):
     """Exercise 2: those before the last layer. Adam hardly notices, plain SGD does."""
     adam = "torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=False)"
     sgd = "torch.optim.SGD(model.parameters(), lr=args.lr)"
-    gather = (JOINED, "        return PairEnd.apply(tokens, *GATHER)\n")
     flags = (*STEPS, *SMALL, "--sequence", "--lr", 0.1)
-    wrong = losses(train(change(LESSON, (adam, sgd), gather), *flags, processes=2).stdout)
+    wrong = losses(train(change(LESSON, (adam, sgd), (JOINED, ADDED)), *flags, processes=2).stdout)
     right = losses(train(change(LESSON, (adam, sgd)), *flags, processes=2).stdout)
     assert abs(wrong[0] - right[0]) > 1e-3
 

@@ -40,7 +40,7 @@ SHARDED_OR_SPLIT = READING_ORDER[READING_ORDER.index("sharded_optimizer") :]
 MOST_REPEATED = dict.fromkeys(SHARDED_OR_SPLIT, 95)
 OF_TRANSFORMERS = READING_ORDER[READING_ORDER.index("mixed_precision") :]
 MOST_REPEATED |= dict.fromkeys(OF_TRANSFORMERS, 100)
-MOST_REPEATED["three_axes"] = 150  # it has the parts of three lessons
+MOST_REPEATED["three_axes"] = 120  # it has the parts of three lessons
 NOT_IN_A_LESSON = [
     "TCPStore",
     "FileStore",

@@ -530,7 +530,7 @@ def count_axes() -> dict[str, list]:
     attend = context_parallel.RingAttention.apply
     places = context_parallel.zigzag(TOKENS, 2)
     context_parallel.split_tokens(model, attend, places, mesh.get_group("cp"))
-    three_axes.split_by_hand(model, mesh.get_group("tp"))
+    three_axes.split_by_hand(model, sequence=False, group=mesh.get_group("tp"))
     with Messages() as messages:
         _forward_and_backward(model, *_batch(64))
         three_axes.add_up_gradients(model, [mesh.get_group("dp"), mesh.get_group("cp")])
