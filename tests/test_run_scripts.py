@@ -122,7 +122,7 @@ def test_one_file_of_tests(checkout):
         (("-k", "parity"), "tests "),
     ):
         done = script(checkout / "run" / "test.sh", *flags)
-        options = f"-n 4 --dist worksteal --reruns 1 {' '.join(flags)}"
+        options = f"-n 4 --dist worksteal {' '.join(flags)}"
         assert done.stdout == f"-m pytest {tests}{options}\n", done.stderr
 
 
