@@ -137,7 +137,9 @@ def test_flags_that_cannot_work(ranks, flags, words, main):
 
 
 PARTS = "                dist.all_reduce(parameter.grad)\n"
-JOINED = "        chunks[dist.get_rank(self.group)] = tokens\n        return torch.cat(chunks, dim=1)\n"
+JOINED = """        chunks[dist.get_rank(self.group)] = tokens
+        return torch.cat(chunks, dim=1)
+"""
 ADDED = "        return PairEnd.apply(tokens, *GATHER, self.group)\n"
 NEIGHBOURS = """    shards = parameter.detach().chunk(dist.get_world_size(group), dim)
     return torch.nn.Parameter(shards[dist.get_rank(group)].clone())
