@@ -6,8 +6,8 @@ and values of all tokens travel around a ring of ranks, and the queries stay (ri
 
 For a token, attention is the mean of values, weighted with exp(score). A block is the keys and
 values of one rank. Two sums grow block by block: `total` of the weights, and `read` of the weighted
-values. exp() of a large score overflows, so the maximum so far is subtracted first. Both sums
-shrink if a block has a larger one. Here blocks have two tokens, and 2^score replaces exp(score):
+values. exp() of a large score overflows, so the largest score so far is subtracted. If a block has
+a larger score, both sums shrink. Here blocks have two tokens, and 2^score replaces exp(score):
 
     scores of a token [1 1 | 2 2]    values [6 0 | 3 6]
     block 1: maximum 1, weights [1 1], total 2, read 6
@@ -16,13 +16,13 @@ shrink if a block has a larger one. Here blocks have two tokens, and 2^score rep
 
 Attention is causal: a token looks at itself and at those before it. With --order plain, rank 0 has
 the first tokens, which look at few others, and all ranks wait for the last rank. With --order
-zigzag, each rank has some early tokens and some late ones, and skips most masked pairs. The class
+zigzag, each rank has some early tokens and some late ones, so all compute about as much. The class
 comes from the last token, so only one rank has the loss. Each rank gets the part of a gradient that
 comes from its own tokens. These parts are added up over the ranks, and not averaged.
 
-With --by ulysses, all_to_alls of queries, keys and values give each rank all tokens of some heads,
-and a fourth returns what they read, so n must divide the heads. For queries of B bytes, these send
-8 (n-1)/n B in a layer and step. The ring sends 2 (n-1) B in forward(), 2 (2n-1) B in backward().
+--by ulysses gives each rank all tokens of some heads by three all_to_alls: queries, keys, values. A
+fourth returns the results. With B bytes of queries on each of n ranks, a rank sends 8 (n-1)/n B for
+each layer in a step. In a ring of several ranks, it sends 2 (n-1) B, and 2 (2n-1) B in backward().
 
 Run it:
     torchrun --standalone --nproc-per-node 2 playground/context_parallel.py --compare
@@ -37,13 +37,13 @@ It prints the same numbers as single_gpu.py --model transformer. Before that, --
     of rank 0   counted  predicted  bytes sent  predicted
     send        8        8          3,670,016   3,670,016
     all_reduce  39       39         110,504     110,504
-Each rank computes some masked pairs, too. With --order plain, rank 0 computes 196 pairs, and rank 1
-computes 392. playground/sharding.md has the bytes that are kept with up to 784 tokens.
+406 pairs are not masked. Each rank also computes masked ones. With --order plain, rank 0 computes
+196 pairs, and rank 1 computes 392. playground/sharding.md has the bytes kept with up to 784 tokens.
 
 Try breaking it, in a copy, and run it with --compare:
   1. After the first all_reduce, write `parameter.grad /= dist.get_world_size()`. Is the loss wrong?
   2. Replace `loss = loss * 0` with `pass`. Is there an error? Which tokens now give the class?
-  3. Write `if has_last:` above `loss.backward()`. Which rank fails, and where does the other wait?
+  3. Write `if has_last: loss.backward()`. Which rank fails, and where does the other wait?
 
 Now write ring_attention.py in playground/exercises/, and repair fault_many_times_the_gradient.py.
 
@@ -108,7 +108,7 @@ def scores_of(query, key, query_places, key_places):
 
 
 def pass_on(tensor, tokens, group):
-    """Send (..., own tokens, size) to the next rank, and return what the previous one has sent."""
+    """Send `tensor` to the next rank, and return the previous one's, which has `tokens` tokens."""
     rank = dist.get_rank(group)
     world_size = dist.get_world_size(group)
     following = (rank + 1) % world_size
@@ -142,8 +142,7 @@ class RingAttention(torch.autograd.Function):
         travelling = torch.stack([key, value])
         for step in range(world_size):
             theirs = places[(rank - step) % world_size]  # whose keys and values are here now
-            # amax() of no scores would fail, so an empty block is left out. backward() has only
-            # sums, so it needs no such line.
+            # amax() of no scores would fail, so an empty block is left out.
             if theirs[0] <= mine[-1]:  # otherwise all of their tokens come later than all of mine
                 rows, columns = visible(mine, theirs)
                 keys, values = travelling[..., columns, :]
@@ -183,9 +182,9 @@ class RingAttention(torch.autograd.Function):
         world_size = dist.get_world_size(group)
         mine = places[rank]
         scale = query.shape[-1] ** -0.5
-        # The gradient of softmax is weights * (of_weights - common). For each key, of_weights is
-        # gradient @ value, and `common` is the weighted mean of of_weights over all keys. `read` is
-        # the weighted mean of the values, so `common` is gradient @ read.
+        # of_x means the gradient of x. That of the scores is weights * (of_weights - common).
+        # of_weights is gradient @ value for each key, and `common` is its weighted mean over all
+        # keys. `read` is the weighted mean of the values, so `common` is gradient @ read.
         common = (gradient * read).sum(dim=-1, keepdim=True)
         of_query = torch.zeros_like(query)
         travelling = torch.stack([key, value])
@@ -196,11 +195,11 @@ class RingAttention(torch.autograd.Function):
             keys, values = travelling[..., columns, :]
             queries = query[..., rows, :]
             scores = scores_of(queries, keys, mine[rows], theirs[columns])
-            # NEW: exp(log_total) is that sum over all keys, so these weights are divided by it. In
-            # forward(), `read` is divided only at the end.
+            # NEW: exp(log_total) is the sum of exp(score) over all keys. So these weights add up to
+            # 1, but those in forward() do not: there, `read` is divided by the sum at the end.
             weights = (scores - log_total[..., rows, :]).exp()
             of_read = gradient[..., rows, :]
-            # Of query @ key.mT, so the scale of scores_of() appears here, too.
+            # The gradient of query @ key.mT, which scores_of() multiplies by the same scale.
             of_scores = weights * (of_read @ values.mT - common[..., rows, :]) * scale
             of_query[..., rows, :] += of_scores @ keys
             # Views, so += changes what travels.
@@ -218,7 +217,7 @@ class RingAttention(torch.autograd.Function):
 
 
 def exchange(parts, shapes, group):
-    """Send parts[i] to rank i. Return what the ranks send to this one: rank i sends shapes[i]."""
+    """Send parts[i] to rank i. Return what arrives: from rank i, a tensor of shape shapes[i]."""
     sent = torch.cat([part.flatten() for part in parts])
     send_sizes = [part.numel() for part in parts]
     receive_sizes = [torch.Size(shape).numel() for shape in shapes]
@@ -249,7 +248,7 @@ def to_tokens(tensor, places, group):
 
 
 class Travel(torch.autograd.Function):
-    """to_heads or to_tokens. all_to_all_single has no gradient. This sends it back."""
+    """to_heads or to_tokens, with a backward(), because all_to_all_single has no gradient."""
 
     @staticmethod
     def forward(ctx, tensor, there, back, places, group):
@@ -371,14 +370,14 @@ def train(args):
     """Compare a step with that of the whole model, if asked. Then train, and print the epochs."""
     rank, device = join(args)
     meet(args)  # guard rail: compares the flags of the ranks
-    train_loader, test_loader = loaders(args)  # NEW: equal on all ranks: they share each image
+    train_loader, test_loader = loaders(args)  # NEW: all ranks read the same images
     places = ORDERS[args.order](args.tokens, dist.get_world_size())
     last_places = [mine[-1].item() for mine in places]
     has_last = last_places[rank] == max(last_places)
     torch.manual_seed(args.seed)  # equal on all ranks, because each keeps what it draws
     whole_model = make_model(args)
     model = copy.deepcopy(whole_model).to(device)
-    # NEW: the group of the ranks that have a sequence. Here they are all ranks.
+    # NEW: the group of the ranks that share a sequence. Here they are all ranks.
     split_tokens(model, ATTENTION[args.by], places, dist.group.WORLD)
     if args.compare:
         step = partial(compute_gradients, model, has_last=has_last)
@@ -405,9 +404,9 @@ def main():
     parser = flags.Parser(__doc__, parents=[flags.training(), flags.ranks()])
     parser.set_defaults(model="transformer")
     add = parser.add_argument
-    add("--by", choices=ATTENTION, default="ring", help="what travels: keys and values, or heads")
+    add("--by", choices=ATTENTION, default="ring", help="ring attention, or all_to_alls")
     add("--order", choices=ORDERS, default="zigzag", help="which tokens a rank has")
-    add("--compare", action="store_true", help="first print what a step costs, and its errors")
+    add("--compare", action="store_true", help="first count a step, and compare it")
     args = parser.parse_args()
     check(parser, args, replicas=1)  # guard rail: refuses impossible flags
     if args.model != "transformer":

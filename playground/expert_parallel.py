@@ -15,15 +15,14 @@ expert is A. Bars separate the ranks that get the tokens, and after all_to_all t
     all_to_all back      rank 0: A0 A0 B0 | C0     rank 1: A1 | C1 D1 D1
     in the old order     rank 0: C0 A0 B0 A0       rank 1: D1 A1 D1 C1
 
-The counts travel first, so a rank knows how many rows arrive for each expert. A rank to which no
+The counts travel first, so a rank knows how many tokens arrive for each expert. A rank to which no
 token comes calls each all_to_all as well. PyTorch's all_to_all has no gradient, and raises no
 error. So Exchange, below, sends the gradients back in backward(). An expert's gradient then has the
 terms of all images, so it is not added up. It is only divided by n, because the loss of each rank
 is the mean over its own images. All other parameters are replicas, whose gradients are averaged.
 
 Nothing makes the router use all experts. With --balance, the loss has one more term, which lowers
-the scores of experts that get many tokens (https://arxiv.org/abs/2101.03961). Larger models often
-choose two experts for each token, and limit how many tokens an expert takes.
+the scores of experts that get many tokens (https://arxiv.org/abs/2101.03961).
 
 Run it:
     torchrun --standalone --nproc-per-node 2 playground/expert_parallel.py
@@ -36,7 +35,8 @@ It prints the same losses with 1, 2 and 4 processes. Of one more step, the first
     rank 0 sends        counted  predicted  bytes        predicted
     all_to_all          10       10         944,160      944,160
     all_reduce          35       35         44,800       44,800
-With --balance 0.1, each expert gets 21% to 28%.
+Each block calls 5 all_to_alls: 1 for counts, 2 in forward() and 2 in backward(). 33 all_reduces are
+of gradients, 1 of the load, and 1 of an epoch's sums. With --balance 0.1, experts get 21% to 28%.
 
 Try breaking it, in a copy, with --double --dataset digits --batch_size 120 --timeout 10:
   1. In compute, replace the first `Exchange.apply` with `all_to_all`. Then only the second one.
@@ -147,8 +147,8 @@ class Mixture(torch.nn.Module):
         receive_counts = arriving.view(world_size, here).sum(dim=1).tolist()
         arrived = Exchange.apply(rows, send_counts, receive_counts)
         # The rows arrive rank by rank, and those of each rank expert by expert. This rank's experts
-        # are numbered from 0. With two experts on each of two ranks, `numbers` is 0 1 0 1. On rank
-        # 0 above, `arriving` is 2 1 1 0, so `expert` is 0 0 1 0.
+        # are numbered from 0. In the docstring's example, `numbers` is 0 1 0 1. On rank 0,
+        # `arriving` is 2 1 1 0, so `expert` is 0 0 1 0.
         numbers = torch.arange(here, device=rows.device).repeat(world_size)
         expert = numbers.repeat_interleave(arriving)  # the expert of each row
         outputs = torch.empty_like(arrived)
@@ -165,16 +165,16 @@ def average_gradients(model):
     """Average the gradients over the ranks. Call it after backward()."""
     world_size = dist.get_world_size()
     for name, parameter in model.named_parameters():
-        # NEW: not of experts. Their gradients have the terms of all images already, and at their
-        # place the other ranks have different experts.
+        # NEW: gradients of experts are not added up. They have the terms of all images already,
+        # and at their place the other ranks have different experts.
         if ".experts." not in name:
             dist.all_reduce(parameter.grad)
-        # Also that of an expert, because each rank's loss is the mean over its own images only.
+        # An expert's gradient is divided, too: each rank's loss is the mean over its own images.
         parameter.grad /= world_size
 
 
 def balance_loss(mixtures):
-    """Return the mean over the blocks of count * sum(fraction * mean score). Even load: 1."""
+    """Return experts * sum(fraction * mean score), as the mean over the blocks. Even load: 1."""
     load = torch.stack([mixture.load for mixture in mixtures])
     # NEW: over all ranks. The product of two means over one rank's tokens would depend on how the
     # images are divided. The mean scores stay local: average_gradients() averages their gradients.
@@ -244,7 +244,7 @@ def train(args):
     mixtures = []
     for block in (*model.stage1, *model.stage2):
         if isinstance(block, Block):
-            # NEW: with --experts 1, this model and its losses are those of single_gpu.py.
+            # NEW: with one process and --experts 1, this model is that of single_gpu.py.
             block.mlp = Mixture(block.mlp, args.experts)
             mixtures.append(block.mlp)
     dtype = next(model.parameters()).dtype  # new experts are float32, also with --double

@@ -8,14 +8,14 @@ bfloat16 needs no GradScaler, because 1e-9 is within its range.
 
 torch.autocast computes matrix products and attention in 16 bits, from converted copies of their
 inputs and parameters. The parameters themselves stay in float32, because bfloat16 would lose Adam's
-small steps: in bfloat16, 1 + 0.001 is 1. cross_entropy converts its logits to float32, because it
-adds up many small numbers. (softmax() alone stays in bfloat16 on a CPU.) A block adds outputs in
-bfloat16 to its float32 input. So tokens stay in float32, and LayerNorm computes in float32.
+small steps: in bfloat16, 1 + 0.001 is 1. For cross_entropy, autocast converts logits to float32.
+(softmax() alone stays in bfloat16 on a CPU.) The embedding adds positions in float32, and a block
+adds its outputs to its input. So tokens stay in float32, and LayerNorm computes in float32.
 
-FSDP's MixedPrecisionPolicy replaces autocast. It converts each shard before it is gathered, so a
-whole layer computes in bfloat16, LayerNorm too. An all_gather then sends 2 bytes for a number and
-not 4. With reduce_dtype=float32, reduce_scatter still sends 4. A step gathers twice and reduces
-once, 2 + 2 + 4 = 8 bytes for a number: as many as DDP's all_reduce, which sends 4 bytes twice.
+FSDP's MixedPrecisionPolicy replaces autocast. It converts shards before they are gathered, and also
+a layer's input, so all of the layer computes in bfloat16, LayerNorm too. A step gathers twice, with
+2 bytes for a number, and reduces once, with 4 (reduce_dtype=float32): 8 bytes, times (n-1)/n. DDP's
+all_reduce sends as many: 4 bytes twice. With 27,626 parameters and n = 2, these are 110,504 bytes.
 
 Clipping scales all gradients down if their norm is too large. With DDP, each rank has all of them.
 With FSDP, it has shards, which are DTensors. So clip_grad_norm_ adds up squares over all ranks, and
@@ -25,8 +25,8 @@ Run it:
     torchrun --standalone --nproc-per-node 2 playground/mixed_precision.py
     torchrun --standalone --nproc-per-node 2 playground/mixed_precision.py --sharded --clip 1
 
-It prints what follows with --dataset digits --batch_size 120. On a CPU, bfloat16 is often slower
-than float32. "everything" has parameters in bfloat16, too. A layer's dtype is that of its output:
+It prints these lines, among others, with --dataset digits --batch_size 120. Errors are relative,
+and with "everything", parameters are in bfloat16, too. A layer's dtype is that of its output:
     a gradient of 1e-9 in torch.float16, loss x 1: 0
     a gradient of 1e-9 in torch.float16, loss x 65536: 1e-09
     error against float64   loss     gradients
@@ -160,8 +160,8 @@ def run_epoch(model, loader, device, autocast, optimizer=None, scaler=None, clip
             scaler.unscale_(optimizer)  # NEW: divides, because clipping needs the true norm
             if clip:
                 clip_grad_norm_(model.parameters(), clip)  # NEW: by the norm over all ranks
-            # NEW: an infinite gradient makes all ranks skip the step. With DDP, all of them have
-            # it. With shards, unscale_() has exchanged a number in an all_reduce.
+            # NEW: an infinite gradient makes all ranks skip the step. With DDP, all ranks have the
+            # same gradients. With shards, an all_reduce in unscale_() has told them all.
             scaler.step(optimizer)
             scaler.update()
         sums[0] += loss.detach() * len(labels)

@@ -7,7 +7,7 @@ needs two all_reduces in forward() and two in backward().
 
 A pair begins with COPY, which sends nothing in forward(), and ends with ADD, an all_reduce. Then a
 block adds its input, and LayerNorm follows. Each rank computes this for all tokens, and keeps the
-results for backward(). With --sequence, it does so for its own tokens only. SCATTER, a
+inputs for backward(). With --sequence, it does so for its own tokens only. SCATTER, a
 reduce_scatter, then replaces ADD, and GATHER, an all_gather, replaces COPY. They are the two halves
 of an all_reduce, so the bytes are the same (https://arxiv.org/abs/2205.05198). An example: two
 ranks, and four tokens of one number each.
@@ -17,22 +17,22 @@ ranks, and four tokens of one number each.
     rank 1: [10 20 30 40]    [11 22 33 44]      [33 44]    [c d]        [a b c d]
 
 In backward(), GATHER is a reduce_scatter, because each rank has used all tokens. SCATTER is an
-all_gather. A parameter between the pairs is used for this rank's tokens only, so the rank has a
-part of its gradient. Let [1 2 3 4] be the gradients of four tokens to which a bias was added. Rank
-0 has 1 + 2 = 3, rank 1 has 3 + 4 = 7, and the sum, by an all_reduce, is 10. LayerNorm and the
-embedding need it, too. Nothing is divided by n, because all ranks have the same images.
+all_gather. LayerNorm, the biases behind the pairs and the embedding get gradients from a rank's own
+tokens only. So each rank has a part of these gradients, and an all_reduce adds up the parts. Let
+[1 2 3 4] be the gradients of four tokens to which a bias was added. Rank 0 has 1 + 2 = 3, rank 1
+has 3 + 4 = 7, and the sum is 10. All ranks have the same images, so nothing is divided by n.
 
-With n ranks, b blocks, and S bytes of embedded tokens in a batch, each rank sends in a step
+With n ranks, b blocks and S bytes of embedded tokens, each rank sends in a step (--by hand)
     8 b (n-1)/n S    for the pairs: 4 b all_reduces, or with --sequence their two halves
     (n-1)/n S        with --sequence, to gather the tokens after the last block (AllTokens)
-    2 (n-1)/n P      with --sequence, for gradients of LayerNorm, biases and embedding: P bytes
+    2 (n-1)/n P      with --sequence, for the P bytes of gradients of which each rank has a part
 
 Run it:
     torchrun --standalone --nproc-per-node 2 playground/sequence_parallel.py
     torchrun --standalone --nproc-per-node 2 playground/sequence_parallel.py --sequence
     torchrun --standalone --nproc-per-node 2 playground/sequence_parallel.py --by dtensor --sequence
 
-It prints single_gpu.py's numbers for --model transformer. Then one more step, here of --sequence:
+It prints single_gpu.py's numbers for --model transformer. It then counts a step, with --sequence:
     axis  collective      counted  predicted  bytes sent    predicted
     tp    all_gather      9        9          2,064,384     2,064,384
     tp    reduce_scatter  8        8          1,835,008     1,835,008
@@ -44,7 +44,7 @@ saves only a tenth here, because each pair's first layer keeps its input: the ga
 Try breaking it, in a copy (cp playground/sequence_parallel.py playground/broken.py):
   1. With --sequence, leave out the all_reduce after backward(). Is there an error?
   2. In AllTokens, return `PairEnd.apply(tokens, *GATHER, self.group)`. Which gradients are wrong?
-  3. Let keep_shard keep every nth column or row, beginning at the rank's own. Is the MLP right?
+  3. On rank r, let keep_shard keep the columns or rows r, r + n, r + 2n, ... Is the MLP right?
   4. With --by dtensor --sequence, leave norm1 and norm2 out of the plan. What is wrong?
 
 The next lesson, context_parallel.py, splits the tokens inside attention, too.
@@ -102,16 +102,17 @@ def join(args):
     return rank, device
 
 
-# In these functions, `group` has the ranks that split a block. In this lesson they are all ranks.
+# Here and below, `group` is the process group of the ranks that split a block: all ranks in this
+# lesson, and a tp group in three_axes.py, which imports what is below.
 def add_up(terms, group):
-    """Return the sum of the terms of all ranks, for all tokens."""
+    """Return the sum of the terms of all ranks of the group, for all tokens."""
     total = terms.clone()
     dist.all_reduce(total, group=group)
     return total
 
 
 def add_up_own(terms, group):
-    """Return the sum of the terms of all ranks, for the tokens of this rank."""
+    """Return the sum of the terms of all ranks of the group, for the tokens of this rank."""
     chunks = [chunk.contiguous() for chunk in terms.chunk(dist.get_world_size(group), dim=1)]
     own_sum = torch.empty_like(chunks[0])
     dist.reduce_scatter(own_sum, chunks, group=group)
@@ -119,8 +120,8 @@ def add_up_own(terms, group):
 
 
 def gather(tokens, group):
-    """Return the tokens of all ranks. Each rank passes its own, (N, tokens / n, width)."""
-    tokens = tokens.contiguous()  # all_gather needs it, and a gradient may not be
+    """Return the tokens of all ranks of the group. Each passes its own, (N, tokens / n, width)."""
+    tokens = tokens.contiguous()  # all_gather needs this, and some gradients are not contiguous
     chunks = [torch.empty_like(tokens) for _ in range(dist.get_world_size(group))]
     dist.all_gather(chunks, tokens, group=group)
     return torch.cat(chunks, dim=1)
@@ -177,13 +178,13 @@ class SplitBlock(torch.nn.Module):
         self.group = group
         for layer in (self.attention.query, self.attention.key, self.attention.value, self.mlp[0]):
             # NEW: the columns of a head follow each other, so each rank gets whole heads.
-            layer.weight = keep_shard(layer.weight, 0, group)
-            layer.bias = keep_shard(layer.bias, 0, group)
+            layer.weight = keep_shard(layer.weight, dim=0, group=group)
+            layer.bias = keep_shard(layer.bias, dim=0, group=group)
         # The bias behind a pair is added once, after the sum over the ranks.
         self.bias1 = self.attention.output.bias
         self.bias2 = self.mlp[2].bias
         for layer in (self.attention.output, self.mlp[2]):
-            layer.weight = keep_shard(layer.weight, 1, group)
+            layer.weight = keep_shard(layer.weight, dim=1, group=group)
             layer.bias = None
         if sequence:
             self.begin = GATHER
@@ -307,7 +308,7 @@ def run_epoch(model, loader, device, added_up, optimizer=None):
         sums[0] += loss.detach() * len(labels)
         sums[1] += (logits.argmax(dim=1) == labels).sum()
         sums[2] += len(labels)
-    return sums.tolist()  # without an all_reduce, because each rank has seen all images
+    return sums.tolist()  # each rank has seen all images, so nothing is left to add up
 
 
 def train(args):
@@ -325,7 +326,8 @@ def train(args):
         group = mesh.get_group()
         group.set_timeout(timedelta(seconds=args.timeout))
         split_by_dtensor(model, mesh, args.sequence)
-        # NEW: DTensor adds up a gradient whenever it is read. Adam reads it three times in a step.
+        # NEW: DTensor adds up a gradient whenever it is read, so nothing is left to add up here.
+        # (Adam reads it three times in a step, as the counts show.)
         added_up = []
     model = model.to(device)
     # On GPUs, Adam would update many tensors in one call. This does not work with DTensors and

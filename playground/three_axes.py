@@ -1,16 +1,16 @@
 """Three axes: data, context and tensor parallelism of a transformer, on one mesh of ranks.
 
-Each axis is one of the lessons before, and its messages stay in its own groups. The ring is
-imported from context_parallel.py, and what splits a block from sequence_parallel.py. The ranks of a
-dp group have different images, those of a cp group different tokens, and those of a tp group
-different heads and columns of the MLP. With --mesh 2x2x2, ranks 0 and 4 are a dp group:
+Each axis does what an earlier lesson does, and its messages stay in its own groups. The ring comes
+from context_parallel.py, and SplitBlock from sequence_parallel.py. The ranks of a dp group have
+different images, those of a cp group different tokens, and those of a tp group different heads and
+columns of the MLP. With --mesh 2x2x2, ranks 0 and 4 are a dp group:
 
             dp 0                dp 1
             tp 0      tp 1      tp 0      tp 1
     cp 0    rank 0    rank 1    rank 4    rank 5
     cp 1    rank 2    rank 3    rank 6    rank 7
 
-A gradient is added up over an axis if each rank along it has only a part (own: each has its own):
+Along an axis, the ranks add up their parts of a gradient, or each has its own, or all are equal:
     gradient of                 along dp    along cp                    along tp
     a shard of a split layer    added up    added up                    own
     all other parameters        added up    added up                    equal on all ranks
@@ -24,8 +24,8 @@ The class is read from the last token. The ranks of a cp group that lack it mult
 squares of split layers' shards are added up, because the rest is equal on all ranks. --fsdp shards
 all parameters over dp and cp as one axis (dp_cp), so all squares are then added up over it as well.
 
-In a step on d x c x t ranks, each rank sends the following. S is the bytes of its tokens between
-two pairs, P the bytes of its parameters after splitting, and b the number of blocks.
+In a step on d x c x t ranks, each rank sends the following. It has S bytes of embedded tokens (its
+own tokens of its own images), P bytes of parameters after splitting, and b blocks.
     dp       2 (d-1)/d P
     cp       2 (c-1)/c P, and 2 b (3c-2) S/t if c > 1: keys, values and their gradients
     tp       8 b (t-1)/t S
@@ -66,7 +66,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
-from context_parallel import RingAttention, split_tokens, zigzag  # NEW: from the lessons before
+
+# NEW: from the lessons before.
+from context_parallel import RingAttention, split_tokens, zigzag
 from sequence_parallel import SplitBlock, split_by_dtensor, split_by_hand
 
 from common import flags
@@ -81,10 +83,10 @@ from measure.splits import show_axes
 def shards_of(model):
     """Return the parameters of which each rank of a tp group has a shard, after split_by_hand()."""
     split = []
-    for block in (*model.stage1, *model.stage2):
-        if isinstance(block, SplitBlock):
-            # NEW: what is not split, such as the biases behind the pairs, is outside of these two.
-            split += [*block.attention.parameters(), *block.mlp.parameters()]
+    for layer in (*model.stage1, *model.stage2):
+        if isinstance(layer, SplitBlock):
+            # NEW: attention and MLP now have split parameters only. The others are outside of them.
+            split += [*layer.attention.parameters(), *layer.mlp.parameters()]
     return split
 
 
@@ -99,7 +101,7 @@ def shard(model, mesh):
 
 
 def is_split(parameter):
-    """Return whether a DTensor is split along tp. Its mesh has the axes dp_cp and tp, or dp_cp."""
+    """Return whether a DTensor is split along tp. Its mesh is dp_cp and tp, or dp_cp alone."""
     on_both_axes = parameter.device_mesh.ndim == 2
     # NEW: the bias of a row-parallel layer is on both axes, too, but along tp it is whole.
     return on_both_axes and parameter.placements[1].is_shard()
@@ -187,7 +189,8 @@ def run_epoch(model, loader, device, group, has_last, compute_gradients, optimiz
             sums[0] += F.cross_entropy(logits, labels, reduction="sum")
             sums[1] += (logits.argmax(dim=1) == labels).sum()
             sums[2] += len(labels)
-    dist.all_reduce(sums, group=group)  # NEW: over dp and cp. The ranks of a tp group have the same
+    # NEW: over dp and cp only, because the ranks of a tp group have the same sums.
+    dist.all_reduce(sums, group=group)
     return sums.tolist()
 
 
@@ -208,7 +211,7 @@ def train(args):
     tp_group = flat.get_group("tp")
     dp_cp_group = flat.get_group("dp_cp")
     dp_rank = mesh.get_local_rank("dp")
-    # NEW: ranks that differ along cp or tp only read the same images.
+    # NEW: ranks that differ only along cp or tp read the same images.
     train_loader, test_loader = loaders(args, dp_rank, dp_size)
     # FSDP's forward() gathers, so all ranks must call it the same number of times, also in a test.
     test_loader = equal_batches(test_loader.dataset, dp_rank, dp_size)
@@ -216,19 +219,21 @@ def train(args):
     torch.manual_seed(args.seed)
     model = make_model(args)
     places = zigzag(args.tokens, cp_size)
-    # NEW: the ring is that of context_parallel.py. Its messages stay in the group that it is given.
-    # The splits below replace layers inside attention, so the ring stays. It then sends the keys
-    # and values of this rank's heads only: 1/t of the bytes.
+    # NEW: the ring's messages stay in the cp group. The splits below change parameters inside
+    # attention, but not its forward(), so the ring stays. It then sends the keys and values of this
+    # rank's heads only: 1/t of the bytes.
     split_tokens(model, RingAttention.apply, places, mesh.get_group("cp"))
     if args.fsdp:
         # NEW: in this order, because fully_shard accepts what is split, but parallelize_module does
-        # not accept shards. With more kinds: the stages of a pipeline first, then tensor
+        # not accept shards. In a larger program, the stages of a pipeline come first, then tensor
         # parallelism, activation checkpointing, torch.compile, and fully_shard last.
         split_by_dtensor(model, flat["tp"], sequence=False)
         shard(model, flat["dp_cp"])  # this also moves the shards to the device
         shard_group = dp_cp_group
         split = [parameter for parameter in model.parameters() if is_split(parameter)]
     else:
+        # NEW: the messages of the pairs stay in the tp group. Without --sequence, their functions
+        # leave no gradient to add up over it.
         split_by_hand(model, sequence=False, group=tp_group)
         split = shards_of(model)
         shard_group = None
@@ -237,7 +242,8 @@ def train(args):
     whole = [parameter for parameter in model.parameters() if id(parameter) not in ids]
     last_places = [place[-1].item() for place in places]
     has_last = last_places[mesh.get_local_rank("cp")] == max(last_places)
-    # One parameter after the other, because with --fsdp they are DTensors on different meshes.
+    # fused=False updates one parameter after the other, because with --fsdp they are DTensors on
+    # different meshes.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=False)
 
     def compute_gradients(images, labels):
