@@ -20,9 +20,9 @@ zigzag, each rank has some early tokens and some late ones, so all compute about
 comes from the last token, so only one rank has the loss. Each rank gets the part of a gradient that
 comes from its own tokens. These parts are added up over the ranks, and not averaged.
 
---by ulysses gives each rank all tokens of some heads by three all_to_alls: queries, keys, values. A
-fourth returns the results. With B bytes of queries on each of n ranks, a rank sends 8 (n-1)/n B for
-each layer in a step. In a ring of several ranks, it sends 2 (n-1) B, and 2 (2n-1) B in backward().
+--by ulysses gives each rank all tokens of some heads by three all_to_alls, and a fourth returns the
+results. With B bytes of queries on each of n ranks, a rank sends 8 (n-1)/n B per layer and step. A
+ring (n > 1) sends 2 (n-1) B in forward(), the same in backward(), and 2n B of gradients going home.
 
 Run it:
     torchrun --standalone --nproc-per-node 2 playground/context_parallel.py --compare
@@ -47,7 +47,7 @@ Try breaking it, in a copy, and run it with --compare:
 
 Now write ring_attention.py in playground/exercises/, and repair fault_many_times_the_gradient.py.
 
-The next lesson, expert_parallel.py, gives each rank other parameters for its tokens.
+The next lesson, expert_parallel.py, gives each rank different parameters, and sends tokens to them.
 """
 
 import copy
@@ -182,9 +182,10 @@ class RingAttention(torch.autograd.Function):
         world_size = dist.get_world_size(group)
         mine = places[rank]
         scale = query.shape[-1] ** -0.5
-        # of_x means the gradient of x. That of the scores is weights * (of_weights - common).
-        # of_weights is gradient @ value for each key, and `common` is its weighted mean over all
-        # keys. `read` is the weighted mean of the values, so `common` is gradient @ read.
+        # of_x means the gradient of x. `weights` is a softmax, so the gradient of its inputs is
+        # weights * (of_weights - common). Here of_weights is of_read @ values.mT, and `common` is
+        # the mean of of_weights over all keys, weighted with `weights`. `read` is the same mean of
+        # the values, so for each token `common` is the product of `gradient` and `read`.
         common = (gradient * read).sum(dim=-1, keepdim=True)
         of_query = torch.zeros_like(query)
         travelling = torch.stack([key, value])
@@ -200,11 +201,11 @@ class RingAttention(torch.autograd.Function):
             weights = (scores - log_total[..., rows, :]).exp()
             of_read = gradient[..., rows, :]
             # The gradient of query @ key.mT, which scores_of() multiplies by the same scale.
-            of_scores = weights * (of_read @ values.mT - common[..., rows, :]) * scale
-            of_query[..., rows, :] += of_scores @ keys
+            of_products = weights * (of_read @ values.mT - common[..., rows, :]) * scale
+            of_query[..., rows, :] += of_products @ keys
             # Views, so += changes what travels.
             of_keys, of_values = of_travelling[..., columns, :]
-            of_keys += of_scores.mT @ queries
+            of_keys += of_products.mT @ queries
             of_values += weights.mT @ of_read
             arriving = places[(rank - step - 1) % world_size]
             if step < world_size - 1:
@@ -293,8 +294,8 @@ def attend_to_all(attention, attend, places, group, inputs):
 
 def split_tokens(model, attend, places, group):
     """Let each rank compute its own tokens. All ranks keep the whole model."""
-    # NEW: two kinds of modules get another forward(). They keep their parameters. LayerNorm and the
-    # MLP stay as they are, because they treat each token by itself.
+    # NEW: two kinds of modules get a different forward(), and keep their parameters. LayerNorm and
+    # the MLP stay as they are, because they treat each token by itself.
     embedding = model.stage1[0]
     mine = places[dist.get_rank(group)]
     embedding.forward = partial(embed_own_tokens, embedding, mine)

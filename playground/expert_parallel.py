@@ -21,8 +21,8 @@ error. So Exchange, below, sends the gradients back in backward(). An expert's g
 terms of all images, so it is not added up. It is only divided by n, because the loss of each rank
 is the mean over its own images. All other parameters are replicas, whose gradients are averaged.
 
-Nothing makes the router use all experts. With --balance, the loss has one more term, which lowers
-the scores of experts that get many tokens (https://arxiv.org/abs/2101.03961).
+Nothing makes the router spread the load (the tokens of each expert). --balance adds a term to the
+loss, which lowers the scores of experts with many tokens (https://arxiv.org/abs/2101.03961).
 
 Run it:
     torchrun --standalone --nproc-per-node 2 playground/expert_parallel.py
@@ -35,8 +35,8 @@ It prints the same losses with 1, 2 and 4 processes. Of one more step, the first
     rank 0 sends        counted  predicted  bytes        predicted
     all_to_all          10       10         944,160      944,160
     all_reduce          35       35         44,800       44,800
-Each block calls 5 all_to_alls: 1 for counts, 2 in forward() and 2 in backward(). 33 all_reduces are
-of gradients, 1 of the load, and 1 of an epoch's sums. With --balance 0.1, experts get 21% to 28%.
+A block calls 5 all_to_alls: 1 of counts, and 4 of tokens (2 in backward()), with 128 bytes each. 33
+all_reduces are of gradients, 1 of the load, 1 of sums. With --balance 0.1, experts get 21% to 28%.
 
 Try breaking it, in a copy, with --double --dataset digits --batch_size 120 --timeout 10:
   1. In compute, replace the first `Exchange.apply` with `all_to_all`. Then only the second one.
@@ -75,7 +75,7 @@ from measure.messages import Messages
 def all_to_all(rows, send_counts, receive_counts):
     """Send send_counts[r] rows to rank r, and receive receive_counts[r]. Returns what arrives."""
     arrived = rows.new_empty(sum(receive_counts), rows.shape[1])
-    # PyTorch takes what arrives before what is sent: two tensors, and for each a list of counts.
+    # The output comes first: the tensors received and sent, then the counts received and sent.
     dist.all_to_all_single(arrived, rows.contiguous(), receive_counts, send_counts)
     return arrived
 
@@ -154,9 +154,9 @@ class Mixture(torch.nn.Module):
         outputs = torch.empty_like(arrived)
         for number, mlp in enumerate(self.experts):
             mine = expert == number
-            # NEW: called with 0 rows, too. Then its parameters have gradients, which are 0, and
-            # this rank's outputs belong to the graph of its loss. If all its experts were left out,
-            # its backward() would not send what the others wait for.
+            # NEW: called with 0 rows, too. Then the parameters of this MLP have gradients (0), and
+            # `outputs` depends on `arrived`. If a rank called none of its MLPs, autograd would
+            # leave out both Exchanges on this rank, and the other ranks would wait for them.
             outputs[mine] = mlp(arrived[mine])
         return Exchange.apply(outputs, receive_counts, send_counts)
 
@@ -220,7 +220,7 @@ def run_epoch(model, mixtures, loader, device, optimizer=None, balance=0.0):
             loss = F.cross_entropy(logits, labels)
         if optimizer is not None:
             optimizer.zero_grad()
-            # NEW: the second term is not in the printed loss.
+            # NEW: the second term is not in the printed loss. It is computed also if it is 0.
             (loss + balance * balance_loss(mixtures)).backward()
             average_gradients(model)
             optimizer.step()

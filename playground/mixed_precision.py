@@ -9,8 +9,8 @@ bfloat16 needs no GradScaler, because 1e-9 is within its range.
 torch.autocast computes matrix products and attention in 16 bits, from converted copies of their
 inputs and parameters. The parameters themselves stay in float32, because bfloat16 would lose Adam's
 small steps: in bfloat16, 1 + 0.001 is 1. For cross_entropy, autocast converts logits to float32.
-(softmax() alone stays in bfloat16 on a CPU.) The embedding adds positions in float32, and a block
-adds its outputs to its input. So tokens stay in float32, and LayerNorm computes in float32.
+(softmax() alone stays in bfloat16 on a CPU.) A sum of bfloat16 and float32 is float32. Positions
+are float32, so embedded tokens and the sums in a block are, too, and LayerNorm gets float32.
 
 FSDP's MixedPrecisionPolicy replaces autocast. It converts shards before they are gathered, and also
 a layer's input, so all of the layer computes in bfloat16, LayerNorm too. A step gathers twice, with
@@ -195,7 +195,7 @@ def train(args):
         wrapped = model  # fully_shard has changed the model itself
     else:
         wrapped = DistributedDataParallel(model)
-    # NEW: with FSDP it is disabled, because the policy converts what is gathered.
+    # NEW: autocast is disabled with FSDP, because the policy converts parameters and inputs.
     enabled = narrow is not None and not args.sharded
     autocast = torch.autocast(device.type, dtype=narrow, enabled=enabled)
     scaler = torch.amp.GradScaler(device.type, enabled=narrow is torch.float16)

@@ -17,7 +17,7 @@ ranks, and four tokens of one number each.
     rank 1: [10 20 30 40]    [11 22 33 44]      [33 44]    [c d]        [a b c d]
 
 In backward(), GATHER is a reduce_scatter, because each rank has used all tokens. SCATTER is an
-all_gather. LayerNorm, the biases behind the pairs and the embedding get gradients from a rank's own
+all_gather. LayerNorm, the biases after the pairs and the embedding get gradients from a rank's own
 tokens only. So each rank has a part of these gradients, and an all_reduce adds up the parts. Let
 [1 2 3 4] be the gradients of four tokens to which a bias was added. Rank 0 has 1 + 2 = 3, rank 1
 has 3 + 4 = 7, and the sum is 10. All ranks have the same images, so nothing is divided by n.
@@ -180,7 +180,7 @@ class SplitBlock(torch.nn.Module):
             # NEW: the columns of a head follow each other, so each rank gets whole heads.
             layer.weight = keep_shard(layer.weight, dim=0, group=group)
             layer.bias = keep_shard(layer.bias, dim=0, group=group)
-        # The bias behind a pair is added once, after the sum over the ranks.
+        # The bias that follows a pair is added once, after the sum over the ranks.
         self.bias1 = self.attention.output.bias
         self.bias2 = self.mlp[2].bias
         for layer in (self.attention.output, self.mlp[2]):
@@ -258,8 +258,10 @@ def split_by_hand(model, sequence, group):
 
 def split_by_dtensor(model, mesh, sequence):
     """Let PyTorch split the blocks, and with --sequence the tokens."""
-    between = Shard(1) if sequence else Replicate()  # dimension 1 of (N, tokens, width)
-    # NEW: COPY or GATHER. Without it, query, key and value would send a message each.
+    # How tokens lie between the pairs: each rank has a shard along dimension 1, or a replica.
+    between = Shard(1) if sequence else Replicate()
+    # NEW: from this layout to a replica, which is GATHER or COPY. Without it, query, key and value
+    # would send a message each.
     begin = PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate())
     plan = {}  # what happens at each layer, by its name
     for name, layer in model.named_modules():
@@ -326,8 +328,9 @@ def train(args):
         group = mesh.get_group()
         group.set_timeout(timedelta(seconds=args.timeout))
         split_by_dtensor(model, mesh, args.sequence)
-        # NEW: DTensor adds up a gradient whenever it is read, so nothing is left to add up here.
-        # (Adam reads it three times in a step, as the counts show.)
+        # NEW: nothing is left to add up here. DTensor adds up LayerNorm's gradients when they are
+        # read. (Adam reads them three times in a step, as the counts show.) For the biases and the
+        # embedding, it has gathered the gradients of all tokens in backward().
         added_up = []
     model = model.to(device)
     # On GPUs, Adam would update many tensors in one call. This does not work with DTensors and

@@ -17,8 +17,8 @@ Along an axis, the ranks add up their parts of a gradient, or each has its own, 
     the input of a pair         own         own                         added up (COPY)
     a rank's keys and values    own         added up around the ring    own
 
-Nothing is averaged. Each rank divides the summed loss of its images by the number of all images.
-The class is read from the last token. The ranks of a cp group that lack it multiply the loss by 0.
+Nothing is averaged (--fsdp undoes fully_shard's averaging). A rank's loss is the sum over its
+images, divided by the number of all images, and times 0 if the rank lacks the last token.
 
 --clip limits the norm of the whole gradient: the root of the sum of all squares. Along tp, only the
 squares of split layers' shards are added up, because the rest is equal on all ranks. --fsdp shards
@@ -91,7 +91,7 @@ def shards_of(model):
 
 
 def shard(model, mesh):
-    """Shard each layer over a mesh of one axis: ranks that have other images or tokens."""
+    """Shard each layer over a mesh of one axis: ranks that have different images or tokens."""
     # PyTorch 2.15 warns that the outputs of layers are views, which must not be changed in place.
     # No function of this lesson changes them.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module")
@@ -101,7 +101,11 @@ def shard(model, mesh):
 
 
 def is_split(parameter):
-    """Return whether a DTensor is split along tp. Its mesh is dp_cp and tp, or dp_cp alone."""
+    """Return whether a parameter, a DTensor, is split along tp.
+
+    split_by_dtensor() has made DTensors of the parameters of split layers, so they have the axes
+    dp_cp and tp. fully_shard has made those of all other parameters, which have dp_cp only.
+    """
     on_both_axes = parameter.device_mesh.ndim == 2
     # NEW: the bias of a row-parallel layer is on both axes, too, but along tp it is whole.
     return on_both_axes and parameter.placements[1].is_shard()
@@ -232,8 +236,8 @@ def train(args):
         shard_group = dp_cp_group
         split = [parameter for parameter in model.parameters() if is_split(parameter)]
     else:
-        # NEW: the messages of the pairs stay in the tp group. Without --sequence, their functions
-        # leave no gradient to add up over it.
+        # NEW: the messages of the pairs stay in the tp group. With sequence=False, COPY and ADD
+        # give each rank whole gradients, so none is left to add up over the group.
         split_by_hand(model, sequence=False, group=tp_group)
         split = shards_of(model)
         shard_group = None
