@@ -401,7 +401,7 @@ def test_a_rank_that_computes_longer(change, tmp_path):
     copy = change("profile_steps", (old, new))
     out = ends(copy, "--epochs", 1, "--batch_size", 64, "--out", tmp_path / "traces").stdout
     zero, one = re.findall(STEPS, out, re.M)
-    assert float(one[3]) > 50
+    assert float(one[3]) > 40
     assert float(zero[4]) > 40
 
 

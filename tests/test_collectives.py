@@ -5,8 +5,8 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from conftest import Lesson, free_port, lesson_path, run, train
+from forked import in_ranks, join
 
 
 def tables(out):
@@ -89,9 +89,7 @@ def counted(rank, world_size, port, results):
     import collectives
     import nonblocking_p2p
 
-    torch.set_num_threads(1)
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
+    join(rank, world_size, port)
     numbers = torch.ones(world_size * 5)
     sent = []
     plain = dist.batch_isend_irecv
@@ -111,13 +109,10 @@ def counted(rank, world_size, port, results):
 @pytest.mark.parametrize("world_size", [2, 3, 5])
 def test_the_formula_is_what_the_ring_sends(world_size):
     """Messages of the ring that is made by hand: 2(n-1)/n of the tensor, as the lesson prints."""
-    with mp.Manager() as manager:
-        results = manager.dict()
-        words = (world_size, free_port(), results)
-        mp.start_processes(counted, words, world_size, start_method="fork")
-        size = 4 * 5 * world_size
-        formula = 2 * (world_size - 1) * size // world_size
-        assert dict(results) == {rank: (formula, formula) for rank in range(world_size)}
+    size = 4 * 5 * world_size
+    formula = 2 * (world_size - 1) * size // world_size
+    results = in_ranks(counted, world_size)
+    assert results == {rank: (formula, formula) for rank in range(world_size)}
 
 
 def test_ranks_started_by_hand():
@@ -164,16 +159,21 @@ def broken(tmp_path):
         text = lesson_path("collectives").read_text()
         start = text.index('"""', 3)
         assert text.count(old) == text[start:].count(old) == 1
+        text = text.replace(old, new)
         copy = tmp_path / "collectives.py"
-        copy.write_text(text.replace(old, new))
-        if compared:  # cold: PyTorch reads the variable when it is imported
+        if compared:
+            # PyTorch reads the variable when it is imported, which was before the run.
+            text = text.replace(IMPORT, f"{IMPORT}dist.set_debug_level_from_env()\n")
+            copy.write_text(text)
             env = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
-            return run(copy, "--timeout", 200, status=status, env=env, cold=True)
+            return run(copy, "--timeout", 200, status=status, env=env)
+        copy.write_text(text)
         return run(copy, "--timeout", 20, status=status)
 
     return ran
 
 
+IMPORT = "import torch.distributed as dist\n"
 REDUCE, BROADCAST = "    dist.all_reduce(mine)\n", "    dist.broadcast(mine, src=0)\n"
 SKIPPED = f"    if rank == 0:\n    {REDUCE}"
 ORDERED = """    ones = torch.ones_like(mine)

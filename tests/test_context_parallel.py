@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import DIGITS, ROOT, epochs, one_process, ranks, single_gpu, train
-from test_tensor_parallel import in_ranks
+from forked import in_group
 from test_timeline import assert_one_line
 from torch.nn import functional as F
 
 LESSON = "context_parallel"
-STEP = (*DIGITS, "--batch_size", 750, "--epochs", 1, "--compare")
+STEP = (*DIGITS, "--batch_size", 750, "--width", 16, "--epochs", 1, "--compare")
 TRANSFORMER = ("--model", "transformer")
 DOCSTRING = (ROOT / "playground" / f"{LESSON}.py").read_text().split('"""')[1]
 
@@ -62,7 +62,7 @@ def compare_attention(attention, places, tokens):
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_attention_is_that_of_one_process(world_size, tmp_path):
     """Any number of tokens on a rank, in any places: forward and backward, with large scores."""
-    in_ranks(attend, world_size, tmp_path)
+    in_group(attend, world_size, tmp_path)
     assert len(list(tmp_path.iterdir())) == world_size
 
 
@@ -156,7 +156,7 @@ def long_sequence(rank, path):
 
 def test_a_long_sequence(tmp_path):
     """With 784 tokens, each of four ranks keeps a fourth of the bytes of one process."""
-    in_ranks(long_sequence, 4, tmp_path)
+    in_group(long_sequence, 4, tmp_path)
     _, rows, messages = costs((tmp_path / "rank0").read_text())
     *of_ranks, (_, _, whole_bytes) = rows
     assert [row[:2] for row in of_ranks] == [[196, 96_040]] * 4  # 2.5 blocks of 196 x 196 pairs

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import DIGITS, ROOT, epochs, single_gpu, train
-from test_tensor_parallel import fails, in_ranks, losses
+from forked import in_group
+from test_tensor_parallel import fails, losses
 from test_timeline import assert_one_line
 from torch import nn
 
@@ -187,7 +188,7 @@ def mean_gradients(rank, only_first):
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_gradients_and_bytes(world_size, only_first):
     """To 1e-12, also if all tokens go to one rank. The bytes are those of rows for other ranks."""
-    in_ranks(mean_gradients, world_size, only_first)
+    in_group(mean_gradients, world_size, only_first)
 
 
 THERE = ("arrived = Exchange.apply(", "arrived = all_to_all(")

@@ -28,9 +28,7 @@ def assert_equal(processes, network, *own):
     ("processes", "mesh", "network"),
     [
         (1, "1x1", {}),
-        (2, "2x1", {}),
         (2, "1x2", {"model": "cnn"}),
-        (4, "2x2", {}),
         (4, "2x2", {"model": "cnn", "layers": 2}),  # its last linear layer has no partner
         (3, "3x1", {"width": 50}),
         (3, "1x3", {"width": 66, "layers": 5}),

@@ -25,7 +25,6 @@ from conftest import (
 # Between them, these lessons import and use all of PyTorch that the lessons use. After a run, so
 # many groups are still held: by comm, or by DTensor's caches.
 HELD = {
-    "blocking_p2p": 0,
     "distributed_data_parallel": 0,
     "distributed_data_parallel2": 2,
     "fully_sharded_checkpoints": 1,
@@ -53,6 +52,8 @@ def without_guard_rails(text):
 def flags_for(lesson, folder):
     """Return flags for a short run of a lesson."""
     own = ("--run_dir", folder / "run") if "resumable" in lesson else ()
+    if lesson == "fully_sharded_checkpoints":
+        own = ("--run_dir", folder / "run", "--async_save")  # by a thread
     own += ("--out", folder / "out") if lesson == "profile_steps" else ()
     own += (
         ("--port", free_port()) if '"--port"' in text_of(lesson) else ()

@@ -5,29 +5,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from conftest import free_port
+from forked import in_ranks, join
 from torch.nn import functional as F
 
 from common.models import MLP
 
 IMAGES = 12  # in a step, over all ranks; a multiple of 2 and of 3
-
-
-def in_ranks(function, world_size, *args):
-    """Call a function in so many processes. Returns the dictionary that they have filled."""
-    with mp.Manager() as manager:
-        results = manager.dict()
-        words = (world_size, free_port(), results, *args)
-        mp.start_processes(function, words, world_size, start_method="fork")
-        return dict(results)
-
-
-def join(rank, world_size, port):
-    """Join a group as one of the ranks that in_ranks() has started."""
-    torch.set_num_threads(1)
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
 
 
 def make(seed, frozen=0):

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import DIGITS, torchrun
-from test_manual_data_parallel import in_ranks
+from forked import in_ranks, join
 from torch import nn
 from torch.nn import functional as F
 
@@ -39,9 +39,7 @@ def by_hand(rank, world_size, port, results):
     """Run a batch by each schedule, and put this rank's gradients into results."""
     import manual_pipeline as lesson
 
-    torch.set_num_threads(1)
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
+    join(rank, world_size, port)
     for name, schedule in lesson.SCHEDULES.items():
         for micro_batches in (1, 2, 4, 7):
             layers = some_layers()

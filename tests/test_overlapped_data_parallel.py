@@ -7,7 +7,8 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 from conftest import DIGITS, run
-from test_manual_data_parallel import assert_equal, in_ranks, join, make, steps
+from forked import in_ranks, join
+from test_manual_data_parallel import assert_equal, make, steps
 from torch import nn
 
 MEBIBYTE = 2**20

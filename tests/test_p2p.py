@@ -6,8 +6,8 @@ from functools import reduce
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from conftest import Lesson, free_port, run
+from forked import in_ranks, join
 
 
 @pytest.mark.parametrize("processes", [2, 3])
@@ -69,9 +69,7 @@ def ring(rank, world_size, port, results):
     """Compare the lesson's ring with sums that one process makes, for tensors of all kinds."""
     from nonblocking_p2p import ring_all_reduce
 
-    torch.set_num_threads(1)
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
+    join(rank, world_size, port)
     for shape in SHAPES:
         for dtype in [*DTYPES, torch.bool]:
             generator = torch.Generator().manual_seed(0)
@@ -91,12 +89,9 @@ def ring(rank, world_size, port, results):
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
 def test_the_ring_adds_up_any_tensor(world_size):
     """Sizes that the ranks do and do not divide, fewer numbers than ranks, any shape and dtype."""
-    with mp.Manager() as manager:
-        results = manager.dict()
-        words = (world_size, free_port(), results)
-        mp.start_processes(ring, words, world_size, start_method="fork")
-        assert len(results) == world_size * len(SHAPES) * (len(DTYPES) + 1)
-        assert [key for key, right in results.items() if not right] == []
+    results = in_ranks(ring, world_size)
+    assert len(results) == world_size * len(SHAPES) * (len(DTYPES) + 1)
+    assert [key for key, right in results.items() if not right] == []
 
 
 @pytest.mark.parametrize("lesson", ["blocking_p2p", "nonblocking_p2p"])

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from conftest import DIGITS, LESSONS, epochs, free_port, one_process, run, single_gpu, talks, train
+from conftest import DIGITS, LESSONS, epochs, one_process, run, single_gpu, talks, train
+from forked import in_group
 from parameters import largest_difference
 from torch import nn
 from torch.nn import functional as F
@@ -229,13 +229,10 @@ def resnet_by_hand(model, shares, accumulate):
     return dict(model.named_parameters())
 
 
-def resnet_rank(rank, port, world_size, accumulate, batches, model, results):
+def resnet_rank(rank, accumulate, batches, model, results):
     """Train with the lesson's own run_epoch, as one of some ranks."""
     import distributed_data_parallel_resnet as lesson
 
-    torch.set_num_threads(1)
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
     model = copy.deepcopy(model)  # what spawn hands on is shared by all ranks
     wrapped = DistributedDataParallel(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-6, fused=True)
@@ -243,8 +240,6 @@ def resnet_rank(rank, port, world_size, accumulate, batches, model, results):
     lesson.run_epoch(wrapped, share, torch.device("cpu"), optimizer, accumulate)
     if rank == 0:
         torch.save(dict(model.named_parameters()), results)
-    del wrapped  # as in the lessons with DDP: torch 2.9 may hang otherwise
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(("world_size", "accumulate"), [(1, 1), (2, 1), (2, 3), (3, 2)])
@@ -257,8 +252,7 @@ def test_batch_norm_and_accumulation_as_in_one_process(world_size, accumulate, t
     images = torch.randn(2, world_size, 7, 3, 8, 8).double()
     labels = torch.randint(10, (2, world_size, 7))
     batches = [list(zip(*step, strict=True)) for step in zip(images, labels, strict=True)]
-    job = (free_port(), world_size, accumulate, batches, model, tmp_path / "weights.pt")
-    torch.multiprocessing.start_processes(resnet_rank, job, world_size, start_method="fork")
+    in_group(resnet_rank, world_size, accumulate, batches, model, tmp_path / "weights.pt")
     expected = resnet_by_hand(model, batches, accumulate)
     for name, weight in torch.load(tmp_path / "weights.pt").items():
         torch.testing.assert_close(weight, expected[name].data, atol=1e-12, rtol=0)

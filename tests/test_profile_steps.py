@@ -38,15 +38,6 @@ def steps(events):
     return found
 
 
-@pytest.mark.parametrize("model", ["mlp", "cnn"])
-@pytest.mark.parametrize("average", ["ddp", "each", "bucket"])
-def test_parity(average, model, tmp_path):
-    """Each way to average gives the same gradients: losses agree to 1e-10 in float64."""
-    flags = (*DIGITS, "--batch_size", 120, "--epochs", 2, "--model", model, "--double")
-    done, _ = traced(tmp_path, *flags, "--average", average)
-    assert epochs(done.stdout) == one_process(*flags, apart=1e-10)
-
-
 @pytest.mark.parametrize("name", ["average_gradients", "average_in_one_bucket"])
 def test_gradients_are_averaged_as_in_an_earlier_lesson(name):
     """What manual_data_parallel.py does by hand, and its tests try, is measured."""

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import DIGITS, single_gpu, train
-from test_tensor_parallel import in_ranks, losses
+from forked import in_group
+from test_tensor_parallel import losses
 from test_timeline import assert_one_line
 
 LESSON = "sequence_parallel"
@@ -115,7 +116,7 @@ def ends_of_pairs(rank):
 
 def test_the_example_in_the_docstring():
     """PyTorch computes its numbers."""
-    in_ranks(ends_of_pairs, 2)
+    in_group(ends_of_pairs, 2)
 
 
 @pytest.mark.parametrize(

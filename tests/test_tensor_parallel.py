@@ -6,7 +6,8 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import DIGITS, ROOT, epochs, free_port, single_gpu, train
+from conftest import DIGITS, ROOT, epochs, single_gpu, train
+from forked import in_group
 from test_timeline import assert_one_line
 from torch import nn
 
@@ -180,21 +181,6 @@ def three_steps(model, optimizer):
         optimizer.step()
 
 
-def in_ranks(function, world_size, *args):
-    """Run function(rank, *args) in forked processes that form a group."""
-    job = (function, free_port(), world_size, *args)
-    torch.multiprocessing.start_processes(one_rank, job, world_size, start_method="fork")
-
-
-def one_rank(rank, function, port, world_size, *args):
-    """Join the group, call the function, and leave the group."""
-    torch.set_num_threads(1)
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
-    function(rank, *args)
-    dist.destroy_process_group()
-
-
 DIMS = {"first.weight": 0, "first.bias": 0, "second.weight": 1}  # of a pair, by hand
 DIMS |= {"third.weight": 0, "third.bias": 0, "fourth.weight": 1}
 
@@ -251,7 +237,7 @@ def test_any_module(name, world_size, tmp_path):
     torch.manual_seed(0)
     model = Several().double()
     path = tmp_path / "c.pt"
-    in_ranks(train_by_hand, world_size, model, name, path)
+    in_group(train_by_hand, world_size, model, name, path)
     optimizer = OPTIMIZERS[name](model.parameters())
     three_steps(model, optimizer)
     checkpoint = torch.load(path, weights_only=True)
@@ -278,7 +264,7 @@ def sum_after_sigmoid(rank):
 
 def test_the_functions_at_the_ends_of_a_pair():
     """Autograd would not notice that all_reduce overwrites a tensor."""
-    in_ranks(sum_after_sigmoid, 2)
+    in_group(sum_after_sigmoid, 2)
 
 
 def refuse(rank):
@@ -296,7 +282,7 @@ def refuse(rank):
 
 def test_what_cannot_be_split():
     """It is an error, and not a wrong result."""
-    in_ranks(refuse, 2)
+    in_group(refuse, 2)
 
 
 def test_without_the_sum_in_backward(change, right):

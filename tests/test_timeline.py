@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import DIGITS, epochs, run, single_gpu, train
+from forked import in_ranks, join
 from pipeline_parallel import STAGES_PER_RANK, cut, fill, pipeline, possible_starts
-from test_manual_data_parallel import in_ranks
 from torch import nn
 from torch.nn import functional as F
 
@@ -117,9 +117,7 @@ def numpy_of(state):
 
 def two_steps(rank, world_size, port, results, name, frozen, optimizer):
     """Train an unusual model as one of some ranks. Returns the state of this rank's stages."""
-    torch.set_num_threads(1)
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
+    join(rank, world_size, port)
     layers = unusual(frozen)
     parts = cut(layers, world_size * STAGES_PER_RANK[name])
     schedule, _ = pipeline(parts, torch.device("cpu"), name, 4)

@@ -70,6 +70,19 @@ class Warm:
         return texts[0].result(), texts[1].result()
 
 
+def import_what_lessons_need() -> None:
+    """Import it before this process forks, and not in each forked process."""
+    import filelock  # noqa: F401
+    import parameters  # noqa: F401
+    import sklearn.datasets  # noqa: F401
+    import torch._dynamo
+    import torch.distributed.checkpoint
+    import torch.distributed.launcher.api
+    import torch.distributed.pipelining
+    import torch.utils.tensorboard  # noqa: F401
+    import torchvision.datasets  # noqa: F401
+
+
 @functools.cache
 def _server() -> socket.socket:
     """Start the process that forks, once for each worker of the tests.
@@ -89,20 +102,13 @@ def _server() -> socket.socket:
 
 
 def _serve(requests: socket.socket) -> None:
-    """Import what all lessons need, then fork two processes for each request.
+    """Fork two processes for each request.
 
     The first waits for the end of the second, which runs the script.
     """
     subprocess.Popen = _Popen  # before torchrun's modules import it
-    import parameters  # noqa: F401
-    import sklearn.datasets  # noqa: F401
-    import torch._dynamo
-    import torch.distributed.checkpoint
-    import torch.distributed.launcher.api
-    import torch.distributed.pipelining
+    import_what_lessons_need()
     import torch.multiprocessing as mp
-    import torch.utils.tensorboard  # noqa: F401
-    import torchvision.datasets  # noqa: F401
 
     mp.start_processes = functools.partial(_forked, mp.start_processes)
     mp.spawn = mp.start_processes

@@ -1,0 +1,39 @@
+"""Call functions in forked processes, as the ranks of a group. None of them imports PyTorch."""
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from conftest import free_port
+from warm import import_what_lessons_need
+
+
+def in_ranks(function, world_size, *args):
+    """Call function(rank, world_size, port, results, *args) in so many processes.
+
+    Returns the dictionary `results`, which they have filled.
+    """
+    import_what_lessons_need()
+    with mp.Manager() as manager:
+        results = manager.dict()
+        words = (world_size, free_port(), results, *args)
+        mp.start_processes(function, words, world_size, start_method="fork")
+        return dict(results)
+
+
+def join(rank, world_size, port):
+    """Join a group as one of the ranks that in_ranks() has started."""
+    torch.set_num_threads(1)
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
+
+
+def in_group(function, world_size, *args):
+    """Call function(rank, *args) in so many processes, which form a group."""
+    in_ranks(_call_in_group, world_size, function, args)
+
+
+def _call_in_group(rank, world_size, port, _results, function, args):
+    """Join the group, call the function, and leave the group."""
+    join(rank, world_size, port)
+    function(rank, *args)
+    dist.destroy_process_group()
