@@ -17,8 +17,8 @@ Dropout must drop the same numbers again. So checkpoint() keeps the state of the
 generator, and restores it for the second forward pass (preserve_rng_state=True, the default).
 
 PyTorch has two kinds of checkpoint(). The newer one, use_reentrant=False, is used here. The older
-one hides a wrapped module's parameters from DDP. With find_unused_parameters=True, DDP searches the
-graph for unused parameters, and stops with "mark a variable ready only once". It also stops if two
+one hides parameters from DDP. With find_unused_parameters=True, DDP takes them for unused, marks
+them ready, and stops when their gradients come. It also stops, with or without this flag, if two
 wrapped modules share a parameter. The older one trains no module whose input needs no gradient.
 
 With --sharded, the lesson wraps a block first, and then shards it. FSDP gathers a layer anyway in
@@ -30,8 +30,8 @@ Run it, with one process or several:
     torchrun --standalone --nproc-per-node 2 playground/activation_checkpointing.py --sharded
 
 It prints single_gpu.py's numbers for --model transformer. Before them, it measures a step of rank 0
-with no, every second and every block wrapped. In each row, 414,244 of the bytes kept for backward()
-are outside the blocks. With two processes and --dataset digits --batch_size 120:
+with no block, every second block or every block wrapped. "passes" are forward passes of blocks. In
+each row, 414,244 bytes are outside blocks. With 2 processes, --dataset digits --batch_size 120:
     blocks   bytes kept  predicted   passes  a step
     none     7,403,044   7,403,044   2       102 ms
     second   4,123,684   4,123,684   3       119 ms

@@ -16,13 +16,13 @@ expert is A. Bars separate the ranks that get the tokens, and after all_to_all t
     in the old order     rank 0: C0 A0 B0 A0       rank 1: D1 A1 D1 C1
 
 The counts travel first, so a rank knows how many tokens arrive for each expert. A rank to which no
-token comes calls each all_to_all as well. PyTorch's all_to_all has no gradient, and raises no
+token comes calls each all_to_all as well. dist.all_to_all has no gradient, and raises no
 error. So Exchange, below, sends the gradients back in backward(). An expert's gradient then has the
 terms of all images, so it is not added up. It is only divided by n, because the loss of each rank
 is the mean over its own images. All other parameters are replicas, whose gradients are averaged.
 
-Nothing makes the router spread the load (the tokens of each expert). --balance adds a term to the
-loss, which lowers the scores of experts with many tokens (https://arxiv.org/abs/2101.03961).
+Nothing makes the router spread the load (the tokens of each expert). With --balance 0.1, the loss
+has one more term (https://arxiv.org/abs/2101.03961), and each expert gets 21% to 28% of the tokens.
 
 Run it:
     torchrun --standalone --nproc-per-node 2 playground/expert_parallel.py
@@ -35,11 +35,11 @@ It prints the same losses with 1, 2 and 4 processes. Of one more step, the first
     rank 0 sends        counted  predicted  bytes        predicted
     all_to_all          10       10         944,160      944,160
     all_reduce          35       35         44,800       44,800
-A block calls 5 all_to_alls: 1 of counts, and 4 of tokens (2 in backward()), with 128 bytes each. 33
-all_reduces are of gradients, 1 of the load, 1 of sums. With --balance 0.1, experts get 21% to 28%.
+A block calls 5 all_to_alls: 1 of counts, 2 of tokens and 2 of their gradients. A token that goes to
+another rank costs 128 bytes each time. 33 all_reduces are of gradients, 1 of the load, 1 of sums.
 
 Try breaking it, in a copy, with --double --dataset digits --batch_size 120 --timeout 10:
-  1. In compute, replace the first `Exchange.apply` with `all_to_all`. Then only the second one.
+  1. In compute, replace the first or the second `Exchange.apply` with `all_to_all`. What is lost?
   2. In average_gradients, write `if True:`, so that experts are averaged, too. Is there an error?
   3. In balance_loss, delete the all_reduce. Compare 1 and 2 processes with --balance 0.1.
   4. Before the line with `mlp(`, write `if mine.any():`, and indent that line. In forward, before
@@ -174,10 +174,14 @@ def average_gradients(model):
 
 
 def balance_loss(mixtures):
-    """Return experts * sum(fraction * mean score), as the mean over the blocks. Even load: 1."""
+    """Return the mean over the blocks of: number of experts * sum(fraction * mean score).
+
+    An expert's fraction is that of the tokens that it gets. If the load is even, the result is 1.
+    """
     load = torch.stack([mixture.load for mixture in mixtures])
-    # NEW: over all ranks. The product of two means over one rank's tokens would depend on how the
-    # images are divided. The mean scores stay local: average_gradients() averages their gradients.
+    # NEW: the fractions over all ranks. With those of one rank's tokens, the ranks would average
+    # products, which is not the product of averages. The mean scores may stay local, because the
+    # loss is linear in them: average_gradients() averages their gradients.
     dist.all_reduce(load)
     fractions = load / load.sum(dim=1, keepdim=True)
     # Counts have no gradients, but scores have. The more tokens an expert gets, the more its scores
@@ -220,7 +224,7 @@ def run_epoch(model, mixtures, loader, device, optimizer=None, balance=0.0):
             loss = F.cross_entropy(logits, labels)
         if optimizer is not None:
             optimizer.zero_grad()
-            # NEW: the second term is not in the printed loss. It is computed also if it is 0.
+            # NEW: the second term is not in the printed loss. It is computed even if it is 0.
             (loss + balance * balance_loss(mixtures)).backward()
             average_gradients(model)
             optimizer.step()

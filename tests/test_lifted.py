@@ -52,8 +52,6 @@ def without_guard_rails(text):
 def flags_for(lesson, folder):
     """Return flags for a short run of a lesson."""
     own = ("--run_dir", folder / "run") if "resumable" in lesson else ()
-    if lesson == "fully_sharded_checkpoints":
-        own = ("--run_dir", folder / "run", "--async_save")  # by a thread
     own += ("--out", folder / "out") if lesson == "profile_steps" else ()
     own += (
         ("--port", free_port()) if '"--port"' in text_of(lesson) else ()
