@@ -292,7 +292,8 @@ def _run_rank(function: Callable, *args) -> None:
 
 def _last_words(error: BaseException, function: Callable) -> tuple[str, int]:
     """Return what to print about the error that ends this program, and its exit status."""
-    if isinstance(error, KeyboardInterrupt) or getattr(error, "signal_name", "") == "SIGINT":
+    interrupted = any(isinstance(each, KeyboardInterrupt) for each in _causes(error))
+    if interrupted or getattr(error, "signal_name", "") == "SIGINT":
         return "interrupted", 130
     if isinstance(error, mp.ProcessRaisedException):  # its message is the text of a rank's error
         text = str(error).strip()
@@ -339,14 +340,22 @@ def _only_line(error: BaseException, function: Callable) -> str:
 def _disk_is_full(error: BaseException) -> bool:
     """Return whether an error, or one that led to it, is that of a full disk."""
     failures = getattr(error, "failures", {})  # CheckpointException has one for each rank
-    for each in [error, *(failure for failure, _ in failures.values())]:
-        while each:
+    for failure in [error, *(failure for failure, _ in failures.values())]:
+        for each in _causes(failure):
             if isinstance(each, OSError) and each.errno == errno.ENOSPC:
                 return True
             if "unexpected pos" in str(each):  # what torch.save makes of a write that was cut short
                 return True
-            each = each.__cause__ or each.__context__
     return False
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    """Return an error, the error that led to it, the one that led to that, and so on."""
+    found = []
+    while error:
+        found.append(error)
+        error = error.__cause__ or error.__context__
+    return found
 
 
 def _place(error: BaseException, function: Callable) -> str:
