@@ -7,10 +7,8 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import DIGITS, ROOT, epochs, single_gpu, train
+from conftest import DIGITS, ROOT, epochs, fails, losses, one_line, single_gpu, train
 from forked import in_group
-from test_tensor_parallel import fails, losses
-from test_timeline import assert_one_line
 from torch import nn
 
 LESSON = "expert_parallel"
@@ -81,7 +79,7 @@ def test_balance_evens_the_load():
 def test_flags_that_cannot_work(ranks, flags, words, main):
     """Status 2 and one line that says what to type."""
     env = ENV | {"WORLD_SIZE": f"{ranks}"}
-    assert_one_line(main(LESSON, *DIGITS, "--batch_size", 120, *flags, env=env), words)
+    one_line(main(LESSON, *DIGITS, "--batch_size", 120, *flags, env=env), *words)
 
 
 def test_the_example_in_the_docstring():
@@ -189,6 +187,27 @@ def mean_gradients(rank, only_first):
 def test_gradients_and_bytes(world_size, only_first):
     """To 1e-12, also if all tokens go to one rank. The bytes are those of rows for other ranks."""
     in_group(mean_gradients, world_size, only_first)
+
+
+def uneven_parts(rank):
+    """Count uneven parts of two ranks: by the call of the lesson, and by the one for autograd."""
+    from torch.distributed import _functional_collectives as functional
+
+    from measure.messages import Messages
+
+    rows = torch.zeros(4, 1)
+    sent = [[1, 3], [2, 2]][rank]
+    received = [[1, 2], [3, 2]][rank]
+    arrived = rows.new_empty(sum(received), 1)
+    with Messages() as messages:
+        dist.all_to_all_single(arrived, rows, received, sent)
+        functional.all_to_all_single(rows, received, sent, dist.group.WORLD).wait()
+    assert [message.sent for message in messages.noted] == [4 * sent[1 - rank]] * 2
+
+
+def test_bytes_of_uneven_parts():
+    """A row for the other rank has 4 bytes. Those that a rank keeps are not counted."""
+    in_group(uneven_parts, 2)
 
 
 THERE = ("arrived = Exchange.apply(", "arrived = all_to_all(")

@@ -102,7 +102,8 @@ class Messages(TorchDispatchMode):
         """Note a message before it starts."""
         group = process_group(args)
         nbytes = sum(tensor.nbytes for tensor in passed(kind, operation, args))
-        sent = sent_bytes(kind, nbytes, group.size(), kept_bytes(kind, args, nbytes, group))
+        kept = kept_bytes(kind, operation, args, nbytes, group)
+        sent = sent_bytes(kind, nbytes, group.size(), kept)
         self.noted.append(Message(kind, group.group_name, nbytes, sent))
 
     def of(self, kind: str | None = None, group: str | None = None) -> list[Message]:
@@ -141,7 +142,9 @@ def process_group(args: tuple) -> dist.ProcessGroup:
     return _resolve_process_group(args[-1])  # operations that DTensors call get its name
 
 
-def kept_bytes(kind: str, args: tuple, nbytes: int, group: dist.ProcessGroup) -> float:
+def kept_bytes(
+    kind: str, operation: Any, args: tuple, nbytes: int, group: dist.ProcessGroup
+) -> float:
     """Return how many of the bytes that a rank passes to an all_to_all are for itself; otherwise 0.
 
     The parts for the ranks may be uneven: a list of tensors, or one tensor and a list of counts.
@@ -150,7 +153,11 @@ def kept_bytes(kind: str, args: tuple, nbytes: int, group: dist.ProcessGroup) ->
         return 0
     if isinstance(args[1], (list, tuple)) and isinstance(args[0], (list, tuple)):
         return args[1][group.rank()].nbytes
-    counts = args[4] if len(args) > 4 else []  # how many rows go to each rank; []: equally many
+    # How many rows go to each rank. An empty list: equally many.
+    if operation.namespace == "c10d":
+        counts = args[4] if len(args) > 4 else []
+    else:
+        counts = args[2]
     if sum(counts) == 0:
         return nbytes / group.size()
     return nbytes * counts[group.rank()] / sum(counts)

@@ -131,7 +131,7 @@ def describe(kind, operation, args, file):
     numel = sum(tensor.numel() for tensor in tensors)
     nbytes = sum(tensor.nbytes for tensor in tensors)
     numbers = "" if kind == "recv" else first_numbers(tensors)
-    kept = kept_bytes(kind, args, nbytes, group)
+    kept = kept_bytes(kind, operation, args, nbytes, group)
     sent = sent_bytes(kind, nbytes, group.size(), kept)
     return Message(kind, call or kind, line, peer, numel, sent, tag, numbers)
 
