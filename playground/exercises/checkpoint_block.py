@@ -8,8 +8,8 @@ autograd computes gradients only of tensors that are arguments of apply():
 
     output = CheckpointBlock.apply(block, inputs, *block.parameters())
 
-Autograd records nothing inside forward(), so after forward() nothing is left that the block has
-computed, but its output. backward() runs the block again, lets autograd record it, and returns the
+Autograd records nothing inside forward(), so nothing that the block has computed is left after it,
+except the output. backward() runs the block again, lets autograd record it, and returns the
 gradients. With several ranks, each rank has inputs of its own, and sends nothing.
 
 Rung 1 is a block without random numbers. Your answer passes it if
@@ -21,9 +21,10 @@ Rung 2 is any block. Your answer passes it if
 - all of rung 1 holds;
 - a block with dropout drops the same numbers again. torch.get_rng_state() returns the state of the
   random numbers, and torch.set_rng_state(state) restores it. After backward(), the random numbers
-  continue as if it had drawn none;
+  continue as if it had drawn none. (A GPU has random numbers of its own: torch.cuda.get_rng_state.)
 - it is right if the inputs, or some of the parameters, need no gradient. backward() returns None
-  for them, and ctx.needs_input_grad shows which they are.
+  for them, and ctx.needs_input_grad shows which they are;
+- it is right if the block does not use some of its parameters.
 
 The first check copies this file to playground/exercises/answers/. Write in the copy.
 

@@ -43,7 +43,7 @@ def _gradients(ctx, inputs, output, gradient):
 
 
 class KeepsTheGraph(_Block):
-    """WRONG with 1 rank, an MLP ... kept until backward: ... bytes more than the inputs (4096
+    """WRONG with 1 rank, an MLP ... kept until backward: ... bytes more than the inputs (32768
     bytes) ... What the block has computed stays in memory until backward.
     """
 

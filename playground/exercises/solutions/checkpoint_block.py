@@ -28,5 +28,6 @@ class CheckpointBlock(torch.autograd.Function):
         torch.set_rng_state(state_now)
         tensors = [inputs, *ctx.parameters]
         learned = [tensor for tensor in tensors if tensor.requires_grad]
-        gradients = iter(torch.autograd.grad(output, learned, gradient))
+        # allow_unused: the gradient of a parameter that the block does not use is None.
+        gradients = iter(torch.autograd.grad(output, learned, gradient, allow_unused=True))
         return None, *(next(gradients) if tensor.requires_grad else None for tensor in tensors)

@@ -35,7 +35,8 @@ def expert_dispatch(tokens, expert, experts):
     sent = counts.view(world_size, here).sum(1).tolist()
     received = arriving.view(world_size, here).sum(1).tolist()
     arrived = Exchange.apply(tokens[order], sent, received)
-    number = torch.arange(here).repeat(world_size).repeat_interleave(arriving)
+    number = torch.arange(here, device=tokens.device)
+    number = number.repeat(world_size).repeat_interleave(arriving)
     computed = torch.empty_like(arrived)
     for index, compute in enumerate(experts):
         computed[number == index] = compute(arrived[number == index])

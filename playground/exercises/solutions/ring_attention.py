@@ -16,7 +16,7 @@ def ring_attention(query, key, value, places):
         keys, values = travelling
         later = places[(rank - step) % n] > places[rank][:, None]
         scores = query @ keys.mT / query.shape[-1] ** 0.5
-        scores = scores.masked_fill(later, -torch.inf)
+        scores = scores.masked_fill(later.to(query.device), -torch.inf)
         # The first block has each token itself, so from then on no maximum is -inf.
         larger = torch.maximum(maximum, scores.amax(dim=-1, keepdim=True))
         weights = (scores - larger).exp()

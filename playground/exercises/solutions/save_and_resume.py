@@ -1,6 +1,7 @@
 """Why: os.replace gives the finished file its name in one step, so `path` is always complete."""
 
 import os
+import time
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,6 @@ def save_and_resume(path, model, optimizer, epochs, train_epoch):
         if dist.get_rank() == 0:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             state |= {"random": torch.get_rng_state(), "done": epoch + 1}
-            unfinished = f"{path}.{os.getpid()}"  # no other process writes a file of this name
+            unfinished = f"{path}.{time.time_ns()}"  # a name that no other process uses
             torch.save(state, unfinished)
             os.replace(unfinished, path)

@@ -17,13 +17,14 @@ CASES = {
     "a block with dropout": {"kind": "dropout"},
     "inputs without a gradient": {"kind": "mlp", "learn_inputs": False},
     "a frozen layer": {"kind": "mlp", "frozen": True},
+    "a parameter that is not used": {"kind": "unused"},
 }
 RUNG_1 = Rung(
     cases=("an MLP", "a block with LayerNorm, float64"),
     words="for blocks without random numbers",
-    then="dropout, and inputs or parameters that need no gradient.",
+    then="dropout, and inputs or parameters that need no gradient, or are not used.",
 )
-ROWS = 64
+ROWS = 512  # so that the inputs are much larger than the state of the random numbers
 WIDTH = 16
 ENOUGH = "the inputs only"
 BEFORE = "random numbers before backward"
@@ -61,6 +62,8 @@ def block_of(kind, rank, frozen=False, learn_inputs=True):
     block = nn.Sequential(*layers)
     if kind != "mlp":
         block = Residual(block)
+    if kind == "unused":
+        block.unused = nn.Parameter(torch.ones(WIDTH))
     if frozen:
         layers[0].requires_grad_(False)
     first = nn.Linear(WIDTH, WIDTH).requires_grad_(learn_inputs)

@@ -1,6 +1,7 @@
 """How expert_dispatch is checked."""
 
 import torch
+import torch._dynamo  # the first all_to_all_single_autograd() imports it: see ranks.py
 import torch.distributed as dist
 import torch.fx.experimental.symbolic_shapes  # backward(gradient) imports it: see ranks.py
 from verdicts import difference
@@ -42,6 +43,13 @@ def make_expert(number, dtype):
     return torch.nn.Linear(WIDTH, WIDTH).to(dtype)
 
 
+def gradient_of(expert):
+    """Return the gradient of an expert's weight and bias as one tensor; None: it has none."""
+    if expert.weight.grad is None:
+        return None
+    return torch.cat([expert.weight.grad, expert.bias.grad[:, None]], dim=1)
+
+
 def run(expert_dispatch, here, kind, dtype=torch.float32):
     """Call the learner's function on this rank, forward and backward."""
     rank = dist.get_rank()
@@ -56,11 +64,11 @@ def run(expert_dispatch, here, kind, dtype=torch.float32):
         found["the gradient of tokens"] = torch.zeros_like(tokens)  # there may be none
     for index, each in enumerate(experts):
         # An expert without tokens may have a gradient of zeros, or none.
-        weight = each.weight.grad
+        gradient = gradient_of(each)
         no_tokens = not tokens_of(rank * here + index, dist.get_world_size(), here, kind)
-        if weight is None and no_tokens:
-            weight = torch.zeros_like(each.weight)
-        found[f"the gradient of expert {rank * here + index}"] = weight
+        if gradient is None and no_tokens:
+            gradient = torch.zeros(WIDTH, WIDTH + 1, dtype=dtype)
+        found[f"the gradient of expert {rank * here + index}"] = gradient
     return found
 
 
@@ -89,12 +97,12 @@ def expected(rank, world_size, here, kind, dtype=torch.float32):
             found["the gradient of tokens"] = tokens.grad
     for index in range(here):
         number = rank * here + index
-        found[f"the gradient of expert {number}"] = experts[number].weight.grad
+        found[f"the gradient of expert {number}"] = gradient_of(experts[number])
     return found
 
 
 def limits(rank, world_size, here, kind, dtype=torch.float32):
-    """Return how much a rank may send: rows with their gradients, and counts.
+    """Return how much a rank may send: rows with their gradients, and counts for all experts.
 
     An answer may also send the number of the expert with each token.
     """
@@ -108,7 +116,8 @@ def limits(rank, world_size, here, kind, dtype=torch.float32):
         else:
             guests += (~elsewhere).sum().item()
     rows = 2 * (away + guests) * WIDTH * dtype.itemsize
-    counts = (world_size - 1) * here * 8 + away * 8  # int64
+    all_counts = world_size * here
+    counts = (world_size - 1) * all_counts * 8 + away * 8  # int64, to each rank
     return {"bytes": rows + counts, "messages": 6 * max(1, world_size - 1)}
 
 

@@ -55,12 +55,16 @@ def expected(rank, world_size, **case):
 
 
 def limits(rank, world_size, **case):
-    """Return how much a rank may send: all keys and values but those of the next rank."""
+    """Return how much a rank may send: all keys and values but those of one neighbour.
+
+    Which one depends on the direction of the ring, and the smaller one counts.
+    """
     if world_size == 1:
         return {}
     (_, key, value), places = whole(world_size, **case)
     bytes_of_token = (key.nbytes + value.nbytes) // key.shape[2]
-    tokens = key.shape[2] - len(places[(rank + 1) % world_size])
+    neighbours = [places[(rank + step) % world_size] for step in (1, -1)]
+    tokens = key.shape[2] - min(map(len, neighbours))
     return {"messages": 2 * (world_size - 1), "bytes": tokens * bytes_of_token}
 
 
