@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import LESSONS, ROOT, SHORT, Job, epochs, one_process
+from conftest import ROOT, SHORT, Job, epochs, one_process
 from nodes import ADDRESSES, HOSTS, PATIENT, Nodes, need
 from slurm import Slurm
 from sshd import Sshd
@@ -20,8 +20,6 @@ TEXT = (ROOT / "run" / "README.md").read_text()
 BLOCKS = re.findall(r"^```console\n(.*?)^```$", TEXT, re.M | re.S)
 LAUNCHERS = TEXT[TEXT.index("## Which launcher when") : TEXT.index("### Which lesson")]
 ROWS = re.findall(r"^    (\S.*)$", re.sub(r" *\\\n +", " ", LAUNCHERS), re.M)
-# The others read the first; the course's README has the rest.
-WITHOUT_A_WORD = ("lesson.sh", "lint.sh", "quickstart.sh", "setup.sh", "test.sh")
 PROGRAMS = {
     "sbatch": ("slurmctld",),
     "qsub": ("qsub", "generate_pbs_nodefile"),
@@ -162,16 +160,6 @@ def test_torchrun_on_one_node():
     restarts = re.findall(r"^    (TORCH_\w+=1 torchrun .*)$", text, re.M)
     assert alone == COMMANDS["distributed_data_parallel_torchrun"]
     assert restarts == COMMANDS["distributed_data_parallel_resumable"]
-
-
-def test_what_is_named_is_there():
-    """Every script here has its name in the text; every lesson and script that is named exists."""
-    for path in (ROOT / "run").iterdir():
-        assert path.name in TEXT or path.name in ("README.md", *WITHOUT_A_WORD), path.name
-    for name in re.findall(r"(?:playground|run)/\w+\.\w+", TEXT):
-        assert (ROOT / name).exists(), name
-    for lesson in re.findall(r"`(\w+)\.py`", TEXT):
-        assert lesson in LESSONS, lesson
 
 
 def test_which_lesson_with_which_launcher():

@@ -106,20 +106,6 @@ def test_how_much_of_a_lesson_an_earlier_one_has(lesson, record_property):
 
 
 @pytest.mark.parametrize("lesson", LESSONS)
-def test_a_docstring_says_how_to_run_and_what_comes_next(lesson):
-    """It has commands, output and exercises under headings, and its last line leads on."""
-    doc = ast.get_docstring(ast.parse(source(lesson)))
-    assert len(doc.splitlines()) <= 50
-    assert re.search(rf"^    .*playground/{lesson}\.py", doc, re.M)
-    for heading in ("Run it", "It (first )?prints", "Try breaking it, in a copy"):
-        assert re.search(rf"^{heading}\b.*", doc, re.M), heading
-    assert "\n  1. " in doc
-    following = READING_ORDER[READING_ORDER.index(lesson) + 1 :][:1]
-    last_lines = " ".join(doc.splitlines()[-3:])
-    assert all(f"The next lesson, {name}.py, " in last_lines for name in following)
-
-
-@pytest.mark.parametrize("lesson", LESSONS)
 def test_a_lesson_is_plain_pytorch(lesson):
     """No stores, no signals, no loops that join or kill; the start and the end are in sight."""
     text = source(lesson)
@@ -158,7 +144,9 @@ MAY_IMPORT = {  # what stands below each folder; a lesson is a file of playgroun
     "playground": {"common", "measure", "lessons"},  # three_axes.py, the sum of three lessons
     "playground/figures": {"common", "measure", "lessons", "figures"},
     "playground/exercises": {"exercises"},
+    "playground/exercises/solutions": set(),
     "playground/exercises/judging": {"common", "measure", "exercises"},
+    "playground/exercises/judging/checks": {"common", "measure", "exercises"},
 }
 
 

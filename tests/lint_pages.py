@@ -1,0 +1,161 @@
+"""Check what the pages and the docstrings of the lessons name, and their form, without running it.
+
+    python tests/lint_pages.py
+
+It prints a line for each fault, and its status is 1 if there is one. Whether commands print what is
+shown is checked by test_readme.py, which runs them.
+"""
+
+import ast
+import os
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = {}
+for pattern in ("*.md", "playground/**/*.md", "run/*.md", "tests/*.md", ".github/*.md"):
+    for path in sorted(ROOT.glob(pattern)):
+        PAGES[path.relative_to(ROOT)] = path.read_text()
+README = PAGES[Path("README.md")]
+TROUBLES = PAGES[Path("playground/troubleshooting.md")]
+TESTS_README = PAGES[Path("tests/README.md")]
+DOCSTRINGS = {}
+for path in sorted((ROOT / "playground").glob("*.py")):
+    DOCSTRINGS[path.stem] = ast.get_docstring(ast.parse(path.read_text()))
+FILES = set()
+for folder in ("common", "playground", "tests"):
+    FILES |= {path.name for path in (ROOT / folder).rglob("*.py")}
+NAMES = r"(?:playground(?:/measure|/figures|/exercises)?|run|common|tests)/\w+\.(?:py|sh|sbatch)\b"
+MADE_BY_THE_READER = ("playground/broken.py",)
+NOT_ON_A_PAGE = ("setup.sh",)  # only other scripts use it
+OUTSIDE = r"https://[^\s)>]*"
+
+
+def without_code(text):
+    """Remove the code blocks with fences from a page."""
+    return re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+
+
+def anchors(text):
+    """Return the anchors that GitHub makes of a page's headings."""
+    titles = re.findall(r"^#+ (.*)$", without_code(text), re.M)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def too_wide(text):
+    """Find lines above 100 columns, and cells of tables with more than 120 characters."""
+    for line in without_code(text).splitlines():
+        shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", line)  # a link's address is not shown
+        if line.startswith("|"):
+            cells = re.split(r"(?<!\\)\|", shown)
+            if max(len(cell.strip()) for cell in cells) > 120:
+                yield f"a cell of a table has more than 120 characters: {line}"
+        elif not line.startswith(("!", "    ")) and len(line) > 100 and "](http" not in line:
+            yield f"a line has more than 100 columns: {line}"
+
+
+def broken_links(page, text):
+    """Find links to files and sections that are not there, and names of scripts that are not."""
+    prose = re.sub(r"`[^`\n]*`|\n", " ", text)
+    for link in re.findall(r"\]\(([^)]+)\)", prose):
+        if link.startswith("https://"):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / name if name else ROOT / page
+        if not target.exists():
+            yield f"there is no {link}"
+        elif anchor and anchor not in anchors(target.read_text()):
+            yield f"there is no section {link}"
+    for name in re.findall(NAMES, text):
+        if not (ROOT / name).exists() and name not in MADE_BY_THE_READER:
+            yield f"there is no {name}"
+    for name in set(re.findall(r"`(\w+\.py)`", text)) - FILES:
+        yield f"there is no file {name}"
+    for link in re.findall(OUTSIDE, text):
+        if link.endswith("."):
+            yield f"this address ends with a dot: {link}"
+
+
+def faults_of_figures():
+    """Find figures that no page shows, and pages that show other ones, or without words."""
+    shown = set()
+    for page, text in PAGES.items():
+        for words, name in re.findall(r"!\[([^\]]*)\]\(([^)]*)\)", text):
+            shown.add(((ROOT / page).parent / name).resolve())
+            if len(words) < 20:
+                yield f"{page}: words that say what is on {name} are missing"
+    for path in shown ^ set((ROOT / "playground" / "figures").glob("*.png")):
+        yield f"{path}: a page shows it, or it is there, but not both"
+
+
+def faults_of_scripts():
+    """Find scripts in run/ that no page explains."""
+    text = "".join(PAGES.values())
+    for path in (ROOT / "run").iterdir():
+        is_read = not os.access(path, os.X_OK) and path.suffix == ".sh"  # by other scripts only
+        if path.name not in text and path.name not in NOT_ON_A_PAGE and not is_read:
+            yield f"no page names run/{path.name}"
+
+
+def faults_of_lessons():
+    """Find what a docstring lacks. README lists the lessons in the order of their docstrings."""
+    listed = re.findall(r"^\| ★? ?\[`(\w+)\.py`\]\(playground/\1\.py\) \| .+ \|$", README, re.M)
+    if sorted(listed) != sorted(DOCSTRINGS):
+        yield "README.md does not list each lesson once"
+    for lesson, following in zip(listed, [*listed[1:], None], strict=True):
+        text = DOCSTRINGS.get(lesson, "")
+        if len(text.splitlines()) > 50:
+            yield f"{lesson}.py: its docstring has more than 50 lines"
+        for heading in ("Run it", "It (first )?prints", "Try breaking it, in a copy", "  1[.] "):
+            if not re.search(rf"^{heading}\b", text, re.M):
+                yield f"{lesson}.py: the docstring has no line that begins with {heading}"
+        last = text.strip().split("\n\n")[-1]
+        if following and not last.startswith(f"The next lesson, {following}.py, "):
+            yield f"{lesson}.py: the docstring does not end with the next lesson, {following}.py"
+
+
+def faults_of_exercises():
+    """Find exercises that a page names by number, and that are not there."""
+    for number, lesson in re.findall(r"exercise (\d) of `(\w+)\.py`", TROUBLES):
+        exercises = DOCSTRINGS[lesson].partition("Try breaking it")[2]
+        if f"\n  {number}. " not in exercises:
+            yield f"{lesson}.py has no exercise {number}"
+
+
+def faults_of_counts():
+    """Find tests of faults that are not in the table of tests/README.md, and wrong sums there."""
+    pattern = r"^\| .* \| (\*\*survived\*\*|ends: ).* \| `(test_\w+)` \|$"
+    rows = re.findall(pattern, TESTS_README, re.M)
+    text = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
+    tests = re.findall(r"^def (test_\w+)", (ROOT / "tests" / "test_faults.py").read_text(), re.M)
+    names = [name for _, name in rows]
+    for name in names:
+        if f"def {name}(" not in text:
+            yield f"tests/README.md: there is no test {name}"
+    for name in set(tests) - set(names):
+        yield f"tests/README.md: {name} is not in the table of faults"
+    survived = [outcome for outcome, _ in rows].count("**survived**")
+    sums = re.search(r"(\d+) faults.*? survive (\d+) .*? other (\d+) end", TESTS_README, re.S)
+    if tuple(map(int, sums.groups())) != (len(rows), survived, len(rows) - survived):
+        yield "tests/README.md: the numbers of faults are wrong"
+
+
+def main():
+    """Print all faults. Returns the exit status."""
+    found = []
+    for page, text in PAGES.items():
+        for fault in (*too_wide(text), *broken_links(page, text)):
+            found.append(f"{page}: {fault}")
+    found += faults_of_figures()
+    found += faults_of_scripts()
+    found += faults_of_lessons()
+    found += faults_of_exercises()
+    found += faults_of_counts()
+    for fault in found:
+        print(fault)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
