@@ -3,7 +3,18 @@
 import re
 
 import pytest
-from conftest import ROOT, SHORT, by_torchrun, epochs, lesson_path, one_process, train
+from conftest import (
+    LESSONS,
+    ROOT,
+    SHORT,
+    by_torchrun,
+    epochs,
+    lesson_path,
+    one_process,
+    talks,
+    train,
+)
+from smoke import first_command
 
 WORKFLOW = ROOT / ".github" / "workflows" / "tests.yml"
 
@@ -17,6 +28,17 @@ def test_the_oldest_pytorch():
         version = re.search(rf"^{name}==([\d.]+)", oldest, re.M)[1]
         lowest = re.search(rf"^{name}>=([\d.]+)", requirements, re.M)[1]
         assert version == lowest or version.startswith(f"{lowest}.")
+
+
+@pytest.mark.parametrize("lesson", LESSONS)
+def test_the_smoke_run_of_a_lesson(lesson):
+    """Its command starts the lesson on the CPU, and a lesson that trains does it for an epoch."""
+    words, _ = first_command(lesson)
+    assert f"playground/{lesson}.py" in words
+    assert words[words.index("--device") + 1] == "cpu"
+    assert ("--epochs" in words) != talks(lesson)
+    if not talks(lesson):
+        assert words[words.index("--dataset") + 1] in ("digits", "fake")
 
 
 ELSEWHERE = """
