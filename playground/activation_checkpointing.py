@@ -17,9 +17,8 @@ Dropout must drop the same numbers again. So checkpoint() keeps the state of the
 generator, and restores it for the second forward pass (preserve_rng_state=True, the default).
 
 PyTorch has two kinds of checkpoint(). The newer one, use_reentrant=False, is used here. The older
-one hides parameters from DDP. With find_unused_parameters=True, DDP takes them for unused, marks
-them ready, and stops when their gradients come. It also stops, with or without this flag, if two
-wrapped modules share a parameter. The older one trains no module whose input needs no gradient.
+one does not train a module whose input needs no gradient. With it and DDP, some models end in
+errors, because DDP does not see which parameters are used (playground/troubleshooting.md).
 
 With --sharded, the lesson wraps a block first, and then shards it. FSDP gathers a layer anyway in
 backward(), and the second forward pass uses these parameters. So no messages are added: the output

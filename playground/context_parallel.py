@@ -4,10 +4,10 @@ The activations of a long sequence may not fit into the memory of one GPU. So ea
 of its own tokens only. LayerNorm and the MLP treat each token by itself. For attention, the keys
 and values of all tokens travel around a ring of ranks, and the queries stay (ring attention).
 
-For a token, attention is the mean of values, weighted with exp(score). A block is the keys and
-values of one rank. Two sums grow block by block: `total` of the weights, and `read` of the weighted
-values. exp() of a large score overflows, so the largest score so far is subtracted. If a block has
-a larger score, both sums shrink. Here blocks have two tokens, and 2^score replaces exp(score):
+For a token, attention is the mean of values, weighted with exp(score). Here, a block is the keys
+and values of one rank. Two sums grow block by block: `total` of the weights, and `read` of the
+weighted values. exp() of a large score overflows, so the largest score so far is subtracted. If a
+block has a larger one, both sums shrink. With two tokens in a block, and 2^score for exp(score):
 
     scores of a token [1 1 | 2 2]    values [6 0 | 3 6]
     block 1: maximum 1, weights [1 1], total 2, read 6
@@ -21,8 +21,8 @@ comes from the last token, so only one rank has the loss. Each rank gets the par
 comes from its own tokens. These parts are added up over the ranks, and not averaged.
 
 --by ulysses gives each rank all tokens of some heads by three all_to_alls, and a fourth returns the
-results. With B bytes of queries on each of n ranks, a rank sends 8 (n-1)/n B per layer and step. A
-ring (n > 1) sends 2 (n-1) B in forward(), the same in backward(), and 2n B of gradients going home.
+results. It sends less than the ring, with two ranks half as much (playground/sharding.md), but the
+number of ranks must divide the heads. The ring works for any number, and could hide its messages.
 
 Run it:
     torchrun --standalone --nproc-per-node 2 playground/context_parallel.py --compare
@@ -38,7 +38,7 @@ It prints the same numbers as single_gpu.py --model transformer. Before that, --
     send        8        8          3,670,016   3,670,016
     all_reduce  39       39         110,504     110,504
 406 pairs are not masked. Each rank also computes masked ones. With --order plain, rank 0 computes
-196 pairs, and rank 1 computes 392. playground/sharding.md has the bytes kept with up to 784 tokens.
+196 pairs, and rank 1 computes 392.
 
 Try breaking it, in a copy, and run it with --compare:
   1. After the first all_reduce, write `parameter.grad /= dist.get_world_size()`. Is the loss wrong?
@@ -93,8 +93,9 @@ def zigzag(tokens, world_size):
 def visible(mine, theirs):
     """Return which of my tokens look at any of theirs, and which of theirs are looked at."""
     # NEW: rows of queries before their first token, and columns of keys after my last one, would
-    # be masked entirely. So they are not computed. Without this, zigzag would save nothing. Places
-    # are in ascending order, so both are slices. They may be empty.
+    # be masked entirely. So they are not computed. With zigzag, each rank has a late token, so it
+    # would otherwise compute all pairs. Places are in ascending order, so both are slices. They may
+    # be empty.
     first = int((mine < theirs[0]).sum())
     end = int((theirs <= mine[-1]).sum())
     return slice(first, None), slice(0, end)
@@ -103,8 +104,8 @@ def visible(mine, theirs):
 def scores_of(query, key, query_places, key_places):
     """Return how much each token looks at each other one: -inf if that one comes later."""
     scores = query @ key.mT * query.shape[-1] ** -0.5  # the scale that PyTorch's attention has
-    later = key_places > query_places[:, None]
-    return scores.masked_fill(later.to(scores.device), -torch.inf)
+    later = key_places.to(scores.device) > query_places.to(scores.device)[:, None]
+    return scores.masked_fill(later, -torch.inf)
 
 
 def pass_on(tensor, tokens, group):
@@ -126,7 +127,8 @@ def pass_on(tensor, tokens, group):
 # PyTorch's own context parallelism is experimental, and does not run on CPUs. So this is by hand.
 # query, key and value are those of this rank's tokens, (N, heads, tokens, size). places[r] has the
 # places of rank r's tokens in the sequence, in ascending order. Ranks may have different numbers of
-# tokens, but each has at least one. `group` has the ranks that share the sequence.
+# tokens, but each has at least one. `group` has the ranks that share the sequence. (In bfloat16,
+# keep `maximum`, `total` and `read` in float32, because sums over many tokens lose digits.)
 class RingAttention(torch.autograd.Function):
     """Causal attention of this rank's tokens to all others (https://arxiv.org/abs/2310.01889)."""
 
@@ -142,8 +144,8 @@ class RingAttention(torch.autograd.Function):
         travelling = torch.stack([key, value])
         for step in range(world_size):
             theirs = places[(rank - step) % world_size]  # whose keys and values are here now
-            # amax() of no scores would fail, so an empty block is left out.
-            if theirs[0] <= mine[-1]:  # otherwise all of their tokens come later than all of mine
+            # If all of their tokens come later than all of mine, there is nothing to compute.
+            if theirs[0] <= mine[-1]:
                 rows, columns = visible(mine, theirs)
                 keys, values = travelling[..., columns, :]
                 scores = scores_of(query[..., rows, :], keys, mine[rows], theirs[columns])
@@ -182,10 +184,11 @@ class RingAttention(torch.autograd.Function):
         world_size = dist.get_world_size(group)
         mine = places[rank]
         scale = query.shape[-1] ** -0.5
-        # of_x means the gradient of x. `weights` is a softmax, so the gradient of its inputs is
-        # weights * (of_weights - common). Here of_weights is of_read @ values.mT, and `common` is
-        # the mean of of_weights over all keys, weighted with `weights`. `read` is the same mean of
-        # the values, so for each token `common` is the product of `gradient` and `read`.
+        # of_x means the gradient of x. `gradient` is that of `read`, and of_read, below, has some
+        # of its rows. `weights` is a softmax, so the gradient of its inputs is weights *
+        # (of_weights - common). Here of_weights is of_read @ values.mT, and `common` is the mean of
+        # of_weights over all keys, weighted with `weights`. `read` is the same mean of the values,
+        # so for each token `common` is the dot product of `gradient` and `read`.
         common = (gradient * read).sum(dim=-1, keepdim=True)
         of_query = torch.zeros_like(query)
         travelling = torch.stack([key, value])
@@ -293,7 +296,11 @@ def attend_to_all(attention, attend, places, group, inputs):
 
 
 def split_tokens(model, attend, places, group):
-    """Let each rank compute its own tokens. All ranks keep the whole model."""
+    """Let each rank compute its own tokens. All ranks keep the whole model.
+
+    The model and its modules must be those of common/models.py, whose parts the two functions above
+    use.
+    """
     # NEW: two kinds of modules get a different forward(), and keep their parameters. LayerNorm and
     # the MLP stay as they are, because they treat each token by itself.
     embedding = model.stage1[0]
@@ -318,7 +325,8 @@ def compute_gradients(model, images, labels, has_last):
     loss.backward()
     for parameter in model.parameters():
         # NEW: each rank has the part of the gradient that comes from its own tokens. The parts are
-        # added up, and not divided by n: the mean over the images is in the loss already.
+        # added up, and not divided by n: the mean over the images is in the loss already. (One
+        # long message would be faster: see --bucket of manual_data_parallel.py.)
         dist.all_reduce(parameter.grad)
     return logits.detach()
 

@@ -7,7 +7,8 @@ has more parameters, but each token is still computed by a single MLP.
 
 Each rank keeps some of the experts, and reads images of its own, as in data parallelism. So tokens
 travel. Here rank 0 has the experts A and B, and rank 1 has C and D. A1 is a token of rank 1 whose
-expert is A. Bars separate the ranks that get the tokens, and after all_to_all those that sent them:
+expert is A. A bar separates the tokens for rank 0 from those for rank 1. After all_to_all, it
+separates those that come from rank 0 and from rank 1:
     tokens               rank 0: C0 A0 B0 A0       rank 1: D1 A1 D1 C1
     sorted by expert     rank 0: A0 A0 B0 | C0     rank 1: A1 | C1 D1 D1
     counts of A B C D    rank 0: 2 1 | 1 0         rank 1: 1 0 | 1 2
@@ -16,13 +17,13 @@ expert is A. Bars separate the ranks that get the tokens, and after all_to_all t
     in the old order     rank 0: C0 A0 B0 A0       rank 1: D1 A1 D1 C1
 
 The counts travel first, so a rank knows how many tokens arrive for each expert. A rank to which no
-token comes calls each all_to_all as well. dist.all_to_all has no gradient, and raises no
-error. So Exchange, below, sends the gradients back in backward(). An expert's gradient then has the
-terms of all images, so it is not added up. It is only divided by n, because the loss of each rank
-is the mean over its own images. All other parameters are replicas, whose gradients are averaged.
+token comes calls each all_to_all as well. Autograd does not see dist.all_to_all: gradients end
+there, without an error. So Exchange, below, sends them back in backward(). An expert's gradient has
+the terms of all images, so nothing is added up. It is divided by n, because each rank's loss is the
+mean over its own images. All other parameters are replicas, whose gradients are averaged.
 
-Nothing makes the router spread the load (the tokens of each expert). With --balance 0.1, the loss
-has one more term (https://arxiv.org/abs/2101.03961), and each expert gets 21% to 28% of the tokens.
+Nothing makes the router spread the load (the tokens of each expert). --balance 0.1 adds a term to
+the loss (https://arxiv.org/abs/2101.03961). Each expert then got 21% to 28% of the tokens.
 
 Run it:
     torchrun --standalone --nproc-per-node 2 playground/expert_parallel.py
@@ -35,8 +36,7 @@ It prints the same losses with 1, 2 and 4 processes. Of one more step, the first
     rank 0 sends        counted  predicted  bytes        predicted
     all_to_all          10       10         944,160      944,160
     all_reduce          35       35         44,800       44,800
-A block calls 5 all_to_alls: 1 of counts, 2 of tokens and 2 of their gradients. A token that goes to
-another rank costs 128 bytes each time. 33 all_reduces are of gradients, 1 of the load, 1 of sums.
+A block calls 5 all_to_alls: 1 of counts, 2 of tokens and 2 of their gradients.
 
 Try breaking it, in a copy, with --double --dataset digits --batch_size 120 --timeout 10:
   1. In compute, replace the first or the second `Exchange.apply` with `all_to_all`. What is lost?
@@ -142,7 +142,7 @@ class Mixture(torch.nn.Module):
         # NEW: the counts first. Each rank sends one number for each expert to the expert's rank.
         arriving = torch.empty_like(self.load)
         dist.all_to_all_single(arriving, self.load)
-        # all_to_all takes its counts as lists of Python numbers.
+        # all_to_all takes its counts as Python numbers. On a GPU, tolist() waits for them.
         send_counts = self.load.view(world_size, here).sum(dim=1).tolist()
         receive_counts = arriving.view(world_size, here).sum(dim=1).tolist()
         arrived = Exchange.apply(rows, send_counts, receive_counts)
@@ -157,7 +157,7 @@ class Mixture(torch.nn.Module):
             # NEW: called with 0 rows, too. Then the parameters of this MLP have gradients (0), and
             # `outputs` depends on `arrived`. If a rank called none of its MLPs, autograd would
             # leave out both Exchanges on this rank, and the other ranks would wait for them.
-            outputs[mine] = mlp(arrived[mine])
+            outputs[mine] = mlp(arrived[mine]).to(outputs.dtype)  # autocast may have changed it
         return Exchange.apply(outputs, receive_counts, send_counts)
 
 
@@ -168,7 +168,7 @@ def average_gradients(model):
         # NEW: gradients of experts are not added up. They have the terms of all images already,
         # and at their place the other ranks have different experts.
         if ".experts." not in name:
-            dist.all_reduce(parameter.grad)
+            dist.all_reduce(parameter.grad)  # one by one, as in manual_data_parallel.py
         # An expert's gradient is divided, too: each rank's loss is the mean over its own images.
         parameter.grad /= world_size
 
@@ -176,7 +176,8 @@ def average_gradients(model):
 def balance_loss(mixtures):
     """Return the mean over the blocks of: number of experts * sum(fraction * mean score).
 
-    An expert's fraction is that of the tokens that it gets. If the load is even, the result is 1.
+    An expert's fraction is the part of all tokens that it gets. If the load is even, the result is
+    1.
     """
     load = torch.stack([mixture.load for mixture in mixtures])
     # NEW: the fractions over all ranks. With those of one rank's tokens, the ranks would average

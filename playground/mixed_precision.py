@@ -4,29 +4,30 @@ bfloat16 has the range of float32, but only two to three digits. float16 has a d
 small range: from 6e-8 to 65,504. In float16, a gradient of 1e-9 becomes 0. So a GradScaler
 multiplies the loss by 65,536, and with it all gradients. Before the optimizer's step, it divides
 them by this factor. If a gradient has become infinite, it skips the step and halves the factor.
-bfloat16 needs no GradScaler, because 1e-9 is within its range.
+bfloat16 needs no GradScaler, because 1e-9 is within its range. On GPUs, 16 bits are much faster. On
+CPUs, they are often slower, so this lesson shows numbers and not speed.
 
 torch.autocast computes matrix products and attention in 16 bits, from converted copies of their
 inputs and parameters. The parameters themselves stay in float32, because bfloat16 would lose Adam's
 small steps: in bfloat16, 1 + 0.001 is 1. For cross_entropy, autocast converts logits to float32.
-(softmax() alone stays in bfloat16 on a CPU.) A sum of bfloat16 and float32 is float32. Positions
-are float32, so embedded tokens and the sums in a block are, too, and LayerNorm gets float32.
+bfloat16 plus float32 is float32, and the positions are float32. So embedded tokens are float32, and
+so are the sums in a block and the inputs of LayerNorm.
 
-FSDP's MixedPrecisionPolicy replaces autocast. It converts shards before they are gathered, and also
-a layer's input, so all of the layer computes in bfloat16, LayerNorm too. A step gathers twice, with
-2 bytes for a number, and reduces once, with 4 (reduce_dtype=float32): 8 bytes, times (n-1)/n. DDP's
-all_reduce sends as many: 4 bytes twice. With 27,626 parameters and n = 2, these are 110,504 bytes.
+With FSDP, a MixedPrecisionPolicy takes the place of autocast. It works by layers: it converts their
+inputs, and their shards before they are gathered. So all of a layer computes in bfloat16, LayerNorm
+too. In a step, a parameter is gathered twice, with 2 bytes, and its gradient is reduced once, with
+4 bytes (reduce_dtype). These 8 bytes, times (n-1)/n, are also what DDP's all_reduce sends.
 
-Clipping scales all gradients down if their norm is too large. With DDP, each rank has all of them.
-With FSDP, it has shards, which are DTensors. So clip_grad_norm_ adds up squares over all ranks, and
-all ranks must call it. The norm that it returns is a DTensor. full_tensor() makes it a plain one.
+Clipping scales all gradients down if their norm is too large. With FSDP, a rank has shards of them,
+which are DTensors. So clip_grad_norm_ adds up squares over all ranks, and all ranks must call it.
 
 Run it:
     torchrun --standalone --nproc-per-node 2 playground/mixed_precision.py
     torchrun --standalone --nproc-per-node 2 playground/mixed_precision.py --sharded --clip 1
 
-It prints these lines, among others, with --dataset digits --batch_size 120. Errors are relative,
-and with "everything", parameters are in bfloat16, too. A layer's dtype is that of its output:
+It prints these lines, among others, with --dataset digits --batch_size 120, on a CPU. The errors in
+the table are relative. In its last but one row, parameters are in bfloat16, too. A layer's dtype is
+that of its output, and softmax is that of the logits:
     a gradient of 1e-9 in torch.float16, loss x 1: 0
     a gradient of 1e-9 in torch.float16, loss x 65536: 1e-09
     error against float64   loss     gradients
@@ -37,10 +38,7 @@ and with "everything", parameters are in bfloat16, too. A layer's dtype is that 
     bfloat16: Linear, Attention, GELU, LastToken, logits, softmax
     float32: Tokens, LayerNorm, Block, loss, parameters, gradients, Adam's averages
     bytes sent by all_reduce: 110,504 (predicted: 110,504)
-With --sharded --clip 1, it prints at the end:
-    norm of the last gradients: 1.0000, of what rank 0 has: 0.7025
-    bytes sent by all_gather: 55,252 (predicted: 55,252)
-    bytes sent by reduce_scatter: 55,252 (predicted: 55,252)
+With --sharded --clip 1, the norm of the last gradients is 1, and that of rank 0's shards is less.
 
 Try breaking it, in a copy:
   1. Write `make_model(args).bfloat16()`. With --lr 1e-5, what changes in the losses and dtypes?
@@ -94,8 +92,8 @@ def shard(layers, model, mesh, narrow):
         outside = inside
     else:
         # NEW: each shard is converted before it is gathered. Gradients are computed in the same
-        # dtype, but added up over the ranks in float32. (Without reduce_dtype, PyTorch before 2.15
-        # adds them up in the dtype in which they are computed.)
+        # dtype, but added up over the ranks in float32. (Without reduce_dtype, the dtype of the
+        # sum depends on PyTorch's version.)
         inside = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32)
         # NEW: the output of the whole model is float32, so the loss is computed in float32.
         outside = MixedPrecisionPolicy(output_dtype=torch.float32)
@@ -112,7 +110,9 @@ def gradient_norms(parameters):
     own = []
     for parameter in parameters:
         gradient = parameter.grad
-        own.append(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
+        if isinstance(gradient, DTensor):
+            gradient = gradient.to_local()
+        own.append(gradient)
     if isinstance(norm, DTensor):
         # NEW: the norm over all ranks. (In PyTorch 2.9, norm.to_local() would be that of this
         # rank's shards only.)

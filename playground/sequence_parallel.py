@@ -9,37 +9,35 @@ A pair begins with COPY, which sends nothing in forward(), and ends with ADD, an
 block adds its input, and LayerNorm follows. Each rank computes this for all tokens, and keeps the
 inputs for backward(). With --sequence, it does so for its own tokens only. SCATTER, a
 reduce_scatter, then replaces ADD, and GATHER, an all_gather, replaces COPY. They are the two halves
-of an all_reduce, so the bytes are the same (https://arxiv.org/abs/2205.05198). An example: two
-ranks, and four tokens of one number each.
+of an all_reduce, so the pairs send the same bytes (https://arxiv.org/abs/2205.05198). An example:
+two ranks, four tokens of one number each, and what ADD or the other three make of the terms.
 
-    terms of the ranks       ADD                SCATTER    LayerNorm    GATHER
+    terms of the ranks       ADD          or    SCATTER    LayerNorm    GATHER
     rank 0: [ 1  2  3  4]    [11 22 33 44]      [11 22]    [a b]        [a b c d]
     rank 1: [10 20 30 40]    [11 22 33 44]      [33 44]    [c d]        [a b c d]
 
 In backward(), GATHER is a reduce_scatter, because each rank has used all tokens. SCATTER is an
-all_gather. LayerNorm, the biases after the pairs and the embedding get gradients from a rank's own
-tokens only. So each rank has a part of these gradients, and an all_reduce adds up the parts. Let
-[1 2 3 4] be the gradients of four tokens to which a bias was added. Rank 0 has 1 + 2 = 3, rank 1
-has 3 + 4 = 7, and the sum is 10. All ranks have the same images, so nothing is divided by n.
-
-With n ranks, b blocks and S bytes of embedded tokens, each rank sends in a step (--by hand)
-    8 b (n-1)/n S    for the pairs: 4 b all_reduces, or with --sequence their two halves
-    (n-1)/n S        with --sequence, to gather the tokens after the last block (AllTokens)
-    2 (n-1)/n P      with --sequence, for the P bytes of gradients of which each rank has a part
+all_gather. A block's LayerNorms, the biases after the pairs and the embedding get gradients from a
+rank's own tokens only. So each rank has a part of these gradients, and an all_reduce adds up the
+parts. Let [1 2 3 4] be the gradients of four tokens to which a bias was added. Rank 0 has 1 + 2 =
+3, rank 1 has 3 + 4 = 7, and the sum is 10. All ranks have the same images, so nothing is divided by
+n.
 
 Run it:
     torchrun --standalone --nproc-per-node 2 playground/sequence_parallel.py
     torchrun --standalone --nproc-per-node 2 playground/sequence_parallel.py --sequence
     torchrun --standalone --nproc-per-node 2 playground/sequence_parallel.py --by dtensor --sequence
 
-It prints single_gpu.py's numbers for --model transformer. It then counts a step, with --sequence:
+It prints single_gpu.py's numbers for --model transformer. It then counts a step, with --sequence
+(playground/sharding.md has the formulas of the predictions):
     axis  collective      counted  predicted  bytes sent    predicted
     tp    all_gather      9        9          2,064,384     2,064,384
     tp    reduce_scatter  8        8          1,835,008     1,835,008
     tp    all_reduce      15       15         8,832         8,832
     kept for backward(): 9,255,940 bytes
-Without --sequence, 8 all_reduces send 3,670,016 bytes, and 10,230,788 bytes are kept. --sequence
-saves only a tenth here, because each pair's first layer keeps its input: the gathered tokens.
+The ninth all_gather follows the last block, and the all_reduces add up parts of gradients. Without
+--sequence, 8 all_reduces send 3,670,016 bytes, and 10,230,788 bytes are kept. --sequence saves only
+a tenth here, because each pair's first layer keeps its input: the gathered tokens.
 
 Try breaking it, in a copy (cp playground/sequence_parallel.py playground/broken.py):
   1. With --sequence, leave out the all_reduce after backward(). Is there an error?
@@ -78,28 +76,6 @@ from common.models import HEADS, TOKENS, WIDTH, make_model
 from common.report import RANKS, bar, epoch_line, rank_row
 from common.roll_call import meet
 from measure.splits import show_split
-
-
-def join(args):
-    """Join the process group and print the table of ranks. Returns this rank and its device."""
-    local_rank = int(os.environ["LOCAL_RANK"])
-    if args.device == "cuda":
-        gpu = torch.device("cuda", local_rank)
-        device = gpu
-        backend = "nccl"
-        torch.cuda.set_device(gpu)  # otherwise every rank would also take memory on GPU 0
-    else:
-        gpu = None
-        device = torch.device("cpu")
-        backend = "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=gpu)
-    rank = dist.get_rank()
-    node = os.environ.get("GROUP_RANK", "0")
-    rows = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, rank_row(node, rank, local_rank, device))
-    if rank == 0:
-        print(RANKS, *rows, sep="\n", flush=True)
-    return rank, device
 
 
 # Here and below, `group` is the process group of the ranks that split a block: all ranks in this
@@ -159,7 +135,8 @@ class PairEnd(torch.autograd.Function):
 def keep_shard(parameter, dim, group):
     """Return a new parameter with this rank's shard of a parameter."""
     shards = parameter.detach().chunk(dist.get_world_size(group), dim)
-    return torch.nn.Parameter(shards[dist.get_rank(group)].clone())
+    shard = shards[dist.get_rank(group)].clone()
+    return torch.nn.Parameter(shard, requires_grad=parameter.requires_grad)
 
 
 class SplitBlock(torch.nn.Module):
@@ -260,8 +237,8 @@ def split_by_dtensor(model, mesh, sequence):
     """Let PyTorch split the blocks, and with --sequence the tokens."""
     # How tokens lie between the pairs: each rank has a shard along dimension 1, or a replica.
     between = Shard(1) if sequence else Replicate()
-    # NEW: from this layout to a replica, which is GATHER or COPY. Without it, query, key and value
-    # would send a message each.
+    # NEW: this turns that layout into a replica before attention and before the MLP, as GATHER or
+    # COPY does. Without it, query, key and value would send a message each.
     begin = PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate())
     plan = {}  # what happens at each layer, by its name
     for name, layer in model.named_modules():
@@ -288,6 +265,28 @@ def split_by_dtensor(model, mesh, sequence):
         plan["stage1.0"] = to_own
         plan[f"stage2.{len(model.stage2) - 1}"] = to_all
     parallelize_module(model, mesh, plan)
+
+
+def join(args):
+    """Join the process group and print the table of ranks. Returns this rank and its device."""
+    local_rank = int(os.environ["LOCAL_RANK"])
+    if args.device == "cuda":
+        gpu = torch.device("cuda", local_rank)
+        device = gpu
+        backend = "nccl"
+        torch.cuda.set_device(gpu)  # otherwise every rank would also take memory on GPU 0
+    else:
+        gpu = None
+        device = torch.device("cpu")
+        backend = "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=gpu)
+    rank = dist.get_rank()
+    node = os.environ.get("GROUP_RANK", "0")
+    rows = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, rank_row(node, rank, local_rank, device))
+    if rank == 0:
+        print(RANKS, *rows, sep="\n", flush=True)
+    return rank, device
 
 
 def run_epoch(model, loader, device, added_up, optimizer=None):
@@ -329,13 +328,13 @@ def train(args):
         group.set_timeout(timedelta(seconds=args.timeout))
         split_by_dtensor(model, mesh, args.sequence)
         # NEW: nothing is left to add up here. DTensor adds up LayerNorm's gradients when they are
-        # read. (Adam reads them three times in a step, as the counts show.) For the biases and the
-        # embedding, it has gathered the gradients of all tokens in backward().
+        # read. (Adam reads each three times in a step, so 24 all_reduces are counted.) For the
+        # biases and the embedding, it has gathered the gradients of all tokens in backward().
         added_up = []
     model = model.to(device)
-    # On GPUs, Adam would update many tensors in one call. This does not work with DTensors and
-    # plain tensors together. fused=False makes it update one after the other, as on CPUs.
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=False)
+    # On GPUs, Adam would update many tensors in one call, which fails if some are DTensors and some
+    # are not. foreach=False makes it update one after the other, as on CPUs.
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, foreach=False)
 
     for epoch in range(args.epochs):
         train_loader.sampler.set_epoch(epoch)

@@ -24,18 +24,12 @@ images, divided by the number of all images, and times 0 if the rank lacks the l
 squares of split layers' shards are added up, because the rest is equal on all ranks. --fsdp shards
 all parameters over dp and cp as one axis (dp_cp), so all squares are then added up over it as well.
 
-In a step on d x c x t ranks, each rank sends the following. It has S bytes of embedded tokens (its
-own tokens of its own images), P bytes of parameters after splitting, and b blocks.
-    dp       2 (d-1)/d P
-    cp       2 (c-1)/c P, and 2 b (3c-2) S/t if c > 1: keys, values and their gradients
-    tp       8 b (t-1)/t S
-    dp_cp    with --fsdp: 3 (n-1)/n P, where n = d c, in place of both terms with P
-
 Run it:
     torchrun --standalone --nproc-per-node 8 playground/three_axes.py
     torchrun --standalone --nproc-per-node 4 playground/three_axes.py --mesh 1x2x2 --fsdp --clip 1
 
-It prints single_gpu.py's numbers for --model transformer, and the messages of a step:
+It prints single_gpu.py's numbers for --model transformer (without --clip), and the messages of a
+step. The predictions follow from the formulas in playground/sharding.md:
     axis  collective      counted  predicted  bytes sent    predicted
     dp    all_reduce      39       39         60,456        60,456
     cp    all_reduce      39       39         60,456        60,456
@@ -44,7 +38,7 @@ It prints single_gpu.py's numbers for --model transformer, and the messages of a
 
 Try breaking it, in a copy (cp playground/three_axes.py playground/broken.py):
   1. In compute_gradients, delete `if not has_last:` and the line below it. What is trained?
-  2. Leave the cp group out of add_up_gradients(). Is there an error?
+  2. In train, leave the cp group out of `groups`. Is there an error?
   3. With --clip 0.1, leave out the all_reduce along tp. What differs in a tp group then?
 
 This is the last lesson. README.md says which kind of parallelism is right for which model.
@@ -120,6 +114,23 @@ def add_up_gradients(model, groups):
             dist.all_reduce(parameter.grad, group=group)
 
 
+def compute_gradients(model, images, labels, batch_size, has_last, factor, groups):
+    """Compute the gradients of a global batch of `batch_size` images.
+
+    Multiplies the loss by `factor`, and adds the gradients up over `groups`. Returns the logits of
+    this rank's last token.
+    """
+    logits = model(images)
+    # NEW: a sum, divided by the number of all images. So the gradients of all ranks are added up,
+    # and it does not matter how many images or tokens a rank has.
+    loss = F.cross_entropy(logits, labels, reduction="sum") / batch_size
+    if not has_last:
+        loss = loss * 0  # the class is read from the last token, which is on another rank
+    (loss * factor).backward()
+    add_up_gradients(model, groups)
+    return logits.detach()
+
+
 def sum_of_squares(parameters):
     """Return the sum of the squares of those numbers of the gradients that this rank has."""
     total = 0
@@ -175,8 +186,8 @@ def join(args):
     return rank, device
 
 
-def run_epoch(model, loader, device, group, has_last, compute_gradients, optimizer=None):
-    """Train, or only test if there is no optimizer. Returns sums over all images."""
+def run_epoch(model, loader, device, group, has_last, gradients_of, optimizer=None):
+    """Train, or only test if there is no optimizer. Returns sums over the ranks of `group`."""
     model.train(optimizer is not None)
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     for images, labels in loader:
@@ -184,7 +195,7 @@ def run_epoch(model, loader, device, group, has_last, compute_gradients, optimiz
         labels = labels.to(device, non_blocking=True)
         if optimizer is not None:
             optimizer.zero_grad()
-            logits = compute_gradients(images, labels)
+            logits = gradients_of(images, labels)
             optimizer.step()
         else:
             with torch.no_grad():
@@ -199,7 +210,7 @@ def run_epoch(model, loader, device, group, has_last, compute_gradients, optimiz
 
 
 def train(args):
-    """Train and test, and print one line for each epoch. Then show the messages of a step."""
+    """Train and test, and print one line for each epoch. Then show a step's messages by axis."""
     rank, device = join(args)
     meet(args)  # guard rail: compares the flags of the ranks
     dp_size, cp_size, tp_size = map(int, args.mesh.split("x"))
@@ -217,7 +228,7 @@ def train(args):
     dp_rank = mesh.get_local_rank("dp")
     # NEW: ranks that differ only along cp or tp read the same images.
     train_loader, test_loader = loaders(args, dp_rank, dp_size)
-    # FSDP's forward() gathers, so all ranks must call it the same number of times, also in a test.
+    # With --fsdp, forward() gathers, so all ranks must call it the same number of times in a test.
     test_loader = equal_batches(test_loader.dataset, dp_rank, dp_size)
 
     torch.manual_seed(args.seed)
@@ -225,7 +236,7 @@ def train(args):
     places = zigzag(args.tokens, cp_size)
     # NEW: the ring's messages stay in the cp group. The splits below change parameters inside
     # attention, but not its forward(), so the ring stays. It then sends the keys and values of this
-    # rank's heads only: 1/t of the bytes.
+    # rank's heads only: the bytes are divided by the number of ranks along tp.
     split_tokens(model, RingAttention.apply, places, mesh.get_group("cp"))
     if args.fsdp:
         # NEW: in this order, because fully_shard accepts what is split, but parallelize_module does
@@ -234,6 +245,10 @@ def train(args):
         split_by_dtensor(model, flat["tp"], sequence=False)
         shard(model, flat["dp_cp"])  # this also moves the shards to the device
         shard_group = dp_cp_group
+        # NEW: fully_shard adds gradients up, and divides them by its number of ranks. So the loss
+        # is multiplied by this number, and no group is left to add them up over.
+        factor = dp_size * cp_size
+        groups = []
         split = [parameter for parameter in model.parameters() if is_split(parameter)]
     else:
         # NEW: the messages of the pairs stay in the tp group. With sequence=False, COPY and ADD
@@ -241,43 +256,36 @@ def train(args):
         split_by_hand(model, sequence=False, group=tp_group)
         split = shards_of(model)
         shard_group = None
+        factor = 1
+        groups = [mesh.get_group("dp"), mesh.get_group("cp")]
         model = model.to(device)
     ids = {id(parameter) for parameter in split}
     whole = [parameter for parameter in model.parameters() if id(parameter) not in ids]
+    torch.manual_seed(args.seed + flat.get_local_rank("dp_cp"))  # dropout is equal along tp only
     last_places = [place[-1].item() for place in places]
     has_last = last_places[mesh.get_local_rank("cp")] == max(last_places)
-    # fused=False updates one parameter after the other, because with --fsdp they are DTensors on
+    # foreach=False updates one parameter after the other, because with --fsdp they are DTensors on
     # different meshes.
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=False)
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, foreach=False)
 
-    def compute_gradients(images, labels):
-        """Compute the gradients of a global batch. Returns the logits of this rank's last token."""
-        logits = model(images)
-        # NEW: a sum, divided by the number of all images. So the gradients of all ranks are added
-        # up, and it does not matter how many images or tokens a rank has.
-        loss = F.cross_entropy(logits, labels, reduction="sum") / args.batch_size
-        if not has_last:
-            loss = loss * 0  # the class is read from the last token, which is on another rank
-        if args.fsdp:
-            loss = loss * dp_size * cp_size  # NEW: fully_shard divides gradients by this number
-        loss.backward()
-        if not args.fsdp:
-            add_up_gradients(model, [mesh.get_group("dp"), mesh.get_group("cp")])
+    def gradients_of(images, labels):
+        """Compute and clip the gradients of a batch. Returns the logits of the last token."""
+        logits = compute_gradients(model, images, labels, args.batch_size, has_last, factor, groups)
         if args.clip > 0:
             clip_gradients(split, whole, args.clip, tp_group, shard_group)
-        return logits.detach()
+        return logits
 
     for epoch in range(args.epochs):
         train_loader.sampler.set_epoch(epoch)
         start = time.perf_counter()
         progress = bar(train_loader, show=rank == 0)
-        arguments = (device, dp_cp_group, has_last, compute_gradients)
+        arguments = (device, dp_cp_group, has_last, gradients_of)
         trained = run_epoch(model, progress, *arguments, optimizer)
         seconds = time.perf_counter() - start
         tested = run_epoch(model, test_loader, *arguments)
         if rank == 0:
             print(epoch_line(args, epoch, seconds, trained, tested), flush=True)
-    show_axes(compute_gradients, next(iter(train_loader)), model, args, mesh, flat)
+    show_axes(gradients_of, next(iter(train_loader)), model, args, mesh, flat)
     dist.destroy_process_group()
 
 
@@ -312,9 +320,9 @@ def main():
         nearest = max(1, round(args.batch_size / dp_size)) * dp_size
         wrong = f"--batch_size {args.batch_size} cannot be divided by the {dp_size} ranks along dp"
         parser.error(f"{wrong}: use --batch_size {nearest}")
-    if args.tokens < 2 * cp_size:
-        enough = [count for count in range(2 * cp_size, 785) if 784 % count == 0]
-        wrong = f"--tokens {args.tokens} are fewer than 2 for each of the {cp_size} ranks along cp"
+    if args.tokens < cp_size:
+        enough = [count for count in range(cp_size, 785) if 784 % count == 0]
+        wrong = f"--tokens {args.tokens} are fewer than the {cp_size} ranks along cp"
         parser.error(f"{wrong}: use --tokens {enough[0]}")
     if heads % tp_size:
         nearest = max(1, round(heads / tp_size)) * tp_size

@@ -406,3 +406,25 @@ def nodes():
     """Two nodes with a network of their own. Skips where they can't be made."""
     with Nodes() as nodes:
         yield nodes
+
+
+def losses(out):
+    """Return the losses of all epochs that a lesson has printed."""
+    return [line["loss"] for line in epochs(out)]
+
+
+def fails(path, *flags, processes):
+    """Run a lesson or a copy, which must fail. Returns what its ranks printed on stderr."""
+    with pytest.raises(AssertionError) as failed:
+        train(path, *flags, processes=processes)
+    return str(failed.value)
+
+
+def one_line(done, *words):
+    """Check that stderr is a single line about an error that has all words, and return it."""
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1, done.stderr
+    assert "error: " in lines[0]
+    for word in words:
+        assert word in lines[0], lines[0]
+    return lines[0]

@@ -5,9 +5,11 @@ import weakref
 
 import pytest
 import torch
-from conftest import DIGITS, epochs, single_gpu, train
-from test_timeline import assert_one_line
+import torch.distributed as dist
+from conftest import DIGITS, fails, losses, one_line, single_gpu, train
+from forked import in_group
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 LESSON = "activation_checkpointing"
@@ -23,18 +25,6 @@ def rows(out):
     for which, *numbers in re.findall(ROW, out, re.M):
         found[which] = [int(number.replace(",", "")) for number in numbers]
     return found
-
-
-def losses(out):
-    """Return the losses of all epochs."""
-    return [line["loss"] for line in epochs(out)]
-
-
-def fails(path, *flags, processes):
-    """Run a copy, which must fail. Returns what its ranks printed on stderr."""
-    with pytest.raises(AssertionError) as failed:
-        train(path, *flags, processes=processes)
-    return str(failed.value)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +55,9 @@ def test_numbers_are_those_of_one_process(processes, flags, right):
 )
 def test_bytes_of_other_transformers(flags):
     """The formula holds for any number of heads, layers and tokens, and for any width."""
-    for counted, predicted, _ in rows(train(LESSON, *SMALL, *flags, processes=1).stdout).values():
+    found = rows(train(LESSON, *SMALL, *flags, processes=1).stdout)
+    assert list(found) == ["none", "second", "every"]
+    for counted, predicted, _ in found.values():
         assert counted == predicted
 
 
@@ -170,6 +162,31 @@ class Twice(nn.Module):
         return self.wrapped(self.wrapped(inputs))
 
 
+def compiled_and_sharded(rank):
+    """Checkpoint a block, compile it, then shard it. Its gradients are those of the block."""
+    from activation_checkpointing import Checkpointed
+
+    from common.models import Block
+
+    torch.manual_seed(0)
+    block = Block(16, 4).double()
+    tokens = torch.randn(2, 7, 16, dtype=torch.float64)
+    block(tokens).square().mean().backward()
+    right = [parameter.grad for parameter in block.parameters()]
+    block.zero_grad()
+    # Of torch.compile, this is all but the last part, which needs a C++ compiler.
+    wrapped = torch.compile(Checkpointed(block), backend="aot_eager")
+    fully_shard(wrapped, mesh=dist.init_device_mesh("cpu", (1,)))
+    wrapped(tokens).square().mean().backward()
+    for parameter, gradient in zip(wrapped.parameters(), right, strict=True):
+        torch.testing.assert_close(parameter.grad.full_tensor(), gradient, atol=1e-14, rtol=0)
+
+
+def test_in_which_order():
+    """Steps 3 to 5 of troubleshooting.md's list work together."""
+    in_group(compiled_and_sharded, 1)
+
+
 def test_without_autograd():
     """In a test, a wrapped module only calls the module, and its gradients are right otherwise."""
     from activation_checkpointing import Checkpointed
@@ -195,4 +212,4 @@ def test_without_autograd():
 def test_wrong_flags(flags, words, main):
     """Status 2, one line."""
     plain = (*DIGITS, "--batch_size", 120)
-    assert_one_line(main(LESSON, *plain, *flags), words)
+    one_line(main(LESSON, *plain, *flags), *words)

@@ -12,7 +12,17 @@ import types
 
 import pytest
 import torch
-from conftest import DETECTRON2, LESSONS, ROOT, STANDIN, by_torchrun, lesson_path, run, talks
+from conftest import (
+    DETECTRON2,
+    LESSONS,
+    ROOT,
+    STANDIN,
+    by_torchrun,
+    lesson_path,
+    one_line,
+    run,
+    talks,
+)
 
 from common.data import loaders
 from common.models import MODELS
@@ -111,13 +121,6 @@ def chosen(main, monkeypatch):
 def batch(lesson, images=120):
     """Return the flag for a batch that many numbers of processes divide; none for a p2p lesson."""
     return () if lesson in TALKING else ("--batch_size", images)
-
-
-def one_line(done, *words):
-    """Check that stderr is a single line that has all words."""
-    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
-    for word in words:
-        assert word in done.stderr
 
 
 @pytest.mark.parametrize("lesson", LESSONS)
@@ -319,7 +322,7 @@ def test_launch_and_nccl_use_the_same_gpu(
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     several = ("-n", nodes, "-g", processes, "-ip", "10.0.0.1", "--batch_size", 48)
     for node in range(nodes):
-        args = chosen("distributed_data_parallel2", *several, "-r", node)
+        args = chosen("distributed_data_parallel2", *several, "-nr", node)
         assert args.shown == shown
         for local_rank in range(processes):
             assert (node * processes + local_rank) % len(args.shown.split(",")) == local_rank

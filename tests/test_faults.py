@@ -20,6 +20,7 @@ from conftest import (
     Lesson,
     each_epoch,
     epochs,
+    one_line,
     one_process,
     python_path,
     run,
@@ -27,7 +28,7 @@ from conftest import (
     wait_for_epoch,
 )
 from nodes import ADDRESSES
-from test_errors import one_line, wait_for_line
+from test_errors import wait_for_line
 
 DDP = "distributed_data_parallel"
 RESUMABLE = "distributed_data_parallel_resumable"

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import DIGITS, epochs, ranks, single_gpu, torchrun, train
+from conftest import DIGITS, epochs, one_line, ranks, single_gpu, torchrun, train
 from forked import in_ranks, join
 from nodes import sh, small_disk
-from test_errors import one_line
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, RandomSampler
 

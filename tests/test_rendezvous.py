@@ -4,8 +4,7 @@ import re
 import socket
 
 import pytest
-from conftest import SHORT, Lesson, epochs, free_port, one_process, run, talks
-from test_errors import one_line
+from conftest import SHORT, Lesson, epochs, free_port, one_line, one_process, run, talks
 
 DDP = "distributed_data_parallel"
 
@@ -132,7 +131,7 @@ def test_detectron2_does_not_meet_in_a_file(main):
 def test_a_foreign_server_with_detectron2():
     """A node that reaches another program on the port ends in time."""
     with socket.create_server(("0.0.0.0", 0)) as server:
-        flags = (*SHORT, "-n", 2, "-g", 1, "-r", 1, "-ip", "127.0.0.2", "--timeout", 5)
+        flags = (*SHORT, "-n", 2, "-g", 1, "-nr", 1, "-ip", "127.0.0.2", "--timeout", 5)
         port = server.getsockname()[1]
         done = run("distributed_data_parallel2", *flags, "--port", port, status=1)
         one_line(done, "could not reach node 0", "start it, check -ip, --port")

@@ -12,8 +12,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import FEWER, ROOT, SIZES, Job, epochs, free_port, run, train
-from test_errors import one_line
+from conftest import FEWER, ROOT, SIZES, Job, epochs, free_port, one_line, run, train
 from torch.nn.parallel import DistributedDataParallel
 from torchvision.datasets import CIFAR10
 from torchvision.models import resnet18

@@ -13,6 +13,7 @@ from conftest import (
     each_epoch,
     epochs,
     lesson_path,
+    one_line,
     one_process,
     ranks,
     run,
@@ -21,7 +22,7 @@ from conftest import (
     wait_for_epoch,
 )
 from nodes import sh, small_disk
-from test_errors import one_line, wait_for_line
+from test_errors import wait_for_line
 
 LESSON = "distributed_data_parallel_resumable"
 MANY = (*DIGITS, "--batch_size", 120, "--epochs", 8, "--double")

@@ -5,10 +5,8 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import DIGITS, single_gpu, train
+from conftest import DIGITS, losses, one_line, single_gpu, train
 from forked import in_group
-from test_tensor_parallel import losses
-from test_timeline import assert_one_line
 
 LESSON = "sequence_parallel"
 TRANSFORMER = ("--model", "transformer", "--double")
@@ -134,7 +132,7 @@ def test_flags_that_cannot_work(ranks, flags, words, main):
     """Status 2 and one line that says what to type."""
     env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": f"{ranks}"}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    assert_one_line(main(LESSON, *DIGITS, *flags, env=env), words)
+    one_line(main(LESSON, *DIGITS, *flags, env=env), *words)
 
 
 PARTS = "                dist.all_reduce(parameter.grad)\n"
@@ -143,11 +141,11 @@ JOINED = """        chunks[dist.get_rank(self.group)] = tokens
 """
 ADDED = "        return PairEnd.apply(tokens, *GATHER, self.group)\n"
 NEIGHBOURS = """    shards = parameter.detach().chunk(dist.get_world_size(group), dim)
-    return torch.nn.Parameter(shards[dist.get_rank(group)].clone())
+    shard = shards[dist.get_rank(group)].clone()
 """
 EVERY_NTH = """    size = parameter.shape[dim]
     every = torch.arange(dist.get_rank(), size, dist.get_world_size())
-    return torch.nn.Parameter(parameter.detach().index_select(dim, every))
+    shard = parameter.detach().index_select(dim, every)
 """
 NORMS = "            if sequence:\n                # NEW: tells DTensor"
 
@@ -171,7 +169,7 @@ def test_wrong_without_an_error(flags, old, new, apart, change):
 
 def test_which_gradients_are_too_large(change):
     """Exercise 2: those before the last layer. Adam hardly notices, plain SGD does."""
-    adam = "torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=False)"
+    adam = "torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, foreach=False)"
     sgd = "torch.optim.SGD(model.parameters(), lr=args.lr)"
     flags = (*STEPS, *SMALL, "--sequence", "--lr", 0.1)
     wrong = losses(train(change(LESSON, (adam, sgd), (JOINED, ADDED)), *flags, processes=2).stdout)
@@ -181,14 +179,14 @@ def test_which_gradients_are_too_large(change):
 
 def test_the_mlp_may_be_split_in_any_way(change):
     """Exercise 3: its columns do not belong together. With the MLP alone the loss stays right."""
-    of_mlp = EVERY_NTH.replace("    return", "    if parameter.shape[dim] > 8:\n        return")
-    copy = change(LESSON, (NEIGHBOURS, of_mlp + NEIGHBOURS))
+    of_mlp = EVERY_NTH.replace("    shard", "    if parameter.shape[dim] > 8:\n        shard")
+    copy = change(LESSON, (NEIGHBOURS, NEIGHBOURS + of_mlp))
     found = losses(train(copy, *STEPS, *SMALL, processes=2).stdout)
     assert found == pytest.approx(one_process(*SMALL), abs=1e-10)
 
 
 def test_updating_many_tensors_in_one_call(change):
-    """Adam does so on GPUs, unless fused=False: it fails with DTensors and plain tensors."""
-    copy = change(LESSON, ("eps=1e-6, fused=False", "eps=1e-6, foreach=True"))
+    """Adam does so on GPUs, unless foreach=False: it fails with DTensors and plain tensors."""
+    copy = change(LESSON, ("eps=1e-6, foreach=False", "eps=1e-6, foreach=True"))
     done = train(copy, *STEPS, *SMALL, "--by", "dtensor", processes=1, status=1)
     assert "got mixed torch.Tensor and DTensor" in done.stderr

@@ -6,9 +6,8 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import DIGITS, ROOT, epochs, single_gpu, train
+from conftest import DIGITS, ROOT, epochs, fails, losses, one_line, single_gpu, train
 from forked import in_group
-from test_timeline import assert_one_line
 from torch import nn
 
 LESSON = "tensor_parallel"
@@ -22,18 +21,6 @@ def compared(out):
     apart = re.search(COMPARED, out, re.M)
     counts = re.search(COUNTED, out, re.M)
     return [float(number) for number in apart.groups()], [int(count) for count in counts.groups()]
-
-
-def losses(out):
-    """Return the losses of all epochs."""
-    return [line["loss"] for line in epochs(out)]
-
-
-def fails(path, *flags, processes):
-    """Run a copy, which must fail. Returns what its ranks printed on stderr."""
-    with pytest.raises(AssertionError) as failed:
-        train(path, *flags, processes=processes)
-    return str(failed.value)
 
 
 @pytest.fixture
@@ -105,7 +92,7 @@ def test_flags_that_cannot_work(ranks, flags, words, main):
     """Status 2 and one line that says what to type."""
     env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": f"{ranks}"}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    assert_one_line(main(LESSON, *DIGITS, *flags, env=env), words)
+    one_line(main(LESSON, *DIGITS, *flags, env=env), *words)
 
 
 def matrix(text, name):

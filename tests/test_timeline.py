@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import DIGITS, epochs, run, single_gpu, train
+from conftest import DIGITS, epochs, one_line, run, single_gpu, train
 from forked import in_ranks, join
 from pipeline_parallel import STAGES_PER_RANK, cut, fill, pipeline, possible_starts
 from torch import nn
@@ -360,7 +360,7 @@ def test_flags_that_cannot_work(ranks, flags, words, main):
     env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": f"{ranks}"}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     done = main("pipeline_parallel", *DIGITS, "--batch_size", 120, *flags, env=env)
-    assert_one_line(done, words)
+    one_line(done, *words)
 
 
 @pytest.mark.parametrize(
@@ -376,11 +376,4 @@ def test_flags_that_cannot_work(ranks, flags, words, main):
 )
 def test_flags_of_one_process_that_cannot_work(flags, words, main):
     """The same for the lesson with two devices."""
-    assert_one_line(main("model_parallel", *DIGITS, *flags), words)
-
-
-def assert_one_line(done, words):
-    """Check that one line was printed, and that these words are in it."""
-    assert len(done.stderr.strip().splitlines()) == 1
-    for word in words:
-        assert word in done.stderr
+    one_line(main("model_parallel", *DIGITS, *flags), *words)

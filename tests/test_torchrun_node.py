@@ -7,7 +7,7 @@ import socket
 import sys
 
 import pytest
-from conftest import LONG, ROOT, SHORT, Job, epochs, free_port, one_process
+from conftest import LONG, ROOT, SHORT, Job, epochs, free_port, one_line, one_process
 from nodes import ADDRESSES, HOSTS, LIGHT, PATIENT, PLACES, read_until
 
 LESSON = ("playground/distributed_data_parallel_torchrun.py", *SHORT)
@@ -19,15 +19,6 @@ def start(nodes, index, node0, *command, **env):
     """Start the script on a node, with one process unless GPUS says otherwise."""
     env = {"NODE0": node0, "GPUS": "1", "WAIT": "300"} | env
     return Job(*nodes.enter(index), SCRIPT, *(command or LESSON), env=env, cwd="/")
-
-
-def one_line(done, *words):
-    """Check that the script wrote one error line and nothing else."""
-    lines = done.stderr.splitlines()
-    assert len(lines) == 1, done.stderr
-    assert lines[0].startswith("error: ")
-    for word in words:
-        assert word in lines[0], lines[0]
 
 
 def test_training_with_a_restart(nodes):
