@@ -42,7 +42,7 @@ Try breaking it, in a copy (cp playground/manual_pipeline.py playground/broken.p
      wait for? Write a list for each rank that ends, and see when it waits.
 
 Now write it yourself: gpipe.py and order_1f1b.py in playground/exercises/. Your gpipe.py also
-trains what Pipeline cannot: frozen stages, integers as inputs, outputs that are not contiguous.
+trains what Pipeline cannot, such as frozen stages, and integers as the inputs of rank 0.
 
 The next lesson, pipeline_parallel.py, lets PyTorch do this, with more schedules.
 """
@@ -155,8 +155,9 @@ class Pipeline:
             inputs.requires_grad_()  # NEW: backward() then fills inputs.grad
         output = self.stage(inputs)
         if self.rank < self.last_rank:
-            # detach: a message has only numbers, and no autograd graph.
-            to_next = dist.isend(output.detach(), dst=self.rank + 1, group=self.activations)
+            # A message has only numbers: no autograd graph, and no strides.
+            sent = output.detach().contiguous()
+            to_next = dist.isend(sent, dst=self.rank + 1, group=self.activations)
             self.sent_activations[number] = to_next
         else:
             self.logits[number] = output.detach()
@@ -173,7 +174,7 @@ class Pipeline:
         output = self.outputs.pop(number)
         gradient = None  # backward() of a loss needs none
         if self.rank < self.last_rank:
-            gradient = torch.empty_like(output)
+            gradient = output.new_empty(output.shape)
             dist.recv(gradient, src=self.rank + 1, group=self.gradients)
             # The gradient is here, so the activations have arrived. wait() lets go of their memory.
             self.sent_activations.pop(number).wait()
