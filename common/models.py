@@ -26,7 +26,7 @@ class MLP(nn.Module):
 
     def __init__(self, width: int | None = None, layers: int | None = None):
         super().__init__()
-        sizes = [28 * 28] + [width or WIDTH["mlp"]] * (layers or 3)
+        sizes = [28 * 28] + [width or WIDTH["mlp"]] * (layers or LAYERS["mlp"])
         hidden = [(nn.Linear(*pair), nn.ReLU()) for pair in pairwise(sizes)]
         half = len(hidden) // 2 + 1
         self.stage1 = nn.Sequential(nn.Flatten(), *chain(*hidden[:half]))
@@ -52,7 +52,7 @@ class CNN(nn.Module):
 
     def __init__(self, width: int | None = None, layers: int | None = None, dropout: float = 0.0):
         super().__init__()
-        sizes = [16 * 5 * 5] + [width or WIDTH["cnn"]] * (layers or 1)
+        sizes = [16 * 5 * 5] + [width or WIDTH["cnn"]] * (layers or LAYERS["cnn"])
         self.stage1 = nn.Sequential(
             nn.Conv2d(1, 6, kernel_size=5, padding=2),
             nn.ReLU(),
@@ -169,7 +169,8 @@ class Transformer(nn.Module):
     ):
         super().__init__()
         width = width or WIDTH["transformer"]
-        blocks = [Block(width, heads or HEADS) for _ in range(layers or 2)]
+        layers = layers or LAYERS["transformer"]
+        blocks = [Block(width, heads or HEADS) for _ in range(layers)]
         half = (len(blocks) + 1) // 2
         self.stage1 = nn.Sequential(Tokens(width, tokens or TOKENS), *blocks[:half])
         self.stage2 = nn.Sequential(*blocks[half:], LastToken(width))
@@ -181,6 +182,7 @@ class Transformer(nn.Module):
 
 MODELS = {"mlp": MLP, "cnn": CNN, "transformer": Transformer}
 WIDTH = {"mlp": 64, "cnn": 120, "transformer": 32}  # without --width
+LAYERS = {"mlp": 3, "cnn": 1, "transformer": 2}  # without --layers
 TOKENS = 28  # without --tokens
 HEADS = 4  # without --heads
 

@@ -68,28 +68,6 @@ from common.roll_call import meet
 from measure.shards import show_sharding
 
 
-def join(args):
-    """Join the process group and print the table of ranks. Returns this rank and its device."""
-    local_rank = int(os.environ["LOCAL_RANK"])
-    if args.device == "cuda":
-        gpu = torch.device("cuda", local_rank)
-        device = gpu
-        backend = "nccl"
-        torch.cuda.set_device(gpu)  # otherwise every rank would also take memory on GPU 0
-    else:
-        gpu = None
-        device = torch.device("cpu")
-        backend = "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=gpu)
-    rank = dist.get_rank()
-    node = os.environ.get("GROUP_RANK", "0")
-    rows = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, rank_row(node, rank, local_rank, device))
-    if rank == 0:
-        print(RANKS, *rows, sep="\n", flush=True)
-    return rank, device
-
-
 def shard(model, args):
     """Keep only a shard of every parameter on each rank. A layer gathers them when it computes."""
     # NEW: a mesh arranges the ranks of the process group. Here it is a single row of all ranks.
@@ -120,6 +98,28 @@ def equal_batches(test_set, rank, world_size):
     batches = torch.arange(len(test_set)).tensor_split(math.ceil(len(test_set) / 1000))
     own_batches = [batch[rank::world_size].tolist() for batch in batches]
     return DataLoader(test_set, batch_sampler=own_batches, collate_fn=whole_batch)
+
+
+def join(args):
+    """Join the process group and print the table of ranks. Returns this rank and its device."""
+    local_rank = int(os.environ["LOCAL_RANK"])
+    if args.device == "cuda":
+        gpu = torch.device("cuda", local_rank)
+        device = gpu
+        backend = "nccl"
+        torch.cuda.set_device(gpu)  # otherwise every rank would also take memory on GPU 0
+    else:
+        gpu = None
+        device = torch.device("cpu")
+        backend = "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=gpu)
+    rank = dist.get_rank()
+    node = os.environ.get("GROUP_RANK", "0")
+    rows = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, rank_row(node, rank, local_rank, device))
+    if rank == 0:
+        print(RANKS, *rows, sep="\n", flush=True)
+    return rank, device
 
 
 def run_epoch(model, loader, device, optimizer=None):

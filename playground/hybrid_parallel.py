@@ -17,21 +17,16 @@ parallelism). The ranks of a shard group shard the whole model, so each shard gr
 The ranks of a replicate group have the same shards of different replicas, and average their
 gradients with an all_reduce.
 
-With d ranks along the first axis and t along the second, each rank sends this in a step:
-    tp           2 (t-1)/t of the bytes of all pairs' outputs, and of their inputs' gradients,
-                 for the images of one tp group (the images need no gradient)
-    dp           3 (d-1)/d of the bytes of the parameters that a rank has after splitting
-    shard        3 (t-1)/t of the bytes of all parameters
-    replicate    2 (d-1)/d of the bytes of one shard's gradients
-
 The ranks of a tp or a shard group are consecutive, and so are those that torchrun starts on a node.
-So if t divides the ranks on a node, these groups lie inside nodes, where the links are fastest.
+So if their number divides the ranks on a node, these groups lie inside nodes, where the links are
+fastest.
 
 Run it:
     torchrun --standalone --nproc-per-node 4 playground/hybrid_parallel.py
     torchrun --standalone --nproc-per-node 4 playground/hybrid_parallel.py --kind hsdp
 
-It prints the same numbers as single_gpu.py, and the messages of one more step:
+It prints the same numbers as single_gpu.py, and the messages of one more step. The predictions
+follow from the formulas in playground/sharding.md:
     axis       collective      counted  predicted  bytes sent  predicted
     tp         all_reduce      3        3          35,328      35,328
     dp         all_gather      8        8          118,568     118,568
@@ -74,28 +69,6 @@ from common.roll_call import meet
 from measure.steps import show_axes
 
 
-def join(args):
-    """Join the process group and print the table of ranks. Returns this rank and its device."""
-    local_rank = int(os.environ["LOCAL_RANK"])
-    if args.device == "cuda":
-        gpu = torch.device("cuda", local_rank)
-        device = gpu
-        backend = "nccl"
-        torch.cuda.set_device(gpu)  # otherwise every rank would also take memory on GPU 0
-    else:
-        gpu = None
-        device = torch.device("cpu")
-        backend = "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=gpu)
-    rank = dist.get_rank()
-    node = os.environ.get("GROUP_RANK", "0")
-    rows = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, rank_row(node, rank, local_rank, device))
-    if rank == 0:
-        print(RANKS, *rows, sep="\n", flush=True)
-    return rank, device
-
-
 def split(model, mesh):
     """Split the pairs of linear layers over the ranks of a tp group, as tensor_parallel.py does."""
     linear = [name for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)]
@@ -118,6 +91,28 @@ def shard(model, mesh):
         if list(layer.parameters()):
             fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
+
+
+def join(args):
+    """Join the process group and print the table of ranks. Returns this rank and its device."""
+    local_rank = int(os.environ["LOCAL_RANK"])
+    if args.device == "cuda":
+        gpu = torch.device("cuda", local_rank)
+        device = gpu
+        backend = "nccl"
+        torch.cuda.set_device(gpu)  # otherwise every rank would also take memory on GPU 0
+    else:
+        gpu = None
+        device = torch.device("cpu")
+        backend = "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=gpu)
+    rank = dist.get_rank()
+    node = os.environ.get("GROUP_RANK", "0")
+    rows = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, rank_row(node, rank, local_rank, device))
+    if rank == 0:
+        print(RANKS, *rows, sep="\n", flush=True)
+    return rank, device
 
 
 def run_epoch(model, loader, device, dp_group, optimizer=None):

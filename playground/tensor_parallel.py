@@ -73,28 +73,6 @@ from common.roll_call import meet
 from measure.steps import compare_step
 
 
-def join(args):
-    """Join the process group and print the table of ranks. Returns this rank and its device."""
-    local_rank = int(os.environ["LOCAL_RANK"])
-    if args.device == "cuda":
-        gpu = torch.device("cuda", local_rank)
-        device = gpu
-        backend = "nccl"
-        torch.cuda.set_device(gpu)  # otherwise every rank would also take memory on GPU 0
-    else:
-        gpu = None
-        device = torch.device("cpu")
-        backend = "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=gpu)
-    rank = dist.get_rank()
-    node = os.environ.get("GROUP_RANK", "0")
-    rows = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, rank_row(node, rank, local_rank, device))
-    if rank == 0:
-        print(RANKS, *rows, sep="\n", flush=True)
-    return rank, device
-
-
 class Copy(torch.autograd.Function):
     """The beginning of a pair: all ranks use the same input."""
 
@@ -208,6 +186,28 @@ def split_by_dtensor(model, pairs, mesh):
     # NEW: does what is written by hand above. It moves each parameter to the device and then keeps
     # only a shard, one whole parameter at a time.
     parallelize_module(model, mesh, plan)
+
+
+def join(args):
+    """Join the process group and print the table of ranks. Returns this rank and its device."""
+    local_rank = int(os.environ["LOCAL_RANK"])
+    if args.device == "cuda":
+        gpu = torch.device("cuda", local_rank)
+        device = gpu
+        backend = "nccl"
+        torch.cuda.set_device(gpu)  # otherwise every rank would also take memory on GPU 0
+    else:
+        gpu = None
+        device = torch.device("cpu")
+        backend = "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=gpu)
+    rank = dist.get_rank()
+    node = os.environ.get("GROUP_RANK", "0")
+    rows = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, rank_row(node, rank, local_rank, device))
+    if rank == 0:
+        print(RANKS, *rows, sep="\n", flush=True)
+    return rank, device
 
 
 def run_epoch(model, loader, device, optimizer=None):

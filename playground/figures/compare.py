@@ -82,7 +82,7 @@ from profile_steps import step_times
 from common import flags
 from common.data import fetch
 from common.guard_rails import check, explained
-from common.models import HEADS, TOKENS, WIDTH
+from common.models import HEADS, LAYERS, TOKENS, WIDTH
 from figures.charts import draw_scaling, draw_speed, draw_steps, draw_widths
 from figures.processes import cores, follow, gpu_memory, gpu_variables, last_words, messages
 from figures.report import tell_parity, tell_scaling, tell_speed, tell_steps, tell_widths
@@ -137,7 +137,6 @@ TORCHRUN = (  # lessons whose processes are started by torchrun
 )
 PASSED_ON = ("device", "epochs", "batch_size", "lr", "model", "width", "layers", "tokens", "heads")
 PASSED_ON += ("dataset", "data_dir", "seed")
-HIDDEN_LAYERS = {"mlp": 3, "cnn": 1, "transformer": 2}  # without --layers
 # The last layer; in the CNN also two convolutions, in the transformer also the embedding.
 OTHER_LAYERS = {"mlp": 1, "cnn": 3, "transformer": 2}
 CORES = cores()
@@ -145,7 +144,7 @@ CORES = cores()
 
 def fitting_stages(gpus, model, layers):
     """Return how many stages a pipeline of at most so many ranks can have: one for each layer."""
-    hidden = layers or HIDDEN_LAYERS[model]
+    hidden = layers or LAYERS[model]
     return min(gpus, hidden + OTHER_LAYERS[model])
 
 
@@ -387,7 +386,7 @@ def by_width(runs, args):
             row[kind] = of_kind.get(kind, {}).get("images_per_s")
         traced = of_kind.get("traced", {})
         if "step" in traced:
-            row["messages"] = traced["exposed"] / traced["step"]
+            row["messages"] = traced["waiting"] / traced["step"]
         notes = [run["note"] for run in of_kind.values() if "note" in run]
         row["note"] = notes[0] if notes else ""
         rows.append(row)

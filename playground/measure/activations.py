@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from common.models import HEADS, TOKENS, WIDTH, Block
+from common.models import HEADS, LAYERS, TOKENS, WIDTH, Block
 from measure.memory import Kept
 from measure.messages import Messages
 
@@ -36,7 +36,7 @@ def by_formula(args: argparse.Namespace, images: int, wrapped: int) -> int:
     width = args.width or WIDTH["transformer"]
     tokens = args.tokens or TOKENS
     heads = args.heads or HEADS
-    blocks = args.layers or 2
+    blocks = args.layers or LAYERS["transformer"]
     # For each token, attention keeps the input of LayerNorm, its output, query, key and value, and
     # what was read. The MLP keeps the input of LayerNorm, its output, and four times as much before
     # and after GELU. Each LayerNorm keeps two more numbers, and attention one for each head.

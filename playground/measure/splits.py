@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from common.models import TOKENS, WIDTH
+from common.models import LAYERS, TOKENS, WIDTH
 from measure.memory import Kept
 from measure.messages import Messages, sent_bytes
 
@@ -38,7 +38,7 @@ def show_split(
         step()
     if dist.get_rank() > 0:
         return
-    blocks = args.layers or 2
+    blocks = args.layers or LAYERS["transformer"]
     width = args.width or WIDTH["transformer"]
     tokens = args.batch_size * (args.tokens or TOKENS) * width  # numbers between two pairs
     size = tokens * (8 if args.double else 4)
@@ -105,7 +105,7 @@ def show_axes(
     if dist.get_rank() > 0:
         return
     dp_size, cp_size, tp_size = mesh.shape
-    blocks = args.layers or 2
+    blocks = args.layers or LAYERS["transformer"]
     images = args.batch_size // dp_size
     chunks = torch.arange(args.tokens).tensor_split(2 * cp_size)
     own_tokens = len(chunks[0]) + len(chunks[-1])  # zigzag, of cp_rank 0
