@@ -12,27 +12,30 @@ backend carries the messages: gloo between CPUs, NCCL between GPUs.
 Then one rank can call send, and another rank can call recv. recv writes into a tensor that exists
 already, the buffer. It must have the shape and the dtype of the tensor that is sent. On CPUs both
 calls block: recv returns when the data has arrived, and send returns when the other rank has called
-recv and has the data. On GPUs both only add work to a queue of the GPU, and return at once.
+recv and the data is on its way. If ranks block and wait for each other in a circle, none of them
+ever returns: a deadlock. On GPUs both calls only add work to a queue of the GPU, and return at
+once.
 
 Run it:
     python playground/blocking_p2p.py              # two processes, started by this script
     python playground/blocking_p2p.py -g 3         # three: rank 0 sends to rank 1, then 1 to 2
-    python playground/blocking_p2p.py --deadlock   # all ranks wait for each other; then three cures
+    python playground/blocking_p2p.py --deadlock   # all ranks wait for each other; then the cures
 
 Run it on two nodes, each command on its own node:
     python playground/blocking_p2p.py -n 2 -g 1 -nr 0 -ip <ip of node 0>
     python playground/blocking_p2p.py -n 2 -g 1 -nr 1 -ip <ip of node 0>
 
-It prints a table of the ranks. Then the ranks pass numbers on twice. The first time, rank 0 starts
-a second late, and the second time, rank 1 does. The first time prints, on CPUs:
+It prints a table of the ranks. Then numbers travel from rank 0 to rank 1 and on to the last rank,
+two times: once rank 0 starts a second late, and once rank 1. The first time prints, on CPUs:
     rank 0 starts a second late:
     rank 0: [0.0, 1.0, 2.0, 3.0] -> [0.0, 1.0, 2.0, 3.0], 0.0 s in recv, 0.0 s in send
     rank 1: [0.0, 0.0, 0.0, 0.0] -> [0.0, 1.0, 2.0, 3.0], 1.0 s in recv, 0.0 s in send
     rank 0 |zzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzz|
     rank 1 |rrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrr|
 
-The lists show the buffer of a rank before and after the calls. The rows of letters show the same
-second for all ranks: z means that a rank sleeps, r that it is in recv, and s that it is in send.
+The lists show the buffer of a rank before and after the calls. In the rows of letters, one for each
+rank, time runs to the right. z means that the rank sleeps, r that it is in recv, s that it is in
+send.
 
 Try breaking it, in a copy (cp playground/blocking_p2p.py playground/broken.py):
   1. Give rank 1 a buffer of three numbers. Which rank fails, and with what message?
@@ -66,7 +69,7 @@ def join(local_rank, args):
     """Join the process group and print the table of ranks. Returns this rank and its device."""
     # The nodes before this one have args.gpus ranks each.
     rank = args.nr * args.gpus + local_rank
-    # You can also start each rank by hand (see main). Then the environment has its local rank.
+    # If each rank is started by hand (see main), the environment has its local rank.
     local_rank = int(os.environ.get("LOCAL_RANK", local_rank))
     if args.device == "cuda":
         gpu = torch.device("cuda", local_rank)
@@ -133,34 +136,37 @@ def exchange(order, rank, device, group=None):
         dist.send(mine, dst=right, group=group)
         dist.recv(theirs, src=left, group=group)
     elif order == "even ranks send first":
-        # Odd ranks receive first, so their left neighbours can finish their sends. With an odd
-        # number of ranks, the last rank and its right neighbour, rank 0, both send first. Rank 0
-        # can finish, because rank 1 receives. Then rank 0 receives from the last rank.
+        # Odd ranks receive first, so their left neighbours can finish their sends. If the number of
+        # ranks is odd, the last rank and its right neighbour, rank 0, both send first. This is no
+        # deadlock: rank 1 receives from rank 0, and then rank 0 receives from the last rank.
         if rank % 2 == 0:
-            dist.send(mine, dst=right)
-            dist.recv(theirs, src=left)
+            dist.send(mine, dst=right, group=group)
+            dist.recv(theirs, src=left, group=group)
         else:
-            dist.recv(theirs, src=left)
-            dist.send(mine, dst=right)
+            dist.recv(theirs, src=left, group=group)
+            dist.send(mine, dst=right, group=group)
     elif order == "isend and irecv":
         # Neither call blocks. Each returns a request at once, and wait() blocks until the message
         # is complete. Do not use this cure with NCCL. It may run a rank's isend before its irecv,
         # so all GPUs could wait in isend.
-        requests = [dist.isend(mine, dst=right), dist.irecv(theirs, src=left)]
-        for request in requests:
-            request.wait()
+        to_right = dist.isend(mine, dst=right, group=group)
+        from_left = dist.irecv(theirs, src=left, group=group)
+        to_right.wait()
+        from_left.wait()
     else:
         # The same, but the backend gets both operations in one call, so NCCL runs them together.
-        operations = [dist.P2POp(dist.isend, mine, right), dist.P2POp(dist.irecv, theirs, left)]
+        to_right = dist.P2POp(dist.isend, mine, right, group)
+        from_left = dist.P2POp(dist.irecv, theirs, left, group)
+        operations = [to_right, from_left]
         for request in dist.batch_isend_irecv(operations):
             request.wait()
     return theirs.item()
 
 
 def show_deadlock(rank, device):
-    """Make all ranks wait for each other for three seconds. Then show three cures."""
+    """Make all ranks wait for each other for three seconds. Then show the cures."""
     # A second process group of all ranks, in which a message may take three seconds at most. It
-    # uses gloo even if there are GPUs, because gloo then raises an error, but NCCL would end the
+    # uses gloo, also on GPUs: after three seconds, gloo raises an error, but NCCL would end the
     # process.
     impatient = dist.new_group(backend="gloo", timeout=timedelta(seconds=3))
     try:
@@ -225,7 +231,7 @@ def main():
     add = parser.add_argument
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     add("-n", "--nodes", type=int, default=1, help="number of nodes")
-    add("-g", "--gpus", type=int, default=max(gpus, 2), help="processes a node; default: GPUs or 2")
+    add("-g", "--gpus", type=int, default=max(gpus, 2), help="ranks of a node; default: GPUs or 2")
     add("-nr", "--nr", type=int, default=0, help="number of this node, from 0")
     add("-ip", "--ip", default="127.0.0.1", help="address of node 0")
     add("--port", type=int, default=8888, help="port of node 0; -n 1 takes a free one")
@@ -233,13 +239,13 @@ def main():
     add("--device", choices=["cpu", "cuda"], default="cuda" if gpus > 1 else "cpu")
     add("--backend", choices=["gloo", "nccl", "mpi"], help="default: nccl on GPUs, gloo on CPUs")
     add("--timeout", type=int, default=60, help="seconds to wait for another rank")
-    add("--deadlock", action="store_true", help="let all ranks send first; then three cures")
+    add("--deadlock", action="store_true", help="let all ranks send first; then the cures")
     args = parser.parse_args()
     check(parser, args)  # guard rail: refuses impossible flags
     if "RANK" in os.environ:
         # Each rank was started by hand, for example with `RANK=0 LOCAL_RANK=0 WORLD_SIZE=2
-        # MASTER_ADDR=127.0.0.1 MASTER_PORT=8888 python playground/blocking_p2p.py`, and the same
-        # with 1 in a second terminal. So it counts as a node of its own, with one process.
+        # MASTER_ADDR=127.0.0.1 MASTER_PORT=8888 python playground/blocking_p2p.py`, and in a second
+        # terminal with RANK=1 LOCAL_RANK=1. So it counts as a node of its own, with one process.
         args.nodes = int(os.environ["WORLD_SIZE"])
         args.gpus = 1
         args.nr = int(os.environ["RANK"])

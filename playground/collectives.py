@@ -3,9 +3,8 @@
 send and recv involve two ranks. A collective involves all ranks, so every rank must call it. All
 ranks must also call the same collectives in the same order, with tensors of the same size.
 
-Here each of n ranks has a tensor of n numbers, which are n chunks of one number each. If a
-collective gives each rank one chunk, rank r gets chunk r. (In the lesson before, the reduce-scatter
-of the ring gives it chunk r + 1.)
+Here each of n ranks has a tensor of n numbers, and a chunk is one number. If a collective gives
+each rank one chunk, rank r gets chunk r. (The ring of nonblocking_p2p.py gave rank r chunk r + 1.)
 
 Run it:
     python playground/collectives.py         # two processes, started by this script
@@ -19,16 +18,15 @@ after the call:
     rank 0: [10.0, 11.0] -> [30.0], sends 4 bytes
     rank 1: [20.0, 21.0] -> [32.0], sends 4 bytes
 
-The bytes are calculated for one possible route: broadcast and reduce pass the numbers along a chain
-of ranks. all_gather, reduce_scatter and all_reduce use the ring of the lesson before.
-The others send directly. gloo and NCCL may choose other routes. NCCL's tests use these formulas:
-https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
+The bytes depend on the route, which gloo and NCCL choose. They are calculated for these routes:
+broadcast and reduce use a chain of ranks. all_gather, reduce_scatter and all_reduce use a ring
+(drawn in playground/pictures.md). The others send directly.
 
 Try breaking it, in a copy (cp playground/collectives.py playground/broken.py). Run each
 exercise with --timeout 5. Then run it again with TORCH_DISTRIBUTED_DEBUG=DETAIL in front of the
 command, because PyTorch then compares the calls of the ranks.
-  1. Let one rank skip a call: in all_reduce, write `if rank == 0:` before it. Where does each rank
-     wait?
+  1. Let rank 1 skip a call: in the function all_reduce, write `if rank != 1:` before the line that
+     calls dist.all_reduce. Where does each rank wait?
   2. Change the order: in all_reduce, add `ones = torch.ones_like(mine)`. Let rank 0 reduce `mine`
      and then `ones`, and the other ranks `ones` and then `mine`. What are the sums? Is there an
      error?
@@ -77,7 +75,7 @@ def scatter(mine, rank, n):
 
 
 def gather(mine, rank, n):
-    """Rank 0 gets chunk r of every rank r; the other ranks send one chunk each."""
+    """Each rank r gives its chunk r, and rank 0 gets all; the other ranks send one chunk each."""
     if rank == 0:
         whole = torch.empty_like(mine)
         chunks = list(whole.chunk(n))  # views, so gather writes into `whole`
@@ -90,7 +88,7 @@ def gather(mine, rank, n):
 
 
 def all_gather(mine, rank, n):
-    """All ranks get chunk r of every rank r; each rank sends n-1 chunks."""
+    """Each rank r gives its chunk r, and all ranks get all; each rank sends n-1 chunks."""
     whole = torch.empty_like(mine)
     # Newer versions of PyTorch also call it all_gather_single.
     dist.all_gather_into_tensor(whole, mine.chunk(n)[rank])
@@ -114,7 +112,7 @@ def reduce_scatter(mine, rank, n):
 
 
 def all_to_all(mine, rank, n):
-    """Rank r gets chunk r of each rank, so rows become columns; each rank sends n-1 chunks."""
+    """Rank r gets chunk r of each rank: rows become columns; each rank sends n-1 chunks."""
     whole = torch.empty_like(mine)
     dist.all_to_all_single(whole, mine)
     return whole, n - 1
@@ -141,8 +139,8 @@ COLLECTIVES = [
 def start_and_wait(numbers):
     """Add up the numbers of all ranks with async_op=True. Returns the sum."""
     total = numbers.clone()
-    # NEW: every collective takes async_op=True. It then returns a handle at once, which is like the
-    # requests of isend and irecv. Until wait() returns, do not read or change `total`.
+    # NEW: each collective above takes async_op=True. It then returns a handle at once, which is
+    # like the requests of isend and irecv. Until wait() returns, do not read or change `total`.
     handle = dist.all_reduce(total, async_op=True)
     # Here this rank could compute something else, while the message travels.
     handle.wait()
@@ -225,7 +223,7 @@ def talk(local_rank, args):
     report(f"rank {rank}: {before} -> {chunk.tolist()} -> {whole.tolist()}, = all_reduce: {equal}")
     total = start_and_wait(numbers)
     report(f"rank {rank}: {before} -> {total.tolist()} by async_op")
-    report(f"rank {rank}: {wait_at_barrier(rank):.1f} s at a barrier, to which rank 0 came late")
+    report(f"rank {rank}: {wait_at_barrier(rank):.1f} s at a barrier (rank 0 came late)")
     dist.destroy_process_group()
 
 
@@ -236,7 +234,7 @@ def main():
     add = parser.add_argument
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     add("-n", "--nodes", type=int, default=1, help="number of nodes")
-    add("-g", "--gpus", type=int, default=max(gpus, 2), help="processes a node; default: GPUs or 2")
+    add("-g", "--gpus", type=int, default=max(gpus, 2), help="ranks of a node; default: GPUs or 2")
     add("-nr", "--nr", type=int, default=0, help="number of this node, from 0")
     add("-ip", "--ip", default="127.0.0.1", help="address of node 0")
     add("--port", type=int, default=8888, help="port of node 0; -n 1 takes a free one")

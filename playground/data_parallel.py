@@ -1,6 +1,6 @@
 """DataParallel: one process that uses several GPUs of one machine.
 
-nn.DataParallel takes one line, which wraps the model. In each step it copies the model from the
+One line wraps the model in nn.DataParallel. In each step it copies the model from the
 first GPU to all others, and gives each GPU its part of the batch. One thread for each GPU computes
 the outputs, which are gathered on the first GPU. backward() adds up the gradients there.
 
@@ -9,7 +9,8 @@ share one Python interpreter. The first GPU does more than the others. The model
 step. DistributedDataParallel has replaced it, with a process for each GPU.
 
 Without a GPU, nn.DataParallel does nothing: the model runs as in single_gpu.py. With --by hand,
-this file does the work of nn.DataParallel itself, with any number of replicas on any device.
+this file does the work of nn.DataParallel itself: with a replica on each GPU, or with any number of
+replicas on a CPU.
 
 Run it:
     python playground/data_parallel.py                   # all GPUs of this machine
@@ -22,7 +23,7 @@ Try breaking it, in a copy (cp playground/data_parallel.py playground/broken.py)
   1. Print `list(model.state_dict())` at the end of train, and run it with --by hand. How do these
      keys differ from those of the model inside, `model.module`?
   2. In `compute`, write `replica(part)` in place of `functional_call(...)`, and run it with --by
-     hand. The loss does not fall any more. Where are the gradients?
+     hand. The loss no longer falls. Where are the gradients?
 
 The next lesson, manual_data_parallel.py, trains with one process for each GPU.
 """
@@ -80,10 +81,12 @@ class Replicas(nn.Module):
     def forward(self, images):
         """Turn images, (N, 1, 28, 28), on the first device into logits, (N, 10), there."""
         parts = images.chunk(len(self.devices))  # fewer than there are devices, if N is small
-        grad_enabled = [torch.is_grad_enabled()] * len(parts)
-        # NEW: thread i calls compute(replicas[i], parts[i], devices[i], grad_enabled[i]). If there
-        # are fewer parts than devices, map() stops after the last part.
-        outputs = self.threads.map(self.compute, self.replicas, parts, self.devices, grad_enabled)
+        results = []
+        for replica, part, device in zip(self.replicas, parts, self.devices, strict=False):
+            # NEW: a thread for each part. submit() returns at once, and result() waits for its end.
+            grad_enabled = torch.is_grad_enabled()
+            results.append(self.threads.submit(self.compute, replica, part, device, grad_enabled))
+        outputs = [result.result() for result in results]
         return torch.cat([output.to(self.devices[0]) for output in outputs])
 
 
@@ -130,7 +133,7 @@ def train(args):
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
 
     for epoch in range(args.epochs):
-        train_loader.sampler.set_epoch(epoch)  # gives the order of single_gpu.py
+        train_loader.sampler.set_epoch(epoch)  # single_gpu.py's order: see the next lesson
         start = time.perf_counter()
         trained = run_epoch(model, bar(train_loader), device, optimizer)
         seconds = time.perf_counter() - start

@@ -1,10 +1,10 @@
 """DistributedDataParallel: one process for each GPU, on one machine or on many.
 
-DistributedDataParallel (DDP) is a wrapper around a model. It does what the two lessons before do by
-hand. At the start it sends the parameters of rank 0 to all ranks. In backward() it collects the
-gradients in buckets. As soon as all gradients of a bucket are there, DDP starts its all_reduce,
-while backward() still computes the gradients of earlier layers. (The default model fits into one
-bucket, so nothing overlaps here. profile_steps.py shows a larger model.)
+DistributedDataParallel (DDP) is a wrapper around a model. It does what manual_data_parallel.py and
+overlapped_data_parallel.py do by hand. At the start it sends the parameters of rank 0 to all ranks.
+In backward() it collects the gradients in buckets. As soon as all gradients of a bucket are there,
+DDP starts its all_reduce, while backward() still computes the gradients of earlier layers. (The
+default model fits into one bucket, so nothing overlaps here. profile_steps.py has several buckets.)
 
 DDP leaves two things to you: a sampler must give each rank its part of every global batch, and the
 results must be summed over the ranks before rank 0 prints them.
@@ -22,9 +22,9 @@ It prints (process ids, host and times will differ):
     0     1     1           cpu     4243    laptop
     epoch 1/3  loss 0.3961  train 88.27%  test 94.00%  1.12 s  53,396 images/s
 
-These are the numbers of single_gpu.py, up to rounding, which changed four test images here. You get
-them with any number of processes that divides --batch_size. With --double, the loss has the same
-twelve digits.
+These are the numbers of single_gpu.py, up to rounding. (Here four more test images are right.) You
+get them with any number of processes that divides --batch_size. With --double, the loss has the
+same twelve digits.
 
 Try breaking it, in a copy (cp playground/distributed_data_parallel.py playground/broken.py):
   1. Comment out `sampler.set_epoch(epoch)`. Which order does each epoch have then? Compare the
@@ -136,9 +136,9 @@ def train(local_rank, args):
     test_loader = DataLoader(test_set, 1000, sampler=test_indices, **options)
     torch.manual_seed(args.seed)
     model = make_model(args).to(device)
-    # NEW: DDP sends the parameters of rank 0 to all ranks. Many tutorials pass device_ids as well.
-    # That is not needed, because the model and the images are on this rank's device already.
-    # (If your model has batch norm, read distributed_data_parallel_resnet.py.)
+    # NEW: DDP sends the parameters of rank 0 to all ranks. It does not need device_ids, which many
+    # tutorials pass, because the model and the images are on this rank's device already. (If your
+    # model has batch norm, read distributed_data_parallel_resnet.py.)
     model = DistributedDataParallel(model)
     torch.manual_seed(args.seed + rank)  # dropout, if there is any, must differ between ranks
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
@@ -159,7 +159,7 @@ def train(local_rank, args):
             # NEW: model.module again, because the keys of DDP's own state begin with "module."
             state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
             state |= {"epoch": epoch + 1, "args": vars(args)}
-            unfinished = f"{args.savefile}.{os.getpid()}"  # no other job writes to this file
+            unfinished = f"{args.savefile}.{time.time_ns()}"  # a name that no other job uses
             torch.save(state, unfinished)
             # The last checkpoint stays whole even if this run is killed while it writes.
             os.replace(unfinished, args.savefile)

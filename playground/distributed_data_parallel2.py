@@ -125,15 +125,15 @@ def train(args):
         start = time.perf_counter()
         progress = bar(train_loader, show=rank == 0)
         loss, hits, images = run_epoch(model, progress, device, optimizer)
-        # NEW: there are two ways to add up the sums. reduce_dict adds up the tensors of all ranks,
-        # name by name. Only rank 0 gets the result, and only rank 0 prints it.
+        # NEW: one way to add up the sums of all ranks. reduce_dict adds up tensors, name by name.
+        # Only rank 0 gets the result, and only rank 0 prints it.
         sums = {"loss": loss, "hits": hits, "images": images}
         sums = comm.reduce_dict(sums, average=False)
         trained = [sums[name].item() for name in ("loss", "hits", "images")]
         seconds = time.perf_counter() - start
         test_sums = run_epoch(plain_model, test_loader, device).cpu()
-        # NEW: gather takes any Python object. Rank 0 gets a list of those of all ranks, and the
-        # other ranks get an empty list.
+        # NEW: another way. gather takes any Python object. Rank 0 gets a list of those of all
+        # ranks, and the other ranks get an empty list.
         parts = comm.gather(test_sums)
         if comm.is_main_process():
             tested = sum(parts).tolist()
@@ -151,7 +151,7 @@ def main():
     add = parser.add_argument
     add("-n", "--nodes", type=int, default=1, help="number of nodes")
     add("-g", "--gpus", type=int, help="processes on each node; default: its GPUs, or 2")
-    add("-nr", "--nr", "-r", "--rank", type=int, default=0, help="number of this node (not a rank)")
+    add("-nr", "--nr", type=int, default=0, help="number of this node, from 0")
     add("-ip", "--ip", default="127.0.0.1", help="address of node 0")
     add("--port", type=int, default=8888, help="port of node 0; -n 1 takes a free one")
     add("--init_method", metavar="URL", help="replaces -ip, --port: tcp://... or env://")
@@ -168,9 +168,9 @@ def main():
     # The data is fetched once on each node, before its ranks start.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     meet(args)  # guard rail: finds the other nodes
-    # NEW: launch uses NCCL if it finds a GPU, so --device cpu must hide all GPUs. launch joins the
-    # group before it selects a GPU, so NCCL takes GPU number rank % (visible GPUs). This is right
-    # only if the node has as many visible GPUs as processes.
+    # NEW: launch uses NCCL if it finds a GPU, so --device cpu hides all GPUs. And launch joins the
+    # group before it selects a GPU. If n GPUs are visible then, NCCL takes GPU number rank % n.
+    # This is the local rank if n is the number of processes on this node, so no more are visible.
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible:
         numbers = visible.split(",")

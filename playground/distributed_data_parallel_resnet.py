@@ -4,18 +4,19 @@ Three things are new with a model of this size:
 
   - The activations of a batch may not fit in memory. --accumulate splits the batch into
     micro-batches and adds up their gradients. DDP would average the gradients after every
-    micro-batch. no_sync() turns this off for all micro-batches except the last.
+    micro-batch, which gives the same result, but costs more messages. no_sync() turns this off for
+    all micro-batches except the last.
   - Training need not begin with random parameters. --pretrained begins with parameters that were
     trained on ImageNet.
   - Batch norm keeps running averages of its inputs in buffers, which are tensors without a
     gradient. DDP copies the buffers of rank 0 to all ranks before each step, so these averages come
     from the images of rank 0 alone. (nn.SyncBatchNorm, on GPUs, uses the images of all ranks.)
 
-Run it. (In the first run, one rank downloads and the others wait for it, hence --timeout 600.)
+Run it. (In the first run, one rank of each node downloads and the others wait: --timeout 600.)
     torchrun --standalone --nproc-per-node 2 \
         playground/distributed_data_parallel_resnet.py --pretrained --timeout 600
 
-Run it on GPUs that you choose. Local ranks 0, 1 and 2 get GPUs 1, 6 and 3. (3 divides 126.)
+Run it on GPUs that you choose. Local ranks 0, 1, 2 get GPUs 1, 6, 3. (3 divides 126.)
     torchrun --standalone --nproc-per-node 3 \
         playground/distributed_data_parallel_resnet.py --gpu_ids 1,6,3 --batch_size 126
 
@@ -105,8 +106,8 @@ def load(args):
         train_size = 1800
         test_size = 200
         shape = (3, 32, 32)
-        # NEW: image i is made with the seed i + random_offset. So the seeds of the two sets are
-        # 1800 to 3599 and 200 to 399, and no image is in both.
+        # NEW: image i is made with the seed i + random_offset. The seeds of the two sets differ,
+        # so no image is in both.
         train_set = FakeData(train_size, shape, 10, transform, random_offset=train_size)
         test_set = FakeData(test_size, shape, 10, transform, random_offset=test_size)
     return train_set, test_set
@@ -156,7 +157,7 @@ def run_epoch(model, loader, device, optimizer=None, accumulate=1):
         micro_batches = zip(images.tensor_split(count), labels.tensor_split(count), strict=True)
         for number, (micro_images, micro_labels) in enumerate(micro_batches, start=1):
             # NEW: DDP decides in forward() whether it will average the gradients in backward(). So
-            # both stand inside no_sync(). Only the last micro-batch is computed without it.
+            # forward() and backward() are both inside no_sync(), except for the last micro-batch.
             if training and number < count:
                 context = model.no_sync()
             else:

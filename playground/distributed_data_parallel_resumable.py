@@ -9,9 +9,9 @@ Run it with restarts:
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc-per-node 2 \
         --max-restarts 3 playground/distributed_data_parallel_resumable.py
 
-The ranks look up each other's addresses in a store, which is a small server. By default, torchrun
-keeps it after a restart, so new ranks may read the addresses of dead ones. The variable in front of
-the command gives them a new store each time.
+The variable in front of the command is for the restarts. Ranks find each other's addresses in a
+small server, the store. Without the variable, torchrun keeps the store after a restart, and new
+ranks may find the addresses of dead ones there.
 
 Resume it with more epochs, here in a single process, and look at the curves in a browser:
     python playground/distributed_data_parallel_resumable.py --epochs 5
@@ -70,7 +70,7 @@ def save(args, epoch, model, optimizer):
     """Write a checkpoint, and remove all but the last three."""
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     state |= {"epoch": epoch, "args": vars(args)}
-    unfinished = f"{args.run_dir}/unfinished-{os.getpid()}"
+    unfinished = f"{args.run_dir}/unfinished-{time.time_ns()}"
     with open(unfinished, "wb") as file:
         torch.save(state, file)
         # NEW: the data reaches the disk before the file gets its name, because the node may fail.
@@ -85,8 +85,9 @@ def save(args, epoch, model, optimizer):
 def newest_checkpoint(args):
     """Return the path of the newest checkpoint that can be read, or None if there is none.
 
-    A run that cannot be resumed ends here, by sys.exit. torchrun treats this as a failure. So with
-    --max-restarts it starts the ranks again, and they end with the same line.
+    If the flags do not fit the checkpoint, or if all checkpoints are damaged, the run ends here.
+    torchrun treats this as a failure, so with --max-restarts it starts the ranks again, and they
+    end with the same line.
     """
     paths = sorted(Path(args.run_dir).glob("epoch-*.pt"), reverse=True)  # the newest first
     for path in paths:
@@ -109,7 +110,7 @@ def newest_checkpoint(args):
         done = f"{state['epoch']} of {args.epochs} epochs are done"
         log(args, f"{args.run_dir}: {done} (another --run_dir starts another run)")
         return str(path)
-    if paths:  # a new run would delete these files, which might still be repaired
+    if paths:  # a new run would mix its files with these, which might still be repaired
         sys.exit(f"error: all checkpoints in {args.run_dir} are damaged: use another --run_dir")
     return None
 
@@ -198,8 +199,8 @@ def train(args):
     path = chosen[0]
     done = resume(path, model.module, optimizer) if path else 0
     if rank == 0:
-        # NEW: a run may stop after it wrote the points of an epoch, and before it saved the
-        # checkpoint. purge_step hides these points, because the epoch is repeated.
+        # NEW: a run may stop after it has drawn the points of an epoch, but before its checkpoint.
+        # Then this epoch is repeated, and purge_step hides the old points.
         curves = SummaryWriter(args.run_dir, purge_step=done + 1)
 
     # NEW: epochs that are done are not repeated. An epoch that was not finished is repeated from

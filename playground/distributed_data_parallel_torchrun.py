@@ -1,4 +1,4 @@
-r"""torchrun starts the ranks and passes each its rank in environment variables.
+r"""torchrun starts the ranks, and tells each of them its rank in environment variables.
 
 torchrun comes with PyTorch. It starts the processes of a node, and it sets variables in the
 environment of each process. init_process_group() reads four of them by itself: RANK, WORLD_SIZE,
@@ -10,11 +10,12 @@ Run it on one node (--standalone makes torchrun choose a free port):
     torchrun --standalone --nproc-per-node 2 playground/distributed_data_parallel_torchrun.py
 
 Run it on two nodes, with the same command on both (run/torchrun_node.sh adds checks to it). Here
-"rdzv" is short for rendezvous. "c10d" is PyTorch's own rendezvous, which needs no other server:
+"rdzv" is short for rendezvous. "c10d" is PyTorch's own rendezvous, which needs no other server. It
+numbers the nodes, so rank 0, whose output is shown, may be on either of them:
     torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d \
         --rdzv-endpoint <ip of node 0>:29500 playground/distributed_data_parallel_torchrun.py
 
-Run it in a single process, without torchrun (common/guard_rails.py then sets the variables):
+Run it in a single process, without torchrun (the guard rail `check` then sets the variables):
     python playground/distributed_data_parallel_torchrun.py
 
 It prints the table of ranks and the numbers of single_gpu.py, up to rounding (times will differ):

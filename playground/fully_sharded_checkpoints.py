@@ -153,7 +153,7 @@ def save_file(args, epoch, model, optimizer):
             "epoch": epoch,
             "args": vars(args),
         }
-        unfinished = f"{args.savefile}.{os.getpid()}"  # no other job writes to this file
+        unfinished = f"{args.savefile}.{time.time_ns()}"  # a name that no other job uses
         torch.save(whole, unfinished)
         os.replace(unfinished, args.savefile)
 

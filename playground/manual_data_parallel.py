@@ -31,8 +31,8 @@ the last digits differ, because float32 sums depend on the order of addition. Wi
 twelve digits of the loss agree.
 
 With so small a network, messages take longer than computing. On 2 cores, an epoch took 6.5 s, with
---bucket 2.0 s, and 0.6 s in single_gpu.py. The CNN took 6.3 s, and 4.4 s in one process, which also
-uses both cores. (playground/measured.md has more.)
+--bucket 2.0 s, and 0.6 s in single_gpu.py. But with DDP and one thread in each process, two trained
+the CNN 2.1 times as fast as one (playground/measured.md).
 
 Try breaking it, in a copy (cp playground/manual_data_parallel.py playground/broken.py):
   1. Comment out `send_weights(model)` in train. Do all ranks train the same model? Compare the
@@ -69,11 +69,12 @@ from common.roll_call import meet
 def send_weights(model):
     """Give all ranks the parameters (also called weights) of rank 0.
 
-    A model with buffers, such as the running averages of batch norm, would have to send these, too.
+    A model may also have tensors that are not trained, such as the running averages of batch norm
+    (PyTorch calls them buffers, too). They would have to be sent as well.
     """
     for parameter in model.parameters():
-        # NEW: rank 0 sends, and the other ranks receive into their own parameters. detach() keeps
-        # autograd from recording the change.
+        # NEW: rank 0 sends, and the other ranks receive into their own parameters. Without
+        # detach(), autograd would record this call, and backward() would warn of it.
         dist.broadcast(parameter.detach(), src=0)
 
 
@@ -168,8 +169,9 @@ def train(local_rank, args):
     train_set, test_set = load(args.dataset, args.data_dir, dtype)
     # NEW: DistributedSampler shuffles with the seed args.seed + epoch, as single_gpu.py does, and
     # the order is the same. Of n ranks, rank r gets the images at the positions r, r + n, r + 2n
-    # and so on. So the k-th batches of all ranks together are the k-th batch of single_gpu.py. If n
-    # does not divide the number of images, drop_last leaves out the last ones.
+    # and so on. For example, two ranks divide a first batch of four images into the positions 0, 2
+    # and 1, 3. So together, the ranks always have a batch of single_gpu.py. If n does not divide
+    # the number of images, the sampler's drop_last leaves out the last ones.
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     per_rank_batch = args.batch_size // world_size  # NEW: --batch_size is the global batch
     pin_memory = device.type == "cuda"  # a GPU copies from pinned memory while Python continues

@@ -1,13 +1,13 @@
 """Non-blocking point-to-point messages: isend, irecv, and a ring that sums tensors.
 
-On CPUs, send and recv block: Python waits until the message has been received. isend and irecv only
-start a message. Each of them returns a request at once, so Python can compute while the message is
-on its way. request.wait() blocks until the message is complete. Until then, do not change the
-tensor that you send, and do not read the buffer that you receive into.
+On CPUs, send and recv block: Python waits for the other rank. isend and irecv only start a message.
+Each of them returns a request at once, so Python can compute while the message is on its way.
+request.wait() blocks until the message is complete. Until then, do not change the tensor that you
+send, and do not read the buffer that you receive into.
 
-The second part of this lesson is a ring. Each rank sends to its right neighbour and receives from
-its left neighbour, until every rank has the sum over all ranks. This is called an all-reduce.
-playground/pictures.md draws the steps with four ranks.
+The second part of this lesson is an all-reduce: each rank starts with a tensor, and in the end
+every rank has the sum of all these tensors. One way to do it is a ring, in which each rank sends to
+its right neighbour and receives from its left one. playground/pictures.md draws it with four ranks.
 
 Run it:
     python playground/nonblocking_p2p.py         # two processes, started by this script
@@ -15,10 +15,10 @@ Run it:
 
 It runs on two nodes in the same way as blocking_p2p.py.
 
-It prints a table of the ranks. Then the ranks exchange messages twice, with blocking and with
-non-blocking calls. Each time, rank 0 first sleeps for half a second, and each rank multiplies
-matrices for half a second. On CPUs (the numbers of products will differ, and are far lower if the
-cores have other work):
+It prints a table of the ranks. Then the ranks exchange two numbers, first with blocking calls, then
+with non-blocking ones. Rank 1 sends [1.0, 1.0], and rank 0 sends [0.0, 0.0], half a second late.
+Each rank multiplies matrices for half a second. On CPUs (the numbers of products will differ, and
+are far lower if the cores have other work):
     blocking, rank 0: [-1.0, -1.0] -> [1.0, 1.0] in 1.0 s, 0.5 s of it idle, 25,491 products
     blocking, rank 1: [-1.0, -1.0] -> [0.0, 0.0] in 1.0 s, 0.5 s of it idle, 25,630 products
     rank 0 |zzzzzzzzzzzzzzzzzzzzzzzzzzzzzzcccccccccccccccccccccccccccccc|
@@ -30,11 +30,11 @@ cores have other work):
     ring, rank 0: [0.0, 1.0, 2.0, 3.0, 4.0] -> [0.0, 3.0, 6.0, 9.0, 12.0], = dist.all_reduce: True
     ring, rank 1: [0.0, 2.0, 4.0, 6.0, 8.0] -> [0.0, 3.0, 6.0, 9.0, 12.0], = dist.all_reduce: True
 
-With blocking calls, rank 1 first waits for rank 0 (r), and then computes (c). With non-blocking
-calls, it computes while it waits. All time except the half second of computing is idle, so the
-sleep of rank 0 (z) is idle, too. A dot means that the rank has finished. With -g 4, s is in send,
-and w is in wait(). The two lists are the receive buffer before and after. Rank 1 sends [1.0, 1.0],
-and rank 0 sends [0.0, 0.0].
+The lists are the receive buffer before and after, or the tensor that is added up. With blocking
+calls, rank 1 first waits in recv (r), and then computes (c). With non-blocking calls, it computes
+while it waits. All time except the half second of computing is idle, so the sleep of rank 0 (z) is
+idle, too. Other letters are s (in send) and w (in wait()), and a dot is anything else, such as
+having finished.
 
 Try breaking it, in a copy (cp playground/nonblocking_p2p.py playground/broken.py):
   1. In `nonblocking`, write `mine.fill_(9)` on the line after `start_exchange(...)`. Which rank
@@ -100,10 +100,10 @@ def ring_all_reduce(tensor):
     The tensor must be contiguous. With n ranks, it is split into n chunks. In each step, every rank
     sends one chunk to the right. In the first n - 1 steps (the reduce-scatter), the receiver adds
     it to its own chunk, and sends this partial sum in the next step. After them, each chunk is
-    complete on one rank: rank r has the sum in chunk r + 1, and the last rank has it in chunk 0. In
-    n - 1 more steps (the all-gather), the complete chunks travel around the ring to all ranks. Here
-    are three ranks with three chunks each. Rank 0 starts with the numbers a, rank 1 with b, and
-    rank 2 with c, and sum is a+b+c:
+    complete on one rank: rank r has the sum in chunk r + 1 (modulo n). In n - 1 more steps (the
+    all-gather), the complete chunks travel around the ring to all ranks. Here are three ranks with
+    three chunks each. All chunks of rank 0 start as a, those of rank 1 as b, and those of rank 2 as
+    c, and sum is a+b+c:
 
                               rank 0              rank 1              rank 2
         chunk                 0    1    2         0    1    2         0    1    2
@@ -113,8 +113,8 @@ def ring_all_reduce(tensor):
         all-gather, 1         sum  sum  a+c       a+b  sum  sum       sum  b+c  sum
         all-gather, 2         sum  sum  sum       sum  sum  sum       sum  sum  sum
 
-    A rank sends 2(n-1) chunks, and each is 1/n of the tensor. So it sends less than twice the
-    tensor, for any number of ranks.
+    A rank sends 2(n-1) chunks, and each is about 1/n of the tensor. So it sends at most
+    about twice the tensor, however many ranks there are.
     """
     rank = dist.get_rank()
     world_size = dist.get_world_size()
@@ -123,8 +123,8 @@ def ring_all_reduce(tensor):
     # NEW: the chunks are views into the tensor. Some are one number longer than others, and some
     # are empty if there are more ranks than numbers.
     chunks = tensor.view(-1).tensor_split(world_size)
-    # NEW: reduce-scatter. In step 0, rank r sends chunk r. In each later step it sends the chunk
-    # that it has just added up, whose index is one lower (modulo n).
+    # NEW: reduce-scatter. In step 0, rank r sends chunk r. In each later step it sends the chunk to
+    # which it has just added: the receive_index of a step is the send_index of the next one.
     for step in range(world_size - 1):
         send_index = (rank - step) % world_size
         receive_index = (rank - step - 1) % world_size
@@ -243,7 +243,7 @@ def main():
     add = parser.add_argument
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     add("-n", "--nodes", type=int, default=1, help="number of nodes")
-    add("-g", "--gpus", type=int, default=max(gpus, 2), help="processes a node; default: GPUs or 2")
+    add("-g", "--gpus", type=int, default=max(gpus, 2), help="ranks of a node; default: GPUs or 2")
     add("-nr", "--nr", type=int, default=0, help="number of this node, from 0")
     add("-ip", "--ip", default="127.0.0.1", help="address of node 0")
     add("--port", type=int, default=8888, help="port of node 0; -n 1 takes a free one")

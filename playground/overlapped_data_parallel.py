@@ -1,4 +1,4 @@
-"""Data parallelism with overlap: the gradients are on their way while backward() still computes.
+r"""Data parallelism with overlap: the gradients are on their way while backward() still computes.
 
 manual_data_parallel.py sends all gradients after backward(), so no rank computes while they travel.
 But backward() completes the gradients one after the other, from the last layer to the first. So the
@@ -9,30 +9,30 @@ parameter is complete. And all_reduce(..., async_op=True) starts a message witho
 The class EachGradient does this with a message for each gradient. The class Buckets sends several
 gradients in one message, because one long message takes less time than many short ones.
 
-All ranks must start the same messages in the same order. So every parameter must get a gradient,
-and the gradients must become complete in the same order on all ranks. The exercise
-overlap_gradients.py does without this condition.
+All ranks must start the same messages in the same order. For that, both classes expect that every
+parameter gets a gradient, and that the gradients become complete in the same order on all ranks.
+The exercise overlap_gradients.py drops both conditions.
 
 Run it:
     python playground/overlapped_data_parallel.py -g 2
     python playground/overlapped_data_parallel.py -g 2 --by each
-    python playground/overlapped_data_parallel.py -g 2 --width 1024 --bucket_cap_mb 1
+    python playground/overlapped_data_parallel.py -g 2 --width 256 --layers 16 \
+        --bucket_cap_mb 1
 
 It prints the numbers of single_gpu.py, up to rounding. Then it runs ten more steps in each of three
 ways: with messages after backward(), with one for each gradient, and with buckets. The third
 command prints (times will differ):
-    rank  how         messages  done  backward (ms)  waiting (ms)
-    0     afterwards  8         0     13.18          21.24
-    1     afterwards  8         0     13.13          20.93
-    0     each        8         5     19.56          5.55
-    1     each        8         3     20.29          7.99
-    0     buckets     3         2     27.85          8.18
-    1     buckets     3         0     19.99          16.35
+    rank  how         messages  done  backward (ms)  waiting (ms)  sum
+    0     afterwards  34        0     3.83           47.88         51.71
+    1     afterwards  34        0     3.85           44.83         48.67
+    0     each        34        0     6.64           15.81         22.45
+    1     each        34        1     8.67           14.42         23.09
+    0     buckets     4         0     5.46           3.62          9.08
+    1     buckets     4         3     5.43           2.35          7.78
 
-"done" is how many messages have arrived when backward() returns. "waiting" is the time from then
-until all gradients are averaged. On CPUs, gloo's threads carry the messages, and they use the same
-cores as backward(). So messages that overlap make backward() slower, and they save less than the
-waiting times suggest.
+"waiting" is the time from the end of backward() until all gradients are averaged. "done" is how
+many messages of the last step have arrived when backward() ends. On CPUs, gloo's threads carry the
+messages and use the same cores as backward(), so overlap makes backward() slower.
 
 Try breaking it, in a copy (cp playground/overlapped_data_parallel.py playground/broken.py):
   1. Write `next(model.parameters()).requires_grad_(False)` after `send_weights(model)`, so that a
@@ -76,7 +76,8 @@ class EachGradient:
 
     def start(self, parameter):
         """Start to average the gradient of a parameter, and return at once."""
-        parameter.grad /= dist.get_world_size()  # not later, because then it travels
+        # Divide first: while the message travels, nothing may change the gradient.
+        parameter.grad /= dist.get_world_size()
         # NEW: async_op=True returns a handle, and backward() continues.
         self.handles.append(dist.all_reduce(parameter.grad, async_op=True))
 
@@ -91,25 +92,24 @@ class Buckets:
     """The same with buckets: a message has the gradients of several parameters.
 
     Args:
-        model: all of its parameters must get a gradient in each step, and have the same dtype.
+        model: its parameters have the same dtype.
         bucket_cap_mb: a bucket is full as soon as it has this many MiB, as in DDP.
     """
 
     def __init__(self, model, bucket_cap_mb):
         self.buckets = []
         self.bucket_of = {}
-        full = True
+        bucket = []
         # NEW: from the last layer on, because backward() completes the gradients in this order.
         for parameter in reversed(list(model.parameters())):
-            if full:
-                bucket = []
-                size = 0  # bytes
-                self.buckets.append(bucket)
             bucket.append(parameter)
-            size += parameter.nbytes
-            full = size >= bucket_cap_mb * 2**20
             self.bucket_of[parameter] = bucket
             parameter.register_post_accumulate_grad_hook(self.on_gradient)
+            if sum(each.nbytes for each in bucket) >= bucket_cap_mb * 2**20:  # the bucket is full
+                self.buckets.append(bucket)
+                bucket = []
+        if bucket:  # the last one is seldom full
+            self.buckets.append(bucket)
         self.complete = set()  # the parameters whose gradients are complete in this step
         self.started = []  # the buckets whose messages have been started, and the messages
         self.handles = []
@@ -152,6 +152,57 @@ def average_gradients(model):
         parameter.grad /= dist.get_world_size()
 
 
+def join(local_rank, args):
+    """Join the process group and print the table of ranks. Returns this rank and its device."""
+    rank = args.nr * args.gpus + local_rank
+    if args.device == "cuda":
+        gpu = torch.device("cuda", local_rank)
+        device = gpu
+        backend = "nccl"
+        torch.cuda.set_device(gpu)  # otherwise every rank would also take memory on GPU 0
+    else:
+        gpu = None
+        device = torch.device("cpu")
+        backend = "gloo"
+        cores = max(1, torch.get_num_threads() // args.gpus)
+        torch.set_num_threads(cores)  # the ranks of a node divide its cores among themselves
+    dist.init_process_group(
+        backend,
+        init_method=f"tcp://{args.ip}:{args.port}",  # rank 0 listens there
+        rank=rank,
+        world_size=args.nodes * args.gpus,
+        timeout=timedelta(seconds=args.timeout),  # for the start, and for each collective
+        device_id=gpu,
+    )
+    rows = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, rank_row(args.nr, rank, local_rank, device))
+    if rank == 0:
+        print(RANKS, *rows, sep="\n", flush=True)
+    return rank, device
+
+
+def run_epoch(model, loader, device, optimizer=None, averager=None):
+    """Train, or only test if there is no optimizer. Returns sums over the images of all ranks."""
+    model.train(optimizer is not None)
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    for images, labels in loader:
+        images = images.to(device, non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
+        with torch.set_grad_enabled(model.training):
+            logits = model(images)
+            loss = F.cross_entropy(logits, labels)
+        if optimizer is not None:
+            optimizer.zero_grad()
+            loss.backward()  # NEW: the hooks start messages in here
+            averager.finish()  # NEW: from here on, each gradient is the mean over the ranks
+            optimizer.step()
+        sums[0] += loss.detach() * len(labels)
+        sums[1] += (logits.argmax(dim=1) == labels).sum()
+        sums[2] += len(labels)
+    dist.all_reduce(sums)
+    return sums.tolist()
+
+
 def now(device):
     """Return the time in seconds. GPU calls are asynchronous, so wait until they are done."""
     if device.type == "cuda":
@@ -160,7 +211,7 @@ def now(device):
 
 
 def show_overlap(how, args, batch, device):
-    """Count and time the messages of ten steps. Returns a row of the table."""
+    """Time ten steps, and count the messages of the last. Returns a row of the table."""
     images, labels = batch
     images = images.to(device)
     labels = labels.to(device)
@@ -192,62 +243,7 @@ def show_overlap(how, args, batch, device):
     backward_ms = 1000 * median(backward_times)
     waiting_ms = 1000 * median(waiting_times)
     counts = f"{dist.get_rank():<6}{how:<12}{messages:<10}{done:<6}"
-    return f"{counts}{backward_ms:<15.2f}{waiting_ms:.2f}"
-
-
-def join(local_rank, args):
-    """Join the process group and print the table of ranks. Returns this rank and its device."""
-    rank = args.nr * args.gpus + local_rank
-    if args.device == "cuda":
-        gpu = torch.device("cuda", local_rank)
-        device = gpu
-        backend = "nccl"
-        torch.cuda.set_device(gpu)  # otherwise every rank would also take memory on GPU 0
-    else:
-        gpu = None
-        device = torch.device("cpu")
-        backend = "gloo"
-        cores = max(1, torch.get_num_threads() // args.gpus)
-        torch.set_num_threads(cores)  # the ranks of a node divide its cores among themselves
-    dist.init_process_group(
-        backend,
-        init_method=f"tcp://{args.ip}:{args.port}",  # rank 0 listens there
-        rank=rank,
-        world_size=args.nodes * args.gpus,
-        timeout=timedelta(seconds=args.timeout),  # for the start, and for each collective
-        device_id=gpu,
-    )
-    rows = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, rank_row(args.nr, rank, local_rank, device))
-    if rank == 0:
-        print(RANKS, *rows, sep="\n", flush=True)
-    return rank, device
-
-
-def run_epoch(model, loader, device, optimizer=None, averager=None):
-    """Train, or only test if there is no optimizer.
-
-    Returns three sums over the images of all ranks: the loss, the number classified correctly, the
-    number of images.
-    """
-    model.train(optimizer is not None)
-    sums = torch.zeros(3, dtype=torch.float64, device=device)
-    for images, labels in loader:
-        images = images.to(device, non_blocking=True)
-        labels = labels.to(device, non_blocking=True)
-        with torch.set_grad_enabled(model.training):
-            logits = model(images)
-            loss = F.cross_entropy(logits, labels)
-        if optimizer is not None:
-            optimizer.zero_grad()
-            loss.backward()  # NEW: the hooks start messages in here
-            averager.finish()  # NEW: from here on, each gradient is the mean over the ranks
-            optimizer.step()
-        sums[0] += loss.detach() * len(labels)
-        sums[1] += (logits.argmax(dim=1) == labels).sum()
-        sums[2] += len(labels)
-    dist.all_reduce(sums)
-    return sums.tolist()
+    return f"{counts}{backward_ms:<15.2f}{waiting_ms:<14.2f}{backward_ms + waiting_ms:.2f}"
 
 
 @explained  # guard rail: explains errors
@@ -274,7 +270,7 @@ def train(local_rank, args):
         if rank == 0:
             print(epoch_line(args, epoch, seconds, trained, tested), flush=True)
     if rank == 0:
-        print("rank  how         messages  done  backward (ms)  waiting (ms)", flush=True)
+        print("rank  how         messages  done  backward (ms)  waiting (ms)  sum", flush=True)
     for how in ("afterwards", "each", "buckets"):
         rows = [None] * dist.get_world_size()
         dist.all_gather_object(rows, show_overlap(how, args, next(iter(train_loader)), device))
@@ -296,8 +292,9 @@ def main():
     add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     add("--timeout", type=int, default=60, help="seconds to wait for another rank")
     add("--batch_size", type=int, default=128, help="images in a step, over all ranks")
-    add("--by", choices=["each", "buckets"], default="buckets", help="gradients in a message")
-    # DDP's first bucket is full with 1 MiB, and the others with 25. The default model has 0.2 MiB
+    ways = ["each", "buckets"]
+    add("--by", choices=ways, default="buckets", help="a message for each gradient, or buckets")
+    # DDP's first bucket holds 1 MiB, and the others 25. The default model has 0.2 MiB
     # of gradients, so it would fit into one bucket, which is complete only when backward() ends.
     add("--bucket_cap_mb", type=float, default=0.01, help="MiB of gradients in a bucket")
     args = parser.parse_args()

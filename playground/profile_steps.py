@@ -21,9 +21,9 @@ its parts for each rank. Here only rank 0 is shown (times will differ):
     rank  step (ms)   = data      + computing + messages    messages hidden
     0     54.90       0.39        41.10       13.42         8.71
 
-"data" is time in which a rank only reads a batch. "messages" is time in which it waits, for a
-message or for a late rank. "computing" is the remainder, which includes Python's own overhead.
-"messages hidden" is not a part of the step, because it passes while the rank computes. The profiler
+In "data", a rank only reads a batch. In "messages", it only waits, for a message or for a late
+rank. "computing" is the rest of the step, with most of Python's own overhead. "messages hidden"
+is how long messages travelled while the rank computed, so it is no part of the sum. The profiler
 makes steps slower, so compare the parts of a step, and not images/s.
 
 Add one of these flags to the command, and almost nothing is hidden:
@@ -67,10 +67,11 @@ from measure.traces import mean_ms, minus, named, whole_steps
 def step_times(trace):
     """Return where the time of a rank went: the mean of the traced steps and of their parts, in ms.
 
-    Times are lists of pairs, (begin, end). named() returns those of the operations whose category
-    and name match a pattern. A category is "kernel" for work on a GPU, "cpu_op" for an operation of
-    PyTorch on a CPU, "user_annotation" for a span with a name. minus() removes from the times of
-    its first list all that the second list covers. mean_ms() adds up the times inside the steps.
+    Times are lists of pairs, (begin, end). named() returns the times of all operations whose
+    category and name match a pattern. A category is "kernel" for work on a GPU, "cpu_op" for an
+    operation of PyTorch on a CPU, "user_annotation" for a span with a name. minus() removes from
+    the times of its first list all that the second list covers. mean_ms() returns the mean over the
+    steps.
     """
     steps = whole_steps(trace)
     loading = named(trace, r"user_annotation enumerate\(DataLoader\)")
@@ -87,10 +88,10 @@ def step_times(trace):
     only_loading = minus(loading, computing + messages)
     step = mean_ms(steps, steps)
     data = mean_ms(only_loading, steps)
-    exposed = mean_ms(waiting, steps)
-    hidden = mean_ms(messages, steps) - exposed
-    compute = step - data - exposed
-    return {"step": step, "data": data, "compute": compute, "exposed": exposed, "hidden": hidden}
+    waited = mean_ms(waiting, steps)
+    hidden = mean_ms(messages, steps) - waited
+    compute = step - data - waited
+    return {"step": step, "data": data, "compute": compute, "waiting": waited, "hidden": hidden}
 
 
 def show_steps(rank, path):
@@ -110,8 +111,8 @@ def show_steps(rank, path):
 def average_gradients(model):
     """Replace each gradient with its mean over the ranks, as in manual_data_parallel.py.
 
-    A stream is a queue of work for a GPU. all_reduce without async_op=True runs in the stream of
-    the computations, so nothing is computed meanwhile. DDP's messages have a stream of their own.
+    On a GPU, these messages run in the queue (the stream) that also computes, so nothing is
+    computed meanwhile. Messages with async_op=True, such as DDP's, have a stream of their own.
     """
     for parameter in model.parameters():
         if parameter.grad is not None:
@@ -206,8 +207,8 @@ def train(args):
         """Write what the profiler has recorded. It is called after ten steps, or at the end."""
         profiler.export_chrome_trace(trace_path)
 
-    # NEW: the first five steps are warmup and are not kept, because they are slower. The next ten
-    # are kept. If an epoch has fewer than ten steps, half of them are warmup.
+    # NEW: the first five steps are warmup and are not kept, because they are slower. At most ten
+    # more are kept. If an epoch has fewer than ten steps, half of them are warmup.
     warmup = min(5, len(train_loader) // 2)
     schedule = torch.profiler.schedule(wait=0, warmup=warmup, active=10, repeat=1)
 

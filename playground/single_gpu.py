@@ -18,10 +18,9 @@ It uses a GPU if there is one, and the CPU otherwise.
 It prints (times will differ):
     epoch 1/3  loss 0.3960  train 88.26%  test 93.96%  0.52 s  115,200 images/s
 
-The training loss and accuracy are averages over the epoch. Each batch counts with the model of that
-moment. An epoch trains
-on 59,904 of the 60,000 images, because the last batch would be incomplete and is left out. The test
-accuracy is measured on all 10,000 test images after the epoch. With --double, the lesson
+The training loss and accuracy are averages over the epoch, during which the model changes. An epoch
+trains on 59,904 of the 60,000 images, because the last batch would be incomplete and is left out.
+The test accuracy is measured on all 10,000 test images after the epoch. With --double, the lesson
 computes in float64 and prints the loss with twelve digits. Later lessons, with many processes,
 print the same twelve digits.
 
@@ -88,8 +87,8 @@ def train(args):
         args.batch_size,
         sampler=sampler,
         drop_last=True,
-        # These data sets have a method __getitems__, which takes the indices of a batch and returns
-        # the whole batch. So there are no single images to collate. For an ordinary data set, leave
+        # The method __getitems__ of these data sets takes the indices of a batch and returns the
+        # whole batch, so there are no single images to collate. For a data set of your own, leave
         # collate_fn out.
         collate_fn=whole_batch,
         pin_memory=pin_memory,
@@ -97,10 +96,10 @@ def train(args):
     test_loader = DataLoader(test_set, 1000, collate_fn=whole_batch, pin_memory=pin_memory)
     torch.manual_seed(args.seed)
     model = make_model(args).to(device)
-    # fused=True updates all parameters in one pass, which is faster.
-    # Adam divides the average gradient by the root of the average squared gradient, plus eps. With
-    # PyTorch's default, 1e-8, a gradient that is only a rounding error would cause a full step. The
-    # lessons would then print different losses. In your own project, keep the default.
+    # fused=True updates all parameters in one pass, which is faster. Adam divides by the size of
+    # the gradient, plus eps. With PyTorch's default eps, 1e-8, a gradient that is only a rounding
+    # error would cause a full step, so the lessons would print different losses. In your own
+    # project, keep the default.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
 
     for epoch in range(args.epochs):

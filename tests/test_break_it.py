@@ -395,14 +395,14 @@ def test_more_micro_batches():
 
 
 def test_a_rank_that_computes_longer(change, tmp_path):
-    """Rank 1's computing grows by the 50 ms that it sleeps, rank 0's waiting by as much."""
+    """Rank 1's computing has the 50 ms that it sleeps, and rank 0 waits longer than rank 1."""
     old = "            loss.backward()"
     new = f"            time.sleep(0.05 * dist.get_rank())\n{old}"
     copy = change("profile_steps", (old, new))
     out = ends(copy, "--epochs", 1, "--batch_size", 64, "--out", tmp_path / "traces").stdout
     zero, one = re.findall(STEPS, out, re.M)
-    assert float(one[3]) > 40
-    assert float(zero[4]) > 40
+    assert float(one[3]) >= 50
+    assert float(zero[4]) > float(one[4])
 
 
 def test_a_profiler_without_steps(change, tmp_path):

@@ -175,7 +175,7 @@ def broken(tmp_path):
 
 IMPORT = "import torch.distributed as dist\n"
 REDUCE, BROADCAST = "    dist.all_reduce(mine)\n", "    dist.broadcast(mine, src=0)\n"
-SKIPPED = f"    if rank == 0:\n    {REDUCE}"
+SKIPPED = f"    if rank != 1:\n    {REDUCE}"
 ORDERED = """    ones = torch.ones_like(mine)
     for tensor in (mine, ones) if rank == 0 else (ones, mine):
         dist.all_reduce(tensor)

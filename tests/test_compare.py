@@ -85,8 +85,8 @@ def test_the_numbers_are_the_lessons_own(tmp_path):
     assert "only rounding differs" in done.stdout
     for run, average in ((by_ddp, "ddp"), (each, "each"), (bucket, "bucket")):
         assert run["name"] == f"profile_steps.py --average {average}, 2 processes"
-        assert run["step"] == pytest.approx(run["data"] + run["compute"] + run["exposed"])
-        assert min(run["data"], run["compute"], run["exposed"]) > 0
+        assert run["step"] == pytest.approx(run["data"] + run["compute"] + run["waiting"])
+        assert min(run["data"], run["compute"], run["waiting"]) > 0
         assert 0 <= run["hidden"] <= run["compute"]
     assert drawn(tmp_path / "speed.png") and drawn(tmp_path / "steps.png")
     assert not results["interrupted"]
@@ -341,7 +341,7 @@ def test_where_ddp_starts_to_be_faster(several, where, tmp_path, capsys):
     for width, speed in zip(args.widths, several, strict=True):
         runs.append({"kind": "one", "width": width, "images_per_s": 8})
         runs.append({"kind": "several", "width": width, "images_per_s": speed})
-    runs.append({"kind": "traced", "width": 64, "exposed": 3, "step": 4})
+    runs.append({"kind": "traced", "width": 64, "waiting": 3, "step": 4})
     runs.append({"kind": "traced", "width": 256, "note": "oh"})
     rows = tool.by_width(runs, args)
     expected = {"width": 64, "one": 8, "several": several[0], "messages": 0.75, "note": ""}

@@ -651,7 +651,7 @@ def test_the_other_node_of_a_rank_that_fails(on_one_gpu, tmp_path):
 
 def test_a_full_disk(two_ranks, tmp_path):
     """Only rank 0 writes, and the other one waits: rank 0's node ends and says why in one line."""
-    unfinished = 'f"{args.savefile}.{os.getpid()}"'
+    unfinished = 'f"{args.savefile}.{time.time_ns()}"'
     path = changed("distributed_data_parallel", tmp_path, unfinished, '"/dev/full"')
     jobs = two_ranks(path, *TWO_EPOCHS, *CUDA, "--timeout", 900, "-s", tmp_path / "c.pt")
     try:

@@ -254,7 +254,7 @@ def threads_left(lesson, text, folder):
     """
     text, count = re.subn(r"^def (train|talk)\(", r"@counted\ndef \1(", text, flags=re.M)
     assert count == 1
-    first = re.search(r"^(@record\n)?(def|@counted)", text, re.M).start()
+    first = re.search(r"^(@record\n)?(def |@counted)", text, re.M).start()
     copy = folder / f"{lesson}.py"
     copy.write_text(text[:first] + COUNTED + text[first:])
     words = copy, *flags_for(lesson, folder)  # cold: what it imports, and when, matters

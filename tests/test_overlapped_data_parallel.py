@@ -87,7 +87,7 @@ def test_a_parameter_without_a_gradient():
 def test_what_is_printed_is_counted():
     """Three buckets of the default model: two layers, one layer, and the first layer."""
     out = run("overlapped_data_parallel", *DIGITS, "-g", 2, "--epochs", 1).stdout
-    rows = re.findall(r"^(\d)  +(\w+) +(\d+) +(\d+) +[\d.]+ +[\d.]+$", out, re.M)
+    rows = re.findall(r"^(\d)  +(\w+) +(\d+) +(\d+) +[\d.]+ +[\d.]+ +[\d.]+$", out, re.M)
     counts = {(rank, how): messages for rank, how, messages, _ in rows}
     for rank in "01":
         assert counts[rank, "afterwards"] == counts[rank, "each"] == "8"

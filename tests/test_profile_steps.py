@@ -164,7 +164,7 @@ def test_a_trace_of_a_cpu():
         events += [one | {"ts": one["ts"] + 1000 * start} for one in at]
     found = step_times({"traceEvents": events})
     assert found == pytest.approx(
-        {"step": 10, "data": 1, "compute": 5.5, "exposed": 3.5, "hidden": 2.5}
+        {"step": 10, "data": 1, "compute": 5.5, "waiting": 3.5, "hidden": 2.5}
     )
 
 
@@ -182,4 +182,4 @@ def test_a_trace_of_a_gpu():
         event("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 5, 8, "kernel"),
     ]
     found = step_times({"traceEvents": events})
-    assert found == pytest.approx({"step": 10, "data": 2, "compute": 6, "exposed": 2, "hidden": 1})
+    assert found == pytest.approx({"step": 10, "data": 2, "compute": 6, "waiting": 2, "hidden": 1})

@@ -93,7 +93,7 @@ def draw_steps(runs: list[dict], path: Path) -> None:
         "data": ([run["data"] for run in runs], GREY),
         "computing": ([run["compute"] - run["hidden"] for run in runs], BLUE),
         "computing that hides messages": ([run["hidden"] for run in runs], SKY),
-        "messages": ([run["exposed"] for run in runs], ORANGE),
+        "messages": ([run["waiting"] for run in runs], ORANGE),
     }
     figure, [[axes]] = new_figure(1, 1, 1.4 + 0.8 * len(runs))
     ends = [0.0] * len(runs)

@@ -154,7 +154,7 @@ def tell_steps(runs: list[dict], args: argparse.Namespace) -> None:
         "step": "{step:.2f}",
         "data": "{data:.2f}",
         "computing": "{compute:.2f}",
-        "messages": "{exposed:.2f}",
+        "messages": "{waiting:.2f}",
         "hidden": "{hidden:.2f}",
     }
     table("Where the time of a step goes", runs, columns)
@@ -165,8 +165,8 @@ def tell_steps(runs: list[dict], args: argparse.Namespace) -> None:
     for run in runs:
         if run["failed"]:
             continue
-        waiting = run["exposed"] / run["step"]
-        hidden = run["hidden"] / max(run["hidden"] + run["exposed"], 1e-9)
+        waiting = run["waiting"] / run["step"]
+        hidden = run["hidden"] / max(run["hidden"] + run["waiting"], 1e-9)
         say(
             f"{run['name']} waits for messages for {waiting:.0%} of its time,",
             f"and {hidden:.0%} of its messages are hidden.",

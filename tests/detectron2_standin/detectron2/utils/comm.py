@@ -32,11 +32,6 @@ def get_rank():
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def get_local_size():
-    """Return the number of processes on this machine."""
-    return dist.get_world_size(_local_group) if dist.is_initialized() else 1
-
-
 def get_local_rank():
     """Return the rank of this process on its machine."""
     return dist.get_rank(_local_group) if dist.is_initialized() else 0
