@@ -5,7 +5,7 @@ small range: from 6e-8 to 65,504. In float16, a gradient of 1e-9 becomes 0. So a
 multiplies the loss by 65,536, and with it all gradients. Before the optimizer's step, it divides
 them by this factor. If a gradient has become infinite, it skips the step and halves the factor.
 bfloat16 needs no GradScaler, because 1e-9 is within its range. On GPUs, 16 bits are much faster. On
-CPUs, they are often slower, so this lesson shows numbers and not speed.
+a CPU, this depends on the processor, so the lesson shows numbers and not speed.
 
 torch.autocast computes matrix products and attention in 16 bits, from converted copies of their
 inputs and parameters. The parameters themselves stay in float32, because bfloat16 would lose Adam's
