@@ -155,6 +155,16 @@ def test_how_lessons_are_started():
     assert [run["name"] for run in runs] == 2 * names + scaling
     counted = [run["lesson"] for run in runs if "--compare" in run.get("flags", [])]
     assert counted == ["tensor_parallel"] * 2
+    args |= {"model": "transformer", "only": ["parity"]}
+    args["lessons"] += ["mixed_precision", "three_axes"]
+    runs = tool.plan(argparse.Namespace(**args))
+    names = ["single_gpu.py", "sharded_optimizer.py, 6 processes"]
+    names += ["pipeline_parallel.py, 3 processes"]
+    names += ["hybrid_parallel.py --mesh 3x2 --kind hsdp, 6 processes"]
+    names += ["mixed_precision.py --precision full, 6 processes"]
+    names += ["mixed_precision.py --precision full --sharded, 6 processes"]
+    names += ["three_axes.py, 4 processes", "three_axes.py --fsdp, 4 processes"]
+    assert [run["name"] for run in runs] == 2 * names
 
 
 @pytest.mark.parametrize(

@@ -111,12 +111,16 @@ LESSONS = (  # N stands for --gpus, GRID for a mesh of as many ranks
 )
 OF_TRANSFORMERS = (  # with --model transformer only
     "mixed_precision --precision full",
+    "mixed_precision --precision full --sharded",
     "activation_checkpointing",
+    "activation_checkpointing --sharded",
     "sequence_parallel",
     "sequence_parallel --sequence",
+    "sequence_parallel --by dtensor --sequence",
     "context_parallel",
     "context_parallel --by ulysses",
     "three_axes",
+    "three_axes --fsdp",
 )
 TORCHRUN = (  # lessons whose processes are started by torchrun
     "distributed_data_parallel_torchrun",
