@@ -24,9 +24,11 @@ from conftest import (
     Lesson,
     alive,
     by_torchrun,
+    epochs,
     free_port,
     lesson_path,
     one_line,
+    one_process,
     run,
     talks,
     torchrun,
@@ -651,6 +653,16 @@ def test_ctrl_c_while_a_checkpoint_is_written(capsys):
     with pytest.raises(SystemExit) as end:
         main()
     assert (end.value.code, capsys.readouterr().err) == (130, "interrupted\n")
+
+
+def test_a_rank_ends_before_python_cleans_up(change):
+    """A thread of gloo may abort the process meanwhile, if DTensor's caches keep its group."""
+    first = "\nsys.path.append("
+    handler = '\nimport atexit\n\natexit.register(print, "Python cleans up")\n'
+    for lesson, cleans in [("distributed_data_parallel_torchrun", 0), ("single_gpu", 1)]:
+        done = run(change(lesson, (first, handler + first)), *SHORT, cold=True)
+        assert done.stdout.count("Python cleans up") == cleans
+        assert epochs(done.stdout) == one_process(*SHORT)
 
 
 CLOSED = "[/src/gloo/transport/tcp/pair.cc:544] Connection closed by peer [::1]:42"
