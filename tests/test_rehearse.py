@@ -124,8 +124,10 @@ def test_a_node_that_fails_stops_the_other(node):
 @pytest.mark.parametrize("prefix", [(), NOBODY], ids=["root", "nobody"])
 def test_it_can_be_stopped(prefix, sign):
     """Ctrl-C, kill and kill -9 leave no process on any node, even if it ignores them."""
-    if prefix and rehearse("true", prefix=prefix).wait().returncode:
-        pytest.skip("users cannot make networks here")
+    if prefix:
+        done = rehearse("true", prefix=prefix).wait()
+        if done.returncode:
+            pytest.skip(f"users cannot make networks here: {done.stderr.strip()}")
     job = rehearse("bash", "-c", WAIT, prefix=prefix)
     printed = {job.process.stdout.readline() for _ in HOSTS}
     assert printed == {"node0: waiting\n", "node1: waiting\n"}
