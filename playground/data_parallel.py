@@ -1,8 +1,8 @@
 """DataParallel: one process that uses several GPUs of one machine.
 
-One line wraps the model in nn.DataParallel. In each step it copies the model from the
-first GPU to all others, and gives each GPU its part of the batch. One thread for each GPU computes
-the outputs, which are gathered on the first GPU. backward() adds up the gradients there.
+One line wraps the model in nn.DataParallel. In each step it copies the model from the first GPU to
+all others, and gives each GPU its part of the batch. One thread for each GPU computes the outputs,
+which are gathered on the first GPU. backward() adds up the gradients there.
 
 nn.DataParallel is obsolete, but older code often uses it. It is slow for three reasons. The threads
 share one Python interpreter. The first GPU does more than the others. The model is copied in every
@@ -81,10 +81,10 @@ class Replicas(nn.Module):
     def forward(self, images):
         """Turn images, (N, 1, 28, 28), on the first device into logits, (N, 10), there."""
         parts = images.chunk(len(self.devices))  # fewer than there are devices, if N is small
+        grad_enabled = torch.is_grad_enabled()
         results = []
         for replica, part, device in zip(self.replicas, parts, self.devices, strict=False):
             # NEW: a thread for each part. submit() returns at once, and result() waits for its end.
-            grad_enabled = torch.is_grad_enabled()
             results.append(self.threads.submit(self.compute, replica, part, device, grad_enabled))
         outputs = [result.result() for result in results]
         return torch.cat([output.to(self.devices[0]) for output in outputs])

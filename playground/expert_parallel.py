@@ -176,8 +176,7 @@ def average_gradients(model):
 def balance_loss(mixtures):
     """Return the mean over the blocks of: number of experts * sum(fraction * mean score).
 
-    An expert's fraction is the part of all tokens that it gets. If the load is even, the result is
-    1.
+    An expert's fraction is the part of all tokens that it gets. An even load has the result 1.
     """
     load = torch.stack([mixture.load for mixture in mixtures])
     # NEW: the fractions over all ranks. With those of one rank's tokens, the ranks would average

@@ -113,8 +113,8 @@ def ring_all_reduce(tensor):
         all-gather, 1         sum  sum  a+c       a+b  sum  sum       sum  b+c  sum
         all-gather, 2         sum  sum  sum       sum  sum  sum       sum  sum  sum
 
-    A rank sends 2(n-1) chunks, and each is about 1/n of the tensor. So it sends at most
-    about twice the tensor, however many ranks there are.
+    A rank sends 2(n-1) chunks, and each is about 1/n of the tensor. So it sends at most about twice
+    the tensor, however many ranks there are.
     """
     rank = dist.get_rank()
     world_size = dist.get_world_size()

@@ -294,8 +294,8 @@ def main():
     add("--batch_size", type=int, default=128, help="images in a step, over all ranks")
     ways = ["each", "buckets"]
     add("--by", choices=ways, default="buckets", help="a message for each gradient, or buckets")
-    # DDP's first bucket holds 1 MiB, and the others 25. The default model has 0.2 MiB
-    # of gradients, so it would fit into one bucket, which is complete only when backward() ends.
+    # DDP's first bucket holds 1 MiB, and the others 25. The default model has 0.2 MiB of gradients,
+    # so it would fit into one bucket, which is complete only when backward() ends.
     add("--bucket_cap_mb", type=float, default=0.01, help="MiB of gradients in a bucket")
     args = parser.parse_args()
     if args.gpus is None:

@@ -19,9 +19,8 @@ two ranks, four tokens of one number each, and what ADD or the other three make 
 In backward(), GATHER is a reduce_scatter, because each rank has used all tokens. SCATTER is an
 all_gather. A block's LayerNorms, the biases after the pairs and the embedding get gradients from a
 rank's own tokens only. So each rank has a part of these gradients, and an all_reduce adds up the
-parts. Let [1 2 3 4] be the gradients of four tokens to which a bias was added. Rank 0 has 1 + 2 =
-3, rank 1 has 3 + 4 = 7, and the sum is 10. All ranks have the same images, so nothing is divided by
-n.
+parts. Let [1 2 3 4] be the gradients of four tokens to which a bias was added. Rank 0 has 1 + 2,
+rank 1 has 3 + 4, and the sum is 10. All ranks have the same images, so nothing is divided by n.
 
 Run it:
     torchrun --standalone --nproc-per-node 2 playground/sequence_parallel.py
