@@ -302,6 +302,9 @@ def train(args):
         writing.result()
     if args.savefile:
         save_file(args, max(done, args.epochs), model, optimizer)
+    # DTensor's caches keep the group, and with it gloo's threads. While the ranks wait here, these
+    # threads free the last message. If they did so later, Python might abort at its end.
+    dist.barrier()
     dist.destroy_process_group()
 
 
