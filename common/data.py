@@ -5,8 +5,7 @@ DataLoader:
 
     DataLoader(train_set, batch_size=128, sampler=sampler, collate_fn=whole_batch)
 
-`loaders` makes the DataLoaders that single_gpu.py and distributed_data_parallel.py show in full.
-`equal_batches` makes the one that fully_sharded_data_parallel.py shows.
+`loaders` makes the DataLoaders that distributed_data_parallel_torchrun.py shows in full.
 """
 
 import argparse
@@ -143,24 +142,22 @@ def loaders(
 
     Of n ranks, rank r trains on the images at the positions r, r + n, r + 2n, ... of an order that
     is the same on all ranks. train_loader.sampler.set_epoch(epoch) changes the order. The batches
-    of all ranks together have --batch_size images. Each test image is on one rank only.
+    of all ranks together have --batch_size images. Each test image is on
+    one rank only, and all ranks have equally many test batches.
     """
     dtype = torch.float64 if args.double else torch.float32
     train_set, test_set = load(args.dataset, args.data_dir, dtype)
-    options = {"collate_fn": whole_batch, "pin_memory": args.device == "cuda"}
+    options = {"collate_fn": whole_batch, "pin_memory": args.device != "cpu"}
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
     per_rank_batch = args.batch_size // world_size
     train_loader = DataLoader(train_set, per_rank_batch, sampler=sampler, drop_last=True, **options)
-    test_indices = range(rank, len(test_set), world_size)
-    test_loader = DataLoader(test_set, 1000, sampler=test_indices, **options)
+    batches = torch.arange(len(test_set)).tensor_split(math.ceil(len(test_set) / 1000))
+    own_batches = [batch[rank::world_size].tolist() for batch in batches]
+    test_loader = DataLoader(test_set, batch_sampler=own_batches, **options)
     return train_loader, test_loader
 
 
 def equal_batches(test_set: Dataset, rank: int, world_size: int) -> DataLoader:
-    """Return a loader of this rank's test images, with as many batches as on all other ranks.
-
-    fully_sharded_data_parallel.py shows it in full, and explains its purpose.
-    """
     batches = torch.arange(len(test_set)).tensor_split(math.ceil(len(test_set) / 1000))
     own_batches = [batch[rank::world_size].tolist() for batch in batches]
     return DataLoader(test_set, batch_sampler=own_batches, collate_fn=whole_batch)

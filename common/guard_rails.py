@@ -32,7 +32,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from tqdm import tqdm
 
-from common.flags import exit_with
+from common.old_flags import exit_with
 from common.models import HEADS, TOKENS, WIDTH
 
 TORCHRUN = (

@@ -16,7 +16,27 @@ from torch.nn import functional as F
 torch.backends.cudnn.allow_tf32 = False
 
 
-class MLP(nn.Module):
+PIXELS = 28 * 28  # of an image
+
+
+class Model(nn.Module):
+    """A network of two stages."""
+
+    stage1: nn.Sequential
+    stage2: nn.Sequential
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The layers that have parameters, in the order in which they compute."""
+        both = (*self.stage1, *self.stage2)
+        return [layer for layer in both if list(layer.parameters())]
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Turn images, (N, 1, 28, 28), into class scores (logits), (N, 10), of the same dtype."""
+        return self.stage2(self.stage1(images))
+
+
+class MLP(Model):
     """A multi-layer perceptron, 784-width-...-width-10, with ReLU between the layers.
 
     Args:
@@ -26,18 +46,14 @@ class MLP(nn.Module):
 
     def __init__(self, width: int | None = None, layers: int | None = None):
         super().__init__()
-        sizes = [28 * 28] + [width or WIDTH["mlp"]] * (layers or LAYERS["mlp"])
+        sizes = [PIXELS] + [width or WIDTH["mlp"]] * (layers or LAYERS["mlp"])
         hidden = [(nn.Linear(*pair), nn.ReLU()) for pair in pairwise(sizes)]
         half = len(hidden) // 2 + 1
         self.stage1 = nn.Sequential(nn.Flatten(), *chain(*hidden[:half]))
         self.stage2 = nn.Sequential(*chain(*hidden[half:]), nn.Linear(sizes[-1], 10))
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Turn images, (N, 1, 28, 28), into class scores (logits), (N, 10), of the same dtype."""
-        return self.stage2(self.stage1(images))
 
-
-class CNN(nn.Module):
+class CNN(Model):
     """A convolutional network of LeNet-5's size (LeCun et al., 1998).
 
     It has two convolutions and two linear layers.
@@ -64,10 +80,6 @@ class CNN(nn.Module):
         hidden = [(nn.Linear(*pair), nn.ReLU(), nn.Dropout(dropout)) for pair in pairwise(sizes)]
         self.stage2 = nn.Sequential(nn.Flatten(), *chain(*hidden), nn.Linear(sizes[-1], 10))
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Turn images, (N, 1, 28, 28), into class scores (logits), (N, 10), of the same dtype."""
-        return self.stage2(self.stage1(images))
-
 
 class Tokens(nn.Module):
     """The embedding: turn an image into a sequence of tokens, each with its position.
@@ -80,7 +92,7 @@ class Tokens(nn.Module):
     def __init__(self, width: int, tokens: int):
         super().__init__()
         self.tokens = tokens
-        self.embed = nn.Linear(28 * 28 // tokens, width)
+        self.embed = nn.Linear(PIXELS // tokens, width)
         self.position = nn.Parameter(torch.randn(tokens, width) * 0.02)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -150,7 +162,7 @@ class LastToken(nn.Module):
         return self.linear(self.norm(tokens[:, -1]))
 
 
-class Transformer(nn.Module):
+class Transformer(Model):
     """A transformer that reads an image as a sequence of tokens: by default, its 28 rows.
 
     Args:
@@ -174,10 +186,6 @@ class Transformer(nn.Module):
         half = (len(blocks) + 1) // 2
         self.stage1 = nn.Sequential(Tokens(width, tokens or TOKENS), *blocks[:half])
         self.stage2 = nn.Sequential(*blocks[half:], LastToken(width))
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Turn images, (N, 1, 28, 28), into class scores (logits), (N, 10), of the same dtype."""
-        return self.stage2(self.stage1(images))
 
 
 MODELS = {"mlp": MLP, "cnn": CNN, "transformer": Transformer}

@@ -1,23 +1,26 @@
 """DataParallel: one process that uses several GPUs of one machine.
 
-One line wraps the model in nn.DataParallel. In each step it copies the model from the first GPU to
-all others, and gives each GPU its part of the batch. One thread for each GPU computes the outputs,
-which are gathered on the first GPU. backward() adds up the gradients there.
-
-nn.DataParallel is obsolete, but older code often uses it. It is slow for three reasons. The threads
-share one Python interpreter. The first GPU does more than the others. The model is copied in every
-step. DistributedDataParallel has replaced it, with a process for each GPU.
-
-Without a GPU, nn.DataParallel does nothing: the model runs as in single_gpu.py. With --by hand,
-this file does the work of nn.DataParallel itself: with a replica on each GPU, or with any number of
-replicas on a CPU.
-
 Run it:
     python playground/data_parallel.py                   # all GPUs of this machine
     python playground/data_parallel.py --by hand -g 2    # two replicas, also on a CPU
 
-It prints the numbers of single_gpu.py, up to rounding, for any number of replicas (times differ):
+It prints the same numbers as `single_gpu.py`, up to rounding, for any number of replicas (times
+differ):
     epoch 1/3  loss 0.3960  train 88.26%  test 93.96%  0.52 s  115,200 images/s
+
+One line wraps the model in `nn.DataParallel`. In each step it copies the model from the first GPU
+to all others, and gives each GPU its part of the batch. One thread for each GPU computes the
+outputs, which are gathered on the first GPU, and `backward()` adds up the gradients there.
+
+Older code often uses `nn.DataParallel`, but it is obsolete, because `DistributedDataParallel`, with
+a process for each GPU, is faster. The threads of `nn.DataParallel` share one Python interpreter,
+its first GPU does more than the others, and the model is copied in every step.
+
+Without a GPU, `nn.DataParallel` does nothing: the model runs as in `single_gpu.py`. With --by hand,
+this file does the work itself, with a replica on each GPU or with any number of them on a CPU.
+
+Read the code down to the line "Unchanged from single_gpu.py". What stands below it you have read in
+that lesson, word for word. It is there so that the whole program is in one file.
 
 Try breaking it, in a copy (cp playground/data_parallel.py playground/broken.py):
   1. Print `list(model.state_dict())` at the end of train, and run it with --by hand. How do these
@@ -25,7 +28,8 @@ Try breaking it, in a copy (cp playground/data_parallel.py playground/broken.py)
   2. In `compute`, write `replica(part)` in place of `functional_call(...)`, and run it with --by
      hand. The loss no longer falls. Where are the gradients?
 
-The next lesson, manual_data_parallel.py, trains with one process for each GPU.
+Builds on: single_gpu.py
+The next lesson, `manual_data_parallel.py`, trains with one process for each GPU.
 """
 
 import copy
@@ -38,13 +42,13 @@ import torch
 from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, RandomSampler
+from tqdm import tqdm
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # find common/ from any folder
 from common import flags
-from common.data import fetch, loaders
-from common.guard_rails import check, explained
+from common.data import fetch, load, whole_batch
 from common.models import make_model
-from common.report import bar, epoch_line
 
 
 class Replicas(nn.Module):
@@ -90,6 +94,88 @@ class Replicas(nn.Module):
         return torch.cat([output.to(self.devices[0]) for output in outputs])
 
 
+def train(args):
+    """Let the model use several devices, and train."""
+    device = torch.device(args.device)
+    train_loader, test_loader = loaders(args)
+    torch.manual_seed(args.seed)
+    model = make_model(args).to(device)
+    # NEW: from here on, model(images) uses all devices. The training loop does not change.
+    if args.by == "hand":
+        model = Replicas(model, choose_devices(args))
+    elif args.device != "cpu":
+        model = nn.DataParallel(model, device_ids=list(range(args.gpus)))
+    else:
+        print("nn.DataParallel does nothing without a GPU: try --by hand -g 2", file=sys.stderr)
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
+    fit(model, optimizer, train_loader, test_loader, device, args)
+
+
+def choose_devices(args):
+    """Return the first GPUs, or the CPU as many times."""
+    if args.device == "cpu":
+        return ["cpu"] * args.gpus
+    return [f"{args.device}:{number}" for number in range(args.gpus)]
+
+
+def add_flags(parser):
+    """Add the flags that only this lesson has."""
+    add = parser.add_argument
+    gpus = max(1, torch.accelerator.device_count())
+    add("-g", "--gpus", type=flags.positive, default=gpus, help="replicas; default: one a GPU")
+    add("--by", choices=["torch", "hand"], default="torch", help="torch: nn.DataParallel")
+
+
+def main():
+    """Read the flags, make sure that the data is there, and train."""
+    parser = flags.training(__doc__)
+    add_flags(parser)
+    args = parser.parse_args()
+    parser.check_gpus(args.device, args.gpus, "-g")  # NEW: one line if there are too few
+    args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
+    train(args)
+
+
+# ---------- Unchanged from single_gpu.py ----------
+# You know what follows: loaders(), fit() and run_epoch(). Copy it, too.
+
+
+def loaders(args):
+    """Return a DataLoader of the training images, and one of the test images."""
+    dtype = torch.float64 if args.double else torch.float32
+    train_set, test_set = load(args.dataset, args.data_dir, dtype)
+    # These data sets return whole batches. For your own, leave collate_fn out, and set num_workers.
+    # A GPU copies from pinned memory while Python continues.
+    options = {"collate_fn": whole_batch, "pin_memory": args.device != "cpu"}
+    # An epoch leaves out the last batch, which is incomplete: MNIST's last 96 images.
+    sampler = RandomSampler(train_set, generator=torch.Generator())
+    train_loader = DataLoader(
+        train_set, args.batch_size, sampler=sampler, drop_last=True, **options
+    )
+    test_loader = DataLoader(test_set, 1000, **options)
+    return train_loader, test_loader
+
+
+def fit(model, optimizer, train_loader, test_loader, device, args):
+    """Train and test, and print one line for each epoch."""
+    for epoch in range(args.epochs):
+        # The order of the images differs from epoch to epoch, and is the same in each run.
+        train_loader.sampler.generator.manual_seed(args.seed + epoch)
+        start = time.perf_counter()
+        bar = tqdm(train_loader, leave=False, disable=None)  # shown in a terminal only
+        loss, correct, images = run_epoch(model, bar, device, optimizer)
+        seconds = time.perf_counter() - start
+        speed = len(train_loader) * args.batch_size / seconds
+        _, test_correct, test_images = run_epoch(model, test_loader, device)
+        digits = 12 if args.double else 4
+        print(
+            f"epoch {epoch + 1}/{args.epochs}  loss {loss / images:.{digits}f}"
+            f"  train {correct / images:.2%}  test {test_correct / test_images:.2%}"
+            f"  {seconds:.2f} s  {speed:,.0f} images/s",
+            flush=True,
+        )
+
+
 def run_epoch(model, loader, device, optimizer=None):
     """Train, or only test if there is no optimizer.
 
@@ -113,48 +199,6 @@ def run_epoch(model, loader, device, optimizer=None):
         sums[1] += (logits.argmax(dim=1) == labels).sum()
         sums[2] += len(labels)
     return sums.tolist()
-
-
-def train(args):
-    """Train and test, and print one line for each epoch."""
-    device = torch.device(args.device)
-    train_loader, test_loader = loaders(args)  # with the same batches as in single_gpu.py
-    torch.manual_seed(args.seed)
-    model = make_model(args).to(device)
-    # NEW: from here on, model(images) uses all devices. The training loop does not change.
-    if args.by == "hand":
-        numbers = range(args.gpus)
-        devices = [f"cuda:{number}" if args.device == "cuda" else "cpu" for number in numbers]
-        model = Replicas(model, devices)
-    elif args.device == "cuda":
-        model = nn.DataParallel(model, device_ids=list(range(args.gpus)))
-    else:
-        print("nn.DataParallel does nothing without a GPU: try --by hand -g 2", file=sys.stderr)
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
-
-    for epoch in range(args.epochs):
-        train_loader.sampler.set_epoch(epoch)  # single_gpu.py's order: see the next lesson
-        start = time.perf_counter()
-        trained = run_epoch(model, bar(train_loader), device, optimizer)
-        seconds = time.perf_counter() - start
-        tested = run_epoch(model, test_loader, device)
-        print(epoch_line(args, epoch, seconds, trained, tested), flush=True)
-
-
-@explained  # guard rail: explains errors
-def main():
-    """Read the flags, make sure that the data is there, and train."""
-    parser = flags.Parser(__doc__, parents=[flags.training()])
-    add = parser.add_argument
-    gpus = max(1, torch.cuda.device_count())
-    add("-g", "--gpus", type=int, default=gpus, help="replicas; default: one for each GPU")
-    add("--by", choices=["torch", "hand"], default="torch", help="torch: nn.DataParallel")
-    add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--batch_size", type=int, default=128, help="images in a step")
-    args = parser.parse_args()
-    check(parser, args)  # guard rail: refuses impossible flags
-    args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
-    train(args)
 
 
 if __name__ == "__main__":

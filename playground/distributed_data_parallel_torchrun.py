@@ -1,40 +1,41 @@
-r"""torchrun starts the ranks, and tells each of them its rank in environment variables.
-
-torchrun comes with PyTorch. It starts the processes of a node, and it sets variables in the
-environment of each process. init_process_group() reads four of them by itself: RANK, WORLD_SIZE,
-MASTER_ADDR and MASTER_PORT. The lesson reads two more: LOCAL_RANK selects the GPU, and GROUP_RANK
-is the number of the node. So this lesson starts no processes, and it has no flags for nodes,
-processes or addresses.
+r"""torchrun starts the ranks, and passes each its rank in environment variables.
 
 Run it on one node (--standalone makes torchrun choose a free port):
     torchrun --standalone --nproc-per-node 2 playground/distributed_data_parallel_torchrun.py
 
-Run it on two nodes, with the same command on both (run/torchrun_node.sh adds checks to it). Here
-"rdzv" is short for rendezvous. "c10d" is PyTorch's own rendezvous, which needs no other server. It
-numbers the nodes, so rank 0, whose output is shown, may be on either of them:
+It prints the same numbers as `single_gpu.py`, up to rounding (times differ):
+    2 ranks, gloo, cpu
+    epoch 1/3  loss 0.3961  train 88.27%  test 94.00%  1.12 s  53,396 images/s
+
+torchrun comes with PyTorch. It starts the processes of a node, and sets variables in the
+environment of each. `init_process_group` reads four of them: `RANK`, `WORLD_SIZE`, `MASTER_ADDR`
+and `MASTER_PORT`. `join` reads a fifth, `LOCAL_RANK`, which selects the GPU. So the lesson starts
+no processes itself, and it needs no flags for nodes, processes or addresses.
+
+On two nodes, run the same command on both (`run/torchrun_node.sh` adds checks to it). "rdzv" stands
+for rendezvous, and "c10d" for PyTorch's own, which needs no other server. It numbers the nodes, so
+rank 0, which prints, may be on either of them:
     torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d \
         --rdzv-endpoint <ip of node 0>:29500 playground/distributed_data_parallel_torchrun.py
 
-Run it in a single process, without torchrun (the guard rail `check` then sets the variables):
-    python playground/distributed_data_parallel_torchrun.py
+Before it starts, torchrun may warn that it sets `OMP_NUM_THREADS` to 1, so that each process uses
+one core of a CPU. To use more, put OMP_NUM_THREADS=4 in front of the command.
 
-It prints the table of ranks and the numbers of single_gpu.py, up to rounding (times will differ):
-    epoch 1/3  loss 0.3961  train 88.27%  test 94.00%  1.12 s  53,396 images/s
-
-torchrun may warn first that it sets OMP_NUM_THREADS to 1, so each process uses one core of a CPU.
-This replaces torch.set_num_threads of the lessons before. To use more cores, put OMP_NUM_THREADS=4
-in front of the command.
+This is the lesson to copy into a project of your own: it is complete, and `README.md` says what to
+replace. All later lessons have its functions below a line that names it.
 
 Try breaking it, in a copy:
   1. Write `assert rank == 0` after `rank, device = join(args)`. What does torchrun report, and what
      does it report if you also remove `@record`?
 
-Two programs in playground/exercises/ have a fault: fault_lost_connection.py and
-fault_missing_file.py.
+Now repair two programs in playground/exercises/: `fault_lost_connection.py` and
+`fault_missing_file.py`.
 
-The next lesson, distributed_data_parallel_resumable.py, resumes after a process has died.
+Builds on: distributed_data_parallel.py
+The next lesson, `distributed_data_parallel_resumable.py`, resumes after a process has died.
 """
 
+import math
 import os
 import sys
 import time
@@ -46,37 +47,106 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+from tqdm import tqdm
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # find common/ from any folder
 from common import flags
-from common.data import fetch, loaders
-from common.guard_rails import check, explained
+from common.data import fetch, load, whole_batch
 from common.models import make_model
-from common.report import RANKS, bar, epoch_line, rank_row
-from common.roll_call import meet
 
 
 def join(args):
-    """Join the process group and print the table of ranks. Returns this rank and its device."""
-    local_rank = int(os.environ["LOCAL_RANK"])  # NEW: torchrun has numbered the processes
-    if args.device == "cuda":
-        gpu = torch.device("cuda", local_rank)
-        device = gpu
-        backend = "nccl"
-        torch.cuda.set_device(gpu)  # otherwise every rank would also take memory on GPU 0
-    else:
-        gpu = None
-        device = torch.device("cpu")
-        backend = "gloo"
-    # NEW: the address, the rank and the world size come from the environment.
+    """Join the process group that torchrun describes. Returns this rank and its device."""
+    local_rank = int(os.environ["LOCAL_RANK"])  # NEW: torchrun has numbered this node's processes
+    device = torch.device(args.device)
+    gpu = None
+    if args.device != "cpu":
+        gpu = device = torch.device(args.device, local_rank)
+        torch.accelerator.set_device_index(gpu)  # otherwise all ranks would take memory on GPU 0
+    backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA's GPUs, gloo for CPUs
+    # NEW: the address, the rank and the world size are in the environment.
     dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=gpu)
     rank = dist.get_rank()
-    node = os.environ.get("GROUP_RANK", "0")  # NEW: torchrun's number of this node
-    rows = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, rank_row(node, rank, local_rank, device))
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, vars(args))
+    for flag in vars(args).keys() - {"data_dir"}:
+        values = {str(each[flag]) for each in everyone}
+        if len(values) > 1:
+            dist.destroy_process_group()
+            raise ValueError(f"the nodes differ in --{flag}: {', '.join(sorted(values))}")
     if rank == 0:
-        print(RANKS, *rows, sep="\n", flush=True)
+        print(f"{len(everyone)} ranks, {backend}, {args.device}", flush=True)
     return rank, device
+
+
+@record  # NEW: writes the traceback of an error to a file, and torchrun's report shows it
+def main():
+    """Read the flags, make sure that the data is there, and train as one of the ranks."""
+    parser = flags.ranks(__doc__)
+    add_flags(parser)
+    args = parser.parse_args()
+    parser.check_torchrun(args)  # NEW: torchrun runs this script once for each rank
+    check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
+    # Before there is a group: the ranks of a node take turns, and the first one downloads.
+    args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
+    train(args)
+
+
+def train(args):
+    """Train as one of the ranks that torchrun has started."""
+    rank, device = join(args)
+    train_loader, test_loader = loaders(args, rank, dist.get_world_size())
+    torch.manual_seed(args.seed)
+    model = make_model(args).to(device)
+    model = DistributedDataParallel(model)
+    torch.manual_seed(args.seed + rank)  # dropout, if there is any, must differ between ranks
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
+    fit(model, optimizer, train_loader, test_loader, device, args)
+    # DDP refers to the group, so delete DDP first. Otherwise the process may hang.
+    del model
+    dist.destroy_process_group()
+
+
+def loaders(args, rank, world_size):
+    """Return a DataLoader of this rank's training images, and one of its test images."""
+    dtype = torch.float64 if args.double else torch.float32
+    train_set, test_set = load(args.dataset, args.data_dir, dtype)
+    # These data sets return whole batches. For your own, leave collate_fn out, and set num_workers.
+    options = {"collate_fn": whole_batch, "pin_memory": args.device != "cpu"}
+    # Each rank gets its own part of every global batch. All parts have the same size.
+    sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
+    per_rank_batch = args.batch_size // world_size
+    train_loader = DataLoader(train_set, per_rank_batch, sampler=sampler, drop_last=True, **options)
+    # Each test image counts once. (DistributedSampler would repeat some to make the parts equal.)
+    # All ranks have equally many test batches, because FSDP and others send messages in forward().
+    batches = torch.arange(len(test_set)).tensor_split(math.ceil(len(test_set) / 1000))
+    own_batches = [batch[rank::world_size].tolist() for batch in batches]
+    test_loader = DataLoader(test_set, batch_sampler=own_batches, **options)
+    return train_loader, test_loader
+
+
+def fit(model, optimizer, train_loader, test_loader, device, args):
+    """Train and test, and print one line for each epoch."""
+    rank = dist.get_rank()
+    for epoch in range(args.epochs):
+        train_loader.sampler.set_epoch(epoch)  # a new order, the same on all ranks
+        start = time.perf_counter()
+        bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)
+        loss, correct, images = run_epoch(model, bar, device, optimizer)
+        seconds = time.perf_counter() - start
+        speed = len(train_loader) * args.batch_size / seconds
+        # A wrapper such as DDP may send messages in forward(), so test the model that it wraps.
+        plain = getattr(model, "module", model)
+        _, test_correct, test_images = run_epoch(plain, test_loader, device)
+        if rank == 0:
+            digits = 12 if args.double else 4
+            print(
+                f"epoch {epoch + 1}/{args.epochs}  loss {loss / images:.{digits}f}"
+                f"  train {correct / images:.2%}  test {test_correct / test_images:.2%}"
+                f"  {seconds:.2f} s  {speed:,.0f} images/s",
+                flush=True,
+            )
 
 
 def run_epoch(model, loader, device, optimizer=None):
@@ -105,46 +175,13 @@ def run_epoch(model, loader, device, optimizer=None):
     return sums.tolist()
 
 
-def train(args):
-    """Train and test, and print one line for each epoch."""
-    rank, device = join(args)
-    meet(args)  # guard rail: stops if the ranks have different flags
-    train_loader, test_loader = loaders(args, rank, dist.get_world_size())
-    torch.manual_seed(args.seed)
-    model = make_model(args).to(device)
-    model = DistributedDataParallel(model)
-    torch.manual_seed(args.seed + rank)
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
-
-    for epoch in range(args.epochs):
-        train_loader.sampler.set_epoch(epoch)
-        start = time.perf_counter()
-        progress = bar(train_loader, show=rank == 0)
-        trained = run_epoch(model, progress, device, optimizer)
-        seconds = time.perf_counter() - start
-        tested = run_epoch(model.module, test_loader, device)
-        if rank == 0:
-            print(epoch_line(args, epoch, seconds, trained, tested), flush=True)
-    # DDP refers to the group, so delete DDP first. Otherwise the process may hang.
-    del model
-    dist.destroy_process_group()
+def add_flags(parser):
+    """Add the flags that only this lesson has: none."""
 
 
-@explained  # guard rail: explains errors
-@record  # NEW: writes the traceback of an error to a file, and torchrun's report shows it
-def main():
-    """Read the flags, make sure that the data is there, and train as one of the ranks."""
-    parser = flags.Parser(__doc__, parents=[flags.training()])
-    add = parser.add_argument
-    add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--timeout", type=int, default=60, help="seconds to wait for another rank")
-    add("--batch_size", type=int, default=128, help="images in a step, over all ranks")
-    args = parser.parse_args()
-    check(parser, args)  # guard rail: refuses impossible flags; without torchrun it sets RANK, ...
-    # NEW: all ranks of a node call fetch() before there is a group. A file lock lets one of them
-    # download the data, and the others find it on disk.
-    args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
-    train(args)
+def check_flags(parser, args, world_size):
+    """Refuse flags that do not fit the number of ranks."""
+    parser.check_batch(args.batch_size, world_size)
 
 
 if __name__ == "__main__":

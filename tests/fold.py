@@ -1,0 +1,63 @@
+"""Write what stands below the folds. This carries a change of a frame into all lessons:
+
+    python tests/fold.py
+
+A lesson that repeats functions of an earlier one has them below two lines, which name the earlier
+lesson and the functions:
+
+    # ---------- Unchanged from single_gpu.py ----------
+    # You know what follows: fit(), run_epoch() and main(). Copy it, too.
+
+To give a lesson a fold, write these two lines at its end, and run this script.
+"""
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+PLAYGROUND = Path(__file__).resolve().parents[1] / "playground"
+FOLD = re.compile(r"^# -{10} Unchanged from (\w+\.py) -{10}\n((?:# .*\n)+)", re.M)
+END = 'if __name__ == "__main__":\n    main()\n'
+
+
+def definitions(text: str) -> dict[str, str]:
+    """Return the functions and classes of a lesson by name, without NEW marks."""
+    lines = text.splitlines()
+    found = {}
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+            part = "\n".join(lines[first - 1 : node.end_lineno])
+            # A comment on lines of its own begins with a capital again.
+            capital = re.compile(r"^( *# )NEW: (\w)", re.M)
+            part = capital.sub(lambda mark: mark[1] + mark[2].upper(), part)
+            found[node.name] = part.replace("# NEW: ", "# ")
+    return found
+
+
+def folded(text: str) -> str:
+    """Return a lesson with what its fold names, as the earlier lesson has it.
+
+    Raises:
+        KeyError: the earlier lesson has no such function.
+    """
+    fold = FOLD.search(text)
+    if fold is None:
+        return text
+    parts = definitions((PLAYGROUND / fold[1]).read_text())
+    below = [parts[name] for name in re.findall(r"(\w+)\(\)", fold[2])]
+    return text[: fold.end()] + "\n\n" + "\n\n\n".join([*below, END])
+
+
+def main() -> None:
+    """Write the folds of the lessons that were given, or of all lessons."""
+    for path in map(Path, sys.argv[1:] or sorted(map(str, PLAYGROUND.glob("*.py")))):
+        text = path.read_text()
+        if folded(text) != text:
+            path.write_text(folded(text))
+            print(path)
+
+
+if __name__ == "__main__":
+    main()
