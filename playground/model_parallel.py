@@ -1,51 +1,39 @@
-"""Model parallelism: one model on two devices, with and without pipelining.
-
-A model that is too large for one GPU can be split. This lesson puts its first half, stage1, on one
-GPU and its second half, stage2, on another. The output of stage1 (the activations) is copied to the
-second GPU, and the gradient of the activations is copied back. This saves memory, not time, because
-one GPU always waits for the other.
-
-With --pipelined, each batch is split into smaller parts, the micro-batches. The first GPU computes
-a micro-batch while the second GPU computes the one before. A single process can do this, because
-each GPU works through a queue of operations, which CUDA calls a stream. Python only puts operations
-into the queues and does not wait for their results.
-
-How long does each GPU wait? Suppose that every stage takes one turn for a micro-batch, and that
-messages take no time. With p stages and m micro-batches, the last stage starts p - 1 turns after
-the first one. So the forward passes take m + p - 1 turns. Each GPU computes in m of them and is
-idle in p - 1 of them, which is (p-1)/(m+p-1) of the time. The same holds for the backward passes.
-This idle part of the time is called the bubble (GPipe, https://arxiv.org/abs/1811.06965).
+"""Model parallelism: the first half of a model on one device, the second half on another.
 
 Run it:
     python playground/model_parallel.py
-    python playground/model_parallel.py --pipelined --micro_batches 8 --plot timeline.png
-    python playground/model_parallel.py --devices cuda:0 cpu
 
-It uses two GPUs if there are two. Otherwise both stages are on one device, so pipelining only adds
-work.
-
-It prints the same numbers as single_gpu.py (times will differ):
+It prints the same numbers as `single_gpu.py`, up to rounding (times differ):
     stage1 on cpu, stage2 on cpu
     epoch 1/3  loss 0.3960  train 88.26%  test 93.96%  0.55 s  109,000 images/s
 
-It ends with a timeline of one step. A digit is the forward pass of the micro-batch with that
-number, a letter is its backward pass (a: micro-batch 0), and a dot means waiting. Autograd goes
-backwards, so the last micro-batch comes first. This is a CPU, with --pipelined --micro_batches 4
---width 1024 --batch_size 512. Only one stage computes at a time:
-   stage1 |00..1..2222....3333..............dddddddd.........cccccccccc.....bbbbbbbb.......aaaaaaaa|
-   stage2 |..00.11....2222....3333.....ddddd........cccccccc...........bbbbb.........aaaa..........|
-On two GPUs, the stages can overlap. Without the cost of messages, a timeline would look like this:
-    stage1 |000111222333......dddcccbbbaaa|
-    stage2 |...000111222333dddcccbbbaaa...|
+With two GPUs, each gets a half. Otherwise both halves are on one device. If you have one GPU, the
+second half can be on the CPU:
+    python playground/model_parallel.py --devices cuda:0 cpu
 
-Try breaking it, in a copy (cp playground/model_parallel.py playground/broken.py):
-  1. Leave out `.to(devices[1])` after stage1. What does PyTorch say with two GPUs, and why does it
-     say nothing if there is only the CPU?
-  2. In run_epoch, split logits and labels with tensor_split, as forward splits the images. Then add
-     up the mean losses of the micro-batches. How many times too large are the gradients, and why
-     does Adam hardly react to that?
+The halves are called stages. The output of `stage1` (the activations) is copied to the second GPU,
+and its gradient is copied back. So a model can be larger than a GPU, but it trains no faster,
+because each GPU waits while the other one computes. In this drawing, time runs to the right. A 0 is
+the forward pass of a batch, an a is its backward pass, and a dot means waiting:
+    stage1 |0000........aaaa|
+    stage2 |....0000aaaa....|
 
-The next lesson, manual_pipeline.py, has a process for each stage.
+With --pipelined, each batch is split into smaller parts, the micro-batches. The first GPU computes
+micro-batch 1 while the second GPU computes micro-batch 0. Here the digits are the forward passes of
+four micro-batches, and the letters are their backward passes. Autograd begins with the last one:
+    stage1 |0123..dcba|
+    stage2 |.0123dcba.|
+
+The losses stay the same. On two GPUs, compare the images/s. On one device, nothing can overlap.
+
+Try breaking it, in a copy:
+  1. Leave out `.to(self.devices[1])` after `stage1`. What does PyTorch say with two GPUs, and why
+     does it say nothing if there is only the CPU?
+  2. In `run_epoch()`, split logits and labels with `tensor_split`, and add up the mean losses of
+     the micro-batches. How many times too large are the gradients, and why does Adam hardly react?
+
+Builds on: single_gpu.py
+The next lesson, `manual_pipeline.py`, has a process for each stage.
 """
 
 import sys
@@ -54,32 +42,143 @@ from pathlib import Path
 
 import torch
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, RandomSampler
+from tqdm import tqdm
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # find common/ from any folder
 from common import flags
-from common.data import fetch, loaders
-from common.guard_rails import check, explained
+from common.data import fetch, load, whole_batch
 from common.models import make_model
-from common.report import bar, epoch_line
-from measure.timeline import show, watch_modules
 
 
-def forward(model, images, devices, micro_batches):
-    """Run both stages, each on its own device. Returns the logits, (N, 10), on the second one."""
-    images = images.to(devices[0], non_blocking=True)
-    logits = []
-    # NEW: without pipelining, there is one micro-batch, the whole batch. On GPUs, Python only
-    # queues the operations in this loop. So the first GPU can compute the next micro-batch while
-    # the second GPU computes this one.
-    for micro_batch in images.tensor_split(micro_batches):
-        activations = model.stage1(micro_batch).to(devices[1])
-        logits.append(model.stage2(activations))
-    # The loss is computed once for the whole batch, so micro-batches do not change the gradients.
-    # (Batch norm would, because it uses the mean of a micro-batch.)
-    return torch.cat(logits)
+class TwoStages(torch.nn.Module):
+    """A model whose two stages are on two devices."""
+
+    def __init__(self, model, devices, micro_batches):
+        super().__init__()
+        self.devices = devices
+        self.micro_batches = micro_batches
+        # NEW: each stage has a device of its own.
+        self.stage1 = model.stage1.to(devices[0])
+        self.stage2 = model.stage2.to(devices[1])
+
+    def forward(self, images):
+        """Take images on the first device. Return the logits, (N, 10), on the same device."""
+        logits = []
+        # NEW: calls on a GPU are asynchronous. This loop only puts operations into the queues of
+        # the two GPUs (CUDA calls them streams), and does not wait for results. So the first GPU
+        # can compute the next micro-batch while the second GPU computes this one.
+        #
+        # How long does each GPU wait? Suppose that a stage takes one turn for a micro-batch, and
+        # that copies take no time. With p stages and m micro-batches, the last stage starts p - 1
+        # turns after the first one, so the forward passes take m + p - 1 turns. Each GPU computes
+        # in m of them, and waits in p - 1. The same holds for the backward passes. So a GPU waits
+        # for (p-1)/(m+p-1) of the time: here 1/5 with four micro-batches, and 1/2 with one. This
+        # is the bubble of a pipeline (GPipe, https://arxiv.org/abs/1811.06965).
+        for micro_batch in images.tensor_split(self.micro_batches):
+            activations = self.stage1(micro_batch).to(self.devices[1])
+            logits.append(self.stage2(activations))
+        # NEW: run_epoch() computes the loss on the first device, and once for the whole batch, so
+        # micro-batches do not change the gradients. (Batch norm would, because it uses the mean of
+        # a micro-batch.) In backward(), autograd copies gradients between devices by itself.
+        return torch.cat(logits).to(self.devices[0])
 
 
-def run_epoch(model, loader, devices, micro_batches, optimizer=None):
+def train(args):
+    """Put each stage on its device, and train."""
+    devices = choose_devices(args)
+    print(f"stage1 on {devices[0]}, stage2 on {devices[1]}", flush=True)
+    train_loader, test_loader = loaders(args)
+    torch.manual_seed(args.seed)
+    micro_batches = args.micro_batches if args.pipelined else 1
+    model = TwoStages(make_model(args), devices, micro_batches)  # NEW: on two devices
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
+    fit(model, optimizer, train_loader, test_loader, devices[0], args)
+
+
+def choose_devices(args):
+    """Return the devices of --devices. By default, these are two GPUs, if there are two."""
+    names = args.devices
+    if names is None and args.device != "cpu" and torch.accelerator.device_count() > 1:
+        names = [f"{args.device}:0", f"{args.device}:1"]
+    elif names is None:
+        names = [args.device, args.device]
+    return [torch.device(name) for name in names]
+
+
+def add_flags(parser):
+    """Add the flags that only this lesson has."""
+    add = parser.add_argument
+    names = ["cpu"]
+    if flags.accelerator() != "cpu":
+        for number in range(torch.accelerator.device_count()):
+            names.append(f"{flags.accelerator()}:{number}")
+    help = "for stage1 and stage2; default: two GPUs, if there are two"
+    add("--devices", nargs=2, choices=names, help=help)
+    add("--pipelined", action="store_true", help="split each batch into micro-batches")
+    help = "micro-batches in a batch, with --pipelined"
+    add("--micro_batches", type=flags.positive, default=4, help=help)
+
+
+def check_flags(parser, args):
+    """Refuse more micro-batches than a batch has images."""
+    count = args.micro_batches
+    if args.pipelined and count > args.batch_size:
+        most = f"a batch has {args.batch_size} images"
+        parser.error(f"--micro_batches {count}: {most}: use --micro_batches {args.batch_size}")
+
+
+def main():
+    """Read the flags, make sure that the data is there, and train."""
+    parser = flags.training(__doc__)
+    add_flags(parser)
+    args = parser.parse_args()
+    check_flags(parser, args)  # NEW: before anything starts
+    args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
+    train(args)
+
+
+# ---------- Unchanged from single_gpu.py ----------
+# You know what follows: loaders(), fit() and run_epoch(). Copy it, too.
+
+
+def loaders(args):
+    """Return a DataLoader of the training images, and one of the test images."""
+    dtype = torch.float64 if args.double else torch.float32
+    train_set, test_set = load(args.dataset, args.data_dir, dtype)
+    # These data sets return whole batches. For your own, leave collate_fn out, and set num_workers.
+    # A GPU copies from pinned memory while Python continues.
+    options = {"collate_fn": whole_batch, "pin_memory": args.device != "cpu"}
+    # An epoch leaves out the last batch, which is incomplete: MNIST's last 96 images.
+    sampler = RandomSampler(train_set, generator=torch.Generator())
+    train_loader = DataLoader(
+        train_set, args.batch_size, sampler=sampler, drop_last=True, **options
+    )
+    test_loader = DataLoader(test_set, 1000, **options)
+    return train_loader, test_loader
+
+
+def fit(model, optimizer, train_loader, test_loader, device, args):
+    """Train and test, and print one line for each epoch."""
+    for epoch in range(args.epochs):
+        # The order of the images differs from epoch to epoch, and is the same in each run.
+        train_loader.sampler.generator.manual_seed(args.seed + epoch)
+        start = time.perf_counter()
+        bar = tqdm(train_loader, leave=False, disable=None)  # shown in a terminal only
+        loss, correct, images = run_epoch(model, bar, device, optimizer)
+        seconds = time.perf_counter() - start
+        speed = len(train_loader) * args.batch_size / seconds
+        _, test_correct, test_images = run_epoch(model, test_loader, device)
+        digits = 12 if args.double else 4
+        print(
+            f"epoch {epoch + 1}/{args.epochs}  loss {loss / images:.{digits}f}"
+            f"  train {correct / images:.2%}  test {test_correct / test_images:.2%}"
+            f"  {seconds:.2f} s  {speed:,.0f} images/s",
+            flush=True,
+        )
+
+
+def run_epoch(model, loader, device, optimizer=None):
     """Train, or only test if there is no optimizer.
 
     Returns three sums over all images: the loss, the number classified correctly, the number of
@@ -87,96 +186,21 @@ def run_epoch(model, loader, devices, micro_batches, optimizer=None):
     """
     model.train(optimizer is not None)
     # The sums stay on the device. Reading them in each step would make Python wait for the GPU.
-    sums = torch.zeros(3, dtype=torch.float64, device=devices[1])
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
     for images, labels in loader:
-        labels = labels.to(devices[1], non_blocking=True)  # NEW: the loss is computed after stage2
+        images = images.to(device, non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
         with torch.set_grad_enabled(model.training):
-            logits = forward(model, images, devices, micro_batches)
+            logits = model(images)
             loss = F.cross_entropy(logits, labels)
         if optimizer is not None:
             optimizer.zero_grad()
-            loss.backward()  # NEW: autograd copies gradients between the devices by itself
+            loss.backward()
             optimizer.step()
         sums[0] += loss.detach() * len(labels)
         sums[1] += (logits.argmax(dim=1) == labels).sum()
         sums[2] += len(labels)
     return sums.tolist()
-
-
-def observe(model, images, labels, devices, micro_batches, plot):
-    """Show when each stage computes: first with the micro-batches, then with the whole batch."""
-    labels = labels.to(devices[1])
-
-    def step(count):
-        logits = forward(model, images, devices, count)
-        F.cross_entropy(logits, labels).backward()
-
-    stages = [model.stage1, model.stage2]
-    # The timelines. A key has the name of what runs the stages, and the number of micro-batches.
-    steps = {}
-    steps["one process", micro_batches] = watch_modules(stages, devices, step, micro_batches)
-    if micro_batches > 1:
-        steps["one process", 1] = watch_modules(stages, devices, step, 1)
-    show(steps, ["stage1", "stage2"], plot)
-    if devices[0] == devices[1]:
-        print(f"Both stages are on {devices[0]}, in one process, so nothing can overlap.")
-        print("With a process for each stage, the stages do overlap:")
-        print(
-            "torchrun --standalone --nproc-per-node 2 playground/pipeline_parallel.py", flush=True
-        )
-
-
-def train(args):
-    """Train and test, and print one line for each epoch. Then show when each stage computes."""
-    devices = [torch.device(name) for name in args.devices]
-    micro_batches = args.micro_batches if args.pipelined else 1
-    train_loader, test_loader = loaders(args)
-    torch.manual_seed(args.seed)
-    model = make_model(args)
-    model.stage1.to(devices[0])  # NEW: each stage has its own device
-    model.stage2.to(devices[1])
-    print(f"stage1 on {devices[0]}, stage2 on {devices[1]}", flush=True)
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
-
-    for epoch in range(args.epochs):
-        train_loader.sampler.set_epoch(epoch)
-        start = time.perf_counter()
-        progress = bar(train_loader)
-        trained = run_epoch(model, progress, devices, micro_batches, optimizer)
-        seconds = time.perf_counter() - start
-        tested = run_epoch(model, test_loader, devices, micro_batches)
-        print(epoch_line(args, epoch, seconds, trained, tested), flush=True)
-    images, labels = next(iter(train_loader))
-    observe(model, images, labels, devices, micro_batches, args.plot)
-
-
-@explained  # guard rail: explains errors
-def main():
-    """Read the flags, make sure that the data is there, and train."""
-    parser = flags.Parser(__doc__, parents=[flags.training()])
-    add = parser.add_argument
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    names = ["cpu"] + [f"cuda:{number}" for number in range(gpus)]
-    add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    add(
-        "--devices", nargs=2, choices=names, help="for stage1 and stage2; default: two GPUs, if any"
-    )
-    add("--pipelined", action="store_true", help="split each batch into micro-batches")
-    add("--micro_batches", type=int, default=4, help="micro-batches in a batch, with --pipelined")
-    add("--plot", metavar="PNG", help="draw the timeline into this file")
-    add("--batch_size", type=int, default=128, help="images in a step")
-    args = parser.parse_args()
-    if args.devices is None and args.device == "cuda" and gpus > 1:
-        args.devices = ["cuda:0", "cuda:1"]
-    elif args.devices is None:
-        args.devices = [args.device, args.device]
-    check(parser, args)  # guard rail: refuses impossible flags
-    most = args.batch_size
-    if args.pipelined and args.micro_batches > most:
-        wrong = f"--micro_batches {args.micro_batches}: a batch of {most} images has at most {most}"
-        parser.error(f"{wrong}: use --micro_batches {most}")
-    args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
-    train(args)
 
 
 if __name__ == "__main__":

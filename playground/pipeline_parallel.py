@@ -1,59 +1,43 @@
 r"""A pipeline with torch.distributed.pipelining, and four of its schedules.
 
-The previous lesson sends activations and gradients by hand. Here, PipelineStage does that: it sends
-what a stage has computed, and it receives what the stage needs. A schedule says when a rank
-computes which micro-batch. PyTorch has many schedules, and this lesson offers four:
+Run it, with one stage on each rank, and with two:
+    torchrun --standalone --nproc-per-node 2 playground/pipeline_parallel.py
+    torchrun --standalone --nproc-per-node 2 playground/pipeline_parallel.py \
+        --schedule Interleaved1F1B
 
-  GPipe                  computes all forward passes first, and then all backward passes
-                         (https://arxiv.org/abs/1811.06965).
-  1F1B                   (one forward, one backward) starts each backward pass as early as
-                         possible. So each of p ranks keeps the activations of at most p
-                         micro-batches, instead of all of them.
-  Interleaved1F1B        gives each rank two stages of half the size, so the ranks wait for a
-                         shorter time, but send more messages (https://arxiv.org/abs/2104.04473).
-  InterleavedZeroBubble  also splits each backward pass in two (https://arxiv.org/abs/2401.10241).
+Both print the same numbers as `single_gpu.py`, up to rounding (with --double all twelve digits
+agree). Then the second one shows what each rank keeps. The first layer has most of the parameters:
+    rank 0 keeps stages 0 and 2: 54,400 parameters
+    rank 1 keeps stages 1 and 3: 4,810 parameters
 
-A backward pass computes two gradients in each layer: of the layer's input, and of its parameters.
-Neither needs the other. The previous rank waits for the first, so it is computed at once. No rank
-waits for the second, so a rank computes it when it would otherwise be idle.
+`manual_pipeline.py` sends activations and gradients by hand. Here each stage is a `PipelineStage`,
+which sends and receives, and one of four schedules says when a rank computes which micro-batch:
 
-With p ranks and m micro-batches, the first two schedules leave each rank idle for (p-1)/(m+p-1) of
-the time, if messages take no time. The lesson measures this bubble after training, and counts the
-activations that each rank keeps. A stage of half the size counts as half a micro-batch.
+  GPipe                  computes all forward passes, then all backward passes. With p ranks and m
+                         micro-batches, a rank waits for (p-1)/(m+p-1) of the time: the bubble.
+  1F1B                   computes each backward pass as early as possible. The bubble is the same,
+                         but a rank keeps the activations of p micro-batches at most, instead of m.
+  Interleaved1F1B        gives each rank two stages of half the size. So the first micro-batch
+                         reaches the last rank in half the time, which makes the bubble about half
+                         as large, for twice as many messages (https://arxiv.org/abs/2104.04473).
+  InterleavedZeroBubble  also splits each backward pass in two. The previous rank waits only for the
+                         gradient of a stage's input, so the gradients of the parameters are
+                         computed later, when a rank would wait (https://arxiv.org/abs/2401.10241).
 
-Run it:
-    torchrun --standalone --nproc-per-node 2 playground/pipeline_parallel.py --width 512 \
-        --layers 8 --batch_size 1024
-    torchrun --standalone --nproc-per-node 2 playground/pipeline_parallel.py --schedule 1F1B \
-        --plot timeline.png
+Try breaking it, in a copy:
+  1. Leave out `, target=labels` in `self.schedule.step(...)`. Which rank fails, and why only that
+     one?
+  2. Try --micro_batches 2, 4, 16 and 64. The bubble of the formula shrinks. Do the images/s rise?
 
-Run it on two nodes, with this command on both:
-    NODE0=<ip of node 0> run/torchrun_node.sh playground/pipeline_parallel.py
-
-It prints the table of ranks, the numbers of single_gpu.py, and a timeline of one step, as
-manual_pipeline.py does. With InterleavedZeroBubble, a capital letter is the second part of a
-backward pass. With GPipe, an ideal timeline looks like this:
-    rank 0 |000111222333444555666777......aaabbbcccdddeeefffggghhh|
-    rank 1 |...000111222333444555666777aaabbbcccdddeeefffggghhh...|
-
-With 4 ranks and 8 micro-batches, it counts that rank 0 keeps the activations of 8 micro-batches
-with GPipe, of 4 with 1F1B and InterleavedZeroBubble, and of 5.5 with Interleaved1F1B. A step with
-one micro-batch follows for comparison. PyTorch's GPipe needs a micro-batch for each rank, so this
-step runs LoopedBFS, a schedule with the same order.
-
-Try breaking it, in a copy (cp playground/pipeline_parallel.py playground/broken.py):
-  1. Leave out `, target=filled_labels` after `schedule.step(*inputs`. Which rank fails, and why
-     only that one?
-  2. Try --micro_batches 2, 4, 16 and 64. The bubble of the formula shrinks. Does the measured
-     bubble shrink, too, and does the step become faster?
-
-The next lesson, tensor_parallel.py, splits linear layers instead of the list of layers.
+Builds on: manual_pipeline.py
+The next lesson, `tensor_parallel.py`, splits linear layers instead of the list of layers.
 """
 
 import os
 import sys
 import time
 from datetime import timedelta
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -63,20 +47,83 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
+from tqdm import tqdm
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # find common/ from any folder
 from common import flags
-from common.data import fetch, loaders, whole_batch
-from common.guard_rails import check, explained
+from common.data import fetch, loaders
 from common.models import make_layers
-from common.report import RANKS, bar, epoch_line, rank_row
-from common.roll_call import meet
-from measure.timeline import show, watch
 
-# If a run with two stages on each rank hangs on GPUs, set TORCH_DISTRIBUTED_PIPELINE_PER_EDGE_P2P=1
-# in the environment (in PyTorch 2.14: PER_DIRECTION instead of PER_EDGE). Messages in one direction
-# then do not wait for those in the other.
 STAGES_PER_RANK = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "InterleavedZeroBubble": 2}
+
+
+class Pipeline(torch.nn.Module):
+    """The stages of this rank, and a schedule that runs them together with those of other ranks.
+
+    Args:
+        parts: all stages of the model. This rank keeps one of them, or two.
+        device: of this rank.
+        name: of the schedule.
+        micro_batches: in a batch.
+    """
+
+    def __init__(self, parts, device, name, micro_batches):
+        super().__init__()
+        # NEW: of p ranks, rank r keeps stage r, or the stages r and r + p. So every stage sends its
+        # output to the next rank, and the last rank sends that of stage p - 1 to rank 0.
+        self.numbers = range(dist.get_rank(), len(parts), dist.get_world_size())
+        self.stages = torch.nn.ModuleList(parts[number] for number in self.numbers)
+        self.stages.to(device)
+        self.connected = []
+        for number, stage in zip(self.numbers, self.stages, strict=True):
+            self.connected.append(PipelineStage(stage, number, len(parts), device))
+        # NEW: the loss of a micro-batch is the mean over its images. A schedule adds the gradients
+        # of all micro-batches, and divides the sum by their number. Because micro-batches have
+        # equal sizes, the result is the gradient of the mean over the batch.
+        schedule_class = schedules.get_schedule_class(name)
+        if issubclass(schedule_class, schedules.PipelineScheduleMulti):
+            self.schedule = schedule_class(self.connected, micro_batches, F.cross_entropy)
+        else:
+            self.schedule = schedule_class(self.connected[0], micro_batches, F.cross_entropy)
+
+    def forward(self, images, labels):
+        """Compute a batch, and in training its gradients, too. Only the last rank returns logits.
+
+        All ranks have the whole batch. The first rank computes with the images, and the last one
+        with the labels.
+        """
+        # NEW: rank 0 has the first stage, which takes images. All others receive activations.
+        inputs = [images] if dist.get_rank() == 0 else []
+        if self.training:
+            return self.schedule.step(*inputs, target=labels)  # forward and backward passes
+        return self.schedule.eval(*inputs, target=labels)
+
+
+def train(args):
+    """Train a model whose layers are spread over the ranks, and show what each rank keeps."""
+    rank, device = join(args)
+    train_loader, test_loader = same_size_loaders(args)  # NEW: all ranks read the same batches
+    # The same seed on all ranks, because each keeps some stages of the same random parameters.
+    torch.manual_seed(args.seed)
+    count = dist.get_world_size() * STAGES_PER_RANK[args.schedule]
+    model = Pipeline(cut(make_layers(args), count), device, args.schedule, args.micro_batches)
+    torch.manual_seed(args.seed + rank)  # dropout, if there is any, must differ between ranks
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
+    connect(model, train_loader, device)
+    fit(model, optimizer, train_loader, test_loader, device, args)
+    show_stages(model)
+    dist.destroy_process_group()
+
+
+def cut(layers, count):
+    """Cut an nn.Sequential into stages, as in manual_pipeline.py."""
+    starts = possible_starts(layers)
+    inner = [starts[number * len(starts) // count] for number in range(1, count)]
+    stages = [layers[start:end] for start, end in pairwise([0, *inner, len(layers)])]
+    in_stages = sum(len(list(stage.parameters())) for stage in stages)
+    if in_stages > len(list(layers.parameters())):
+        raise ValueError("two stages share a parameter, and each rank would train its own copy")
+    return stages
 
 
 def possible_starts(layers):
@@ -91,169 +138,172 @@ def possible_starts(layers):
     return starts
 
 
-def cut(layers, count):
-    """Cut an nn.Sequential into stages, as in manual_pipeline.py. They must share no parameter."""
-    starts = possible_starts(layers)
-    inner = [starts[number * len(starts) // count] for number in range(1, count)]
-    return [layers[start:end] for start, end in pairwise([0, *inner, len(layers)])]
+def same_size_loaders(args):
+    """Return loaders of whole batches, those for testing of the same size as those for training.
+
+    The stages take batches of one size only, so the last test batch is filled up.
+    """
+    train_loader, test_loader = loaders(args)
+    filled = partial(fill, args.batch_size)
+    return train_loader, DataLoader(test_loader.dataset, args.batch_size, collate_fn=filled)
 
 
-def pipeline(parts, device, name, micro_batches):
-    """Move the stages of this rank to its device, and make a schedule that runs them."""
-    stages = []
-    # NEW: with p ranks and two stages on each rank, rank 0 has stages 0 and p. So each stage sends
-    # its output to the next rank, and the last rank sends to rank 0. Before the first step, PyTorch
-    # runs each stage once on meaningless numbers, in order to learn the shape of its output.
-    for number in range(dist.get_rank(), len(parts), dist.get_world_size()):
-        part = parts[number].to(device)
-        stages.append(PipelineStage(part, number, len(parts), device))
-    # NEW: the loss of a micro-batch is the mean over its images. The schedule adds the gradients of
-    # all micro-batches and divides the sum by the number of micro-batches. Because micro-batches
-    # have equal sizes, the result is the gradient of the mean over the whole batch.
-    schedule_class = schedules.get_schedule_class(name)
-    if issubclass(schedule_class, schedules.PipelineScheduleMulti):
-        schedule = schedule_class(stages, micro_batches, F.cross_entropy)
-    else:
-        schedule = schedule_class(stages[0], micro_batches, F.cross_entropy)
-    return schedule, stages
+def fill(batch_size, batch):
+    """Add images to a batch until it has this size. They have the label -100."""
+    images, labels = batch
+    missing = batch_size - len(labels)
+    more_images = images.new_zeros(missing, *images.shape[1:])
+    more_labels = labels.new_full((missing,), -100)  # cross_entropy leaves this label out
+    return torch.cat([images, more_images]), torch.cat([labels, more_labels])
 
 
-def fill(tensor, batch_size):
-    """Add zeros to the end of a batch, until it has this size."""
-    missing = batch_size - len(tensor)
-    zeros = tensor.new_zeros(missing, *tensor.shape[1:])
-    return torch.cat([tensor, zeros])
+def connect(model, train_loader, device):
+    """Run a step in advance, only for a bug of PyTorch 2.9. Newer versions do not need it.
+
+    At the start of the first step, version 2.9 sends an int64, and its receiver has a tensor of the
+    default dtype. float64 has as many bytes. The gradients of this step are dropped, but batch norm
+    would count its batch. https://github.com/pytorch/pytorch/pull/165539
+    """
+    images, labels = next(iter(train_loader))
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        model(images.to(device), labels.to(device))
+    finally:
+        torch.set_default_dtype(before)
+    model.zero_grad()
 
 
-def join(args):
-    """Join the process group and print the table of ranks. Returns this rank and its device."""
-    local_rank = int(os.environ["LOCAL_RANK"])
-    if args.device == "cuda":
-        gpu = torch.device("cuda", local_rank)
-        device = gpu
-        backend = "nccl"
-        torch.cuda.set_device(gpu)  # otherwise every rank would also take memory on GPU 0
-    else:
-        gpu = None
-        device = torch.device("cpu")
-        backend = "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=gpu)
-    rank = dist.get_rank()
-    node = os.environ.get("GROUP_RANK", "0")
-    rows = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, rank_row(node, rank, local_rank, device))
-    if rank == 0:
-        print(RANKS, *rows, sep="\n", flush=True)
-    return rank, device
-
-
-def run_epoch(layers, schedule, loader, device, batch_size, optimizer=None):
+def run_epoch(model, loader, device, optimizer=None):
     """Train, or only test if there is no optimizer.
 
     Returns three sums over all images: the loss, the number classified correctly, the number of
     images.
     """
-    training = optimizer is not None
-    layers.train(training)
+    model.train(optimizer is not None)
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     for images, labels in loader:
         images = images.to(device, non_blocking=True)
         labels = labels.to(device, non_blocking=True)
-        # NEW: the stages take batches of one size only, and the last test batch may be smaller.
-        filled_images = fill(images, batch_size)
-        filled_labels = fill(labels, batch_size)
-        # NEW: rank 0 has the first stage, which takes images. All other stages receive activations.
-        inputs = [filled_images] if dist.get_rank() == 0 else []
-        if training:
+        if optimizer is not None:
             optimizer.zero_grad()
-            # NEW: computes the forward and backward passes of all micro-batches
-            outputs = schedule.step(*inputs, target=filled_labels)
+        with torch.set_grad_enabled(model.training):
+            logits = model(images, labels)
+        if optimizer is not None:
             optimizer.step()
-        else:
-            with torch.no_grad():
-                outputs = schedule.eval(*inputs, target=filled_labels)
-        if outputs is not None:  # only the last rank has the logits
-            logits = outputs[: len(labels)].detach()
+        if logits is not None:
+            logits = logits.detach()
             sums[0] += F.cross_entropy(logits, labels, reduction="sum")
             sums[1] += (logits.argmax(dim=1) == labels).sum()
-            sums[2] += len(labels)
+            sums[2] += (labels >= 0).sum()  # NEW: without the images that fill() has added
     dist.all_reduce(sums)
     return sums.tolist()
 
 
-def train(args):
-    """Train and test, and print one line for each epoch. Then show when each rank computes."""
-    rank, device = join(args)
-    meet(args)  # guard rail: compares the flags of the ranks
-    world_size = dist.get_world_size()
-    train_loader, test_loader = loaders(args)
-    # NEW: the stages take batches of one size only, so test batches get the size of training ones.
-    test_loader = DataLoader(test_loader.dataset, args.batch_size, collate_fn=whole_batch)
-    torch.manual_seed(args.seed)
-    layers = make_layers(args)
-    # A bug of PyTorch 2.9: a stage receives int64 in a buffer of the default dtype. float64 has 8
-    # bytes, too. The model exists already, so its dtype stays. Newer versions do not need this.
-    torch.set_default_dtype(torch.float64)  # https://github.com/pytorch/pytorch/pull/165539
-    parts = cut(layers, world_size * STAGES_PER_RANK[args.schedule])
-    schedule, stages = pipeline(parts, device, args.schedule, args.micro_batches)
-    # The parameters of the other ranks get no gradients here, so Adam leaves them out.
-    optimizer = torch.optim.Adam(layers.parameters(), lr=args.lr, eps=1e-6, fused=True)
-
-    for epoch in range(args.epochs):
-        train_loader.sampler.set_epoch(epoch)
-        start = time.perf_counter()
-        progress = bar(train_loader, show=rank == 0)
-        trained = run_epoch(layers, schedule, progress, device, args.batch_size, optimizer)
-        seconds = time.perf_counter() - start
-        tested = run_epoch(layers, schedule, test_loader, device, args.batch_size)
-        if rank == 0:
-            print(epoch_line(args, epoch, seconds, trained, tested), flush=True)
-    images, labels = next(iter(train_loader))
-    shown = watch(schedule, stages, images, labels)
-    # NEW: for comparison, a step with a single micro-batch, in which only one rank computes at any
-    # time. With one stage on each rank, LoopedBFS has the order of GPipe.
-    parts = cut(layers, world_size)
-    schedule, stages = pipeline(parts, device, "LoopedBFS", 1)
-    alone = watch(schedule, stages, images, labels)
-    steps = {(args.schedule, args.micro_batches): shown, ("LoopedBFS", 1): alone}
-    if rank == 0:
-        show(steps, [f"rank {number}" for number in range(world_size)], args.plot)
-    dist.destroy_process_group()
+def show_stages(model):
+    """Print what each rank keeps."""
+    name = "stage" if len(model.numbers) == 1 else "stages"
+    numbers = " and ".join(str(number) for number in model.numbers)
+    kept = sum(parameter.numel() for parameter in model.parameters())
+    rows = [None] * dist.get_world_size()
+    row = f"rank {dist.get_rank()} keeps {name} {numbers}: {kept:,} parameters"
+    dist.all_gather_object(rows, row)
+    if dist.get_rank() == 0:
+        print(*rows, sep="\n", flush=True)
 
 
-@explained  # guard rail: explains errors
-@record  # torchrun's report then shows the error of the rank that failed first
-def main():
-    """Read the flags, make sure that the data is there, and train as one of the ranks."""
-    parser = flags.Parser(__doc__, parents=[flags.training(), flags.ranks()])
+def add_flags(parser):
+    """Add the flags that only this lesson has."""
     add = parser.add_argument
     add("--schedule", choices=STAGES_PER_RANK, default="GPipe")
-    add("--micro_batches", type=int, default=8, help="micro-batches in a batch")
-    add("--plot", metavar="PNG", help="draw the timeline into this file")
-    args = parser.parse_args()
-    check(parser, args, replicas=1)  # guard rail: refuses impossible flags
-    world_size = int(os.environ["WORLD_SIZE"])
-    if world_size == 1:
-        args.schedule = "GPipe"  # the other schedules need several ranks
+    add("--micro_batches", type=flags.positive, default=8, help="micro-batches in a batch")
+
+
+def check_flags(parser, args, world_size):
+    """Refuse what a schedule cannot run. Micro-batches divide the batch, and ranks do not."""
     count = args.micro_batches
+    several = STAGES_PER_RANK[args.schedule] > 1
+    if several and world_size == 1:
+        parser.error(f"--schedule {args.schedule} needs 2 ranks or more")
     stages = world_size * STAGES_PER_RANK[args.schedule]
-    with torch.device("meta"):  # without memory
-        starts = possible_starts(make_layers(args))
-    if stages > len(starts):
-        few = f"{stages} stages are too many for {len(starts)} layers with parameters"
+    with torch.device("meta"):  # layers without memory
+        most = len(possible_starts(make_layers(args)))
+    if stages > most:
+        few = f"{stages} stages, but only {most} layers have parameters"
         parser.error(f"{few}: start fewer processes, or use a larger --layers")
-    nearest = max(1, round(count / world_size)) * world_size
-    wrong = ""
-    if STAGES_PER_RANK[args.schedule] == 2 and count % world_size:
+    near = max(1, round(count / world_size)) * world_size
+    if several and count % world_size:
         wrong = f"{args.schedule} needs a multiple of {world_size}, the number of ranks"
-    elif count < world_size:
-        wrong = f"{args.schedule} needs at least {world_size}, one for each rank"
-    if wrong:
-        parser.error(f"--micro_batches {count}: {wrong}: use --micro_batches {nearest}")
+        parser.error(f"--micro_batches {count}: {wrong}: use --micro_batches {near}")
+    if count < world_size:
+        wrong = f"{args.schedule} needs one for each rank"
+        parser.error(f"--micro_batches {count}: {wrong}: use --micro_batches {near}")
     if args.batch_size % count:
-        nearest = max(1, round(args.batch_size / count)) * count
-        wrong = f"--batch_size {args.batch_size} cannot be split into {count} equal micro-batches"
-        parser.error(f"{wrong}: use --batch_size {nearest}")
+        near = max(1, round(args.batch_size / count)) * count
+        wrong = f"{count} micro-batches cannot divide --batch_size {args.batch_size}"
+        parser.error(f"{wrong}: use --batch_size {near}")
+
+
+# ---------- Unchanged from distributed_data_parallel_torchrun.py ----------
+# You know what follows: join(), fit() and main(). Copy it, too.
+
+
+def join(args):
+    """Join the process group that torchrun describes. Returns this rank and its device."""
+    local_rank = int(os.environ["LOCAL_RANK"])  # torchrun has numbered this node's processes
+    device = torch.device(args.device)
+    gpu = None
+    if args.device != "cpu":
+        gpu = device = torch.device(args.device, local_rank)
+        torch.accelerator.set_device_index(gpu)  # otherwise all ranks would take memory on GPU 0
+    backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA's GPUs, gloo for CPUs
+    # The address, the rank and the world size are in the environment.
+    dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=gpu)
+    rank = dist.get_rank()
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, vars(args))
+    for flag in vars(args).keys() - {"data_dir"}:
+        values = {str(each[flag]) for each in everyone}
+        if len(values) > 1:
+            dist.destroy_process_group()
+            raise ValueError(f"the nodes differ in --{flag}: {', '.join(sorted(values))}")
+    if rank == 0:
+        print(f"{len(everyone)} ranks, {backend}, {args.device}", flush=True)
+    return rank, device
+
+
+def fit(model, optimizer, train_loader, test_loader, device, args):
+    """Train and test, and print one line for each epoch."""
+    rank = dist.get_rank()
+    for epoch in range(args.epochs):
+        train_loader.sampler.set_epoch(epoch)  # a new order, the same on all ranks
+        start = time.perf_counter()
+        bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)
+        loss, correct, images = run_epoch(model, bar, device, optimizer)
+        seconds = time.perf_counter() - start
+        speed = len(train_loader) * args.batch_size / seconds
+        # A wrapper such as DDP may send messages in forward(), so test the model that it wraps.
+        plain = getattr(model, "module", model)
+        _, test_correct, test_images = run_epoch(plain, test_loader, device)
+        if rank == 0:
+            digits = 12 if args.double else 4
+            print(
+                f"epoch {epoch + 1}/{args.epochs}  loss {loss / images:.{digits}f}"
+                f"  train {correct / images:.2%}  test {test_correct / test_images:.2%}"
+                f"  {seconds:.2f} s  {speed:,.0f} images/s",
+                flush=True,
+            )
+
+
+@record  # writes the traceback of an error to a file, and torchrun's report shows it
+def main():
+    """Read the flags, make sure that the data is there, and train as one of the ranks."""
+    parser = flags.ranks(__doc__)
+    add_flags(parser)
+    args = parser.parse_args()
+    parser.check_torchrun(args)  # torchrun runs this script once for each rank
+    check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
+    # Before there is a group: the ranks of a node take turns, and the first one downloads.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 
