@@ -1,52 +1,39 @@
 """Activation checkpointing: keep only the input of a block, and compute the rest again.
 
-backward() needs numbers from the forward pass, the activations. For each number of its input, a
-block of the transformer keeps about 16: inputs and outputs of both LayerNorms (4), query, key,
-value and what attention has read (4), and the MLP's hidden layer before and after GELU (4 + 4).
-With activation checkpointing, a block is wrapped in PyTorch's checkpoint(), and keeps only its
-input. When backward() reaches the block, checkpoint() runs its forward pass again. The 16 numbers
-are then in memory until the block's gradients are complete, so only one block has them at a time.
-The results do not change. backward() computes about twice as much as a forward pass, so a second
-forward pass is about a third more computing. (In the table below, a step took 1.43 times as long.)
-
-Which module should you wrap? One that keeps much more than its input, so not a single linear layer.
-It should also be small compared to the model, because all activations of the module are in memory
-during its backward pass. In a transformer, a block is such a module.
-
-Dropout must drop the same numbers again. So checkpoint() keeps the state of the random number
-generator, and restores it for the second forward pass (preserve_rng_state=True, the default).
-
-PyTorch has two kinds of checkpoint(). The newer one, use_reentrant=False, is used here. The older
-one does not train a module whose input needs no gradient. With it and DDP, some models end in
-errors, because DDP does not see which parameters are used (playground/troubleshooting.md).
-
-With --sharded, the lesson wraps a block first, and then shards it. FSDP gathers a layer anyway in
-backward(), and the second forward pass uses these parameters. So no messages are added: the output
-ends with "all_gather in forward: 4, in backward: 4, for 4 layers".
-
-Run it, with one process or several:
-    python playground/activation_checkpointing.py
+Run it with DDP, or with FSDP:
+    torchrun --standalone --nproc-per-node 2 playground/activation_checkpointing.py
     torchrun --standalone --nproc-per-node 2 playground/activation_checkpointing.py --sharded
 
-It prints single_gpu.py's numbers for --model transformer. Before them, it measures a step of rank 0
-with no block, every second block or every block wrapped. "passes" are forward passes of blocks. In
-each row, 414,244 bytes are outside blocks. With 2 processes, --dataset digits --batch_size 120:
-    blocks   bytes kept  predicted   passes  a step
-    none     7,403,044   7,403,044   2       102 ms
-    second   4,123,684   4,123,684   3       119 ms
-    every    844,324     844,324     4       146 ms
+Both print the same numbers as `single_gpu.py --model transformer`, up to rounding; with --double
+all twelve digits agree. Before they train, they show what rank 0 keeps in a step if no block is
+wrapped, every second one or every one:
+    wrapped: none    7,896,580 bytes kept, 2 forward passes of blocks
+    wrapped: second  4,398,596 bytes kept, 3 forward passes of blocks
+    wrapped: every     900,612 bytes kept, 4 forward passes of blocks
+
+`backward()` needs numbers from the forward pass, the activations. For each number of its input, a
+block of the transformer keeps about 16: inputs and outputs of both LayerNorms (4), query, key,
+value and what attention has read (4), and the MLP's hidden layer before and after GELU (4 + 4).
+(Of the bytes above, 441,860 are kept outside the blocks.)
+
+A wrapped block keeps only its input. When `backward()` reaches the block, its forward pass runs
+again, and the 16 numbers are in memory until its gradients are complete. So only one block has them
+at a time. The price is a second forward pass, about a third more computing. (Measured on one core:
+a step took 1.4 times as long.) With FSDP it adds no messages, because FSDP gathers a layer in
+`backward()` anyway.
 
 Try breaking it, in a copy:
   1. Add `preserve_rng_state=False`, and use --dropout. Are the losses those of --checkpoint none?
-  2. In build(), replace the last loop: `for block in chosen: block.mlp = Checkpointed(block.mlp)`.
+  2. In `build`, replace the last loop: `for block in chosen: block.mlp = Checkpointed(block.mlp)`.
      How many bytes are kept?
   3. Write `use_reentrant=True`, and give DDP `find_unused_parameters=True`. Is there an error?
   4. Import Tokens. Write `use_reentrant=True` and `isinstance(layer, (Block, Tokens))`. What is not
      trained?
 
-Now write it yourself: checkpoint_block.py in playground/exercises/.
+Now write it yourself: `checkpoint_block.py` in playground/exercises/.
 
-The next lesson, sequence_parallel.py, splits the attention heads and the tokens between ranks.
+Builds on: fully_sharded_data_parallel.py
+The next lesson, `sequence_parallel.py`, splits the attention heads and the tokens between ranks.
 """
 
 import os
@@ -62,15 +49,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # find common/ from any folder
 from common import flags
-from common.data import equal_batches, fetch, loaders
-from common.guard_rails import check, explained
+from common.data import fetch, loaders
 from common.models import Block, make_model
-from common.report import RANKS, bar, epoch_line, rank_row
-from common.roll_call import meet
-from measure.activations import show_gathers, show_steps
 
 WHICH = ("none", "second", "every")  # the blocks that are wrapped; second: every second one
 
@@ -80,60 +64,177 @@ class Checkpointed(torch.nn.Module):
 
     def __init__(self, module):
         super().__init__()
-        self.module = module  # adds "module." to the names of its parameters in the model
+        self.module = module  # adds "module." to the names of its parameters
 
     def forward(self, inputs):
         """Return what the module returns."""
-        # NEW: checkpoint() calls the module, and calls it again in backward(). Without autograd, as
-        # in a test, it calls it once.
+        # NEW: checkpoint() calls the module, and keeps none of the activations inside. When
+        # backward() needs them, it calls the module again, with the same random numbers, so dropout
+        # drops the same ones. (The older use_reentrant=True does not train a module whose input
+        # needs no gradient.)
         return checkpoint(self.module, inputs, use_reentrant=False)
 
 
-def wrap(stage, chosen):
-    """Wrap some of the modules of an nn.Sequential, so that they keep only their input."""
-    for position, module in enumerate(stage):
-        if module in chosen:
-            stage[position] = Checkpointed(module)
-
-
 def build(args, which):
-    """Return a transformer with some of its blocks wrapped, and their number."""
+    """Return a transformer with none of its blocks wrapped, every second one, or every one."""
     model = make_model(args)
-    blocks = [layer for layer in (*model.stage1, *model.stage2) if isinstance(layer, Block)]
+    blocks = [layer for layer in model.layers if isinstance(layer, Block)]
     if args.dropout:
         for block in blocks:
             block.mlp.append(torch.nn.Dropout(0.1))  # the other lessons have none
     chosen = {"none": [], "second": blocks[::2], "every": blocks}[which]
     for stage in (model.stage1, model.stage2):
-        wrap(stage, chosen)
-    return model, len(chosen)
+        for position, layer in enumerate(stage):
+            if layer in chosen:
+                # NEW: wrap what keeps much more than its input, so not a single linear layer. It
+                # should be small, too, because backward() needs all of its activations at once.
+                stage[position] = Checkpointed(layer)
+    return model
+
+
+def train(args):
+    """Show what a step keeps for backward(), and train."""
+    rank, device = join(args)
+    train_loader, test_loader = loaders(args, rank, dist.get_world_size())
+    if rank == 0:
+        show_steps(args, train_loader, device)
+    torch.manual_seed(args.seed)
+    model = build(args, args.checkpoint).to(device)
+    if args.sharded:
+        shard(model, args)  # NEW: wrap the blocks first, then shard the model
+    else:
+        model = DistributedDataParallel(model)
+    torch.manual_seed(args.seed + rank)  # dropout, if there is any, must differ between ranks
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
+    fit(model, optimizer, train_loader, test_loader, device, args)
+    # DDP refers to the group, so delete DDP first. Otherwise the process may hang.
+    del model
+    dist.barrier()  # DTensor keeps the group, and without this Python may abort at exit
+    dist.destroy_process_group()
+
+
+def show_steps(args, train_loader, device):
+    """Print what a step keeps if none of the blocks is wrapped, every second one, or every one."""
+    images, labels = next(iter(train_loader))
+    for which in WHICH:
+        model = build(args, which).to(device)
+        nbytes, passes = run_step(model, images.to(device), labels.to(device))
+        kept = f"{nbytes:>9,} bytes kept, {passes} forward passes of blocks"
+        print(f"wrapped: {which:<8}{kept}", flush=True)
+
+
+def run_step(model, images, labels):
+    """Compute gradients. Returns the bytes kept for them, and how many times a block computed."""
+    kept = {}  # for each address in memory, the bytes there: what shares memory counts once
+    passes = []
+
+    def keep(tensor):
+        """Note a tensor that autograd keeps. PyTorch calls this in the forward pass."""
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor.detach()  # the same memory
+
+    def note_pass(block, inputs):
+        """PyTorch calls this before the forward pass of a block."""
+        passes.append(block)
+
+    for module in model.modules():
+        if isinstance(module, Block):
+            module.register_forward_pre_hook(note_pass)
+    # Autograd keeps what keep() returns. The second function returns it to backward().
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = F.cross_entropy(model(images), labels)
+    loss.backward()
+    for parameter in model.parameters():
+        kept.pop(parameter.data_ptr(), None)  # they are in memory anyway
+    return sum(kept.values()), len(passes)
+
+
+def shard(model, args):
+    """Shard each layer with FSDP, and then the whole model."""
+    mesh = dist.init_device_mesh(args.device, (dist.get_world_size(),))
+    # The group of a mesh may have PyTorch's own timeout: 30 minutes (gloo) or 10 (NCCL).
+    mesh.get_group().set_timeout(timedelta(seconds=args.timeout))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def add_flags(parser):
+    """Add the flags that only this lesson has. It trains the transformer by default."""
+    parser.set_defaults(model="transformer")
+    add = parser.add_argument
+    add("--checkpoint", choices=WHICH, default="every", help="which blocks keep only their input")
+    add("--sharded", action="store_true", help="FSDP in place of DDP")
+    add("--dropout", action="store_true", help="drop a tenth of what each MLP returns")
+
+
+def check_flags(parser, args, world_size):
+    """Refuse a batch that the ranks cannot divide, and a model without blocks."""
+    parser.check_batch(args.batch_size, world_size)
+    if args.model != "transformer":
+        parser.error(f"--model {args.model} has no blocks: use --model transformer")
+
+
+# ---------- Unchanged from distributed_data_parallel_torchrun.py ----------
+# You know what follows: join(), fit(), run_epoch() and main(). Copy it, too.
 
 
 def join(args):
-    """Join the process group and print the table of ranks. Returns this rank and its device."""
-    local_rank = int(os.environ["LOCAL_RANK"])
-    if args.device == "cuda":
-        gpu = torch.device("cuda", local_rank)
-        device = gpu
-        backend = "nccl"
-        torch.cuda.set_device(gpu)  # otherwise every rank would also take memory on GPU 0
-    else:
-        gpu = None
-        device = torch.device("cpu")
-        backend = "gloo"
+    """Join the process group that torchrun describes. Returns this rank and its device."""
+    local_rank = int(os.environ["LOCAL_RANK"])  # torchrun has numbered this node's processes
+    device = torch.device(args.device)
+    gpu = None
+    if args.device != "cpu":
+        gpu = device = torch.device(args.device, local_rank)
+        torch.accelerator.set_device_index(gpu)  # otherwise all ranks would take memory on GPU 0
+    backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA's GPUs, gloo for CPUs
+    # The address, the rank and the world size are in the environment.
     dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=gpu)
     rank = dist.get_rank()
-    node = os.environ.get("GROUP_RANK", "0")
-    rows = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, rank_row(node, rank, local_rank, device))
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, vars(args))
+    for flag in vars(args).keys() - {"data_dir"}:
+        values = {str(each[flag]) for each in everyone}
+        if len(values) > 1:
+            dist.destroy_process_group()
+            raise ValueError(f"the nodes differ in --{flag}: {', '.join(sorted(values))}")
     if rank == 0:
-        print(RANKS, *rows, sep="\n", flush=True)
+        print(f"{len(everyone)} ranks, {backend}, {args.device}", flush=True)
     return rank, device
 
 
+def fit(model, optimizer, train_loader, test_loader, device, args):
+    """Train and test, and print one line for each epoch."""
+    rank = dist.get_rank()
+    for epoch in range(args.epochs):
+        train_loader.sampler.set_epoch(epoch)  # a new order, the same on all ranks
+        start = time.perf_counter()
+        bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)
+        loss, correct, images = run_epoch(model, bar, device, optimizer)
+        seconds = time.perf_counter() - start
+        speed = len(train_loader) * args.batch_size / seconds
+        # A wrapper such as DDP may send messages in forward(), so test the model that it wraps.
+        plain = getattr(model, "module", model)
+        _, test_correct, test_images = run_epoch(plain, test_loader, device)
+        if rank == 0:
+            digits = 12 if args.double else 4
+            print(
+                f"epoch {epoch + 1}/{args.epochs}  loss {loss / images:.{digits}f}"
+                f"  train {correct / images:.2%}  test {test_correct / test_images:.2%}"
+                f"  {seconds:.2f} s  {speed:,.0f} images/s",
+                flush=True,
+            )
+
+
 def run_epoch(model, loader, device, optimizer=None):
-    """Train, or only test if there is no optimizer. Returns sums over the images of all ranks."""
+    """Train, or only test if there is no optimizer.
+
+    Returns three sums over the images of all ranks: the loss, the number classified correctly, the
+    number of images.
+    """
     model.train(optimizer is not None)
+    # The sums stay on the device. Reading them in each step would make Python wait for the GPU.
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     for images, labels in loader:
         images = images.to(device, non_blocking=True)
@@ -143,7 +244,7 @@ def run_epoch(model, loader, device, optimizer=None):
             loss = F.cross_entropy(logits, labels)
         if optimizer is not None:
             optimizer.zero_grad()
-            loss.backward()  # NEW: computes the forward pass of each wrapped block again
+            loss.backward()
             optimizer.step()
         sums[0] += loss.detach() * len(labels)
         sums[1] += (logits.argmax(dim=1) == labels).sum()
@@ -152,62 +253,15 @@ def run_epoch(model, loader, device, optimizer=None):
     return sums.tolist()
 
 
-def train(args):
-    """Show what a step keeps. Then train and test, and print one line for each epoch."""
-    rank, device = join(args)
-    meet(args)  # guard rail: compares the flags of the ranks
-    world_size = dist.get_world_size()
-    train_loader, test_loader = loaders(args, rank, world_size)
-    test_loader = equal_batches(test_loader.dataset, rank, world_size)  # as FSDP needs it
-    images, labels = next(iter(train_loader))
-    # Three models, which are only measured.
-    ways = {which: build(args, which) for which in WHICH}
-    show_steps(args, ways, images.to(device), labels.to(device))
-    del ways
-    torch.manual_seed(args.seed)  # the models above have drawn numbers
-    model, _ = build(args, args.checkpoint)
-    model.to(device)
-    # NEW: the blocks are wrapped already, and nothing else changes for DDP or FSDP.
-    if args.sharded:
-        mesh = dist.init_device_mesh(device.type, mesh_shape=(world_size,))
-        mesh.get_group().set_timeout(timedelta(seconds=args.timeout))
-        for module in (*model.stage1, *model.stage2, model):
-            fully_shard(module, mesh=mesh)
-    else:
-        model = DistributedDataParallel(model)
-    torch.manual_seed(args.seed + rank)  # each rank drops different neurons
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
-
-    for epoch in range(args.epochs):
-        train_loader.sampler.set_epoch(epoch)
-        start = time.perf_counter()
-        progress = bar(train_loader, show=rank == 0)
-        trained = run_epoch(model, progress, device, optimizer)
-        seconds = time.perf_counter() - start
-        tested = run_epoch(model, test_loader, device)
-        if rank == 0:
-            print(epoch_line(args, epoch, seconds, trained, tested), flush=True)
-    if args.sharded:
-        show_gathers(model, images.to(device), labels.to(device))
-    # DDP refers to the group, so delete DDP first. Otherwise the process may hang.
-    del model
-    dist.destroy_process_group()
-
-
-@explained  # guard rail: explains errors
-@record  # torchrun's report then shows the error of the rank that failed first
+@record  # writes the traceback of an error to a file, and torchrun's report shows it
 def main():
-    """Read the flags, fetch the data, and train as one of the ranks."""
-    parser = flags.Parser(__doc__, parents=[flags.training(), flags.ranks()])
-    parser.set_defaults(model="transformer")
-    add = parser.add_argument
-    add("--checkpoint", choices=WHICH, default="every", help="which blocks keep only their input")
-    add("--sharded", action="store_true", help="FSDP in place of DDP")
-    add("--dropout", action="store_true", help="drop a tenth of what each MLP returns")
+    """Read the flags, make sure that the data is there, and train as one of the ranks."""
+    parser = flags.ranks(__doc__)
+    add_flags(parser)
     args = parser.parse_args()
-    check(parser, args)  # guard rail: refuses impossible flags
-    if args.model != "transformer":
-        parser.error(f"--model {args.model} has no blocks: use --model transformer")
+    parser.check_torchrun(args)  # torchrun runs this script once for each rank
+    check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
+    # Before there is a group: the ranks of a node take turns, and the first one downloads.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 

@@ -1,56 +1,43 @@
 """Context parallelism: each rank computes some of the tokens of each sequence.
 
-The activations of a long sequence may not fit into the memory of one GPU. So each rank keeps those
-of its own tokens only. LayerNorm and the MLP treat each token by itself. For attention, the keys
-and values of all tokens travel around a ring of ranks, and the queries stay (ring attention).
+Run it, with attention by a ring, and then by all_to_alls:
+    torchrun --standalone --nproc-per-node 2 playground/context_parallel.py
+    torchrun --standalone --nproc-per-node 2 playground/context_parallel.py --by ulysses
 
-For a token, attention is the mean of values, weighted with exp(score). Here, a block is the keys
-and values of one rank. Two sums grow block by block: `total` of the weights, and `read` of the
-weighted values. exp() of a large score overflows, so the largest score so far is subtracted. If a
-block has a larger one, both sums shrink. With two tokens in a block, and 2^score for exp(score):
+It prints the same numbers as `single_gpu.py --model transformer`, up to rounding (with --double all
+twelve digits agree), and then what each rank has of the tokens. With the first command:
+    rank 0 has 14 of 28 tokens, and keeps 7,908,228 bytes; it computes 294 pairs
+    rank 1 has 14 of 28 tokens, and keeps 7,908,228 bytes; it computes 294 pairs
 
-    scores of a token [1 1 | 2 2]    values [6 0 | 3 6]
-    block 1: maximum 1, weights [1 1], total 2, read 6
-    block 2: maximum 2, so both sums are halved: total 1, read 3
-             weights [1 1], total 1 + 2 = 3, read 3 + 9 = 12, and the mean is 12 / 3 = 4
+The activations of a long sequence may not fit on one GPU. So each rank keeps those of its own
+tokens only, and all parameters. LayerNorm and the MLPs treat each token by itself. Attention does
+not: in the ring, the keys and values of all tokens travel from rank to rank, while the queries
+stay.
 
-Attention is causal: a token looks at itself and at those before it. With --order plain, rank 0 has
-the first tokens, which look at few others, and all ranks wait for the last rank. With --order
-zigzag, each rank has some early tokens and some late ones, so all compute about as much. The class
-comes from the last token, so only one rank has the loss. Each rank gets the part of a gradient that
-comes from its own tokens. These parts are added up over the ranks, and not averaged.
+Attention is causal, so a token looks only at itself and at those before it: at 406 pairs of tokens.
+With --order plain, rank 0 has the first half of the tokens, computes 196 pairs, and waits for rank
+1, which computes 392. With --order zigzag, the default, each rank has some early tokens and some
+late ones. (Some of the computed pairs are masked, because each block is computed as a rectangle.)
 
---by ulysses gives each rank all tokens of some heads by three all_to_alls, and a fourth returns the
-results. It sends less than the ring, with two ranks half as much (playground/sharding.md), but the
-number of ranks must divide the heads. The ring works for any number, and could hide its messages.
+With --by ulysses, three all_to_alls give each rank all tokens of some heads, and a fourth returns
+what they have read. It sends less than the ring, with two ranks half as much, but the number of
+ranks must divide the heads. The ring works for any number, and could hide its messages.
 
-Run it:
-    torchrun --standalone --nproc-per-node 2 playground/context_parallel.py --compare
-    torchrun --standalone --nproc-per-node 2 playground/context_parallel.py --compare --by ulysses
+Try breaking it, in a copy, with --double, and compare the losses:
+  1. In add_up_gradients, return `total / dist.get_world_size()`. Why does Adam hardly notice?
+  2. In FromOwner, leave out the two lines that replace the gradient with zeros. Is there an error?
+  3. Leave out `total_of_rows *= correction`. When would this be no fault?
+  4. In from_owner, write `if dist.get_rank() != owner:` and below it `logits = logits.detach()`.
+     Which rank fails, and where does the other wait?
 
-It prints the same numbers as single_gpu.py --model transformer. Before that, --compare prints:
-    gradients differ from the whole model's by 6e-08
-                tokens  pairs of tokens  kept for backward()
-    rank 0      14      294              7,908,468 bytes
-    rank 1      14      294              7,908,468 bytes
-    one process 28      406              15,793,156 bytes
-    of rank 0   counted  predicted  bytes sent  predicted
-    send        8        8          3,670,016   3,670,016
-    all_reduce  39       39         110,504     110,504
-406 pairs are not masked. Each rank also computes masked ones. With --order plain, rank 0 computes
-196 pairs, and rank 1 computes 392.
+Now write `ring_attention.py` in playground/exercises/, and repair
+`fault_many_times_the_gradient.py`.
 
-Try breaking it, in a copy, and run it with --compare:
-  1. After the first all_reduce, write `parameter.grad /= dist.get_world_size()`. Is the loss wrong?
-  2. Replace `loss = loss * 0` with `pass`. Is there an error? Which tokens now give the class?
-  3. Write `if has_last: loss.backward()`. Which rank fails, and where does the other wait?
-
-Now write ring_attention.py in playground/exercises/, and repair fault_many_times_the_gradient.py.
-
-The next lesson, expert_parallel.py, gives each rank different parameters, and sends tokens to them.
+Builds on: sequence_parallel.py
+The next lesson, `expert_parallel.py`, gives each rank different parameters, and sends tokens to
+them.
 """
 
-import copy
 import os
 import sys
 import time
@@ -60,19 +47,19 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn import functional as F
+from tqdm import tqdm
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # find common/ from any folder
 from common import flags
 from common.data import fetch, loaders
-from common.guard_rails import check, explained
-from common.models import HEADS, TOKENS, make_model
-from common.report import RANKS, bar, epoch_line, rank_row
-from common.roll_call import meet
-from measure.sequences import compare_sequence
+from common.models import HEADS, TOKENS, Attention, Tokens, make_model
 
 
+# Here and below, places[r] has the places of rank r's tokens in the sequence, in ascending order.
+# `group` has the ranks that split a sequence: all ranks in this lesson.
 def plain(tokens, world_size):
     """Return the places of each rank's tokens: one part of the sequence after another."""
     return list(torch.arange(tokens).tensor_split(world_size))
@@ -80,43 +67,42 @@ def plain(tokens, world_size):
 
 def zigzag(tokens, world_size):
     """Return the places of each rank's tokens: a chunk near the start, and one near the end."""
-    # With two ranks and the chunks 0, 1, 2 and 3, rank 0 has 0 and 3, and rank 1 has 1 and 2.
+    # NEW: early tokens look at few others, and late ones at many. With two ranks and the chunks
+    # 0, 1, 2 and 3, rank 0 has 0 and 3, rank 1 has 1 and 2, and both compute about as much.
     chunks = torch.arange(tokens).tensor_split(2 * world_size)
-    places = []
-    for rank in range(world_size):
-        # NEW: early tokens look at few others, and late ones at many. With some of both, all ranks
-        # compute about as much.
-        places.append(torch.cat([chunks[rank], chunks[2 * world_size - 1 - rank]]))
-    return places
+    pairs = zip(chunks[:world_size], reversed(chunks[world_size:]), strict=True)
+    return [torch.cat(pair) for pair in pairs]
 
 
-def visible(mine, theirs):
-    """Return which of my tokens look at any of theirs, and which of theirs are looked at."""
-    # NEW: rows of queries before their first token, and columns of keys after my last one, would
-    # be masked entirely. So they are not computed. With zigzag, each rank has a late token, so it
-    # would otherwise compute all pairs. Places are in ascending order, so both are slices. They may
-    # be empty.
-    first = int((mine < theirs[0]).sum())
-    end = int((theirs <= mine[-1]).sum())
-    return slice(first, None), slice(0, end)
+ORDERS = {"plain": plain, "zigzag": zigzag}
 
 
 def scores_of(query, key, query_places, key_places):
-    """Return how much each token looks at each other one: -inf if that one comes later."""
+    """Return how much each query looks at each key: -inf if the key's token comes later."""
     scores = query @ key.mT * query.shape[-1] ** -0.5  # the scale that PyTorch's attention has
     later = key_places.to(scores.device) > query_places.to(scores.device)[:, None]
     return scores.masked_fill(later, -torch.inf)
+
+
+def visible(mine, theirs):
+    """Return the slice of my tokens that look at any of theirs, and of theirs that are looked at.
+
+    The rest of the block is masked, so it is not computed. Either slice may be empty.
+    """
+    first = int((mine < theirs[0]).sum())
+    end = int((theirs <= mine[-1]).sum())
+    return slice(first, None), slice(0, end)
 
 
 def pass_on(tensor, tokens, group):
     """Send `tensor` to the next rank, and return the previous one's, which has `tokens` tokens."""
     rank = dist.get_rank(group)
     world_size = dist.get_world_size(group)
+    if world_size == 1:
+        return tensor
+    received = tensor.new_empty(*tensor.shape[:-2], tokens, tensor.shape[-1])
     following = (rank + 1) % world_size
     previous = (rank - 1) % world_size
-    if following == rank:
-        return tensor  # a single rank has no neighbour
-    received = tensor.new_empty(*tensor.shape[:-2], tokens, tensor.shape[-1])
     send = dist.P2POp(dist.isend, tensor, group=group, group_peer=following)
     receive = dist.P2POp(dist.irecv, received, group=group, group_peer=previous)
     for request in dist.batch_isend_irecv([send, receive]):
@@ -125,12 +111,12 @@ def pass_on(tensor, tokens, group):
 
 
 # PyTorch's own context parallelism is experimental, and does not run on CPUs. So this is by hand.
-# query, key and value are those of this rank's tokens, (N, heads, tokens, size). places[r] has the
-# places of rank r's tokens in the sequence, in ascending order. Ranks may have different numbers of
-# tokens, but each has at least one. `group` has the ranks that share the sequence. (In bfloat16,
-# keep `maximum`, `total` and `read` in float32, because sums over many tokens lose digits.)
 class RingAttention(torch.autograd.Function):
-    """Causal attention of this rank's tokens to all others (https://arxiv.org/abs/2310.01889)."""
+    """Causal attention of this rank's tokens to all tokens (https://arxiv.org/abs/2310.01889).
+
+    query, key and value are those of this rank's tokens, (N, heads, own tokens, size). A block is
+    the keys and values of one rank. All blocks travel around a ring, and the queries stay.
+    """
 
     @staticmethod
     def forward(ctx, query, key, value, places, group):
@@ -138,37 +124,43 @@ class RingAttention(torch.autograd.Function):
         rank = dist.get_rank(group)
         world_size = dist.get_world_size(group)
         mine = places[rank]
-        maximum = query.new_full((*query.shape[:-1], 1), -torch.inf)
-        total = torch.zeros_like(maximum)
+        # A token with the scores s_j reads  sum_j exp(s_j) v_j / sum_j exp(s_j),  and exp() of a
+        # large score overflows. So both sums are kept divided by exp(m), where m is the largest
+        # score so far: `total` is sum_j exp(s_j - m), and `read` is sum_j exp(s_j - m) v_j.
+        # An example with 2 in place of e, two blocks, s = 1 1 | 2 2 and v = 6 0 | 3 6:
+        #     block 1: m = 1, total = 1 + 1 = 2, read = 6 + 0 = 6
+        #     block 2: m = 2, so both are halved: total = 1 + 1 + 1 = 3, read = 3 + 3 + 6 = 12
+        #     at the end: read / total = 12 / 3 = 4
+        maximum = query.new_full((*query.shape[:-1], 1), -torch.inf)  # m
+        total = torch.zeros_like(maximum)  # in bfloat16, keep these three in float32
         read = torch.zeros_like(query)
         travelling = torch.stack([key, value])
         for step in range(world_size):
             theirs = places[(rank - step) % world_size]  # whose keys and values are here now
-            # If all of their tokens come later than all of mine, there is nothing to compute.
-            if theirs[0] <= mine[-1]:
-                rows, columns = visible(mine, theirs)
+            rows, columns = visible(mine, theirs)
+            if columns.stop > 0:  # otherwise all their tokens come after mine
                 keys, values = travelling[..., columns, :]
                 scores = scores_of(query[..., rows, :], keys, mine[rows], theirs[columns])
-                # These are views. They are changed in place.
-                so_far = maximum[..., rows, :]
+                # These three are views, so a change in them changes the tensors above.
+                m = maximum[..., rows, :]
                 total_of_rows = total[..., rows, :]
                 read_of_rows = read[..., rows, :]
-                # NEW: exp() of a large score would overflow, so the largest score so far is
-                # subtracted first. If this block has a larger one, the sums shrink accordingly.
-                # In the first step each token looks at itself, so no maximum stays at
-                # -inf (-inf minus -inf would be nan).
-                larger = torch.maximum(so_far, scores.amax(dim=-1, keepdim=True))
-                shrink = (so_far - larger).exp()
+                # NEW: if this block has a larger score M, each earlier term exp(s_j - m) must
+                # become exp(s_j - M). So both sums are multiplied by exp(m - M).
+                larger = torch.maximum(m, scores.amax(dim=-1, keepdim=True))  # M
+                correction = (m - larger).exp()  # 0 in the first step, in which m is -inf
                 weights = (scores - larger).exp()
-                total_of_rows.mul_(shrink).add_(weights.sum(dim=-1, keepdim=True))
-                read_of_rows.mul_(shrink).add_(weights @ values)
-                so_far.copy_(larger)
+                total_of_rows *= correction
+                total_of_rows += weights.sum(dim=-1, keepdim=True)
+                read_of_rows *= correction
+                read_of_rows += weights @ values
+                m.copy_(larger)
             if step < world_size - 1:
-                arriving = places[(rank - step - 1) % world_size]  # whose keys and values come next
+                arriving = places[(rank - step - 1) % world_size]
                 travelling = pass_on(travelling, len(arriving), group)
         read /= total
-        # NEW: no scores are kept. backward() computes them again from these, block by block. The
-        # last tensor is the log of the sum of all exp(score).
+        # NEW: no scores are kept. backward() computes them again, block by block. From the last
+        # tensor, L = log(sum_j exp(s_j)) = m + log(total), it gets their softmax, exp(s_j - L).
         ctx.save_for_backward(query, key, value, read, maximum + total.log())
         ctx.places = places
         ctx.group = group
@@ -184,40 +176,160 @@ class RingAttention(torch.autograd.Function):
         world_size = dist.get_world_size(group)
         mine = places[rank]
         scale = query.shape[-1] ** -0.5
-        # of_x means the gradient of x. `gradient` is that of `read`, and of_read, below, has some
-        # of its rows. `weights` is a softmax, so the gradient of its inputs is weights *
-        # (of_weights - common). Here of_weights is of_read @ values.mT, and `common` is the mean of
-        # of_weights over all keys, weighted with `weights`. `read` is the same mean of the values,
-        # so for each token `common` is the dot product of `gradient` and `read`.
-        common = (gradient * read).sum(dim=-1, keepdim=True)
-        of_query = torch.zeros_like(query)
+        # dx is the gradient of x. For a query q, which reads o with the weights p_j = exp(s_j - L):
+        #     o = sum_j p_j v_j      so  dp_j = do . v_j  and  dv_j = p_j do
+        #     p = softmax(s)         so  ds_j = p_j (dp_j - c)  with  c = sum_j p_j dp_j
+        #     dp_j = do . v_j        so  c = do . sum_j p_j v_j = do . o,  before any key arrives
+        #     s_j = scale (q . k_j)  so  dq = scale sum_j ds_j k_j  and  dk_j = scale ds_j q
+        c = (gradient * read).sum(dim=-1, keepdim=True)
+        grad_query = torch.zeros_like(query)
         travelling = torch.stack([key, value])
-        of_travelling = torch.zeros_like(travelling)
+        grad_travelling = torch.zeros_like(travelling)
         for step in range(world_size):
             theirs = places[(rank - step) % world_size]
             rows, columns = visible(mine, theirs)
             keys, values = travelling[..., columns, :]
             queries = query[..., rows, :]
+            grad_read = gradient[..., rows, :]  # do
             scores = scores_of(queries, keys, mine[rows], theirs[columns])
-            # NEW: exp(log_total) is the sum of exp(score) over all keys. So these weights add up to
-            # 1, but those in forward() do not: there, `read` is divided by the sum at the end.
-            weights = (scores - log_total[..., rows, :]).exp()
-            of_read = gradient[..., rows, :]
-            # The gradient of query @ key.mT, which scores_of() multiplies by the same scale.
-            of_products = weights * (of_read @ values.mT - common[..., rows, :]) * scale
-            of_query[..., rows, :] += of_products @ keys
-            # Views, so += changes what travels.
-            of_keys, of_values = of_travelling[..., columns, :]
-            of_keys += of_products.mT @ queries
-            of_values += weights.mT @ of_read
+            weights = (scores - log_total[..., rows, :]).exp()  # p
+            grad_scores = weights * (grad_read @ values.mT - c[..., rows, :])  # ds
+            grad_query[..., rows, :] += scale * grad_scores @ keys
+            grad_keys, grad_values = grad_travelling[..., columns, :]  # views, and += changes them
+            grad_keys += scale * grad_scores.mT @ queries
+            grad_values += weights.mT @ grad_read
             arriving = places[(rank - step - 1) % world_size]
             if step < world_size - 1:
                 travelling = pass_on(travelling, len(arriving), group)
             # NEW: the gradients of keys and values travel with them, and each rank adds its part.
             # After the last step they move once more, and are home.
-            of_travelling = pass_on(of_travelling, len(arriving), group)
-        of_key, of_value = of_travelling
-        return of_query, of_key, of_value, None, None
+            grad_travelling = pass_on(grad_travelling, len(arriving), group)
+        grad_key, grad_value = grad_travelling
+        return grad_query, grad_key, grad_value, None, None
+
+
+def embed_own_tokens(embedding, mine, images):
+    """Turn images, (N, 1, 28, 28), into embedded tokens, (N, own tokens, width)."""
+    pieces = images.flatten(1).unflatten(1, (embedding.tokens, -1))
+    return embedding.embed(pieces[:, mine]) + embedding.position[mine]
+
+
+def attend_to_all(attention, attend, places, group, inputs):
+    """Turn this rank's tokens, (N, own tokens, width), into what they have read from all tokens."""
+    query = attention.split_heads(attention.query(inputs))
+    key = attention.split_heads(attention.key(inputs))
+    value = attention.split_heads(attention.value(inputs))
+    read = attend(query, key, value, places, group)
+    return attention.output(read.transpose(1, 2).flatten(2))
+
+
+def split_tokens(model, attend, places, group):
+    """Let each rank compute its own tokens. All ranks keep the whole model."""
+    mine = places[dist.get_rank(group)]
+    for module in model.modules():
+        # NEW: two kinds of modules get a different forward(), and keep their parameters. The others
+        # stay as they are.
+        if isinstance(module, Tokens):
+            module.forward = partial(embed_own_tokens, module, mine)
+        elif isinstance(module, Attention):
+            module.forward = partial(attend_to_all, module, attend, places, group)
+
+
+class FromOwner(torch.autograd.Function):
+    """Give all ranks the owner's logits."""
+
+    @staticmethod
+    def forward(ctx, logits, owner, group):
+        """Return the logits of the owner."""
+        ctx.is_owner = dist.get_rank(group) == owner
+        logits = logits.clone()
+        dist.broadcast(logits, group=group, group_src=owner)
+        return logits
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """Return the gradient on the owner, and zeros on other ranks, whose logits are not used."""
+        # NEW: zeros, and not None, so that autograd goes on to attention, whose backward() sends.
+        if not ctx.is_owner:
+            gradient = torch.zeros_like(gradient)
+        return gradient, None, None
+
+
+def share_logits(model, places, group):
+    """Give the logits of the rank that has the sequence's last token to all ranks."""
+    ends = [int(theirs[-1]) for theirs in places]
+    owner = ends.index(max(ends))
+
+    def from_owner(module, inputs, logits):
+        """Replace the logits of this rank's own last token."""
+        return FromOwner.apply(logits, owner, group)
+
+    # NEW: the class is read off the last token. With the logits, all ranks compute the same loss.
+    model.register_forward_hook(from_owner)
+
+
+def add_up_gradients(model, group):
+    """Add up the gradients of the ranks. Each has the part that comes from its own tokens."""
+
+    def add_up(gradient):
+        """Return the sum of the parts of all ranks."""
+        total = gradient.clone()
+        dist.all_reduce(total, group=group)
+        return total  # NEW: the sum, and not its mean, because the loss is that of all tokens
+
+    for parameter in model.parameters():
+        parameter.register_hook(add_up)
+
+
+def train(args):
+    """Train a transformer whose tokens are split, and show what each rank has of them."""
+    rank, device = join(args)
+    # NEW: all ranks read the same images, so run_epoch() counts each image once for every rank.
+    # This changes neither the mean loss nor the percentages.
+    train_loader, test_loader = loaders(args)
+    torch.manual_seed(args.seed)  # the same seed on all ranks, because each keeps the whole model
+    model = make_model(args).to(device)
+    places = ORDERS[args.order](model.stage1[0].tokens, dist.get_world_size())
+    group = dist.group.WORLD
+    split_tokens(model, ATTENTION[args.by], places, group)
+    share_logits(model, places, group)
+    add_up_gradients(model, group)
+    torch.manual_seed(args.seed + rank)  # dropout, if there is any, must differ between ranks
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
+    fit(model, optimizer, train_loader, test_loader, device, args)
+    show_tokens(model, places, train_loader, device, args)
+    dist.destroy_process_group()
+
+
+def show_tokens(model, places, loader, device, args):
+    """Print how many tokens and pairs each rank has, and what autograd keeps for backward()."""
+    rank = dist.get_rank()
+    storages = {}  # the memory behind tensors, by its address: what shares memory counts once
+
+    def note(tensor):
+        """Note a tensor that autograd keeps."""
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    images, _ = next(iter(loader))
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        model(images.to(device))
+    for parameter in model.parameters():
+        storages.pop(parameter.untyped_storage().data_ptr(), None)
+    kept = sum(storage.nbytes() for storage in storages.values())
+    tokens = sum(len(theirs) for theirs in places)
+    mine = places[rank]
+    row = f"rank {rank} has {len(mine)} of {tokens} tokens, and keeps {kept:,} bytes"
+    if args.by == "ring":
+        pairs = 0
+        for theirs in places:
+            rows, columns = visible(mine, theirs)
+            pairs += len(mine[rows]) * len(theirs[columns])
+        row += f"; it computes {pairs} pairs"
+    table = [None] * dist.get_world_size()
+    dist.all_gather_object(table, row)
+    if rank == 0:
+        print(*table, sep="\n", flush=True)
 
 
 def exchange(parts, shapes, group):
@@ -276,158 +388,114 @@ def ulysses_attention(query, key, value, places, group):
     return Travel.apply(read, to_tokens, to_heads, places, group)
 
 
-ORDERS = {"plain": plain, "zigzag": zigzag}
 ATTENTION = {"ring": RingAttention.apply, "ulysses": ulysses_attention}
 
 
-def embed_own_tokens(embedding, mine, images):
-    """Turn images, (N, 1, 28, 28), into embedded tokens, (N, tokens of this rank, width)."""
-    pieces = images.flatten(1).unflatten(1, (embedding.tokens, -1))
-    return embedding.embed(pieces[:, mine]) + embedding.position[mine]
+def add_flags(parser):
+    """Add the flags that only this lesson has."""
+    parser.set_defaults(model="transformer")
+    parser.add_argument("--by", choices=ATTENTION, default="ring", help="a ring, or all_to_alls")
+    parser.add_argument("--order", choices=ORDERS, default="zigzag", help="which tokens a rank has")
 
 
-def attend_to_all(attention, attend, places, group, inputs):
-    """Turn this rank's tokens, (N, tokens, width), into what they have read from all tokens."""
-    query = attention.split_heads(attention.query(inputs))
-    key = attention.split_heads(attention.key(inputs))
-    value = attention.split_heads(attention.value(inputs))
-    read = attend(query, key, value, places, group)
-    return attention.output(read.transpose(1, 2).flatten(2))
+def check_flags(parser, args, world_size):
+    """Refuse a model that the ranks cannot split. The batch is never split."""
+    if args.model != "transformer":
+        parser.error(f"--model {args.model} has no tokens: use --model transformer")
+    tokens = args.tokens or TOKENS
+    if tokens < world_size:
+        parser.error(f"{world_size} ranks cannot split --tokens {tokens}: use more tokens")
+    heads = args.heads or HEADS
+    if args.by == "ulysses" and heads % world_size:
+        parser.error(f"{world_size} ranks cannot split --heads {heads}: use --by ring")
 
 
-def split_tokens(model, attend, places, group):
-    """Let each rank compute its own tokens. All ranks keep the whole model.
-
-    The model and its modules must be those of common/models.py, whose parts the two functions above
-    use.
-    """
-    # NEW: two kinds of modules get a different forward(), and keep their parameters. LayerNorm and
-    # the MLP stay as they are, because they treat each token by itself.
-    embedding = model.stage1[0]
-    mine = places[dist.get_rank(group)]
-    embedding.forward = partial(embed_own_tokens, embedding, mine)
-    for layer in (*model.stage1, *model.stage2):
-        if hasattr(layer, "attention"):
-            attention = layer.attention
-            attention.forward = partial(attend_to_all, attention, attend, places, group)
-
-
-def compute_gradients(model, images, labels, has_last):
-    """Compute the gradients of a batch of images. Returns the logits of this rank's last token."""
-    logits = model(images)
-    loss = F.cross_entropy(logits, labels)
-    if not has_last:
-        # NEW: the class is read from the last token of the sequence, which is on one rank. The
-        # losses of the others count 0 times. They still call backward(), because it sends keys,
-        # values and their gradients around the ring. (If every token has a loss, as in a language
-        # model, all of them count: divide their sum on each rank by the number of all tokens.)
-        loss = loss * 0
-    loss.backward()
-    for parameter in model.parameters():
-        # NEW: each rank has the part of the gradient that comes from its own tokens. The parts are
-        # added up, and not divided by n: the mean over the images is in the loss already. (One
-        # long message would be faster: see --bucket of manual_data_parallel.py.)
-        dist.all_reduce(parameter.grad)
-    return logits.detach()
+# ---------- Unchanged from distributed_data_parallel_torchrun.py ----------
+# You know what follows: join(), fit(), run_epoch() and main(). Copy it, too.
 
 
 def join(args):
-    """Join the process group and print the table of ranks. Returns this rank and its device."""
-    local_rank = int(os.environ["LOCAL_RANK"])
-    if args.device == "cuda":
-        gpu = torch.device("cuda", local_rank)
-        device = gpu
-        backend = "nccl"
-        torch.cuda.set_device(gpu)  # otherwise every rank would also take memory on GPU 0
-    else:
-        gpu = None
-        device = torch.device("cpu")
-        backend = "gloo"
+    """Join the process group that torchrun describes. Returns this rank and its device."""
+    local_rank = int(os.environ["LOCAL_RANK"])  # torchrun has numbered this node's processes
+    device = torch.device(args.device)
+    gpu = None
+    if args.device != "cpu":
+        gpu = device = torch.device(args.device, local_rank)
+        torch.accelerator.set_device_index(gpu)  # otherwise all ranks would take memory on GPU 0
+    backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA's GPUs, gloo for CPUs
+    # The address, the rank and the world size are in the environment.
     dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=gpu)
     rank = dist.get_rank()
-    node = os.environ.get("GROUP_RANK", "0")
-    rows = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, rank_row(node, rank, local_rank, device))
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, vars(args))
+    for flag in vars(args).keys() - {"data_dir"}:
+        values = {str(each[flag]) for each in everyone}
+        if len(values) > 1:
+            dist.destroy_process_group()
+            raise ValueError(f"the nodes differ in --{flag}: {', '.join(sorted(values))}")
     if rank == 0:
-        print(RANKS, *rows, sep="\n", flush=True)
+        print(f"{len(everyone)} ranks, {backend}, {args.device}", flush=True)
     return rank, device
 
 
-def run_epoch(model, loader, device, has_last, optimizer=None):
-    """Train, or only test if there is no optimizer. Returns the sums of the rank with the loss."""
+def fit(model, optimizer, train_loader, test_loader, device, args):
+    """Train and test, and print one line for each epoch."""
+    rank = dist.get_rank()
+    for epoch in range(args.epochs):
+        train_loader.sampler.set_epoch(epoch)  # a new order, the same on all ranks
+        start = time.perf_counter()
+        bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)
+        loss, correct, images = run_epoch(model, bar, device, optimizer)
+        seconds = time.perf_counter() - start
+        speed = len(train_loader) * args.batch_size / seconds
+        # A wrapper such as DDP may send messages in forward(), so test the model that it wraps.
+        plain = getattr(model, "module", model)
+        _, test_correct, test_images = run_epoch(plain, test_loader, device)
+        if rank == 0:
+            digits = 12 if args.double else 4
+            print(
+                f"epoch {epoch + 1}/{args.epochs}  loss {loss / images:.{digits}f}"
+                f"  train {correct / images:.2%}  test {test_correct / test_images:.2%}"
+                f"  {seconds:.2f} s  {speed:,.0f} images/s",
+                flush=True,
+            )
+
+
+def run_epoch(model, loader, device, optimizer=None):
+    """Train, or only test if there is no optimizer.
+
+    Returns three sums over the images of all ranks: the loss, the number classified correctly, the
+    number of images.
+    """
     model.train(optimizer is not None)
+    # The sums stay on the device. Reading them in each step would make Python wait for the GPU.
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     for images, labels in loader:
         images = images.to(device, non_blocking=True)
         labels = labels.to(device, non_blocking=True)
+        with torch.set_grad_enabled(model.training):
+            logits = model(images)
+            loss = F.cross_entropy(logits, labels)
         if optimizer is not None:
             optimizer.zero_grad()
-            logits = compute_gradients(model, images, labels, has_last)
+            loss.backward()
             optimizer.step()
-        else:
-            with torch.no_grad():
-                logits = model(images)
-        if has_last:  # NEW: the logits of the other ranks are from earlier tokens
-            sums[0] += F.cross_entropy(logits, labels, reduction="sum")
-            sums[1] += (logits.argmax(dim=1) == labels).sum()
-            sums[2] += len(labels)
-    dist.all_reduce(sums)  # NEW: from the rank with the last token to all ranks
+        sums[0] += loss.detach() * len(labels)
+        sums[1] += (logits.argmax(dim=1) == labels).sum()
+        sums[2] += len(labels)
+    dist.all_reduce(sums)
     return sums.tolist()
 
 
-def train(args):
-    """Compare a step with that of the whole model, if asked. Then train, and print the epochs."""
-    rank, device = join(args)
-    meet(args)  # guard rail: compares the flags of the ranks
-    train_loader, test_loader = loaders(args)  # NEW: all ranks read the same images
-    places = ORDERS[args.order](args.tokens, dist.get_world_size())
-    last_places = [mine[-1].item() for mine in places]
-    has_last = last_places[rank] == max(last_places)
-    torch.manual_seed(args.seed)  # equal on all ranks, because each keeps what it draws
-    whole_model = make_model(args)
-    model = copy.deepcopy(whole_model).to(device)
-    # NEW: the group of the ranks that share a sequence. Here they are all ranks.
-    split_tokens(model, ATTENTION[args.by], places, dist.group.WORLD)
-    if args.compare:
-        step = partial(compute_gradients, model, has_last=has_last)
-        compare_sequence(step, model, whole_model, next(iter(train_loader)), places, args.by)
-    torch.manual_seed(args.seed + rank)
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
-
-    for epoch in range(args.epochs):
-        train_loader.sampler.set_epoch(epoch)
-        start = time.perf_counter()
-        progress = bar(train_loader, show=rank == 0)
-        trained = run_epoch(model, progress, device, has_last, optimizer)
-        seconds = time.perf_counter() - start
-        tested = run_epoch(model, test_loader, device, has_last)
-        if rank == 0:
-            print(epoch_line(args, epoch, seconds, trained, tested), flush=True)
-    dist.destroy_process_group()
-
-
-@explained  # guard rail: explains errors
-@record  # torchrun's report then shows the error of the rank that failed first
+@record  # writes the traceback of an error to a file, and torchrun's report shows it
 def main():
     """Read the flags, make sure that the data is there, and train as one of the ranks."""
-    parser = flags.Parser(__doc__, parents=[flags.training(), flags.ranks()])
-    parser.set_defaults(model="transformer")
-    add = parser.add_argument
-    add("--by", choices=ATTENTION, default="ring", help="ring attention, or all_to_alls")
-    add("--order", choices=ORDERS, default="zigzag", help="which tokens a rank has")
-    add("--compare", action="store_true", help="first count a step, and compare it")
+    parser = flags.ranks(__doc__)
+    add_flags(parser)
     args = parser.parse_args()
-    check(parser, args, replicas=1)  # guard rail: refuses impossible flags
-    if args.model != "transformer":
-        parser.error(f"--model {args.model} has no tokens: use --model transformer")
-    world_size = int(os.environ["WORLD_SIZE"])
-    args.tokens = args.tokens or TOKENS
-    if args.tokens < world_size:
-        parser.error(f"--tokens {args.tokens}: {world_size} processes need at least {world_size}")
-    args.heads = args.heads or HEADS
-    if args.by == "ulysses" and args.heads % world_size:
-        wrong = f"--heads {args.heads}: {world_size} processes cannot split them"
-        parser.error(f"{wrong}: use --by ring")
+    parser.check_torchrun(args)  # torchrun runs this script once for each rank
+    check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
+    # Before there is a group: the ranks of a node take turns, and the first one downloads.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 

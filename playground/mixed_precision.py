@@ -1,51 +1,36 @@
-"""Mixed precision: compute in 16 bits, and keep parameters and Adam's state in 32 bits.
+"""Mixed precision: compute in 16 bits, and keep parameters and Adam's averages in 32 bits.
 
-bfloat16 has the range of float32, but only two to three digits. float16 has a digit more, but a
-small range: from 6e-8 to 65,504. In float16, a gradient of 1e-9 becomes 0. So a GradScaler
-multiplies the loss by 65,536, and with it all gradients. Before the optimizer's step, it divides
-them by this factor. If a gradient has become infinite, it skips the step and halves the factor.
-bfloat16 needs no GradScaler, because 1e-9 is within its range. On GPUs, 16 bits are much faster. On
-a CPU, this depends on the processor, so the lesson shows numbers and not speed.
-
-torch.autocast computes matrix products and attention in 16 bits, from converted copies of their
-inputs and parameters. The parameters themselves stay in float32, because bfloat16 would lose Adam's
-small steps: in bfloat16, 1 + 0.001 is 1. For cross_entropy, autocast converts logits to float32.
-bfloat16 plus float32 is float32, and the positions are float32. So embedded tokens are float32, and
-so are the sums in a block and the inputs of LayerNorm.
-
-With FSDP, a MixedPrecisionPolicy takes the place of autocast. It works by layers: it converts their
-inputs, and their shards before they are gathered. So all of a layer computes in bfloat16, LayerNorm
-too. In a step, a parameter is gathered twice, with 2 bytes, and its gradient is reduced once, with
-4 bytes (reduce_dtype). These 8 bytes, times (n-1)/n, are also what DDP's all_reduce sends.
-
-Clipping scales all gradients down if their norm is too large. With FSDP, a rank has shards of them,
-which are DTensors. So clip_grad_norm_ adds up squares over all ranks, and all ranks must call it.
-
-Run it:
+Run it, first with DDP:
     torchrun --standalone --nproc-per-node 2 playground/mixed_precision.py
-    torchrun --standalone --nproc-per-node 2 playground/mixed_precision.py --sharded --clip 1
 
-It prints these lines, among others, with --dataset digits --batch_size 120, on a CPU. The errors in
-the table are relative. In its last but one row, parameters are in bfloat16, too. A layer's dtype is
-that of its output, and softmax is that of the logits:
-    a gradient of 1e-9 in torch.float16, loss x 1: 0
-    a gradient of 1e-9 in torch.float16, loss x 65536: 1e-09
-    error against float64   loss     gradients
-    float32                 3e-09    2e-07
-    bfloat16, autocast      1e-04    5e-03
-    bfloat16, everything    1e-03    1e-02
-    float16, autocast       3e-05    8e-04
-    bfloat16: Linear, Attention, GELU, LastToken, logits, softmax
-    float32: Tokens, LayerNorm, Block, loss, parameters, gradients, Adam's averages
-    bytes sent by all_reduce: 110,504 (predicted: 110,504)
-With --sharded --clip 1, the norm of the last gradients is 1, and that of rank 0's shards is less.
+It prints, on a CPU (the dtype of a layer is that of its output):
+    bfloat16: 1 + 0.001 is 1; a gradient of 1e-9 is 1e-09, with the loss x 65536 1e-09
+    float16: 1 + 0.001 is 1.001; a gradient of 1e-9 is 0, with the loss x 65536 1e-09
+    epoch 1/3  loss 0.5946  train 81.69%  test 93.40%  21.81 s  2,747 images/s
+    bfloat16: Linear, Attention, GELU, LastToken, Transformer
+    float32: Tokens, LayerNorm, Block, Autocast, parameters, gradients, Adam's averages
+
+In float32 (--precision full), the loss is 0.5944. On GPUs, products of matrices are much faster in
+16 bits, and most activations take half of the memory. On a CPU, the speed depends on the processor.
+
+bfloat16 has the range of float32, but only two to three digits. Most of Adam's steps would be lost
+in it, so the parameters stay in float32, and each layer computes with converted copies. float16 has
+one digit more, and a small range: 6e-8 to 65,504. There, small gradients become 0 unless the loss
+is multiplied by a large factor, so --precision float16 needs a `GradScaler`.
+
+With FSDP, a policy takes the place of autocast. It converts whole layers, LayerNorm included:
+    torchrun --standalone --nproc-per-node 2 playground/mixed_precision.py --sharded --clip 1
+    bfloat16: Linear, Tokens, LayerNorm, Attention, GELU, Block, LastToken
+    float32: Transformer, parameters, gradients, Adam's averages
+    norm of the last gradients: 1.0000, of what rank 0 has: 0.7109
 
 Try breaking it, in a copy:
   1. Write `make_model(args).bfloat16()`. With --lr 1e-5, what changes in the losses and dtypes?
-  2. Write `reduce_dtype=torch.bfloat16`, and use --sharded. Which bytes change?
-  3. Comment out `scaler.unscale_(optimizer)`. With --precision float16 --clip 1, is there an error?
+  2. In `Autocast`, return `logits` as they are. How many digits of the loss are left?
+  3. Leave out `scaler.unscale_(optimizer)`. With --precision float16 --clip 1, is there an error?
 
-The next lesson, activation_checkpointing.py, saves the memory of activations.
+Builds on: fully_sharded_data_parallel.py
+The next lesson, `activation_checkpointing.py`, saves the memory of activations.
 """
 
 import math
@@ -53,6 +38,7 @@ import os
 import sys
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -63,107 +49,113 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, get_total_norm
+from tqdm import tqdm
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # find common/ from any folder
 from common import flags
-from common.data import equal_batches, fetch, loaders
-from common.guard_rails import check, explained
+from common.data import fetch, loaders
 from common.models import make_model
-from common.report import RANKS, bar, epoch_line, rank_row
-from common.roll_call import meet
-from measure.precision import show_bytes, show_dtypes, show_errors
 
-NARROW = {"bfloat16": torch.bfloat16, "float16": torch.float16}  # the kinds with 16 bits
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "full": None}  # None: as it is
 
 
-def small_gradient(dtype, factor=1.0):
-    """Return a gradient of 1e-9, computed in a dtype. The loss is multiplied by a factor."""
-    parameter = torch.ones((), requires_grad=True)
-    output = parameter.to(dtype)  # as autocast converts a parameter
-    loss = output.float() * 1e-9  # the gradient of output has the dtype of output
-    (loss * factor).backward()
-    return parameter.grad.item() / factor
+class Autocast(torch.nn.Module):
+    """A model that computes in 16 bits, and whose parameters keep their 32 bits."""
+
+    def __init__(self, model, dtype):
+        super().__init__()
+        self.model = model  # adds "model." to the names of its parameters
+        self.dtype = dtype
+
+    def forward(self, images):
+        """Return logits of float32, so that the loss is computed in float32."""
+        # NEW: in here, matrix products and attention convert their inputs and parameters. Sums of
+        # 16 and 32 bits have 32 bits, and LayerNorm takes what it gets. backward() stays outside:
+        # it computes in the dtypes of the forward pass.
+        with torch.autocast(images.device.type, self.dtype):
+            logits = self.model(images)
+        return logits.float()
 
 
-def shard(layers, model, mesh, narrow):
-    """Shard each layer, and then the whole model. Layers compute in the dtype `narrow`."""
-    if narrow is None:
-        inside = MixedPrecisionPolicy()  # converts nothing
-        outside = inside
-    else:
-        # NEW: each shard is converted before it is gathered. Gradients are computed in the same
-        # dtype, but added up over the ranks in float32. (Without reduce_dtype, the dtype of the
-        # sum depends on PyTorch's version.)
-        inside = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32)
-        # NEW: the output of the whole model is float32, so the loss is computed in float32.
-        outside = MixedPrecisionPolicy(output_dtype=torch.float32)
-    for layer in layers:
-        if list(layer.parameters()):
-            fully_shard(layer, mesh=mesh, mp_policy=inside)
-    fully_shard(model, mesh=mesh, mp_policy=outside)
+def shard(model, dtype, args):
+    """Shard a model with FSDP. Its layers compute in 16 bits."""
+    mesh = dist.init_device_mesh(args.device, (dist.get_world_size(),))
+    # The group of a mesh may have PyTorch's own timeout: 30 minutes (gloo) or 10 (NCCL).
+    mesh.get_group().set_timeout(timedelta(seconds=args.timeout))
+    wide = torch.float64 if args.double else torch.float32
+    # NEW: FSDP converts each shard before the layer is gathered, and the inputs of the layer. So
+    # it gathers half of the bytes. Gradients are computed in 16 bits too, and added up in 32 bits.
+    inside = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=wide)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=inside)
+    # NEW: the whole model returns float32, so the loss is computed in float32.
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(output_dtype=wide))
 
 
-def gradient_norms(parameters):
-    """Return the norm of all gradients, and the norm of what this rank has of them."""
-    parameters = list(parameters)
-    norm = clip_grad_norm_(parameters, math.inf)  # only the norm: nothing is larger than infinity
-    own = []
-    for parameter in parameters:
-        gradient = parameter.grad
-        if isinstance(gradient, DTensor):
-            gradient = gradient.to_local()
-        own.append(gradient)
-    if isinstance(norm, DTensor):
-        # NEW: the norm over all ranks. (In PyTorch 2.9, norm.to_local() would be that of this
-        # rank's shards only.)
-        norm = norm.full_tensor()
-    return norm.item(), get_total_norm(own).item()
+def make_step(model, optimizer, scaler, clip, loss):
+    """Compute the gradients of a loss, clip them, and let the optimizer make a step."""
+    optimizer.zero_grad()
+    # NEW: multiply the loss, and with it all gradients, by a large factor. Only float16 needs this.
+    # With other dtypes the scaler is disabled, and its methods change nothing.
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)  # NEW: divide the gradients again, because clipping needs their norm
+    if clip:
+        # NEW: if the norm of all gradients is larger than `clip`, scale them down. With FSDP, they
+        # are DTensors, whose squares are added up over all ranks. So all ranks must call this.
+        clip_grad_norm_(model.parameters(), clip)
+    # NEW: if a gradient has become infinite, skip the step and halve the factor. All ranks do so
+    # together: with DDP their gradients are equal, with FSDP unscale_() has compared the shards.
+    scaler.step(optimizer)
+    scaler.update()
 
 
-def join(args):
-    """Join the process group and print the table of ranks. Returns this rank and its device."""
-    local_rank = int(os.environ["LOCAL_RANK"])
-    if args.device == "cuda":
-        gpu = torch.device("cuda", local_rank)
-        device = gpu
-        backend = "nccl"
-        torch.cuda.set_device(gpu)  # otherwise every rank would also take memory on GPU 0
-    else:
-        gpu = None
-        device = torch.device("cpu")
-        backend = "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=gpu)
-    rank = dist.get_rank()
-    node = os.environ.get("GROUP_RANK", "0")
-    rows = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, rank_row(node, rank, local_rank, device))
+def train(args):
+    """Train in 16 bits, and show which dtype everything has."""
+    rank, device = join(args)
     if rank == 0:
-        print(RANKS, *rows, sep="\n", flush=True)
-    return rank, device
+        show_limits()
+    train_loader, test_loader = loaders(args, rank, dist.get_world_size())
+    torch.manual_seed(args.seed)
+    model = make_model(args).to(device)
+    dtype = DTYPES[args.precision]
+    if args.sharded:
+        shard(model, dtype, args)
+        parallel = model  # fully_shard has changed the model itself
+    else:
+        if dtype is not None:
+            model = Autocast(model, dtype)
+        parallel = DistributedDataParallel(model)
+    torch.manual_seed(args.seed + rank)
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
+    scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "float16")
+    # NEW: fit() hands this to run_epoch() in place of the optimizer.
+    step = partial(make_step, model, optimizer, scaler, args.clip)
+    fit(parallel, step, train_loader, test_loader, device, args)
+    show_dtypes(model, optimizer, test_loader, device)
+    show_norms(model)
+    # DDP refers to the group, so delete DDP first. Otherwise the process may hang.
+    del parallel
+    dist.barrier()  # DTensor keeps the group, and without this Python may abort at exit
+    dist.destroy_process_group()
 
 
-def run_epoch(model, loader, device, autocast, optimizer=None, scaler=None, clip=0.0):
-    """Train, or only test if there is no optimizer. Returns sums over the images of all ranks."""
-    model.train(optimizer is not None)
+def run_epoch(model, loader, device, step=None):
+    """Train, or only test if there is no step.
+
+    Returns three sums over the images of all ranks: the loss, the number classified correctly, the
+    number of images.
+    """
+    model.train(step is not None)
+    # The sums stay on the device. Reading them in each step would make Python wait for the GPU.
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     for images, labels in loader:
         images = images.to(device, non_blocking=True)
         labels = labels.to(device, non_blocking=True)
-        # NEW: only the forward pass is inside. backward() uses the dtypes of the forward pass.
-        with torch.set_grad_enabled(model.training), autocast:
+        with torch.set_grad_enabled(model.training):
             logits = model(images)
             loss = F.cross_entropy(logits, labels)
-        if optimizer is not None:
-            optimizer.zero_grad()
-            # NEW: only float16 needs the scaler. Otherwise it is disabled, and changes nothing.
-            scaler.scale(loss).backward()
-            scaler.unscale_(optimizer)  # NEW: divides, because clipping needs the true norm
-            if clip:
-                clip_grad_norm_(model.parameters(), clip)  # NEW: by the norm over all ranks
-            # NEW: an infinite gradient makes all ranks skip the step. With DDP, all ranks have the
-            # same gradients. With shards, an all_reduce in unscale_() has told them all.
-            scaler.step(optimizer)
-            scaler.update()
+        if step is not None:
+            step(loss)  # NEW: make_step(), in place of backward() and the optimizer's step()
         sums[0] += loss.detach() * len(labels)
         sums[1] += (logits.argmax(dim=1) == labels).sum()
         sums[2] += len(labels)
@@ -171,72 +163,142 @@ def run_epoch(model, loader, device, autocast, optimizer=None, scaler=None, clip
     return sums.tolist()
 
 
-def train(args):
-    """Train and test, and print one line for each epoch. Then show the dtypes and the messages."""
-    rank, device = join(args)
-    meet(args)  # guard rail: compares the flags of the ranks
-    world_size = dist.get_world_size()
-    train_loader, test_loader = loaders(args, rank, world_size)
-    # FSDP's forward() gathers, so all ranks must call it the same number of times, also in a test.
-    test_loader = equal_batches(test_loader.dataset, rank, world_size)
-    images, labels = (each.to(device) for each in next(iter(train_loader)))
-    torch.manual_seed(args.seed)
-    model = make_model(args).to(device)
-    if rank == 0:
-        for dtype, factor in ((torch.bfloat16, 1), (torch.float16, 1), (torch.float16, 65536)):
-            gradient = small_gradient(dtype, factor)
-            print(f"a gradient of 1e-9 in {dtype}, loss x {factor}: {gradient:.3g}", flush=True)
-        show_errors(model, images, labels)
-    narrow = NARROW.get(args.precision)  # None: nothing is converted
-    if args.sharded:
-        mesh = dist.init_device_mesh(device.type, (world_size,))  # all ranks in a row
-        mesh.get_group().set_timeout(timedelta(seconds=args.timeout))
-        shard([*model.stage1, *model.stage2], model, mesh, narrow)
-        wrapped = model  # fully_shard has changed the model itself
-    else:
-        wrapped = DistributedDataParallel(model)
-    # NEW: autocast is disabled with FSDP, because the policy converts parameters and inputs.
-    enabled = narrow is not None and not args.sharded
-    autocast = torch.autocast(device.type, dtype=narrow, enabled=enabled)
-    scaler = torch.amp.GradScaler(device.type, enabled=narrow is torch.float16)
-    torch.manual_seed(args.seed + rank)
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
+def show_limits():
+    """Print what 16 bits make of a small step, and of a small gradient."""
+    for name in ("bfloat16", "float16"):
+        total = (torch.ones((), dtype=DTYPES[name]) + 0.001).item()
+        gradient = small_gradient(DTYPES[name], factor=1)
+        scaled = small_gradient(DTYPES[name], factor=65536)
+        made = f"a gradient of 1e-9 is {gradient:.1g}, with the loss x 65536 {scaled:.1g}"
+        print(f"{name}: 1 + 0.001 is {total:.4g}; {made}", flush=True)
 
-    for epoch in range(args.epochs):
-        train_loader.sampler.set_epoch(epoch)
-        start = time.perf_counter()
-        progress = bar(train_loader, show=rank == 0)
-        trained = run_epoch(wrapped, progress, device, autocast, optimizer, scaler, args.clip)
-        seconds = time.perf_counter() - start
-        tested = run_epoch(model, test_loader, device, autocast)
-        if rank == 0:
-            print(epoch_line(args, epoch, seconds, trained, tested), flush=True)
-    norm, own = gradient_norms(model.parameters())
-    if rank == 0:
+
+def small_gradient(dtype, factor):
+    """Return a gradient of 1e-9 that is computed in a dtype, from a loss multiplied by a factor."""
+    parameter = torch.ones((), requires_grad=True)
+    output = parameter.to(dtype)  # as autocast converts a parameter
+    loss = output.float() * 1e-9
+    (loss * factor).backward()  # through `output`, whose gradient has its dtype
+    return parameter.grad.item() / factor
+
+
+def show_dtypes(model, optimizer, loader, device):
+    """Print the dtype of what each kind of layer returns, and of what the optimizer has."""
+    found = {}
+
+    def note(layer, inputs, output):
+        """PyTorch calls this after the forward pass of each layer."""
+        name = type(layer).__name__.removeprefix("FSDP")  # which fully_shard puts in front
+        found.setdefault(name, output.dtype)
+
+    hooks = [layer.register_forward_hook(note) for layer in model.modules()]
+    images, _ = next(iter(loader))
+    with torch.no_grad():
+        model(images.to(device))
+    for hook in hooks:
+        hook.remove()
+    del found["Sequential"]  # returns what its last layer returns
+    parameter = next(model.parameters())
+    found["parameters"] = parameter.dtype
+    found["gradients"] = parameter.grad.dtype
+    found["Adam's averages"] = optimizer.state[parameter]["exp_avg"].dtype
+    if dist.get_rank() == 0:
+        for dtype in sorted(set(found.values()), key=lambda each: each.itemsize):
+            names = [name for name in found if found[name] == dtype]
+            print(f"{str(dtype).removeprefix('torch.')}: {', '.join(names)}", flush=True)
+
+
+def show_norms(model):
+    """Print the norm of the last gradients, and the norm of what rank 0 has of them."""
+    norm = clip_grad_norm_(model.parameters(), math.inf)  # changes no gradient
+    gradients = [parameter.grad for parameter in model.parameters()]
+    if isinstance(norm, DTensor):
+        # NEW: the norm over all ranks. (norm.to_local() may be that of this rank's shards only.)
+        norm = norm.full_tensor()
+        gradients = [gradient.to_local() for gradient in gradients]
+    if dist.get_rank() == 0:
+        own = get_total_norm(gradients)
         print(f"norm of the last gradients: {norm:.4f}, of what rank 0 has: {own:.4f}", flush=True)
-    show_dtypes(model, optimizer, autocast, images, labels)
-    show_bytes(wrapped, autocast, images, labels, args.sharded, narrow)
-    # DDP refers to the group, so delete DDP first. Otherwise the process may hang.
-    del wrapped
-    dist.destroy_process_group()
 
 
-@explained  # guard rail: explains errors
-@record  # torchrun's report then shows the error of the rank that failed first
-def main():
-    """Read the flags, make sure that the data is there, and train as one of the ranks."""
-    parser = flags.Parser(__doc__, parents=[flags.training(), flags.ranks()])
+def add_flags(parser):
+    """Add the flags that only this lesson has. It trains the transformer by default."""
     parser.set_defaults(model="transformer")
     add = parser.add_argument
-    add("--precision", choices=[*NARROW, "full"], help="full: convert nothing; default: bfloat16")
+    add("--precision", choices=DTYPES, help="full: convert nothing; default: bfloat16")
     add("--sharded", action="store_true", help="FSDP with a policy, in place of DDP with autocast")
-    add("--clip", type=float, default=0.0, help="largest norm of the gradients; 0: any")
-    args = parser.parse_args()
-    check(parser, args)  # guard rail: refuses impossible flags
-    if args.double and args.precision in NARROW:
+    add("--clip", type=flags.rate, default=0.0, help="largest norm of the gradients; 0: any")
+
+
+def check_flags(parser, args, world_size):
+    """Refuse flags that do not fit the number of ranks or each other."""
+    parser.check_batch(args.batch_size, world_size)
+    if args.double and args.precision in ("bfloat16", "float16"):
         parser.error(f"--double computes in float64: leave out --precision {args.precision}")
     if args.precision is None:
         args.precision = "full" if args.double else "bfloat16"
+
+
+# ---------- Unchanged from distributed_data_parallel_torchrun.py ----------
+# You know what follows: join(), fit() and main(). Copy it, too.
+
+
+def join(args):
+    """Join the process group that torchrun describes. Returns this rank and its device."""
+    local_rank = int(os.environ["LOCAL_RANK"])  # torchrun has numbered this node's processes
+    device = torch.device(args.device)
+    gpu = None
+    if args.device != "cpu":
+        gpu = device = torch.device(args.device, local_rank)
+        torch.accelerator.set_device_index(gpu)  # otherwise all ranks would take memory on GPU 0
+    backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA's GPUs, gloo for CPUs
+    # The address, the rank and the world size are in the environment.
+    dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=gpu)
+    rank = dist.get_rank()
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, vars(args))
+    for flag in vars(args).keys() - {"data_dir"}:
+        values = {str(each[flag]) for each in everyone}
+        if len(values) > 1:
+            dist.destroy_process_group()
+            raise ValueError(f"the nodes differ in --{flag}: {', '.join(sorted(values))}")
+    if rank == 0:
+        print(f"{len(everyone)} ranks, {backend}, {args.device}", flush=True)
+    return rank, device
+
+
+def fit(model, optimizer, train_loader, test_loader, device, args):
+    """Train and test, and print one line for each epoch."""
+    rank = dist.get_rank()
+    for epoch in range(args.epochs):
+        train_loader.sampler.set_epoch(epoch)  # a new order, the same on all ranks
+        start = time.perf_counter()
+        bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)
+        loss, correct, images = run_epoch(model, bar, device, optimizer)
+        seconds = time.perf_counter() - start
+        speed = len(train_loader) * args.batch_size / seconds
+        # A wrapper such as DDP may send messages in forward(), so test the model that it wraps.
+        plain = getattr(model, "module", model)
+        _, test_correct, test_images = run_epoch(plain, test_loader, device)
+        if rank == 0:
+            digits = 12 if args.double else 4
+            print(
+                f"epoch {epoch + 1}/{args.epochs}  loss {loss / images:.{digits}f}"
+                f"  train {correct / images:.2%}  test {test_correct / test_images:.2%}"
+                f"  {seconds:.2f} s  {speed:,.0f} images/s",
+                flush=True,
+            )
+
+
+@record  # writes the traceback of an error to a file, and torchrun's report shows it
+def main():
+    """Read the flags, make sure that the data is there, and train as one of the ranks."""
+    parser = flags.ranks(__doc__)
+    add_flags(parser)
+    args = parser.parse_args()
+    parser.check_torchrun(args)  # torchrun runs this script once for each rank
+    check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
+    # Before there is a group: the ranks of a node take turns, and the first one downloads.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 

@@ -65,7 +65,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from a
 from context_parallel import RingAttention, split_tokens, zigzag
 from sequence_parallel import SplitBlock, split_by_dtensor, split_by_hand
 
-from common import flags
+from common import old_flags as flags
 from common.data import equal_batches, fetch, loaders
 from common.guard_rails import check, explained
 from common.models import HEADS, TOKENS, WIDTH, make_model
