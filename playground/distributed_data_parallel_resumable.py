@@ -1,46 +1,42 @@
-r"""Runs that survive failures: resuming from checkpoints, a log, curves, restarts by torchrun.
+r"""Runs that survive failures: resuming from checkpoints, restarts by torchrun, a log and curves.
 
-A long run often ends too early: a process dies, a node fails, or the job reaches its time limit. So
-rank 0 keeps a folder with a log, curves for TensorBoard and the last three checkpoints. A run that
-is started again resumes from the newest checkpoint. torchrun can restart the ranks. When one of
-them dies, torchrun ends the others and starts all of them again, up to --max-restarts times.
-
-Run it with restarts:
+Run it, and let torchrun restart the ranks when one of them dies, at most three times:
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc-per-node 2 \
         --max-restarts 3 playground/distributed_data_parallel_resumable.py
 
-The variable in front of the command is for the restarts. Ranks find each other's addresses in a
-small server, the store. Without the variable, torchrun keeps the store after a restart, and new
-ranks may find the addresses of dead ones there.
-
-Resume it with more epochs, here in a single process, and look at the curves in a browser:
-    python playground/distributed_data_parallel_resumable.py --epochs 5
+Resume it with more epochs, here in one process, and look at the curves in a browser:
+    torchrun --standalone --nproc-per-node 1 \
+        playground/distributed_data_parallel_resumable.py --epochs 5
     tensorboard --logdir runs
 
-It prints the table of ranks, and then where it resumes (times will differ):
-    runs/mlp-mnist: 3 of 5 epochs are done (another --run_dir starts another run)
-    epoch 4/5  loss 0.0968  train 96.97%  test 96.65%  1.49 s  40,152 images/s
+The second command prints where it resumes (times differ):
+    runs/mlp-mnist/epoch-0003.pt: 3 of 5 epochs are done
+    epoch 4/5  loss 0.0952  train 97.12%  test 96.53%  0.41 s  146,442 images/s
 
-Run it on one or two nodes, with the same command on each:
+Rank 0 keeps a folder with the last three checkpoints, a log, and curves for TensorBoard. When a
+rank dies, torchrun ends the others and starts all of them again, and they resume from the newest
+checkpoint. An epoch that was not finished is repeated from its beginning. Ranks find each other's
+addresses in a small server, the store. The variable before the first command gives each restart a
+new store, because in an old one the ranks might find the addresses of dead ranks.
+
+On one or two nodes, run this on each (NODES=1:2 means at least one node, and at most two):
     NODE0=<ip> NODES=1:2 RESTARTS=3 \
         run/torchrun_node.sh playground/distributed_data_parallel_resumable.py
-
-NODES=1:2 means at least one node and at most two. When a node joins or leaves, torchrun restarts
-all ranks, and they resume from the newest checkpoint. --run_dir must be a folder that both nodes
-share. --batch_size must be divisible by the number of processes, with one node and with two.
+A node that joins or leaves restarts all ranks. --run_dir must then be a folder that all nodes
+share, and the ranks must be able to divide --batch_size, with one node and with two.
 
 Try breaking it, in a copy:
-  1. Run it with restarts, --epochs 30 and --run_dir runs/killed. Kill a rank by its process id,
-     which is in the table. Compare the last lines with those of a run without the kill, in another
-     --run_dir.
+  1. Run it with restarts, --epochs 30 and --run_dir runs/killed, and kill rank 0 by the process id
+     that it prints. Compare the last line with that of a run without the kill.
   2. Comment out `optimizer.load_state_dict(...)`, and resume a run. Why do the losses differ?
 
-Now write it yourself: save_and_resume.py in playground/exercises/.
-
-The next lesson, distributed_data_parallel_resnet.py, trains a larger model on colour images.
+Now write it yourself: `save_and_resume.py` in playground/exercises/.
+Builds on: distributed_data_parallel_torchrun.py
+The next lesson, `distributed_data_parallel_resnet.py`, trains a larger model on colour images.
 """
 
 import os
+import re
 import sys
 import time
 from datetime import timedelta
@@ -52,105 +48,189 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # find common/ from any folder
 from common import flags
 from common.data import fetch, loaders
-from common.guard_rails import check, explained
 from common.models import make_model
-from common.report import RANKS, bar, epoch_line, rank_row
-from common.roll_call import meet
+
+
+def checkpoints(folder):
+    """Return the paths of the checkpoints in a folder, sorted by epoch."""
+    found = {}
+    for path in folder.iterdir():
+        match = re.fullmatch(r"epoch-([0-9]+)\.pt", path.name)  # no other file counts
+        if match:
+            found[int(match[1])] = path
+    return [found[epoch] for epoch in sorted(found)]
+
+
+def save(folder, epoch, model, optimizer, args):
+    """Write a checkpoint, whole or not at all, and remove all but the last three."""
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    state |= {"epoch": epoch, "args": vars(args)}
+    unfinished = folder / "unfinished"
+    try:
+        with open(unfinished, "wb") as file:
+            torch.save(state, file)
+            # NEW: the node may fail, so the data must be on its disk before the file has its name.
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, folder / f"epoch-{epoch:04}.pt")
+    finally:
+        unfinished.unlink(missing_ok=True)  # it is there only if the disk is full, for example
+    for path in checkpoints(folder)[:-3]:
+        path.unlink()
+
+
+def resume(folder, model, optimizer, args):
+    """Load the newest checkpoint on each rank. Returns how many epochs are done."""
+    chosen = [None]
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        found = checkpoints(folder)
+        if found:
+            chosen = [found[-1]]
+    # NEW: rank 0 chooses for all ranks, because a new file in a network folder may appear on the
+    # other nodes some seconds later. This sends its path, and each rank reads the file itself.
+    dist.broadcast_object_list(chosen)
+    path = chosen[0]
+    if path is None:
+        return 0
+    state = read(path)
+    check_agreement(path, state["args"], args)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    if dist.get_rank() == 0:
+        log(folder, f"{path}: {state['epoch']} of {args.epochs} epochs are done")
+    return state["epoch"]
+
+
+def train(args):
+    """Resume a run from its newest checkpoint, or start it, and train as one of the ranks."""
+    rank, device = join(args)
+    if rank == 0:
+        print(f"rank 0 is process {os.getpid()}", flush=True)
+    train_loader, test_loader = loaders(args, rank, dist.get_world_size())
+    torch.manual_seed(args.seed)
+    model = make_model(args).to(device)
+    model = DistributedDataParallel(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
+    folder = Path(args.run_dir or f"runs/{args.model}-{args.dataset}")
+    done = resume(folder, model.module, optimizer, args)  # NEW
+    fit(model, optimizer, train_loader, test_loader, device, args, folder, done)
+    # DDP refers to the group, so delete DDP first. Otherwise the process may hang.
+    del model
+    dist.destroy_process_group()
+
+
+def read(path):
+    """Return what save() has written to a file, a dict."""
+    expected = {"model", "optimizer", "epoch", "args"}
+    try:
+        # NEW: with mmap=True, a tensor is read only when it is used, so no rank has to hold a whole
+        # checkpoint in memory beside its model.
+        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        if not isinstance(state, dict) or not expected <= state.keys():
+            raise ValueError(f"{path} contains something else")
+    except Exception as error:  # its type depends on what the file contains
+        keys = ", ".join(sorted(expected))
+        error.add_note(f"{path} must be a checkpoint that all nodes can read, a dict with {keys}.")
+        error.add_note("If it is damaged, move it away, and the run resumes from the one before.")
+        raise
+    return state
+
 
 # NEW: the numbers depend on these flags, so a run must be resumed with the same ones.
 MUST_AGREE = ["model", "width", "layers", "tokens", "heads"]
 MUST_AGREE += ["dataset", "batch_size", "lr", "seed", "double"]
 
 
-def save(args, epoch, model, optimizer):
-    """Write a checkpoint, and remove all but the last three."""
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    state |= {"epoch": epoch, "args": vars(args)}
-    unfinished = f"{args.run_dir}/unfinished-{time.time_ns()}"
-    with open(unfinished, "wb") as file:
-        torch.save(state, file)
-        # NEW: the data reaches the disk before the file gets its name, because the node may fail.
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(unfinished, f"{args.run_dir}/epoch-{epoch:04}.pt")
-    paths = sorted(Path(args.run_dir).glob("epoch-*.pt"))
-    for path in paths[:-3]:
-        path.unlink()
+def check_agreement(path, before, args):
+    """Refuse a checkpoint that was written with different flags."""
+    for flag in MUST_AGREE:
+        if before.get(flag) != getattr(args, flag):
+            raise ValueError(
+                f"{path} was written with --{flag} {before.get(flag)}, not {getattr(args, flag)}:"
+                " use the same flags, or a different --run_dir"
+            )
 
 
-def newest_checkpoint(args):
-    """Return the path of the newest checkpoint that can be read, or None if there is none.
-
-    If the flags do not fit the checkpoint, or if all checkpoints are damaged, the run ends here.
-    torchrun treats this as a failure, so with --max-restarts it starts the ranks again, and they
-    end with the same line.
-    """
-    paths = sorted(Path(args.run_dir).glob("epoch-*.pt"), reverse=True)  # the newest first
-    for path in paths:
-        try:
-            # NEW: with mmap=True a tensor is read only when it is used, so this check is fast. It
-            # finds a truncated file, but does not notice changed numbers inside a tensor.
-            state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        except Exception as error:  # its type depends on the damage
-            kind = type(error).__name__
-            log(args, f"WARNING: {path} is damaged ({kind}): trying the one before it")
-            continue
-        for name in MUST_AGREE:
-            before = state["args"][name]
-            now = getattr(args, name)
-            if before != now:
-                sys.exit(
-                    f"error: {path} was trained with {name}={before}, not {now}:"
-                    " use the same flags, or another --run_dir"
-                )
-        done = f"{state['epoch']} of {args.epochs} epochs are done"
-        log(args, f"{args.run_dir}: {done} (another --run_dir starts another run)")
-        return str(path)
-    if paths:  # a new run would mix its files with these, which might still be repaired
-        sys.exit(f"error: all checkpoints in {args.run_dir} are damaged: use another --run_dir")
-    return None
-
-
-def resume(path, model, optimizer):
-    """Load a checkpoint on this rank. Returns how many epochs are done."""
-    # NEW: with mmap=True, each rank reads a tensor of the file only when the tensor is copied into
-    # the model. So no rank holds the whole checkpoint in memory beside the model.
-    state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    return state["epoch"]
-
-
-def log(args, line):
-    """Print a line, and append it to the log in the run's folder."""
+def log(folder, line):
+    """Print a line, and append it to the log of the run."""
     print(line, flush=True)
-    with open(f"{args.run_dir}/log.txt", "a") as file:
+    with open(folder / "log.txt", "a") as file:
         print(line, file=file)
 
 
+def fit(model, optimizer, train_loader, test_loader, device, args, folder, done):
+    """Train and test the epochs that are not done. Rank 0 writes log, curves and checkpoints."""
+    rank = dist.get_rank()
+    if rank == 0:
+        # NEW: a run may stop after it has drawn the points of an epoch, but before its checkpoint.
+        # Then the epoch is repeated, and purge_step hides the old points.
+        curves = SummaryWriter(folder, purge_step=done + 1)
+    # NEW: if your epochs take hours, save every few minutes, together with the number of batches
+    # that are done, and skip these when you resume. (torchdata's StatefulDataLoader does this.)
+    for epoch in range(done, args.epochs):
+        train_loader.sampler.set_epoch(epoch)
+        # NEW: dropout, if there is any, draws different numbers on each rank and in each epoch.
+        # With `args.seed + rank` alone, a resumed run would draw those of the first epoch again.
+        torch.manual_seed(args.seed + epoch * dist.get_world_size() + rank)
+        start = time.perf_counter()
+        bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)
+        loss, correct, images = run_epoch(model, bar, device, optimizer)
+        seconds = time.perf_counter() - start
+        speed = len(train_loader) * args.batch_size / seconds
+        _, test_correct, test_images = run_epoch(model.module, test_loader, device)
+        if rank == 0:
+            digits = 12 if args.double else 4
+            log(
+                folder,
+                f"epoch {epoch + 1}/{args.epochs}  loss {loss / images:.{digits}f}"
+                f"  train {correct / images:.2%}  test {test_correct / test_images:.2%}"
+                f"  {seconds:.2f} s  {speed:,.0f} images/s",
+            )
+            curves.add_scalar("loss", loss / images, epoch + 1)
+            curves.add_scalar("accuracy/train", correct / images, epoch + 1)
+            curves.add_scalar("accuracy/test", test_correct / test_images, epoch + 1)
+            curves.add_scalar("images per second", speed, epoch + 1)
+            curves.flush()
+            save(folder, epoch + 1, model.module, optimizer, args)  # NEW
+
+
+def add_flags(parser):
+    """Add the flag that only this lesson has."""
+    where = "folder of the run; default: runs/<model>-<dataset>"
+    parser.add_argument("--run_dir", type=os.path.expanduser, help=where)
+
+
+# ---------- Unchanged from distributed_data_parallel_torchrun.py ----------
+# You know what follows: join(), run_epoch(), check_flags() and main(). Copy it, too.
+
+
 def join(args):
-    """Join the process group and print the table of ranks. Returns this rank and its device."""
-    local_rank = int(os.environ["LOCAL_RANK"])
-    if args.device == "cuda":
-        gpu = torch.device("cuda", local_rank)
-        device = gpu
-        backend = "nccl"
-        torch.cuda.set_device(gpu)  # otherwise every rank would also take memory on GPU 0
-    else:
-        gpu = None
-        device = torch.device("cpu")
-        backend = "gloo"
+    """Join the process group that torchrun describes. Returns this rank and its device."""
+    local_rank = int(os.environ["LOCAL_RANK"])  # torchrun has numbered this node's processes
+    device = torch.device(args.device)
+    gpu = None
+    if args.device != "cpu":
+        gpu = device = torch.device(args.device, local_rank)
+        torch.accelerator.set_device_index(gpu)  # otherwise all ranks would take memory on GPU 0
+    backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA's GPUs, gloo for CPUs
+    # The address, the rank and the world size are in the environment.
     dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=gpu)
     rank = dist.get_rank()
-    node = os.environ.get("GROUP_RANK", "0")
-    rows = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, rank_row(node, rank, local_rank, device))
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, vars(args))
+    for flag in vars(args).keys() - {"data_dir"}:
+        values = {str(each[flag]) for each in everyone}
+        if len(values) > 1:
+            dist.destroy_process_group()
+            raise ValueError(f"the nodes differ in --{flag}: {', '.join(sorted(values))}")
     if rank == 0:
-        print(RANKS, *rows, sep="\n", flush=True)
+        print(f"{len(everyone)} ranks, {backend}, {args.device}", flush=True)
     return rank, device
 
 
@@ -180,73 +260,21 @@ def run_epoch(model, loader, device, optimizer=None):
     return sums.tolist()
 
 
-def train(args):
-    """Train and test, and print one line for each epoch."""
-    rank, device = join(args)
-    meet(args)  # guard rail: compares the flags of the ranks
-    world_size = dist.get_world_size()
-    train_loader, test_loader = loaders(args, rank, world_size)
-    torch.manual_seed(args.seed)
-    model = make_model(args).to(device)
-    model = DistributedDataParallel(model)
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
-    # NEW: rank 0 chooses the checkpoint for all ranks. If every rank looked into a network folder,
-    # the nodes might see different files for a few seconds.
-    chosen = [None]
-    if rank == 0:
-        chosen = [newest_checkpoint(args)]
-    dist.broadcast_object_list(chosen, device=device)  # NEW: sends a path, not the checkpoint
-    path = chosen[0]
-    done = resume(path, model.module, optimizer) if path else 0
-    if rank == 0:
-        # NEW: a run may stop after it has drawn the points of an epoch, but before its checkpoint.
-        # Then this epoch is repeated, and purge_step hides the old points.
-        curves = SummaryWriter(args.run_dir, purge_step=done + 1)
-
-    # NEW: epochs that are done are not repeated. An epoch that was not finished is repeated from
-    # its beginning. If your epochs take hours, save every few minutes, with the number of batches
-    # that are done, and skip that many batches. (torchdata's StatefulDataLoader does this for you.)
-    for epoch in range(done, args.epochs):
-        train_loader.sampler.set_epoch(epoch)
-        # NEW: dropout and random crops, if there are any, draw different numbers on each rank and
-        # in each epoch. Without this line, a resumed run would draw those of the first epoch.
-        torch.manual_seed(args.seed + epoch * world_size + rank)
-        start = time.perf_counter()
-        progress = bar(train_loader, show=rank == 0)
-        trained = run_epoch(model, progress, device, optimizer)
-        seconds = time.perf_counter() - start
-        tested = run_epoch(model.module, test_loader, device)
-        if rank == 0:
-            loss, hits, images = trained
-            _, test_hits, test_images = tested
-            log(args, epoch_line(args, epoch, seconds, trained, tested))
-            curves.add_scalar("loss", loss / images, epoch + 1)
-            curves.add_scalar("accuracy/train", hits / images, epoch + 1)
-            curves.add_scalar("accuracy/test", test_hits / test_images, epoch + 1)
-            curves.add_scalar("images per second", images / seconds, epoch + 1)
-            curves.flush()
-            save(args, epoch + 1, model.module, optimizer)
-    # DDP refers to the group, so delete DDP first. Otherwise the process may hang.
-    del model
-    dist.destroy_process_group()
+def check_flags(parser, args, world_size):
+    """Refuse flags that do not fit the number of ranks."""
+    parser.check_batch(args.batch_size, world_size)
 
 
-@explained  # guard rail: explains errors
-@record
+@record  # writes the traceback of an error to a file, and torchrun's report shows it
 def main():
     """Read the flags, make sure that the data is there, and train as one of the ranks."""
-    parser = flags.Parser(__doc__, parents=[flags.training()])
-    add = parser.add_argument
-    add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--timeout", type=int, default=60, help="seconds to wait for another rank")
-    add("--batch_size", type=int, default=128, help="images in a step, over all ranks")
-    add("--run_dir", help="folder of the run; default: runs/<model>-<dataset>")
+    parser = flags.ranks(__doc__)
+    add_flags(parser)
     args = parser.parse_args()
-    check(parser, args)  # guard rail: refuses impossible flags
+    parser.check_torchrun(args)  # torchrun runs this script once for each rank
+    check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
+    # Before there is a group: the ranks of a node take turns, and the first one downloads.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
-    if args.run_dir is None:
-        args.run_dir = f"runs/{args.model}-{args.dataset}"
-    os.makedirs(args.run_dir, exist_ok=True)
     train(args)
 
 

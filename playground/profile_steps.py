@@ -1,48 +1,46 @@
 r"""Where the time of a step goes: torch.profiler shows which messages hide behind computing.
 
-This lesson is distributed_data_parallel_torchrun.py with a profiler. In every epoch the profiler
-records when the operations and messages of ten steps begin and end. Each rank writes its record, a
-trace, to a file. Open this file at https://ui.perfetto.dev, which does not upload it. A row is a
-thread, and time runs to the right. On CPUs, messages are the spans named gloo:all_reduce. On GPUs,
-they are kernels whose names begin with nccl.
-
-A message that travels while the rank computes causes no waiting. We call it hidden. (On CPUs it
-slows the computing a little, because both use the same cores.) If the rank has nothing to compute
-meanwhile, it waits. DDP hides a part of its messages, because it sends a bucket as soon as all of
-its gradients are complete.
-
 Run it:
     torchrun --standalone --nproc-per-node 2 \
         playground/profile_steps.py --batch_size 512 --width 1024 --epochs 1
 
-It prints the numbers that single_gpu.py prints with these flags, then the mean time of a step and
-its parts for each rank. Here only rank 0 is shown (times will differ):
+It prints the same numbers as `single_gpu.py` with these flags, up to rounding, then the mean time
+of ten steps and of their parts for each rank. Here only rank 0 is shown (times differ):
     epoch 1/1  loss 0.2961  train 90.87%  test 95.73%  5.64 s  10,620 images/s
     rank  step (ms)   = data      + computing + messages    messages hidden
     0     54.90       0.39        41.10       13.42         8.71
 
 In "data", a rank only reads a batch. In "messages", it only waits, for a message or for a late
-rank. "computing" is the rest of the step, with most of Python's own overhead. "messages hidden"
-is how long messages travelled while the rank computed, so it is no part of the sum. The profiler
-makes steps slower, so compare the parts of a step, and not images/s.
+rank. "computing" is the rest of the step, with most of Python's own overhead. "messages hidden" is
+how long messages travelled while the rank computed, so it is no part of the sum. The profiler makes
+steps slower, so compare the parts of a step, and not images/s.
 
-Add one of these flags to the command, and almost nothing is hidden:
+A message that travels while the rank computes causes no waiting: it is hidden. (On CPUs it slows
+the computing a little, because both use the same cores.) DDP hides a part of its messages, because
+it sends a bucket as soon as all of its gradients are complete. (`pictures.md` draws a step with
+several buckets, and one with a single bucket.) Add one of these flags to the command, and almost
+nothing is hidden:
     --bucket_cap_mb 1000    a single bucket of DDP, which is complete only when backward() ends
     --average bucket        one long message after backward(), as in manual_data_parallel.py
     --average each          a message for each gradient after backward()
 
-playground/pictures.md draws a step with several buckets and a step with one.
+Each rank writes what the profiler has recorded, a trace, to traces/rank0.json, traces/rank1.json,
+and so on. Open such a file at https://ui.perfetto.dev, which does not upload it. A row is a thread,
+and time runs to the right.
 
 Try breaking it, in a copy:
   1. Write `time.sleep(0.05 * dist.get_rank())` before `loss.backward()`. On which rank does
      "computing" grow, and on which rank "messages"?
-  2. Comment out `profiler.step()`, and run it with a new --out. What does the schedule wait for?
+  2. Replace `model.profiler.step()` with `pass`. Which steps does the trace have, and why?
 
-The next lesson, sharded_optimizer.py, shards what DDP replicates on every rank.
+Builds on: distributed_data_parallel_torchrun.py
+The next lesson, `sharded_optimizer.py`, shards what DDP replicates on every rank.
 """
 
 import json
 import os
+import re
+import statistics
 import sys
 import time
 from datetime import timedelta
@@ -53,57 +51,127 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # find common/ from any folder
 from common import flags
 from common.data import fetch, loaders
-from common.guard_rails import check, explained
 from common.models import make_model
-from common.report import RANKS, bar, epoch_line, rank_row
-from common.roll_call import meet
-from measure.traces import mean_ms, minus, named, whole_steps
+
+
+def covered(events, step, pattern):
+    """Return for each microsecond of a step whether an event of a matching kind and name runs."""
+    runs = torch.zeros(round(step["dur"]), dtype=torch.bool)
+    for event in events:
+        first = max(0, round(event["ts"] - step["ts"]))  # when it starts, in microseconds
+        last = round(event["ts"] + event["dur"] - step["ts"])
+        if first < last and re.match(pattern, f"{event.get('cat')} {event['name']}"):
+            runs[first:last] = True
+    return runs
 
 
 def step_times(trace):
-    """Return where the time of a rank went: the mean of the traced steps and of their parts, in ms.
+    """Return the mean time of the steps in a trace, and of the parts of a step, in ms.
 
-    Times are lists of pairs, (begin, end). named() returns the times of all operations whose
-    category and name match a pattern. A category is "kernel" for work on a GPU, "cpu_op" for an
-    operation of PyTorch on a CPU, "user_annotation" for a span with a name. minus() removes from
-    the times of its first list all that the second list covers. mean_ms() returns the mean over the
-    steps.
+    An event has a kind (cat) and a name. The kind is "kernel" for work on a GPU, "cpu_op" for an
+    operation of PyTorch on a CPU, and "user_annotation" for a span that some code has named.
     """
-    steps = whole_steps(trace)
-    loading = named(trace, r"user_annotation enumerate\(DataLoader\)")
-    messages = named(trace, "kernel nccl")
-    computing = named(trace, "kernel (?!nccl)")
-    if not computing:  # there is no GPU
-        messages = named(trace, "user_annotation gloo:")
-        # backward() is in the trace even while a rank only waits in it. So count the operations
-        # named aten::..., which run only while the rank computes.
-        computing = named(trace, r"cpu_op aten::|user_annotation Optimizer\.")
-        computing = minus(computing, loading)  # the loader calls operations, too
-    # NEW: a rank waits in the part of a message during which it does not compute.
-    waiting = minus(messages, computing)
-    only_loading = minus(loading, computing + messages)
-    step = mean_ms(steps, steps)
-    data = mean_ms(only_loading, steps)
-    waited = mean_ms(waiting, steps)
-    hidden = mean_ms(messages, steps) - waited
-    compute = step - data - waited
-    return {"step": step, "data": data, "compute": compute, "waiting": waited, "hidden": hidden}
+    events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]  # have a duration
+    on_gpu = any(event.get("cat") == "kernel" for event in events)
+    rows = []
+    for step in events:
+        if not re.match("user_annotation ProfilerStep", f"{step.get('cat')} {step['name']}"):
+            continue
+        data = covered(events, step, r"user_annotation enumerate\(DataLoader\)")
+        if on_gpu:
+            messages = covered(events, step, "kernel nccl")
+            computing = covered(events, step, "kernel (?!nccl)")
+        else:
+            messages = covered(events, step, "user_annotation gloo:")
+            # backward() is in the trace even while a rank only waits in it. So look for the
+            # operations named aten::..., which run only while the rank computes. (The loader calls
+            # operations, too.)
+            computing = covered(events, step, r"cpu_op aten::|user_annotation Optimizer\.") & ~data
+        # NEW: a rank waits in the part of a message during which it does not compute.
+        waiting = messages & ~computing
+        hidden = messages & computing
+        only_data = data & ~messages & ~computing
+        microseconds = [runs.sum().item() for runs in (only_data, waiting, hidden)]
+        rows.append([step["dur"], *microseconds])
+    means = [statistics.mean(column) / 1000 for column in zip(*rows, strict=True)]
+    whole, data, waited, hidden = means
+    compute = whole - data - waited
+    return {"step": whole, "data": data, "compute": compute, "waiting": waited, "hidden": hidden}
 
 
-def show_steps(rank, path):
-    """Print the mean time of each rank's traced steps, and its parts."""
+def train(args):
+    """Train as before, record some steps of the first epoch, and show where their time went."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise the profiler logs when it starts
+    rank, device = join(args)
+    train_loader, test_loader = loaders(args, rank, dist.get_world_size())
+    torch.manual_seed(args.seed)
+    model = make_model(args).to(device)
+    if args.average == "ddp":
+        # NEW: with bucket_cap_mb=None, DDP chooses the size of the buckets.
+        model = DistributedDataParallel(model, bucket_cap_mb=args.bucket_cap_mb)
+    model.average = AVERAGE[args.average]
+    torch.manual_seed(args.seed + rank)  # dropout, if there is any, must differ between ranks
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
+    # NEW: the first five steps are warmup and are not kept, because they are slower. Then ten are
+    # recorded. If an epoch has fewer than fifteen, fewer are.
+    warmup = min(5, len(train_loader) // 2)
+    active = min(10, len(train_loader) - warmup)
+    schedule = torch.profiler.schedule(wait=0, warmup=warmup, active=active, repeat=1)
+    with torch.profiler.profile(schedule=schedule) as model.profiler:
+        fit(model, optimizer, train_loader, test_loader, device, args)
+    show_steps(model.profiler, f"{args.out}/rank{rank}.json")
+    # DDP refers to the group, so delete DDP first. Otherwise the process may hang.
+    del model
+    dist.destroy_process_group()
+
+
+def run_epoch(model, loader, device, optimizer=None):
+    """Train, or only test if there is no optimizer.
+
+    Returns three sums over the images of all ranks: the loss, the number classified correctly, the
+    number of images.
+    """
+    model.train(optimizer is not None)
+    # The sums stay on the device. Reading them in each step would make Python wait for the GPU.
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    for images, labels in loader:
+        images = images.to(device, non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
+        with torch.set_grad_enabled(model.training):
+            logits = model(images)
+            loss = F.cross_entropy(logits, labels)
+        if optimizer is not None:
+            optimizer.zero_grad()
+            loss.backward()
+            model.average(model)  # NEW: does nothing with DDP, which has averaged in backward()
+            optimizer.step()
+        sums[0] += loss.detach() * len(labels)
+        sums[1] += (logits.argmax(dim=1) == labels).sum()
+        sums[2] += len(labels)
+        if optimizer is not None:
+            # NEW: a step ends here; the next one begins with reading its batch. The profiler counts
+            # the steps, and follows its schedule.
+            model.profiler.step()
+    dist.all_reduce(sums)
+    return sums.tolist()
+
+
+def show_steps(profiler, path):
+    """Write the trace of this rank, and print the times of all ranks."""
+    profiler.export_chrome_trace(path)
     with open(path) as file:
         times = step_times(json.load(file))
-    row = f"{rank:<6}"
+    row = f"{dist.get_rank():<6}"
     for milliseconds in times.values():
         row += f"{milliseconds:<12.2f}"
     rows = [None] * dist.get_world_size()
     dist.all_gather_object(rows, row)
-    if rank == 0:
+    if dist.get_rank() == 0:
         head = "rank  step (ms)   = data      + computing + messages    messages hidden"
         print(head, *rows, sep="\n", flush=True)
 
@@ -131,118 +199,92 @@ def average_in_one_bucket(model):
         gradient.copy_(mean.view_as(gradient))
 
 
+def already_averaged(model):
+    """Do nothing: DDP has averaged the gradients in backward()."""
+
+
+AVERAGE = {"ddp": already_averaged, "each": average_gradients, "bucket": average_in_one_bucket}
+
+
+def add_flags(parser):
+    """Add the flags that only this lesson has."""
+    add = parser.add_argument
+    add("--average", choices=AVERAGE, default="ddp", help="ddp, or by hand")
+    size = "MiB in a bucket of DDP; default: first 1, then 25"
+    add("--bucket_cap_mb", type=flags.positive, help=size)
+    folder = "folder for rank0.json, rank1.json, ..."
+    add("--out", type=os.path.expanduser, metavar="DIR", default="traces", help=folder)
+
+
+def check_flags(parser, args, world_size):
+    """Refuse a batch that the ranks cannot divide, and a folder that cannot be made."""
+    parser.check_batch(args.batch_size, world_size)
+    try:
+        os.makedirs(args.out, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out {args.out}: {error.strerror}")
+
+
+# ---------- Unchanged from distributed_data_parallel_torchrun.py ----------
+# You know what follows: join(), fit() and main(). Copy it, too.
+
+
 def join(args):
-    """Join the process group and print the table of ranks. Returns this rank and its device."""
-    local_rank = int(os.environ["LOCAL_RANK"])
-    if args.device == "cuda":
-        gpu = torch.device("cuda", local_rank)
-        device = gpu
-        backend = "nccl"
-        torch.cuda.set_device(gpu)  # otherwise every rank would also take memory on GPU 0
-    else:
-        gpu = None
-        device = torch.device("cpu")
-        backend = "gloo"
+    """Join the process group that torchrun describes. Returns this rank and its device."""
+    local_rank = int(os.environ["LOCAL_RANK"])  # torchrun has numbered this node's processes
+    device = torch.device(args.device)
+    gpu = None
+    if args.device != "cpu":
+        gpu = device = torch.device(args.device, local_rank)
+        torch.accelerator.set_device_index(gpu)  # otherwise all ranks would take memory on GPU 0
+    backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA's GPUs, gloo for CPUs
+    # The address, the rank and the world size are in the environment.
     dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=gpu)
     rank = dist.get_rank()
-    node = os.environ.get("GROUP_RANK", "0")
-    rows = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, rank_row(node, rank, local_rank, device))
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, vars(args))
+    for flag in vars(args).keys() - {"data_dir"}:
+        values = {str(each[flag]) for each in everyone}
+        if len(values) > 1:
+            dist.destroy_process_group()
+            raise ValueError(f"the nodes differ in --{flag}: {', '.join(sorted(values))}")
     if rank == 0:
-        print(RANKS, *rows, sep="\n", flush=True)
+        print(f"{len(everyone)} ranks, {backend}, {args.device}", flush=True)
     return rank, device
 
 
-def run_epoch(model, loader, device, optimizer=None, average=None, profiler=None):
-    """Train, or only test if there is no optimizer.
-
-    Returns three sums over the images of all ranks: the loss, the number classified correctly, the
-    number of images.
-    """
-    model.train(optimizer is not None)
-    # The sums stay on the device. Reading them in each step would make Python wait for the GPU.
-    sums = torch.zeros(3, dtype=torch.float64, device=device)
-    for images, labels in loader:
-        images = images.to(device, non_blocking=True)
-        labels = labels.to(device, non_blocking=True)
-        with torch.set_grad_enabled(model.training):
-            logits = model(images)
-            loss = F.cross_entropy(logits, labels)
-        if optimizer is not None:
-            optimizer.zero_grad()
-            loss.backward()
-            if average is not None:  # DDP has averaged the gradients in backward()
-                average(model)
-            optimizer.step()
-        sums[0] += loss.detach() * len(labels)
-        sums[1] += (logits.argmax(dim=1) == labels).sum()
-        sums[2] += len(labels)
-        if profiler is not None:
-            profiler.step()  # NEW: a step ends here; the next one begins with reading its batch
-    dist.all_reduce(sums)
-    return sums.tolist()
-
-
-def train(args):
+def fit(model, optimizer, train_loader, test_loader, device, args):
     """Train and test, and print one line for each epoch."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise the profiler logs when it starts
-    rank, device = join(args)
-    meet(args)  # guard rail: compares the flags of the ranks
-    train_loader, test_loader = loaders(args, rank, dist.get_world_size())
-    torch.manual_seed(args.seed)
-    plain_model = make_model(args).to(device)
-    if args.average == "ddp":
-        # NEW: with bucket_cap_mb=None DDP chooses the size of the buckets.
-        model = DistributedDataParallel(plain_model, bucket_cap_mb=args.bucket_cap_mb)
-        average = None
-    else:
-        model = plain_model  # all ranks have made the same model, because their seeds are equal
-        average = average_in_one_bucket if args.average == "bucket" else average_gradients
-    torch.manual_seed(args.seed + rank)
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
-    os.makedirs(args.out, exist_ok=True)
-    trace_path = f"{args.out}/rank{rank}.json"
-
-    def write_trace(profiler):
-        """Write what the profiler has recorded. It is called after ten steps, or at the end."""
-        profiler.export_chrome_trace(trace_path)
-
-    # NEW: the first five steps are warmup and are not kept, because they are slower. At most ten
-    # more are kept. If an epoch has fewer than ten steps, half of them are warmup.
-    warmup = min(5, len(train_loader) // 2)
-    schedule = torch.profiler.schedule(wait=0, warmup=warmup, active=10, repeat=1)
-
+    rank = dist.get_rank()
     for epoch in range(args.epochs):
-        train_loader.sampler.set_epoch(epoch)
+        train_loader.sampler.set_epoch(epoch)  # a new order, the same on all ranks
         start = time.perf_counter()
-        progress = bar(train_loader, show=rank == 0)
-        # NEW: the profiler counts the calls to its step(), and follows the schedule.
-        with torch.profiler.profile(schedule=schedule, on_trace_ready=write_trace) as profiler:
-            trained = run_epoch(model, progress, device, optimizer, average, profiler)
+        bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)
+        loss, correct, images = run_epoch(model, bar, device, optimizer)
         seconds = time.perf_counter() - start
-        tested = run_epoch(plain_model, test_loader, device)
+        speed = len(train_loader) * args.batch_size / seconds
+        # A wrapper such as DDP may send messages in forward(), so test the model that it wraps.
+        plain = getattr(model, "module", model)
+        _, test_correct, test_images = run_epoch(plain, test_loader, device)
         if rank == 0:
-            print(epoch_line(args, epoch, seconds, trained, tested), flush=True)
-    show_steps(rank, trace_path)  # NEW: of the last epoch, because each epoch overwrites the trace
-    # DDP refers to the group, so delete DDP first. Otherwise the process may hang.
-    del model
-    dist.destroy_process_group()
+            digits = 12 if args.double else 4
+            print(
+                f"epoch {epoch + 1}/{args.epochs}  loss {loss / images:.{digits}f}"
+                f"  train {correct / images:.2%}  test {test_correct / test_images:.2%}"
+                f"  {seconds:.2f} s  {speed:,.0f} images/s",
+                flush=True,
+            )
 
 
-@explained  # guard rail: explains errors
-@record
+@record  # writes the traceback of an error to a file, and torchrun's report shows it
 def main():
     """Read the flags, make sure that the data is there, and train as one of the ranks."""
-    parser = flags.Parser(__doc__, parents=[flags.training()])
-    add = parser.add_argument
-    add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--timeout", type=int, default=60, help="seconds to wait for another rank")
-    add("--batch_size", type=int, default=128, help="images in a step, over all ranks")
-    add("--average", choices=["ddp", "each", "bucket"], default="ddp", help="ddp, or by hand")
-    add("--bucket_cap_mb", type=int, help="MiB in a bucket of DDP; default: first 1, then 25")
-    add("--out", metavar="DIR", default="traces", help="folder for rank0.json, rank1.json, ...")
+    parser = flags.ranks(__doc__)
+    add_flags(parser)
     args = parser.parse_args()
-    check(parser, args)  # guard rail: refuses impossible flags
+    parser.check_torchrun(args)  # torchrun runs this script once for each rank
+    check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
+    # Before there is a group: the ranks of a node take turns, and the first one downloads.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 
