@@ -50,7 +50,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
-from common import flags
+from common import old_flags as flags
 from common.guard_rails import check, explained
 from common.report import RANKS, rank_row
 from common.roll_call import meet

@@ -58,7 +58,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
-from common import flags
+from common import old_flags as flags
 from common.data import fetch, load, whole_batch
 from common.guard_rails import check, explained
 from common.models import make_model

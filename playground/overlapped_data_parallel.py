@@ -57,7 +57,7 @@ import torch.multiprocessing as mp
 from torch.nn import functional as F
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
-from common import flags
+from common import old_flags as flags
 from common.data import fetch, loaders
 from common.guard_rails import check, explained
 from common.models import make_model

@@ -29,7 +29,7 @@ def remember(folder: Path) -> Callable[[], None]:
     def write(rank=0):
         trained = []
         for optimizer in optimizers:
-            for parameter in optimizer.state:  # those of another rank's stage are not there
+            for parameter in optimizer.state:
                 value = parameter.detach()
                 if isinstance(value, DTensor):
                     value = value.full_tensor()

@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import DIGITS, fails, losses, one_line, single_gpu, train
+from conftest import DIGITS, ROOT, fails, losses, one_line, single_gpu, train
 from forked import in_group
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -15,16 +15,38 @@ from torch.nn import functional as F
 LESSON = "activation_checkpointing"
 # A small transformer, so that a run takes a second.
 SMALL = (*DIGITS, "--batch_size", 120, "--tokens", 7, "--width", 16, "--epochs", 1)
-ROW = r"^(none|second|every) +([\d,]+) +([\d,]+) +(\d+) +\d+ ms$"
+ROW = r"^wrapped: (none|second|every) +([\d,]+) bytes kept, (\d+) forward passes of blocks$"
+ENV = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+ENV |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 REENTRANT = ("use_reentrant=False", "use_reentrant=True")
 
 
 def rows(out):
-    """Return the bytes counted and predicted, and the passes, for each way to wrap."""
+    """Return the bytes that are kept, and the passes, for each way to wrap."""
     found = {}
     for which, *numbers in re.findall(ROW, out, re.M):
         found[which] = [int(number.replace(",", "")) for number in numbers]
     return found
+
+
+def predicted(images, wrapped, tokens=7, width=16, heads=4, layers=2, size=4):
+    """Return the bytes that a step should keep on a CPU, without dropout.
+
+    Args:
+        images: how many there are in the batch.
+        wrapped: how many blocks keep only their input.
+        size: bytes of a number.
+    """
+    # Attention keeps the input of LayerNorm, its output, query, key and value, and what was read.
+    # The MLP keeps the input of LayerNorm, its output, and four times as much before and after
+    # GELU. For each token, LayerNorm keeps two more numbers, and attention one for each head.
+    of_block = tokens * (16 * width + 4 + heads)
+    numbers = wrapped * tokens * width + (layers - wrapped) * of_block
+    # The first layer keeps the image. The last one keeps the output of the last block, the last
+    # token after LayerNorm, with two more numbers, and 10 scores.
+    numbers += 784 + tokens * width + width + 2 + 10
+    labels = 8 * images
+    return images * numbers * size + labels + size  # and the sum of the labels' weights
 
 
 @pytest.fixture(scope="module")
@@ -38,49 +60,29 @@ def right():
     ("processes", "flags"), [(1, ()), (2, ("--checkpoint", "second")), (4, ("--sharded",))]
 )
 def test_numbers_are_those_of_one_process(processes, flags, right):
-    """The losses of single_gpu.py, and as many bytes and messages as predicted."""
+    """The losses of single_gpu.py, as many bytes as predicted, and a second pass of each block."""
     done = train(LESSON, *SMALL, "--double", *flags, processes=processes)
     assert not done.stderr
     assert losses(done.stdout) == right
-    found = rows(done.stdout)
-    for counted, predicted, _ in found.values():
-        assert counted == predicted
-    assert [passes for _, _, passes in found.values()] == [2, 3, 4]
-    if "--sharded" in flags:
-        assert "all_gather in forward: 4, in backward: 4, for 4 layers" in done.stdout
+    expected = {}
+    for wrapped, which in enumerate(("none", "second", "every")):
+        expected[which] = [predicted(120 // processes, wrapped, size=8), 2 + wrapped]
+    assert rows(done.stdout) == expected
 
 
-@pytest.mark.parametrize(
-    "flags", [("--heads", 2), ("--layers", 3, "--tokens", 4), ("--width", 24, "--double")]
-)
-def test_bytes_of_other_transformers(flags):
+@pytest.mark.parametrize("shape", [{"heads": 2}, {"layers": 3, "tokens": 4}, {"width": 24}])
+def test_bytes_of_other_transformers(shape):
     """The formula holds for any number of heads, layers and tokens, and for any width."""
+    flags = [word for name, number in shape.items() for word in (f"--{name}", number)]
     found = rows(train(LESSON, *SMALL, *flags, processes=1).stdout)
-    assert list(found) == ["none", "second", "every"]
-    for counted, predicted, _ in found.values():
-        assert counted == predicted
-
-
-def test_a_block_keeps_sixteen_times_its_input():
-    """And its input only, if it is wrapped. So it is with the default transformer."""
-    from activation_checkpointing import Checkpointed
-
-    from common.models import Block
-    from measure.activations import kept_for_backward
-
-    block = Block(32, 4)
-    tokens = torch.randn(2, 28, 32, requires_grad=True)
-    labels = torch.zeros(2, 32, dtype=torch.int64)
-    kept, _ = kept_for_backward(block, tokens, labels)
-    kept_by_wrapped, _ = kept_for_backward(Checkpointed(block), tokens, labels)
-    assert kept - kept_by_wrapped == 2 * 28 * 4 * (15 * 32 + 4 + 4)
-    of_the_loss = tokens.nbytes + labels.nbytes + 4
-    assert kept_by_wrapped == tokens.nbytes + of_the_loss
+    layers = shape.get("layers", 2)
+    for which, wrapped in (("none", 0), ("second", (layers + 1) // 2), ("every", layers)):
+        assert found[which] == [predicted(120, wrapped, **shape), layers + wrapped]
 
 
 def test_one_block_at_a_time():
     """In backward(), the activations of a block are gone when the block before it is computed."""
-    from activation_checkpointing import wrap
+    from activation_checkpointing import Checkpointed
 
     alive = []
     most = []
@@ -93,9 +95,8 @@ def test_one_block_at_a_time():
     for _ in range(4):
         hidden = nn.Linear(8, 32)
         hidden.register_forward_hook(note)
-        blocks.append(nn.Sequential(hidden, nn.Tanh(), nn.Linear(32, 8)))
+        blocks.append(Checkpointed(nn.Sequential(hidden, nn.Tanh(), nn.Linear(32, 8))))
     model = nn.Sequential(*blocks)
-    wrap(model, blocks)
     model(torch.randn(5, 8, requires_grad=True)).sum().backward()
     assert len(most) == 8  # two passes of each block
     assert max(most) == 1
@@ -114,15 +115,16 @@ def test_dropout(change):
 
 def test_only_the_mlp(change, right):
     """Exercise 2: half of the bytes of a block stay, and the numbers are the same."""
-    before = "    for stage in (model.stage1, model.stage2):\n        wrap(stage, chosen)"
+    text = (ROOT / "playground" / f"{LESSON}.py").read_text()
+    before = re.search(r"^    for stage in .*?Checkpointed\(layer\)$", text, re.M | re.S)[0]
     after = "    for block in chosen:\n        block.mlp = Checkpointed(block.mlp)"
     out = train(change(LESSON, (before, after)), *SMALL, "--double", processes=1).stdout
     assert losses(out) == right
     found = rows(out)
-    block = found["none"][1] - found["every"][1]  # of two blocks, without their inputs
+    blocks = predicted(120, 0, size=8) - predicted(120, 2, size=8)  # without their inputs
     mlp = found["none"][0] - found["every"][0]
     assert mlp == 120 * 7 * 8 * 2 * 8 * 16
-    assert 0.5 < mlp / block < 0.55
+    assert 0.5 < mlp / blocks < 0.55
 
 
 def test_the_older_way(change, right):
@@ -187,6 +189,30 @@ def test_in_which_order():
     in_group(compiled_and_sharded, 1)
 
 
+def count_gathers(rank):
+    """With wrapped blocks, FSDP gathers each layer as often as without."""
+    from activation_checkpointing import Checkpointed
+
+    from common.models import Block
+    from measure.messages import Messages
+
+    tokens = torch.randn(2, 7, 16)
+    counts = []
+    for wrap in (nn.Sequential, Checkpointed):
+        model = nn.Sequential(nn.Linear(16, 16), wrap(Block(16, 4)), wrap(Block(16, 4)))
+        for layer in (*model, model):
+            fully_shard(layer, mesh=dist.init_device_mesh("cpu", (2,)))
+        with Messages() as messages:
+            model(tokens).sum().backward()
+        counts.append(len(messages.of("all_gather")))
+    assert counts == [6, 6]
+
+
+def test_no_messages_are_added():
+    """The second forward pass uses the parameters that FSDP gathers in backward() anyway."""
+    in_group(count_gathers, 2)
+
+
 def test_without_autograd():
     """In a test, a wrapped module only calls the module, and its gradients are right otherwise."""
     from activation_checkpointing import Checkpointed
@@ -212,4 +238,4 @@ def test_without_autograd():
 def test_wrong_flags(flags, words, main):
     """Status 2, one line."""
     plain = (*DIGITS, "--batch_size", 120)
-    one_line(main(LESSON, *plain, *flags), *words)
+    one_line(main(LESSON, *plain, *flags, env=ENV), *words)

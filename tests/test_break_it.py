@@ -34,7 +34,6 @@ from conftest import (
 )
 
 TWO_EPOCHS = (*DIGITS, "--epochs", 2)
-TRACES = "playground/measure/traces.py"
 # The rows of the table of profile_steps.py.
 STEPS = r"^(\d+) +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+) *$"
 
@@ -170,13 +169,19 @@ def test_a_pipeline_without_the_share_of_a_micro_batch(change):
 
 
 def test_lists_that_deadlock():
-    """Rank 0 waits for a gradient and rank 1 for activations, until the time is up."""
+    """Rank 0 waits for a gradient and rank 1 for activations, until the time is up.
+
+    The other lists of the answer end.
+    """
     lists = ("--schedule", "F0,B0,F1,B1", "F0,F1,B0,B1")
     done = ends(lesson_path("manual_pipeline"), *lists, "--timeout", 10, status=1)
-    waits = set(
-        re.findall(r"rank (\d) waited at manual_pipeline.py, .*: dist.recv\((\w+)", done.stderr)
-    )
-    assert waits <= {("0", "gradient"), ("1", "inputs")} and waits
+    waits = set(re.findall(r"^    dist.recv\((\w+)", done.stderr, re.M))
+    assert waits <= {"gradient", "inputs"} and waits
+    lists = {"F0,B0,F1,B1": 1, "F0,F1,B0,B1": 2}
+    for first, second in (("F0,F1,B0,B1", "F0,B0,F1,B1"), *zip(lists, lists, strict=True)):
+        out = ends(lesson_path("manual_pipeline"), "--schedule", first, second).stdout
+        kept = re.findall(r"the activations of at most (\d) micro-batch", out)
+        assert kept == [str(lists[first]), str(lists[second])]
 
 
 @pytest.mark.parametrize("by", ["each", "buckets"])
@@ -245,26 +250,25 @@ def test_a_layer_that_is_not_used(change, found):
 
 
 def test_averages_where_sums_belong(change, reference):
-    """Losses, hits and images are all divided by the number of ranks: only images/s is wrong."""
-    copy = change("distributed_data_parallel2", ("average=False", "average=True"))
-    done = ends(copy)
+    """Losses, correct ones and images are divided by the number of ranks: only images show it."""
+    images = '        images = sums["images"].item()\n'
+    shown = f"{images}        print(f'{{images:.0f}} images', flush=True)\n"
+    pairs = [("average=False", "average=True"), (images, shown)]
+    done = ends(change("distributed_data_parallel2", *pairs))
     assert [line["loss"] for line in epochs(done.stdout)] == pytest.approx(reference, abs=2e-4)
-    seconds, rate = re.findall(r"([\d.]+) s  ([\d,]+) images/s", done.stdout)[0]
-    images = float(seconds) * int(rate.replace(",", ""))
-    assert 0.3 < images / 1408 < 0.7  # half of them
+    assert "\n704 images\n" in done.stdout  # half of 11 x 128
 
 
-@pytest.mark.parametrize(
-    ("count", "words"), [(1, "another rank has ended"), (2, "Timed out waiting 10000ms|by peer")]
-)
-def test_gather_on_rank_0_only(count, words, change):
+@pytest.mark.parametrize("count", [1, 2])
+def test_gather_on_rank_0_only(count, change):
     """Rank 0 waits in gather, rank 1 has ended or waits in the barrier of the next epoch."""
-    gather = "        parts = comm.gather(test_sums)\n"
+    gather = "        parts = comm.gather(run_epoch(plain, test_loader, device))\n"
     condition = "        if comm.is_main_process():\n"
     moved = f"{condition}    {gather}"
     copy = change("distributed_data_parallel2", (gather + condition, moved))
     done = ends(copy, "--epochs", count, "--timeout", 10, status=1)
-    assert re.search(words, done.stderr.splitlines()[-1])
+    words = ["closed by peer|reset by peer", "Timed out waiting 10000ms|by peer"][count - 1]
+    assert re.search(words, done.stderr.strip().splitlines()[-1])
 
 
 @pytest.mark.parametrize("recorded", [True, False])
@@ -291,9 +295,10 @@ def test_a_killed_rank_is_restarted(tmp_path):
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     copy = each_epoch(name, "time.sleep(999 * (epoch == 3 and done == 0))", tmp_path)
     job = torchrun(copy, *flags, "--run_dir", tmp_path / "killed", restarts=1, env=env)
-    _, victim = job.ranks(2)
+    said = iter(job.process.stdout.readline, "")
+    victim = next(line.split()[-1] for line in said if line.startswith("rank 0 is process "))
     wait_for_epoch(tmp_path / "killed", 3, job)
-    os.kill(victim, signal.SIGKILL)
+    os.kill(int(victim), signal.SIGKILL)
     done = job.wait()
     assert done.returncode == 0, done.stderr
     assert "3 of 5 epochs are done" in done.stdout
@@ -336,25 +341,24 @@ def right_resnet():
 def test_averaging_after_each_micro_batch(change):
     """Without no_sync() the numbers are the same: averages of sums are sums of averages."""
     copy = change("distributed_data_parallel_resnet", FEWER)
-    text, sync = copy.read_text(), "context = model.no_sync()"
+    text, sync = copy.read_text(), "else model.no_sync():"
     assert text.count(sync) == 1
-    copy.write_text(text.replace(sync, "context = nullcontext()"))
-    assert resnet(copy, 4) == pytest.approx(right_resnet(), abs=1.01e-4)
+    copy.write_text(text.replace(sync, "else nullcontext():"))
+    assert resnet(copy, 4) == pytest.approx(right_resnet(), abs=1e-10)
 
 
 def test_gradients_that_are_four_times_as_large(change):
     """Adam divides by their size: the numbers hardly change."""
     copy = change("distributed_data_parallel_resnet", FEWER)
-    text, indent = copy.read_text(), 20 * " "
-    weighted = f"{indent}(loss * fraction).backward()\n"
+    text, weighted = copy.read_text(), "(loss * fraction).backward()  #"
     assert text.count(weighted) == 1
-    copy.write_text(text.replace(weighted, f"{indent}loss.backward()\n"))
+    copy.write_text(text.replace(weighted, "loss.backward()  #"))
     assert resnet(copy, 4) == pytest.approx(right_resnet(), rel=0.05)
 
 
 def test_activations_stay_where_they_are(change, reference):
-    """On the CPU alone .to(devices[1]) does nothing, so nothing changes without it."""
-    old = ".stage1(micro_batch).to(devices[1])"
+    """On the CPU alone .to() does nothing, so nothing changes without it."""
+    old = ".stage1(micro_batch).to(self.devices[1])"
     assert losses(change("model_parallel", (old, ".stage1(micro_batch)"))) == reference
 
 
@@ -362,7 +366,8 @@ def test_the_sum_of_mean_losses(change, reference):
     """Gradients and loss are as many times too large as there are micro-batches."""
     old = "            loss = F.cross_entropy(logits, labels)\n"
     new = """            loss = 0
-            parts = zip(logits.tensor_split(micro_batches), labels.tensor_split(micro_batches))
+            count = model.micro_batches
+            parts = zip(logits.tensor_split(count), labels.tensor_split(count))
             for part_of_logits, part_of_labels in parts:
                 loss += F.cross_entropy(part_of_logits, part_of_labels)
 """
@@ -375,23 +380,12 @@ def test_the_sum_of_mean_losses(change, reference):
 
 def test_a_last_stage_without_labels(change):
     """Only the last rank computes the loss, so only it complains. The others lose a connection."""
-    old = "schedule.step(*inputs, target=filled_labels)"
+    old = "schedule.step(*inputs, target=labels)"
     done = ends(change("pipeline_parallel", (old, "schedule.step(*inputs)")), status=1)
     complaints = re.findall(r"Stage \d: loss_fn and target required", done.stderr)
     if torch.__version__.startswith("2.9."):
         complaints = re.findall(r"TypeError: 'NoneType' object is not subscriptable", done.stderr)
     assert complaints and not any("Stage 0" in complaint for complaint in complaints)
-
-
-def test_more_micro_batches():
-    """The bubble of the formula shrinks. The lesson prints it beside the measured one."""
-    shown = []
-    for pieces in (2, 16):
-        out = ends(
-            ROOT / "playground" / "pipeline_parallel.py", "--micro_batches", pieces, "--epochs", 1
-        ).stdout
-        shown.append(float(re.search(rf"GPipe, {pieces} micro-batches: .* = ([\d.]+)", out)[1]))
-    assert shown == [0.33, 0.06]
 
 
 def test_a_rank_that_computes_longer(change, tmp_path):
@@ -406,12 +400,12 @@ def test_a_rank_that_computes_longer(change, tmp_path):
 
 
 def test_a_profiler_without_steps(change, tmp_path):
-    """The schedule waits for the end of its warm-up, so there is no trace to read."""
-    copy = change("profile_steps", ("            profiler.step()", "            pass"))
+    """The schedule waits for the end of its warm-up, so the trace has no steps."""
+    copy = change("profile_steps", ("            model.profiler.step()", "            pass"))
     flags = ("--epochs", 1, "--batch_size", 64, "--out", tmp_path / "traces")
     done = ends(copy, *flags, status=1)
     assert len(epochs(done.stdout)) == 1
-    assert re.search(r"FileNotFoundError: .*rank\d\.json", done.stderr)
+    assert "ValueError: not enough values to unpack (expected 4, got 0)" in done.stderr
 
 
 def scaling(copy):
@@ -452,11 +446,9 @@ def test_weak_scaling_without_its_batch(change):
 
 
 def test_messages_are_never_hidden(change, tmp_path):
-    """minus() that takes nothing away: all messages count as waited for, so "hidden" is 0."""
-    body = re.search(
-        r"    left = union\(spans\)\n.*?    return left\n", (ROOT / TRACES).read_text(), re.S
-    )[0]
-    copy = change("profile_steps", (body, "    return union(spans)\n"), path=TRACES)
+    """Without computing, all messages count as waited for, so "hidden" is 0."""
+    waiting = "        waiting = messages & ~computing\n"
+    copy = change("profile_steps", (waiting, f"        computing[:] = False\n{waiting}"))
     flags = ("--epochs", 1, "--batch_size", 64, "--width", 512, "--out", tmp_path / "traces")
     rows = [[float(ms) for ms in row] for row in re.findall(STEPS, ends(copy, *flags).stdout, re.M)]
     assert len(rows) == 2

@@ -138,7 +138,8 @@ def test_the_device(lesson, machine, chosen):
         assert args.device == device, (gpus, works)
         if lesson == "model_parallel":
             two_gpus = works and gpus > 1
-            assert args.devices == (["cuda:0", "cuda:1"] if two_gpus else [device] * 2)
+            devices = [str(each) for each in importlib.import_module(lesson).choose_devices(args)]
+            assert devices == (["cuda:0", "cuda:1"] if two_gpus else [device] * 2)
         assert chosen(lesson, *flags, "--device", "cpu").device == "cpu"
 
 
@@ -283,7 +284,7 @@ def test_gpu_ids(machine, main, chosen):
     assert chosen(lesson, "--gpu_ids", "1,6", env=env).gpu_ids == [1, 6]
     for ids, flags in [("1", ()), ("1,1", ()), ("1,8", ()), ("0,1", ("--device", "cpu"))]:
         done = main(lesson, "--gpu_ids", ids, *flags, env=env)
-        one_line(done, "--gpu_ids", "name a GPU for each process")
+        one_line(done, "--gpu_ids", "name a GPU for each rank")
     machine(8, works=False)
     one_line(main(lesson, "--gpu_ids", "0,1", env=env), "--gpu_ids", "there are 0 GPUs")
 

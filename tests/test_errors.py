@@ -24,11 +24,9 @@ from conftest import (
     Lesson,
     alive,
     by_torchrun,
-    epochs,
     free_port,
     lesson_path,
     one_line,
-    one_process,
     run,
     talks,
     torchrun,
@@ -46,8 +44,7 @@ SPAWNING = [
 ]
 POINT_TO_POINT = ["blocking_p2p", "nonblocking_p2p"]
 BY_TORCHRUN = [lesson for lesson in LESSONS if by_torchrun(lesson)]
-ONE_PROCESS = ["single_gpu", "data_parallel", "model_parallel"]
-BATCH_OF_7 = ("--batch_size 7 cannot be divided by 2 processes: use --batch_size 8",)
+BATCH_OF_7 = "2 ranks cannot divide --batch_size 7: use 8"
 TWO_NODES = ("-n", 2, "-g", 1, "-ip", "127.0.0.2")
 TRANSFORMER = ("--model", "transformer")
 
@@ -56,28 +53,26 @@ TRANSFORMER = ("--model", "transformer")
     ("lesson", "flags", "words"),
     [
         ("single_gpu", ("--model", "rnn"), ("--model", "mlp", "cnn", "transformer")),
-        ("single_gpu", ("--tokens", 14), ("--tokens", "use --model transformer")),
-        ("single_gpu", (*TRANSFORMER, "--tokens", 30), ("--tokens 30", "784", "use --tokens 28")),
-        ("single_gpu", (*TRANSFORMER, "--heads", 5), ("--heads 5", "--width 32", "--heads 4")),
-        ("single_gpu", (*TRANSFORMER, "--width", 30), ("--heads 4", "--width 30", "--heads 3")),
-        ("tensor_parallel", TRANSFORMER, ("transformer", "use --model mlp")),
-        ("hybrid_parallel", TRANSFORMER, ("transformer", "use --model mlp")),
+        ("single_gpu", ("--tokens", 14), ("--tokens", "need --model transformer")),
+        ("single_gpu", (*TRANSFORMER, "--tokens", 30), ("--tokens: 30", "784 pixels")),
+        ("single_gpu", (*TRANSFORMER, "--heads", 5), ("--heads 5", "--width 32")),
+        ("single_gpu", (*TRANSFORMER, "--width", 30), ("--heads 4", "--width 30")),
         ("single_gpu", ("--dataset", "cifar"), ("--dataset", "mnist", "digits")),
-        ("single_gpu", ("--epochs", 0), ("--epochs 0", "1 or more")),
+        ("single_gpu", ("--epochs", 0), ("--epochs: 0", "1 or more")),
         ("single_gpu", ("--epoch", "many"), ("--epochs", "many")),
         ("single_gpu", ("--speed", 3), ("--speed",)),
-        ("single_gpu", ("--lr", "nan"), ("--lr nan", "0 or more")),
-        ("single_gpu", ("--lr", "inf"), ("--lr inf", "0 or more")),
+        ("single_gpu", ("--lr", "nan"), ("--lr: nan", "0 or more")),
+        ("single_gpu", ("--lr", "inf"), ("--lr: inf", "0 or more")),
         ("overlapped_data_parallel", ("--bucket_cap_mb", 0), ("--bucket_cap_mb 0", "more than 0")),
         ("overlapped_data_parallel", ("--bucket_cap_mb", "nan"), ("nan", "more than 0")),
         ("distributed_data_parallel", ("--lr", "-1"), ("--lr -1.0", "0 or more")),
-        ("single_gpu", ("--seed", "99999999999999999999"), ("--seed 9999", "2**63")),
+        ("single_gpu", ("--seed", "99999999999999999999"), ("--seed: 9999", "2**63")),
         (
             "distributed_data_parallel_torchrun",
             ("--seed", "-99999999999999999999"),
-            ("--seed -9999", "2**63"),
+            ("--seed: -9999", "2**63"),
         ),
-        ("model_parallel", ("--pipelined", "--micro_batches", 0), ("--micro_batches 0",)),
+        ("model_parallel", ("--pipelined", "--micro_batches", 0), ("--micro_batches: 0",)),
         (
             "model_parallel",
             ("--pipelined", "--micro_batches", 1000),
@@ -102,17 +97,7 @@ TRANSFORMER = ("--model", "transformer")
         ),
         ("distributed_data_parallel", ("-g", "two"), ("--gpus", "two")),
         *((lesson, ("-g", 1), ("-g 2",)) for lesson in POINT_TO_POINT),
-        ("distributed_data_parallel_resnet", ("--accumulate", 0), ("--accumulate 0",)),
-        (
-            "distributed_data_parallel_resnet",
-            ("--accumulate", 100),
-            ("--accumulate 100", "two images"),
-        ),
-        (
-            "distributed_data_parallel_resnet",
-            ("--gpu_ids", "1,6,3", "--device", "cpu"),
-            ("--gpu_ids", "GPUs"),
-        ),
+        ("distributed_data_parallel_resnet", ("--accumulate", 0), ("--accumulate: 0",)),
         ("distributed_data_parallel_resnet", ("--gpu_ids", "one"), ("--gpu_ids", "one")),
         ("distributed_data_parallel_torchrun", ("-g", 2), ("-g",)),
     ],
@@ -130,7 +115,7 @@ IMPORT_MOST = ("distributed_data_parallel_resnet", "fully_sharded_checkpoints", 
 def test_a_wrong_flag_as_a_user_sees_it(lesson):
     """The same from the command line, at once, whatever the lesson; importing says nothing."""
     done = run(lesson, "--device", "tpu", status=2, cold=lesson in IMPORT_MOST)
-    one_line(done, "--device", "cpu", "cuda")
+    one_line(done, "--device", "cpu")
 
 
 @pytest.mark.skipif(dist.is_mpi_available(), reason="this torch has MPI")
@@ -146,7 +131,7 @@ def test_device_cuda_without_a_gpu(lesson):
     """A GPU that is not there: how many there are and what to type."""
     hidden = {"CUDA_VISIBLE_DEVICES": ""}
     one_line(
-        run(lesson, "--device", "cuda", status=2, env=hidden), "this machine has no", "--device cpu"
+        run(lesson, "--device", "cuda", status=2, env=hidden), "--device", "this machine has no"
     )
 
 
@@ -164,14 +149,12 @@ def test_more_gpus_than_there_are(lesson, main):
     """One GPU more than this machine has, with and without a GPU."""
     have = torch.cuda.device_count()
     words = (
-        (f"this machine has {have}", f"-g {have}")
-        if have
-        else ("this machine has no", "--device cpu")
+        (f"this machine has {have}", f"-g {have}") if have else ("this machine has no", "--device")
     )
     one_line(main(lesson, "--device", "cuda", "-g", have + 1), *words)
 
 
-@pytest.mark.parametrize("lesson", [*SPAWNING, *ONE_PROCESS])
+@pytest.mark.parametrize("lesson", SPAWNING)
 def test_under_a_launcher_that_it_is_not_for(lesson, main):
     """Each process of the launcher would train by itself: refused, with the lesson that fits."""
     launched = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -183,13 +166,20 @@ def test_under_a_launcher_that_it_is_not_for(lesson, main):
     )
 
 
-@pytest.mark.parametrize("lesson", ["blocking_p2p", "distributed_data_parallel_torchrun"])
-def test_half_of_a_launchers_environment(lesson, main):
+def test_half_of_a_launchers_environment(main):
     """The line names what is missing."""
-    one_line(
-        main(lesson, env={"RANK": "0", "WORLD_SIZE": "2"}),
-        "RANK is set, so set MASTER_ADDR, MASTER_PORT",
-    )
+    half = {"RANK": "0", "WORLD_SIZE": "2"}
+    one_line(main("blocking_p2p", env=half), "RANK is set, so set MASTER_ADDR, MASTER_PORT")
+    done = main("distributed_data_parallel_torchrun", env=half)
+    one_line(done, "LOCAL_RANK, MASTER_ADDR, MASTER_PORT not set: start it with torchrun")
+
+
+@pytest.mark.parametrize("lesson", BY_TORCHRUN)
+def test_without_a_launcher(lesson, main):
+    """The line shows the command with torchrun. --help needs no launcher."""
+    command = f"torchrun --standalone --nproc-per-node 2 {lesson}.py"
+    one_line(main(lesson), "RANK, LOCAL_RANK, WORLD_SIZE,", f"start it with {command}")
+    assert main(lesson, "--help", status=0).stdout.startswith(f"usage: {lesson}.py [flags]")
 
 
 @pytest.mark.parametrize(
@@ -211,39 +201,30 @@ def test_a_batch_that_the_ranks_of_a_launcher_can_not_share(lesson, main):
     ("lesson", "flags", "words"),
     [
         ("distributed_data_parallel_torchrun", ("--batch_size", 7), BATCH_OF_7),
-        ("distributed_data_parallel_torchrun", ("--batchsize", 8), ("unrecognized", "--batchsize")),
+        ("distributed_data_parallel_torchrun", ("--batchsize", 8), "arguments: --batchsize 8"),
         ("fully_sharded_data_parallel", ("--batch_size", 7), BATCH_OF_7),
-        (
-            "distributed_data_parallel_torchrun",
-            (*DIGITS, "--batch_size", 3000),
-            ("--batch_size must be at most 1500",),
-        ),
     ],
 )
 def test_a_mistake_under_torchrun(lesson, flags, words):
-    """All ranks find it. Only one prints the line, and torchrun's report has it as the cause."""
+    """All ranks find it. Only one prints the line, and torchrun's report follows."""
     done = torchrun(lesson, *flags).wait()
     assert done.returncode == 1
-    lines = done.stderr.splitlines()
-    [line] = [line for line in lines if "error: " in line]
-    [reported] = [line for line in lines if "ValueError: " in line]
-    for word in words:
-        assert word in line
-    assert line.endswith("error: " + reported.partition("ValueError: ")[2])
-    assert "During handling" not in done.stderr
+    [line] = [line for line in done.stderr.splitlines() if "error: " in line]
+    assert words in line
+    assert "exitcode  : 2" in done.stderr
 
 
 def test_a_mistake_of_one_rank_under_torchrun(change):
     """A rank that is not the first prints its line, too, if it is the only one with the mistake."""
-    ends = """    if os.environ["LOCAL_RANK"] == "1":
-        sys.exit("error: this rank has no data")
+    wrong = """    if os.environ["LOCAL_RANK"] == "1":
+        parser.error("this rank has no data")
     train(args)
 """
+    ends = wrong.replace("    train", "    time.sleep(999)\n    train")
     copy = change("distributed_data_parallel_torchrun", ("    train(args)\n", ends))
     done = torchrun(copy, *SHORT).wait()
     assert done.returncode == 1
-    assert done.stderr.splitlines().count("error: this rank has no data") == 1
-    assert done.stderr.count("ValueError: this rank has no data") == 1
+    assert done.stderr.count("error: this rank has no data\n") == 1
 
 
 def test_savefile(tmp_path, main):
@@ -490,7 +471,7 @@ def test_ranks_of_a_launcher_with_different_flags(lesson, tmp_path):
     other = one.wait()
     assert other.returncode == 1
     for node in (zero, other):
-        one_line(node, "--lr differs: 0.001 on rank 0, 0.5 on rank 1")
+        assert node.stderr.endswith("ValueError: the nodes differ in --lr: 0.001, 0.5\n")
         assert "epoch" not in node.stdout
 
 
@@ -503,7 +484,11 @@ def test_a_rank_killed_in_mid_epoch(lesson, victim):
     os.kill(job.ranks(2)[victim], signal.SIGKILL)
     done = job.wait()
     assert done.returncode == 1
-    one_line(done, f"local_rank {victim}", "SIGKILL")
+    if lesson == "distributed_data_parallel2":
+        last = done.stderr.splitlines()[-1]
+        assert last.endswith(f"process {victim} terminated with signal SIGKILL")
+    else:
+        one_line(done, f"local_rank {victim}", "SIGKILL")
 
 
 def test_a_rank_killed_on_another_node():
@@ -520,16 +505,11 @@ def test_a_rank_killed_on_another_node():
     one_line(zero, "another rank has ended", "look for its error, on all nodes")
 
 
-@pytest.mark.parametrize(
-    "lesson", [*ONE_PROCESS[::2], *SPAWNING, "blocking_p2p", "distributed_data_parallel_torchrun"]
-)
+@pytest.mark.parametrize("lesson", [*SPAWNING, "blocking_p2p"])
 def test_ctrl_c(lesson):
-    """Ctrl-C goes to every process of the terminal's group: status 130 and one line."""
+    """Ctrl-C goes to every process of the terminal's group: status 130, and one line or none."""
     job = Lesson(lesson, *(() if talks(lesson) else LONG))
-    if lesson in SPAWNING + POINT_TO_POINT:
-        job.ranks(2)
-    else:
-        wait_for_line(job, "epoch 1/")
+    job.ranks(2)
     for pause in range(300):
         if (
             pause % 30 == 0
@@ -543,7 +523,8 @@ def test_ctrl_c(lesson):
             break
     done = job.wait()
     told = re.sub(r"(?s)Exception ignored in.*?\nKeyboardInterrupt:? *\n", "", done.stderr)
-    assert (done.returncode, told.strip()) == (130, "interrupted")
+    words = "" if lesson == "distributed_data_parallel2" else "interrupted"
+    assert (done.returncode, told.strip()) == (130, words)
 
 
 def wait_for_line(job, start):
@@ -653,16 +634,6 @@ def test_ctrl_c_while_a_checkpoint_is_written(capsys):
     with pytest.raises(SystemExit) as end:
         main()
     assert (end.value.code, capsys.readouterr().err) == (130, "interrupted\n")
-
-
-def test_a_rank_ends_before_python_cleans_up(change):
-    """A thread of gloo may abort the process meanwhile, if DTensor's caches keep its group."""
-    first = "\nsys.path.append("
-    handler = '\nimport atexit\n\natexit.register(print, "Python cleans up")\n'
-    for lesson, cleans in [("distributed_data_parallel_torchrun", 0), ("single_gpu", 1)]:
-        done = run(change(lesson, (first, handler + first)), *SHORT, cold=True)
-        assert done.stdout.count("Python cleans up") == cleans
-        assert epochs(done.stdout) == one_process(*SHORT)
 
 
 CLOSED = "[/src/gloo/transport/tcp/pair.cc:544] Connection closed by peer [::1]:42"

@@ -283,28 +283,25 @@ def exact_accuracy(model, batches):
         """
 import argparse
 import os
+import shutil
+from pathlib import Path
 import torch.distributed as dist
-from distributed_data_parallel_resumable import resume, save
+from distributed_data_parallel_resumable import MUST_AGREE, resume, save
 def save_and_resume(path, model, optimizer, epochs, train_epoch):
-    done = resume(path, model, optimizer) if os.path.exists(path) else 0
+    args = argparse.Namespace(epochs=epochs, **dict.fromkeys(MUST_AGREE))
+    folder = Path(path).absolute().parent / "run"
+    done = resume(folder, model, optimizer, args)
     for epoch in range(done, epochs):
         train_epoch(epoch)
         if dist.get_rank() == 0:
-            save(argparse.Namespace(run_dir="."), epoch + 1, model, optimizer)
-            os.replace(f"epoch-{epoch + 1:04}.pt", path)
+            save(folder, epoch + 1, model, optimizer, args)
+            shutil.copyfile(folder / f"epoch-{epoch + 1:04}.pt", f"{path}.new")
+            os.replace(f"{path}.new", path)
 """
     ],
     "accumulate_gradients": [
         """
-import torch
-from distributed_data_parallel_resnet import run_epoch
-class NoStep:
-    def zero_grad(self):
-        pass
-    def step(self):
-        pass
-def accumulate_gradients(model, images, labels, count):
-    run_epoch(model, [(images, labels)], torch.device("cpu"), NoStep(), count)
+from distributed_data_parallel_resnet import accumulate_gradients
 """
     ],
     "shard_optimizer": ["from sharded_optimizer import ShardedOptimizer"],
@@ -347,10 +344,9 @@ import manual_pipeline
 import torch
 import torch.distributed as dist
 def gpipe(stage, inputs, labels, shape, dtype):
-    device = torch.device("cpu")
-    pipeline = manual_pipeline.Pipeline(stage, shape, device, timedelta(seconds=60))
     passes = manual_pipeline.gpipe(dist.get_rank(), dist.get_world_size(), len(inputs))
-    pipeline.step(passes, torch.cat(inputs), torch.cat(labels))
+    pipeline = manual_pipeline.Pipeline(stage, shape, passes, timedelta(seconds=60))
+    pipeline(torch.cat(inputs), torch.cat(labels))
 """
     ],
     "order_1f1b": [
@@ -362,13 +358,13 @@ def order_1f1b(rank, world_size, micro_batches, most):
     ],
     "split_pair": [
         """
-from tensor_parallel import Add, Copy
+from tensor_parallel import AddGradients, AddTerms
 from torch.nn import functional as F
 class SplitPair:
     @staticmethod
     def apply(inputs, first, first_bias, second, second_bias):
-        hidden = F.relu(F.linear(Copy.apply(inputs), first, first_bias))
-        return Add.apply(F.linear(hidden, second)) + second_bias
+        hidden = F.relu(F.linear(AddGradients.apply(inputs), first, first_bias))
+        return AddTerms.apply(F.linear(hidden, second)) + second_bias
 """
     ],
 }

@@ -14,6 +14,7 @@ from torch import nn
 LESSON = "expert_parallel"
 ONE_EPOCH = (*DIGITS, "--batch_size", 120, "--epochs", 1, "--tokens", 7, "--double")
 BALANCED = (*ONE_EPOCH, "--balance", 0.1)
+LOAD = r"^block \d: its experts get (.*) of the tokens$"
 ENV = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
 
@@ -27,7 +28,7 @@ def printed(*flags, processes):
 
 def loads(out):
     """Return the percentages of each block's experts."""
-    return re.findall(r"^block \d +(.*)$", out, re.M)
+    return re.findall(LOAD, out, re.M)
 
 
 def test_one_expert_is_the_mlp():
@@ -40,16 +41,12 @@ def test_one_expert_is_the_mlp():
 
 @pytest.mark.parametrize("processes", [2, 4])
 def test_any_number_of_ranks_computes_the_same(processes):
-    """The losses to 1e-10, the tokens of each expert, and as many bytes as predicted."""
+    """The losses to 1e-10, and the tokens of each expert."""
     one = printed(*BALANCED, processes=1)
     out = printed(*BALANCED, processes=processes)
     assert losses(out) == pytest.approx(losses(one), abs=1e-10)
     assert loads(out) == loads(one)
     assert epochs(out)[0]["test"] == epochs(one)[0]["test"]
-    rows = re.findall(r"^(all_\w+) +(\d+) +(\d+) +([\d,]+) +([\d,]+)$", out, re.M)
-    assert [row[:3] for row in rows] == [("all_to_all", "10", "10"), ("all_reduce", "35", "35")]
-    for row in rows:
-        assert row[3] == row[4] != "0"
 
 
 def largest_loads(*flags):
@@ -70,10 +67,11 @@ def test_balance_evens_the_load():
 @pytest.mark.parametrize(
     ("ranks", "flags", "words"),
     [
-        (3, (), ("--experts 4 cannot be divided by 3 processes", "use --experts 3")),
-        (2, ("--experts", 1), ("use --experts 2",)),
+        (3, (), ("3 ranks cannot divide --experts 4: use 3",)),
+        (2, ("--experts", 1), ("--experts 1: use 2",)),
+        (2, ("--experts", 0), ("--experts", "1 or more")),
         (2, ("--model", "mlp"), ("--model mlp has no tokens", "use --model transformer")),
-        (2, ("--balance", -1), ("--balance -1.0", "must be from 0 to 1")),
+        (2, ("--balance", -1), ("--balance", "0 or more")),
     ],
 )
 def test_flags_that_cannot_work(ranks, flags, words, main):
@@ -84,11 +82,10 @@ def test_flags_that_cannot_work(ranks, flags, words, main):
 
 def test_the_example_in_the_docstring():
     """The rows follow from the tokens."""
-    text = (ROOT / "playground" / f"{LESSON}.py").read_text().split('"""')[1]
+    text = (ROOT / "playground" / f"{LESSON}.py").read_text()
     rows = {}
-    for name, left, right in re.findall(
-        r"^    (\w.*?)  +rank 0: (.*?)  +rank 1: (.*)$", text, re.M
-    ):
+    example = r"^        (\w.*?)  +rank 0: (.*?)  +rank 1: (.*)$"
+    for name, left, right in re.findall(example, text, re.M):
         rows[name] = left, right
     ordered = [sorted(row.split(), key=lambda token: token[0]) for row in rows["tokens"]]
     sent = []  # for each rank, what goes to rank 0 and to rank 1
@@ -236,10 +233,9 @@ def test_experts_without_tokens(change):
     order = "        order = expert.argsort()"
     one = (order, f"        expert = torch.zeros_like(expert)\n{order}")
     out = train(change(LESSON, one), *ONE_EPOCH, processes=2).stdout
-    assert loads(out) == ["100%   0%     0%     0%"] * 2
+    assert loads(out) == ["100%, 0%, 0%, 0%"] * 2
     line = "            outputs[mine] = mlp(arrived[mine])"
     skip = (line, f"            if mine.any():\n    {line}")
     told = fails(change(LESSON, one, skip), *ONE_EPOCH, "--timeout", 4, processes=2)
-    # Which rank gives up first differs from run to run.
-    rank_0 = "rank 0 waited at .*all_to_all_single"
-    assert re.search(rf"{rank_0}|rank 1 waited at .*all_reduce\(parameter.grad\)", told)
+    assert "return all_to_all(gradient, ctx." in told  # rank 0
+    assert "dist.all_reduce(parameter.grad)" in told  # rank 1

@@ -1,100 +1,74 @@
-"""The FSDP lesson: the tables count what is there, the exercises, and what goes wrong in silence.
+"""The FSDP lesson: what rank 0 holds, the exercises, and what goes wrong in silence.
 
 What PyTorch's own classes do without an error is tried in `pitfalls`, in one run.
 """
 
+import argparse
 import json
 import re
 import textwrap
 
 import pytest
+import torch
+import torch.distributed as dist
 from conftest import DIGITS, epochs, lesson_path, ranks, single_gpu, train
+from forked import in_ranks, join
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn import functional as F
 
 from common.models import MODELS
 
 LESSON = "fully_sharded_data_parallel"
 SHORT = (*DIGITS, "--batch_size", 120)
-ROW = r"^(rank \d+|formula|DDP) +([\d,]+(?: +[\d,.]+){5})$"
-GATHERED = r"^(forward|backward) +(layer .+)\ngathered +([\d, ]+)$"
-MESSAGES = r"^messages of a step: (\d+) all_gather, (\d+) reduce_scatter, (\d+) all_reduce\."
 
 
-def numbers(words):
-    """Return the numbers in a row."""
-    return [float(word.replace(",", "")) for word in words.split()]
-
-
-def tables(text):
-    """Return the rows of both tables by name, and the numbers of the three kinds of messages.
-
-    The gathered bytes are in the order of the layers, also those of backward().
-    """
-    rows = {name: numbers(words) for name, words in re.findall(ROW, text, re.M)}
-    for direction, names, words in re.findall(GATHERED, text, re.M):
-        layers = [int(number) for number in re.findall(r"layer (\d+)", names)]
-        assert layers == sorted(layers, reverse=direction == "backward")
-        rows[direction] = numbers(words)[:: -1 if direction == "backward" else 1]
-    return rows, [int(count) for count in re.search(MESSAGES, text, re.M).groups()]
-
-
-def layers_of(model):
-    """Return the layers that have parameters of their own."""
-    return [layer for layer in model.modules() if list(layer.parameters(recurse=False))]
-
-
-def expected_gathered(model, processes, keep):
-    """Return the bytes that are gathered while each layer computes, in both directions.
-
-    Both the whole parameters and the buffers of messages count. A buffer has as many rows for each
-    rank, so it can be longer than the parameters.
-    """
-    parameters = []
-    buffers = []
-    for layer in layers_of(model):
-        own = list(layer.parameters())
-        parameters.append(sum(each.nbytes for each in own))
-        chunks = [each.chunk(processes)[0].nbytes for each in own]
-        buffers.append(processes * sum(chunks))
-    forward = []
-    backward = []
-    for number, whole in enumerate(parameters):
-        if keep:
-            forward.append(sum(parameters[: number + 1]) + buffers[number])
-            backward.append(sum(parameters[: number + 1]))
-        else:
-            forward.append(whole + buffers[number])
-            ahead = buffers[number - 1] if number else 0  # the layer before it comes next
-            backward.append(whole + ahead)
-    return forward, backward
+def held(out):
+    """Return the bytes that rank 0 holds, by the names that the lesson prints."""
+    found = re.findall(r"^rank 0 holds +([\d,]+) bytes of (.+)$", out, re.M)
+    return {name: int(number.replace(",", "")) for number, name in found}
 
 
 @pytest.mark.parametrize(
     ("model", "processes", "keep"), [("mlp", 3, False), ("cnn", 2, False), ("mlp", 2, True)]
 )
-def test_the_tables_count_what_is_there(model, processes, keep):
-    """The rows of each rank, twice as much in Adam, what is gathered, and what is sent."""
+def test_the_bytes_that_rank_0_holds(model, processes, keep):
+    """Its rows of each parameter, as many gradients, twice as much in Adam, and whole layers."""
     flags = (*SHORT, "--epochs", 1, "--model", model, *["--keep_weights"] * keep)
-    rows, messages = tables(train(LESSON, *flags, processes=processes).stdout)
-    network = MODELS[model]()
-    parameters = list(network.parameters())
-    layers = layers_of(network)
-    forward, backward = expected_gathered(network, processes, keep)
-    total = sum(each.nbytes for each in parameters)
-    buffers = processes * sum(each.chunk(processes)[0].nbytes for each in parameters)
-    sent = (2 if keep else 3) * buffers * (processes - 1) / processes
-    for rank in range(processes):
-        own = sum(each.chunk(processes)[rank].nbytes for each in parameters)
-        state = 2 * own + 4 * len(parameters)
-        together = 2 * own + state
-        expected = [own, own, state, together, 4 * together / total, sent]
-        assert rows[f"rank {rank}"] == pytest.approx(expected, abs=0.51)
-    assert rows["DDP"][:5] == [total, total, 2 * total, 4 * total, 16]
-    formula = [total / processes] * 2 + [2 * total / processes, 4 * total / processes]
-    assert rows["formula"][:4] == pytest.approx(formula, abs=0.51)
-    assert rows["formula"][5] / rows["DDP"][5] == pytest.approx(1 if keep else 1.5, abs=1e-5)
-    assert [rows["forward"], rows["backward"]] == [forward, backward]
-    assert len(rows) == processes + 4
-    assert messages == [len(layers) * (1 if keep else 2), len(layers), 0]
+    parameters = list(MODELS[model]().parameters())
+    own = sum(each.chunk(processes)[0].nbytes for each in parameters)
+    whole = sum(each.nbytes for each in parameters)
+    assert held(train(LESSON, *flags, processes=processes).stdout) == {
+        "the parameters' shards": own,
+        "whole layers": whole if keep else 0,
+        "gradients": own,
+        "Adam's averages": 2 * own,
+    }
+
+
+def counting_rank(rank, world_size, port, results):
+    """Count the messages of a step, with and without --keep_weights."""
+    import fully_sharded_data_parallel as lesson
+
+    join(rank, world_size, port)
+    for keep in (False, True):
+        model = MODELS["mlp"]()
+        lesson.shard(model, argparse.Namespace(device="cpu", timeout=60, keep_weights=keep))
+        with CommDebugMode() as messages:
+            F.cross_entropy(model(torch.randn(2, 1, 28, 28)), torch.arange(2)).backward()
+        counts = {str(name): count for name, count in messages.get_comm_counts().items()}
+        results[rank, keep] = counts
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_the_messages_of_a_step():
+    """Four layers are gathered twice, or once, and each gets its gradients in one message."""
+    gathers = "c10d._allgather_base_"
+    reduces = "c10d._reduce_scatter_base_"
+    results = in_ranks(counting_rank, 2)
+    for rank in range(2):
+        assert results[rank, False] == {gathers: 8, reduces: 4}
+        assert results[rank, True] == {gathers: 4, reduces: 4}
 
 
 def two_epochs(copy):
@@ -107,50 +81,35 @@ def test_an_optimizer_made_too_early(change):
     made = (
         "    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)\n"
     )
-    shard = "        shard(model, args)  # this also moves"
+    shard = "        shard(model, args)  # NEW: this also moves"
     out = two_epochs(change(LESSON, (made, ""), (shard, f"    {made}{shard}")))
     first, second = epochs(out)
     assert second["test"] == first["test"]
     assert second["loss"] == pytest.approx(first["loss"], abs=0.01)
-    rows, _ = tables(out)
-    assert rows["rank 0"][2] == 0  # Adam has no state
+    assert held(out)["Adam's averages"] == 0
 
 
 def test_only_the_whole_model_is_sharded(change):
-    """Exercise 2: the numbers are right, but everything is gathered at once, in one message."""
-    out = two_epochs(change(LESSON, ("        if list(layer.parameters()):", "        if False:")))
+    """Exercise 2: the numbers are right, but the model stays whole after a test."""
+    copy = change(LESSON, ("    for layer in model.layers:  #", "    for layer in []:  #"))
+    out = two_epochs(copy)
     expected = [line["loss"] for line in single_gpu(*SHORT, "--epochs", 2)]
     assert [line["loss"] for line in epochs(out)] == pytest.approx(expected, abs=2e-4)
-    rows, messages = tables(out)
-    whole = rows["DDP"][0]
-    assert rows["forward"] == [2 * whole] * 4  # in the buffer, too
-    assert rows["backward"] == [whole] * 4
-    assert messages == [1, 1, 0]
-
-
-def test_only_the_layers_are_sharded(change):
-    """Exercise 3: nothing is gathered ahead in backward()."""
-    line = "    fully_shard(model, mesh=mesh)"
-    out = two_epochs(change(LESSON, (line, "    pass")))
-    rows, messages = tables(out)
-    layers = layers_of(MODELS["mlp"]())
-    own = [sum(each.nbytes for each in layer.parameters()) for layer in layers]
-    assert rows["backward"] == own
-    assert messages == [8, 4, 0]
+    assert held(out) == {
+        "the parameters' shards": 118_420,
+        "whole layers": 236_840,
+        "gradients": 118_420,
+        "Adam's averages": 236_840,
+    }
 
 
 def test_a_different_seed_on_each_rank(change):
-    """Exercise 4: shards of two models are trained as one, see also `pitfalls`."""
+    """Exercise 3: shards of two models are trained as one, see also `pitfalls`."""
     seed = "    torch.manual_seed(args.seed"
     out = two_epochs(change(LESSON, (f"{seed})", f"{seed} + rank)")))
     assert abs(epochs(out)[0]["loss"] - single_gpu(*SHORT, "--epochs", 2)[0]["loss"]) > 1e-3
 
 
-NEW_GROUP = """    torch.cuda.is_available = lambda: True
-    mesh = dist.init_device_mesh(args.device, (dist.get_world_size(),))
-    assert mesh.get_group() is not dist.group.WORLD
-    torch.cuda.is_available = lambda: False
-"""
 EPOCH = "        train_loader.sampler.set_epoch(epoch)"
 
 
@@ -160,13 +119,13 @@ def test_a_rank_that_does_nothing_beside_unused_gpus(lesson, change):
 
     On a machine with GPUs, a mesh of CPUs has a group of its own, with a timeout of half an hour.
     """
-    pattern = r"^( +)mesh = dist.init_device_mesh.*\n"
-    line = re.search(pattern, lesson_path(lesson).read_text(), re.M)
-    group = textwrap.indent(textwrap.dedent(NEW_GROUP), line[1])
-    if lesson == "tensor_parallel":
-        group = group.replace("args.device, (dist.get_world_size(),)", "device.type, (world_size,)")
+    text = lesson_path(lesson).read_text()
+    [(line, indent)] = re.findall(r"^(( +)mesh = dist.init_device_mesh.*\n)", text, re.M)
+    group = "assert mesh.get_group() is not dist.group.WORLD\n"
+    lines = ["torch.cuda.is_available = lambda: True\n", line.lstrip(), group]
+    lines.append("torch.cuda.is_available = lambda: False\n")
     sleep = f"        time.sleep(9999 * (rank == 1))\n{EPOCH}"
-    copy = change(lesson, (line[0], group), (EPOCH, sleep))
+    copy = change(lesson, (line, textwrap.indent("".join(lines), indent)), (EPOCH, sleep))
     flags = (*SHORT, "--timeout", 5, *["--by", "dtensor"] * (lesson == "tensor_parallel"))
     jobs = ranks(copy, *flags, processes=2)
     try:

@@ -315,7 +315,7 @@ def test_experts_on_two_ranks(balance, two_ranks):
     """One rank and two print the same losses."""
     flags = (*TWO_EPOCHS, "--double", "--balance", balance)
     found = epochs(output(two_ranks("expert_parallel", *flags, *CUDA)))
-    right = epochs(run("expert_parallel", *flags, "--device", "cpu").stdout)
+    right = epochs(train("expert_parallel", *flags, "--device", "cpu", processes=1).stdout)
     for line, expected in zip(found, right, strict=True):
         assert line["loss"] == pytest.approx(expected["loss"], abs=1e-10)
 
@@ -352,23 +352,23 @@ def test_the_resnet_lesson(gpu):
     """The CPU's numbers in float64, from one process."""
     lesson = "distributed_data_parallel_resnet"
     flags = ("--dataset", "fake", "--batch_size", 120, "--epochs", 1, "--accumulate", 2, "--double")
-    found = epochs(output([Lesson(lesson, *flags, *CUDA, env=ALL_GPUS, cold=True)]))
+    jobs = ranks(lesson, *flags, *CUDA, processes=1, env=ALL_GPUS, cold=True)
+    found = epochs(output(jobs))
     expected = epochs(train(lesson, *flags, "--device", "cpu", processes=1, timeout=900).stdout)
     assert len(found) == len(expected) == 1
     assert found[0]["loss"] == pytest.approx(expected[0]["loss"], abs=2e-4)
     assert found[0]["train"] == pytest.approx(expected[0]["train"], abs=300 / 1800 + 0.01)
 
 
-def test_the_resnet_lesson_in_two_ranks(two_ranks):
+def test_the_resnet_lesson_in_two_ranks(two_ranks, tmp_path):
     """Batch norm's buffers and no_sync over NCCL; with two GPUs the ranks may swap them."""
+    join = "    rank, device = join(args)\n"
+    shown = f"{join}    print(f'rank {{rank}} on {{device}}', flush=True)\n"
+    copy = changed("distributed_data_parallel_resnet", tmp_path, join, shown)
     flags = ("--dataset", "fake", "--batch_size", 120, "--epochs", 1, "--accumulate", 2)
     swapped = two_ranks.devices[0] != two_ranks.devices[1]
-    out = output(
-        two_ranks(
-            "distributed_data_parallel_resnet", *flags, *CUDA, *(("--gpu_ids", "1,0") * swapped)
-        )
-    )
-    assert tuple(re.findall(r"^\d +\d +\d +(\S+)  ", out, re.M)) == two_ranks.devices[::-1]
+    out = output(two_ranks(copy, *flags, *CUDA, *(("--gpu_ids", "1,0") * swapped)))
+    assert f"rank 0 on {two_ranks.devices[1]}\n" in out
     assert 2 < epochs(out)[0]["loss"] < 4
 
 
@@ -380,17 +380,8 @@ def test_checkpoints_move_between_gpu_and_cpu(gpu, tmp_path):
         own = (*DIGITS, *flags, *kept(lesson, folder))
         devices = {"cuda": CUDA[1], "cpu": "cpu"}
         for number, device in enumerate((first, second), start=1):
-            job = Lesson(
-                lesson,
-                *own,
-                "--device",
-                devices[device],
-                "--epochs",
-                number,
-                env=ALL_GPUS,
-                cold=True,
-            )
-            out = output([job])
+            own += ("--device", devices[device], "--epochs", number)
+            out = output(ranks(lesson, *own, processes=1, env=ALL_GPUS, cold=True))
         assert "1 of 2 epochs are done" in out
         assert_as_on_the_cpu((folder / "log.txt").read_text(), flags)
 
@@ -439,7 +430,7 @@ def test_a_sharded_checkpoint_of_another_run(two_ranks, tmp_path):
 
 def shown(out):
     """Return what a lesson prints besides its ranks, epochs, timelines and names of devices."""
-    pattern = r"node |\d+ +\d+ +\d+ |epoch |rank \d+ \|"
+    pattern = r"node |\d+ ranks, |\d+ +\d+ +\d+ |epoch |rank \d+ \|"
     lines = [line for line in out.splitlines() if not re.match(pattern, line)]
     return [re.sub(r"cuda:\d|cpu", "", line).split() for line in lines]
 
@@ -463,7 +454,7 @@ def test_what_ranks_hold_and_send(lesson, flags, two_ranks):
     """The tables are the CPU's: numbers, bytes, and messages, which NCCL names alike."""
     found = shown(output(two_ranks(lesson, *flags, *CUDA)))
     assert found == shown(train(lesson, *flags, "--device", "cpu", processes=2).stdout)
-    assert len(found) > 3
+    assert len(found) > 1
 
 
 def test_collectives_of_one_rank(gpu):
@@ -507,21 +498,6 @@ def test_shards_leave_room(two_ranks, tmp_path):
         held.append(int(re.search(r"^held: (\d+)$", out, re.M)[1]) / (width * (784 + width + 10)))
     assert held[0] - held[1] == pytest.approx(4, abs=0.5)
     assert 7.5 < held[1] < 11
-
-
-@pytest.mark.parametrize("by", ["hand", "dtensor"])
-@pytest.mark.parametrize(
-    ("flags", "apart", "messages"),
-    [((), 1e-5, [2, 1]), (("--double",), 1e-12, [2, 1]), (("--model", "cnn"), 1e-5, [1, 1])],
-)
-def test_a_step_in_pieces(flags, apart, messages, by, two_ranks):
-    """Shards on GPUs against the whole model on the CPU: only rounding differs, without TF32."""
-    from test_tensor_parallel import compared
-
-    out = output(two_ranks("tensor_parallel", *ONE_EPOCH, *CUDA, "--compare", "--by", by, *flags))
-    differences, counts = compared(out)
-    assert max(differences) < apart
-    assert counts == messages * 2
 
 
 def test_clipping(two_ranks):
@@ -720,65 +696,6 @@ def test_hidden_gpus(two_gpus):
     assert re.findall(r"^\d +\d +\d +(cuda:\d+) ", out, re.M) == ["cuda:0"]
 
 
-# more work than starting it takes
-WIDE = ("--dataset", "digits", "--batch_size", 1200, "--epochs", 1, "--width", 4096, "--layers", 8)
-
-
-def timeline(out, name):
-    """Return the bubbles in an output and its rows, by the name of a worker."""
-    bubbles = [
-        float(share)
-        for share in re.findall(r"^.*, \d micro-batch.* s, bubble ([\d.]+), .*$", out, re.M)
-    ]
-    rows = re.findall(rf"^{name} ?(\d) \|([a-hA-H0-7.]+)\|$", out, re.M)
-    assert bubbles and all(0 <= share < 1 for share in bubbles)
-    assert len(rows) == 2 * len(bubbles)
-    assert all(re.search("[0-7]", row) and re.search("[a-hA-H]", row) for _, row in rows)
-    return bubbles, rows
-
-
-@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble"])
-def test_the_timeline_of_a_pipeline(schedule, two_ranks):
-    """By the GPUs' own clocks: both ranks compute; with one micro-batch each waits half of it."""
-    out = output(two_ranks("pipeline_parallel", *WIDE, *CUDA, "--schedule", schedule))
-    bubbles, rows = timeline(out, "rank")
-    assert len(bubbles) == 2 and bubbles[1] >= 0.45
-    assert (rows[2][1][0], rows[2][1][-1]) == (
-        "0",
-        "a",
-    )  # one piece starts on rank 0, and its gradient ends there
-
-
-def test_the_timeline_of_one_process(gpu):
-    """Both stages on the same GPU: at no moment do both compute."""
-    out = output(
-        [
-            Lesson(
-                "model_parallel",
-                *WIDE,
-                "--pipelined",
-                "--devices",
-                NAMES[0],
-                NAMES[0],
-                env=ALL_GPUS,
-                cold=True,
-            )
-        ]
-    )
-    bubbles, rows = timeline(out, "stage")
-    assert all(share >= 0.45 for share in bubbles)
-    for (_, one), (_, other) in (rows[:2], rows[2:]):
-        both = [place for place, pair in enumerate(zip(one, other, strict=True)) if "." not in pair]
-        assert len(both) <= 4, (one, other)  # of 88 columns: where one ends and the other begins
-
-
-def test_the_timeline_of_two_gpus(two_gpus):
-    """In pieces the stages overlap, in one piece they don't."""
-    out = output([Lesson("model_parallel", *WIDE, "--pipelined", *CUDA, env=ALL_GPUS, cold=True)])
-    (pieces, whole), _ = timeline(out, "stage")
-    assert whole >= 0.45 and pieces < whole
-
-
 @pytest.mark.parametrize("average", ["ddp", "bucket"])
 def test_a_trace_has_nccls_kernels(average, two_ranks, tmp_path):
     """The table's messages are theirs."""
@@ -797,9 +714,8 @@ def test_a_trace_has_nccls_kernels(average, two_ranks, tmp_path):
 
 def test_break_it_with_activations_on_the_wrong_gpu(two_gpus, tmp_path):
     """model_parallel.py's first: stage2's first layer has its weights elsewhere."""
-    path = changed(
-        "model_parallel", tmp_path, ".stage1(micro_batch).to(devices[1])", ".stage1(micro_batch)"
-    )
+    old = ".stage1(micro_batch).to(self.devices[1])"
+    path = changed("model_parallel", tmp_path, old, ".stage1(micro_batch)")
     done = Lesson(path, *TWO_EPOCHS, *CUDA, env=ALL_GPUS, cold=True).wait()
     assert done.returncode == 1
     assert "Expected all tensors to be on the same device" in done.stderr

@@ -1,4 +1,4 @@
-"""Lessons stand by themselves: without guard rails, and in a project of a reader's own."""
+"""Lessons stand by themselves: in a project of a reader's own, and without guard rails."""
 
 import ast
 import os
@@ -21,6 +21,7 @@ from conftest import (
     talks,
     train,
 )
+from test_skeleton import WITH_GUARD_RAILS
 
 # Between them, these lessons import and use all of PyTorch that the lessons use. After a run, so
 # many groups are still held: by comm, or by DTensor's caches.
@@ -40,6 +41,8 @@ def text_of(lesson):
 
 def without_guard_rails(text):
     """Delete what README says can be deleted: the lines of guard rails, and their imports."""
+    if "guard_rails" not in text:
+        return text
     marked = r"^.*  # guard rail: .*\n"
     imports = r"^from common\.(guard_rails|roll_call) import .*\n"
     text, count = re.subn(f"{marked}|{imports}", "", text, flags=re.M)
@@ -85,7 +88,7 @@ def right_numbers(lesson):
     return one_process(*SHORT)
 
 
-@pytest.mark.parametrize("lesson", [lesson for lesson in LESSONS if lesson not in HELD])
+@pytest.mark.parametrize("lesson", sorted(WITH_GUARD_RAILS - HELD.keys()))
 def test_a_lesson_runs_without_guard_rails(lesson, tmp_path):
     """Deleted, nothing is missing: the same numbers, from two processes where there are several.
 
@@ -112,15 +115,20 @@ def leaning(text):
 
 @pytest.mark.parametrize("lesson", LESSONS)
 def test_how_much_of_a_lesson_leans_on_this_project(lesson, record_property):
-    """At most 23 lines of code, 14 in those that only talk. profile_steps.py reads traces, too."""
+    """At most 23 lines of code, 14 in those that only talk."""
     count = len(leaning(text_of(lesson)))
     record_property(f"lines of {lesson}.py that name common or measure", count)
-    most = 14 if talks(lesson) else 23
-    if lesson == "profile_steps":
-        most = 32
-    assert 0 < count <= most
+    assert 0 < count <= (14 if talks(lesson) else 23)
 
 
+OWN_PARSER = """    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--batch_size", type=int, default=100)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--double", action="store_true")
+    parser.add_argument("--timeout", type=int, default=60)"""
 PARSER = """    parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--lr", type=float, default=1e-3)
@@ -141,7 +149,7 @@ ROW = r'f"{\1} {rank} {local_rank} {device}"'
 # What a reader writes in place of the lines that lean on this project, as the course's README says.
 # If it is empty, the line is deleted.
 EVERYWHERE = {
-    r"^sys\.path\.append\(.*\n": "",
+    r"^sys\.path\.(append|insert)\(.*\n": "",
     r"^from common import flags\n": "",
     r"^import sys\n": "import argparse\nimport sys\n",
 }
@@ -165,28 +173,29 @@ TRAINING = {
     r"(?<=print\()epoch_line\(args, epoch, seconds, trained, tested\), flush=True\)": LINE[6:],
     r"bar\((train_loader)[^)]*\)": r"\1",
 }
+IN_ONE_SHAPE = {
+    r"^    parser = flags\.\w+\(__doc__\)": OWN_PARSER,
+    r"^from common\.models import .*\n": "",
+    r"^    model = make_model\(args\)\.to\(device\)": MODEL,
+    r"^from common\.data import .*": "\n".join(DATA.splitlines()[1:]),
+    r"^    args\.dataset = fetch\(.*\n": "",
+    r'"collate_fn": whole_batch, ': "",
+}
 OWN_LOADERS = {
     r"^    dtype = torch\.float64 if args\.double else torch\.float32\n": "",
     r"^    train_set, test_set = load\(.*": SETS,
 }
 CHANGES = {
-    "single_gpu": EVERYWHERE
-    | TRAINING
-    | OWN_LOADERS
-    | {
-        r"^from common\.report import .*\n": "",
-        r"^        collate_fn=whole_batch,\n": "",
-        r"1000, collate_fn=whole_batch, ": "1000, ",
-    },
+    "single_gpu": EVERYWHERE | IN_ONE_SHAPE | OWN_LOADERS,
     "distributed_data_parallel": EVERYWHERE
     | TABLE
     | TRAINING
     | OWN_LOADERS
     | {r'"collate_fn": whole_batch, ': "", r', "args": vars\(args\)': ""},
     "distributed_data_parallel_torchrun": EVERYWHERE
-    | TABLE
-    | TRAINING
-    | {r"^    train_loader, test_loader = loaders\(.*": LOADERS},
+    | IN_ONE_SHAPE
+    | OWN_LOADERS
+    | {r"^    parser\.check_torchrun\(args\).*\n": "", r"^    parser\.check_batch\(.*\n": ""},
     "blocking_p2p": EVERYWHERE | TABLE | TALKING,
 }
 

@@ -1,4 +1,4 @@
-"""What manual_pipeline.py builds by hand: for any nn.Sequential, with few activations."""
+"""What manual_pipeline.py builds by hand: for any nn.Sequential, with few activations kept."""
 
 import re
 from datetime import timedelta
@@ -9,6 +9,7 @@ import torch.distributed as dist
 from conftest import DIGITS, torchrun
 from forked import in_ranks, join
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 
@@ -36,38 +37,54 @@ def batch(size=11):
 
 
 def by_hand(rank, world_size, port, results):
-    """Run a batch by each schedule, and put this rank's gradients into results."""
+    """Run a batch by each schedule, and put this rank's gradients into results.
+
+    Also the most micro-batches whose activations it kept, and the most gradients that it had sent
+    and not let go of yet.
+    """
     import manual_pipeline as lesson
 
     join(rank, world_size, port)
+    isend = dist.isend
+    backward_pass = lesson.Pipeline.backward_pass
+    sent, waiting = [], []
+
+    def noted(tensor, dst, group):
+        if dst < rank:
+            sent.append(StorageWeakRef(tensor.untyped_storage()))
+        return isend(tensor, dst, group)
+
+    def counted(pipeline, number):
+        backward_pass(pipeline, number)
+        waiting.append(len([each for each in sent if not each.expired()]))
+
+    dist.isend = noted
+    lesson.Pipeline.backward_pass = counted
     for name, schedule in lesson.SCHEDULES.items():
         for micro_batches in (1, 2, 4, 7):
             layers = some_layers()
-            stages = lesson.cut(layers, world_size)
-            earlier = lesson.cut(some_layers().to("meta"), world_size)[:rank]
-            shape = lesson.shape_after(earlier, batch()[0][0])
-            pipeline = lesson.Pipeline(stages[rank], shape, "cpu", timedelta(seconds=60))
-            compute = pipeline.forward
-            kept = [0]
-
-            def forward(number, compute=compute, pipeline=pipeline, kept=kept):
-                compute(number)
-                kept.append(len(pipeline.outputs))
-
-            pipeline.forward = forward
-            logits = pipeline.step(schedule(rank, world_size, micro_batches), *batch())
+            stage, shape = lesson.make_stage(layers, rank, batch()[0][0])
+            passes = schedule(rank, world_size, micro_batches)
+            pipeline = lesson.Pipeline(stage, shape, passes, timedelta(seconds=60))
+            sent.clear()
+            waiting.clear()
+            logits = pipeline(*batch())
+            kept = pipeline.most_kept, max(waiting)
             gradients = {}
             for number, parameter in enumerate(layers.parameters()):
                 if parameter.grad is not None:
                     gradients[number] = parameter.grad.tolist()
-            last = None if logits is None else logits.tolist()
-            results[rank, name, micro_batches] = gradients, max(kept), last
+            with torch.no_grad():
+                tested = pipeline.eval()(*batch())
+            assert (logits is None) == (tested is None) == (rank < world_size - 1)
+            last = None if logits is None else (logits.tolist(), tested.tolist())
+            results[rank, name, micro_batches] = gradients, kept, last
     dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_the_gradients_of_one_process(world_size):
-    """To 1e-12, also with micro-batches of different sizes; the activations kept are counted."""
+    """To 1e-12, also with micro-batches of different sizes; what a rank keeps is counted."""
     layers = some_layers()
     images, labels = batch()
     right = layers(images)
@@ -77,18 +94,56 @@ def test_the_gradients_of_one_process(world_size):
         for count in (1, 2, 4, 7):
             found = {}
             for rank in range(world_size):
-                gradients, kept, logits = results[rank, name, count]
+                gradients, kept, last = results[rank, name, count]
                 if rank == world_size - 1:
-                    found_logits = torch.tensor(logits, dtype=torch.float64)
-                    torch.testing.assert_close(found_logits, right, atol=1e-12, rtol=0)
+                    for logits in last:
+                        logits = torch.tensor(logits, dtype=torch.float64)
+                        torch.testing.assert_close(logits, right, atol=1e-12, rtol=0)
                 assert not found.keys() & gradients.keys()
                 found |= gradients
-                assert kept == (count if name == "GPipe" else min(count, world_size - rank))
+                most = count if name == "GPipe" else min(count, world_size - rank)
+                assert kept == (most, 1 if rank else 0)
             for number, parameter in enumerate(layers.parameters()):
                 assert (number in found) == (parameter.grad is not None)
                 if number in found:
                     gradient = torch.tensor(found[number], dtype=torch.float64)
                     torch.testing.assert_close(gradient, parameter.grad, atol=1e-12, rtol=0)
+
+
+def under_autocast(rank, world_size, port, results):
+    """Run a batch by 1F1B, as mixed precision does. Put this rank's gradients into results."""
+    import manual_pipeline as lesson
+
+    join(rank, world_size, port)
+    layers = some_layers().float()
+    images, labels = batch()
+    stage, shape = lesson.make_stage(layers, rank, images[0].float())
+    passes = lesson.one_forward_one_backward(rank, world_size, 4)
+    pipeline = lesson.Pipeline(stage, shape, passes, timedelta(seconds=60))
+    with torch.autocast("cpu", torch.bfloat16):
+        pipeline(images.float(), labels)
+    gradients = {}
+    for number, parameter in enumerate(layers.parameters()):
+        if parameter.grad is not None:
+            gradients[number] = parameter.grad.tolist()
+    results[rank] = gradients
+    dist.destroy_process_group()
+
+
+def test_autocast():
+    """The stages compute in bfloat16, and the messages fit: about the gradients of one process."""
+    layers = some_layers().float()
+    images, labels = batch()
+    with torch.autocast("cpu", torch.bfloat16):
+        output = layers(images.float())
+        F.cross_entropy(output, labels).backward()
+    assert output.dtype == torch.bfloat16
+    found = {}
+    for gradients in in_ranks(under_autocast, 3).values():
+        found |= gradients
+    for number, parameter in enumerate(layers.parameters()):
+        gradient = torch.tensor(found[number])
+        torch.testing.assert_close(gradient, parameter.grad, atol=2e-3, rtol=2e-2)
 
 
 def test_a_shared_parameter_is_refused():
@@ -122,11 +177,10 @@ def test_lists_that_cannot_work(lists, words, main):
 
 
 def test_what_is_printed():
-    """The activations that were kept, and a timeline of both steps."""
+    """The passes of each rank, and what it keeps."""
     flags = (*DIGITS, "--epochs", 1, "--schedule", "1F1B", "--batch_size", 120)
     done = torchrun("manual_pipeline", *flags, processes=3).wait()
     assert done.returncode == 0, done.stderr
-    assert "micro-batches whose activations are kept, at most: 3, 2, 1\n" in done.stdout
     assert "rank 2: F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7\n" in done.stdout
-    assert re.search(r"^1F1B, 8 micro-batches: .*\(p-1\)/\(m\+p-1\) = 0.20$", done.stdout, re.M)
-    assert len(re.findall(r"^rank \d \|", done.stdout, re.M)) == 6
+    kept = re.findall(r"^rank (\d) keeps ([\d,]+) .* at most (\d) micro-batch", done.stdout, re.M)
+    assert kept == [("0", "50,240", "3"), ("1", "4,160", "2"), ("2", "4,810", "1")]

@@ -237,7 +237,8 @@ def resnet_rank(rank, accumulate, batches, model, results):
     wrapped = DistributedDataParallel(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-6, fused=True)
     share = [ranks[rank] for ranks in batches]
-    lesson.run_epoch(wrapped, share, torch.device("cpu"), optimizer, accumulate)
+    step = functools.partial(lesson.update, wrapped, optimizer, accumulate)
+    lesson.run_epoch(wrapped, share, torch.device("cpu"), step)
     if rank == 0:
         torch.save(dict(model.named_parameters()), results)
 

@@ -175,16 +175,15 @@ def test_the_activations_of_1f1b():
         assert max(kept) == most
 
 
-def test_the_numbers_of_the_lessons():
-    """The bytes of hybrid_parallel.py's docstring."""
-    said = (ROOT / "playground" / "hybrid_parallel.py").read_text()
-    [tensor, _, hsdp] = COUNTS["mesh"]
-    sizes = {}
-    for axis, size in re.findall(r"^ +(\w+) +\w+ +\d+ +\d+ +[\d,]+ +([\d,]+)$", said, re.M):
-        sizes[axis] = sizes.get(axis, 0) + int(size.replace(",", ""))
-    for picture in (tensor, hsdp):
-        for axis, sent in picture["sent"].items():
-            assert sent == [sizes[axis]] * 4
+def test_the_bytes_of_a_mesh():
+    """sharding.md has those of a step with 120 images. The picture has 128."""
+    page = " ".join((ROOT / "playground" / "sharding.md").read_text().split())
+    pattern = r"with 120 images takes ([\d,]+) bytes of each rank along tp and ([\d,]+) along dp"
+    [said] = re.findall(pattern, page)
+    tp, dp = [int(number.replace(",", "")) for number in said]
+    sent = COUNTS["mesh"][0]["sent"]
+    assert sent["tp"] == [tp * 128 // 120] * 4
+    assert sent["dp"] == [dp] * 4
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,9 @@ import ast
 import json
 
 import pytest
-from conftest import DIGITS, SHORT, epochs, lesson_path, one_process, run, train
+from conftest import DIGITS, SHORT, epochs, lesson_path, one_line, one_process, train
 
-from playground.measure.traces import minus, union
-from playground.profile_steps import step_times
+from playground.profile_steps import covered, step_times
 
 # three layers with parameters of 1 MiB or more, and the last with 20 KiB
 WIDE = (*DIGITS, "--width", 512, "--batch_size", 300, "--epochs", 1)
@@ -29,12 +28,12 @@ def traced(folder, *flags, processes=2):
 
 
 def steps(events):
-    """Return the events of each step that has an update of the parameters, in order of time."""
+    """Return the events of each step, in order of time. Each step has an update."""
     found = []
     for step in (event for event in events if event["name"].startswith("ProfilerStep")):
         inside = [event for event in events if step["ts"] <= event["ts"] < step["ts"] + step["dur"]]
-        if any(event["name"].startswith("Optimizer.step") for event in inside):
-            found.append(sorted(inside, key=lambda event: event["ts"]))
+        assert any(event["name"].startswith("Optimizer.step") for event in inside)
+        found.append(sorted(inside, key=lambda event: event["ts"]))
     return found
 
 
@@ -101,9 +100,9 @@ def test_messages_of_a_step(flags, messages, early, tmp_path):
 
 
 def test_one_process_and_an_epoch_of_a_single_step(tmp_path):
-    """Without torchrun and without steps to warm up: the numbers of single_gpu.py."""
+    """Without steps to warm up, and with a second epoch: the numbers of single_gpu.py."""
     flags = (*DIGITS, "--batch_size", 1500, "--epochs", 2)
-    done = run("profile_steps", *flags, "--out", tmp_path)
+    done = train("profile_steps", *flags, "--out", tmp_path, processes=1)
     assert epochs(done.stdout) == one_process(*flags)
     assert len(steps(trace(tmp_path / "rank0.json"))) == 1
 
@@ -111,18 +110,22 @@ def test_one_process_and_an_epoch_of_a_single_step(tmp_path):
 def test_a_folder_that_cannot_be_made(tmp_path, main):
     """Status 2, one line, before anything is trained."""
     (tmp_path / "file").touch()
-    done = main("profile_steps", *SHORT, "--out", tmp_path / "file" / "trace")
-    assert len(done.stderr.strip().splitlines()) == 1
-    assert f"cannot write --out {tmp_path}/file/trace" in done.stderr
+    env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    done = main("profile_steps", *SHORT, "--out", tmp_path / "file" / "trace", env=env)
+    one_line(done, f"--out {tmp_path}/file/trace: Not a directory")
 
 
-def test_spans():
-    """Known answers."""
-    assert union([(5, 6), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 6)]
-    assert minus([(0, 10)], [(2, 3), (5, 6)]) == [(0, 2), (3, 5), (6, 10)]
-    assert minus([(0, 4), (6, 8)], [(3, 7)]) == [(0, 3), (7, 8)]
-    assert minus([(0, 1)], []) == [(0, 1)]
-    assert minus([(1, 2)], [(0, 3)]) == [] == minus([], [(0, 1)])
+def test_what_is_covered():
+    """Known answers: events that overlap, that begin before a step, and that end after it."""
+    step = event("ProfilerStep#1", 1, 1.01, "user_annotation")
+    times = [(0.5, 0.6), (0.9, 1.002), (1.001, 1.003), (1.005, 1.006), (1.009, 2), (1.02, 1.03)]
+    events = [event("aten::mul", *each) for each in times]
+    events.append(event("gloo:all_reduce", 1, 1.01, "user_annotation"))
+    found = covered(events, step, "cpu_op aten::")
+    assert found.tolist() == [True, True, True, False, False, True, False, False, False, True]
+    assert covered(events, step, "user_annotation gloo:").all()
+    assert not covered(events, step, "aten::").any()
 
 
 def event(name, start, end, cat="cpu_op", tid=1):
@@ -138,11 +141,8 @@ def event(name, start, end, cat="cpu_op", tid=1):
 
 
 def test_a_trace_of_a_cpu():
-    """Two steps of 10 ms and one without an update: 1 ms data, 6 ms messages, 2.5 ms hidden."""
-    events = [
-        {"ph": "M", "name": "process_name"},
-        event("ProfilerStep#9", 20, 23, "user_annotation"),
-    ]
+    """Two steps of 10 ms: 1 ms data, 6 ms messages, of which 2.5 ms are hidden."""
+    events = [{"ph": "M", "name": "process_name"}]
     for start in (0, 10):
         at = [
             event("ProfilerStep#1", 0, 10, "user_annotation"),

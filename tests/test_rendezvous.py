@@ -126,12 +126,3 @@ def test_a_wrong_url(url, words, main):
 def test_detectron2_does_not_meet_in_a_file(main):
     """detectron2's launch warns of file:// on several nodes. The lesson names what to use."""
     one_line(main("distributed_data_parallel2", "--init_method", "file:///tmp/meet"), "tcp://")
-
-
-def test_a_foreign_server_with_detectron2():
-    """A node that reaches another program on the port ends in time."""
-    with socket.create_server(("0.0.0.0", 0)) as server:
-        flags = (*SHORT, "-n", 2, "-g", 1, "-nr", 1, "-ip", "127.0.0.2", "--timeout", 5)
-        port = server.getsockname()[1]
-        done = run("distributed_data_parallel2", *flags, "--port", port, status=1)
-        one_line(done, "could not reach node 0", "start it, check -ip, --port")

@@ -4,6 +4,7 @@ That accumulation and batch norm compute what they should in several ranks is in
 """
 
 import copy
+import functools
 import pickle
 import re
 import sys
@@ -12,7 +13,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import FEWER, ROOT, SIZES, Job, epochs, free_port, one_line, run, train
+from conftest import FEWER, ROOT, SIZES, Job, epochs, free_port, one_line, train
 from torch.nn.parallel import DistributedDataParallel
 from torchvision.datasets import CIFAR10
 from torchvision.models import resnet18
@@ -53,7 +54,7 @@ def saving(tmp_path):
     """A copy of the lesson that writes its model to c.pt at the end, with fewer random images."""
     copy = tmp_path / f"{LESSON}.py"
     text = PATH.read_text()
-    end = "    del model\n"
+    end = "    del model, step  # the function refers to DDP\n"
     for old in (FEWER[0], end):
         assert text.count(old) == 1
     save = f'    if rank == 0:\n        torch.save(model.module.state_dict(), "{tmp_path}/c.pt")\n'
@@ -85,7 +86,7 @@ def test_pretrained_parameters_and_colour_images(cifar10, saving, tmp_path):
 
 def test_random_images_and_float64(saving, tmp_path):
     """--dataset fake needs no files, and --double has an effect."""
-    done = run(saving, *FAKE, "--double")
+    done = train(saving, *FAKE, "--double", processes=1)
     assert len(epochs(done.stdout)) == 1
     assert "global batch 60 = 1 ranks x 60 images, on each rank in 1 micro-batches" in done.stdout
     assert re.search(r"^epoch 1/1  loss \d\.\d{12}  ", done.stdout, re.M)
@@ -98,7 +99,8 @@ def test_what_can_not_be_downloaded(flags, tmp_path):
     """Status 1, one line: no data, no parameters."""
     nowhere = "http://127.0.0.1:9"
     env = {"TORCH_HOME": str(tmp_path), "https_proxy": nowhere, "http_proxy": nowhere}
-    done = run(LESSON, "--data_dir", tmp_path, *flags, status=1, timeout=60, env=env)
+    where = ("--data_dir", tmp_path)
+    done = train(LESSON, *where, *flags, processes=1, status=1, timeout=60, env=env)
     one_line(done, "cannot download", str(tmp_path), "--dataset fake", "omit --pretrained")
 
 
@@ -128,7 +130,8 @@ def test_no_sync_saves_messages(alone):
     model.register_comm_hook(None, hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batches = [(torch.randn(8, 1, 28, 28), torch.arange(8))] * 3
-    lesson.run_epoch(model, batches, torch.device("cpu"), optimizer, accumulate=4)
+    step = functools.partial(lesson.update, model, optimizer, 4)
+    lesson.run_epoch(model, batches, torch.device("cpu"), step)
     assert calls == [0, 0, 0]
 
 
@@ -159,7 +162,8 @@ def test_accumulation_with_any_model_and_batch(images, accumulate, alone):
     batch = torch.randn(images, 6).double(), torch.randint(6, (images,))
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.1, momentum=0.9)
     model = DistributedDataParallel(ours)
-    sums = lesson.run_epoch(model, [batch] * 2, torch.device("cpu"), optimizer, accumulate)
+    step = functools.partial(lesson.update, model, optimizer, accumulate)
+    sums = lesson.run_epoch(model, [batch] * 2, torch.device("cpu"), step)
     optimizer = torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
     losses = 0
     for _ in range(2):
@@ -190,7 +194,7 @@ def step(tmp_path):
             text.replace(FEWER[0], SIZES.format(12, 12)).removesuffix(last) + start + last
         )
         flags = ("--dataset", "fake", "--device", "cpu", "--batch_size", 12, "--epochs", 1, *flags)
-        (line,) = epochs(run(copy, *flags).stdout)
+        (line,) = epochs(train(copy, *flags, processes=1).stdout)
         return line
 
     return called
@@ -210,3 +214,14 @@ def test_steps_of_two_ranks(saving, tmp_path):
     done = train(saving, *FAKE, processes=2)
     assert len(epochs(done.stdout)) == 1
     assert torch.load(tmp_path / "c.pt", weights_only=True)["bn1.num_batches_tracked"] == 3
+
+
+def test_workers_that_send_nothing(tmp_path):
+    """Workers send batches through sockets in TMPDIR, whose path may be too long: no hang."""
+    folder = tmp_path / ("t" * 90)
+    folder.mkdir()
+    flags = (*FAKE, "--timeout", 5)
+    env = {"TMPDIR": str(folder)}
+    done = train(LESSON, *flags, processes=1, status=1, timeout=100, env=env, cold=True)
+    assert "OSError: AF_UNIX path too long" in done.stderr
+    assert "RuntimeError: DataLoader timed out after 5 seconds" in done.stderr

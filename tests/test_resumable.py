@@ -1,5 +1,6 @@
 """The resumable lesson: restarts that change nothing, checkpoints that survive, one log."""
 
+import argparse
 import os
 import re
 import signal
@@ -9,14 +10,10 @@ import torch
 from conftest import (
     DIGITS,
     LONG,
-    Lesson,
     each_epoch,
     epochs,
-    lesson_path,
-    one_line,
     one_process,
     ranks,
-    run,
     torchrun,
     train,
     wait_for_epoch,
@@ -38,7 +35,7 @@ def assert_same_parameters(one, other):
 
 def test_a_killed_rank_changes_nothing(tmp_path):
     """SIGKILL to a rank, twice: torchrun restarts all, and the end has the same parameters."""
-    whole = run(LESSON, *MANY, "--run_dir", tmp_path / "whole").stdout
+    whole = train(LESSON, *MANY, "--run_dir", tmp_path / "whole", processes=1).stdout
     restarting = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # as the lesson's docstring has it
     copy = each_epoch(LESSON, "time.sleep(999 * ((epoch, done) in [(2, 0), (5, 2)]))", tmp_path)
     job = torchrun(copy, *MANY, "--run_dir", tmp_path / "killed", restarts=2, env=restarting)
@@ -84,15 +81,25 @@ def test_what_is_in_the_run_folder(tmp_path):
     for (_, value), line in zip(curves["loss"], epochs(log), strict=True):
         assert value == pytest.approx(line["loss"], abs=1e-4)
 
-    again = run(LESSON, *DIGITS, "--epochs", 5, "--run_dir", tmp_path / "run")
+    again = train(LESSON, *DIGITS, "--epochs", 5, "--run_dir", tmp_path / "run", processes=1)
     assert "5 of 5 epochs are done" in again.stdout
-    assert "epoch 5" not in again.stdout
-    for flags, told in (
-        (("--lr", 1), "lr=0.001, not 1.0"),
-        (("--double",), "double=False, not True"),
-    ):
-        other = run(LESSON, *DIGITS, "--epochs", 6, *flags, "--run_dir", tmp_path / "run", status=1)
-        one_line(other, told, "--run_dir")
+    assert "epoch 5/" not in again.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "differ"),
+    [(("--lr", 1), "--lr 0.001, not 1.0"), (("--double",), "--double False, not True")],
+)
+def test_a_run_is_resumed_with_the_same_flags(flags, differ, tmp_path):
+    """The error names the flag and what to do, and the checkpoint stays."""
+    folder = tmp_path / "run"
+    train(LESSON, *DIGITS, "--epochs", 1, "--run_dir", folder, processes=1)
+    flags = (*DIGITS, "--epochs", 2, *flags, "--run_dir", folder)
+    done = train(LESSON, *flags, processes=1, status=1)
+    saved = folder / "epoch-0001.pt"
+    expected = f"ValueError: {saved} was written with {differ}: use the same flags, or a different"
+    assert expected in done.stderr
+    assert saved.is_file()
 
 
 def test_dropout_continues_when_a_run_is_resumed(change, tmp_path):
@@ -117,96 +124,114 @@ def test_dropout_continues_when_a_run_is_resumed(change, tmp_path):
     assert whole[0] != without_dropout[0]["loss"]
 
 
-def test_rank_0_chooses_and_each_rank_reads(tmp_path):
+def test_rank_0_chooses_and_each_rank_reads(change, tmp_path):
     """Only rank 0 lists the folder, only a path is sent, and the file stays as it is."""
-    text = lesson_path(LESSON).read_text()
-    for old, new in (
-        (
-            '    paths = sorted(Path(args.run_dir).glob("epoch-*.pt"), reverse=True)',
-            '    print("lists", os.environ["RANK"])\n',
-        ),
-        (
-            "    path = chosen[0]\n",
-            "    print(f\"sent {chosen}, loads={torch.load(chosen[0], mmap=True)['epoch']}\")\n",
-        ),
-    ):
-        assert text.count(old) == 1
-        at = text.index(old)
-        text = text[:at] + new + text[at:]
-    copy = tmp_path / f"{LESSON}.py"
-    copy.write_text(text)
+    broadcast = "    dist.broadcast_object_list(chosen)\n"
+    copy = change(
+        LESSON,
+        ("    found = {}\n", "    found = {}\n    print('lists', os.environ['RANK'])\n"),
+        (broadcast, f"{broadcast}    print(f'received {{chosen}}')\n"),
+        ("    return state\n", "    print('read', state['epoch'])\n    return state\n"),
+    )
     folder = tmp_path / "run"
-    run(LESSON, *DIGITS, "--epochs", 1, "--run_dir", folder)
+    train(LESSON, *DIGITS, "--epochs", 1, "--run_dir", folder, processes=1)
     saved = folder / "epoch-0001.pt"
     before = saved.read_bytes()
     jobs = ranks(copy, *DIGITS, "--epochs", 3, "--run_dir", folder)
     said = [job.wait().stdout for job in jobs]
-    assert [out.count("lists") for out in said] == [1, 0]
+    assert [out.count("lists") for out in said] == [3, 0]  # once to resume, twice to remove
     for out in said:
-        assert f"sent ['{saved}'], loads=1" in out
+        assert f"received [PosixPath('{saved}')]" in out
+        assert "read 1" in out
     assert saved.read_bytes() == before
 
 
-def test_a_checkpoint_cut_short(tmp_path):
-    """The one before it is used, the log says so, and the end is the same."""
+def test_only_numbered_checkpoints_count(tmp_path):
+    """They are sorted by number. No other file is loaded, and none is removed."""
+    import distributed_data_parallel_resumable as lesson
+
     folder = tmp_path / "run"
-    run(LESSON, *DIGITS, "--epochs", 3, "--double", "--run_dir", folder)
-    (folder / "epoch-0003.pt").rename(tmp_path / "expected.pt")
-    whole = (tmp_path / "expected.pt").read_bytes()
-    (folder / "epoch-0003.pt").write_bytes(whole[: int(len(whole) * 0.6)])
-    (folder / "epoch-0002.pt").write_bytes(whole[:100] + bytes(5000))  # as after a loss of power
-    done = train(LESSON, *DIGITS, "--epochs", 3, "--double", "--run_dir", folder, processes=2)
-    for number in (3, 2):
-        warning = f"WARNING: .*epoch-000{number}.pt is damaged .*: trying the one before it"
-        assert re.search(warning, done.stdout)
-    assert "1 of 3 epochs are done" in done.stdout
-    assert_same_parameters(tmp_path / "expected.pt", folder / "epoch-0003.pt")
+    folder.mkdir()
+    others = ["epoch-latest.pt", "epoch-0099.pt.bak", "epoch-9.5.pt", "old-epoch-0099.pt", "notes"]
+    for name in others:
+        (folder / name).write_text("mine")
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    for epoch in (9998, 9999, 10000, 10001):
+        lesson.save(folder, epoch, model, optimizer, argparse.Namespace())
+    names = [path.name for path in lesson.checkpoints(folder)]
+    assert names == ["epoch-9999.pt", "epoch-10000.pt", "epoch-10001.pt"]
+    assert sorted(os.listdir(folder)) == sorted([*names, *others])
 
 
-def test_all_checkpoints_damaged(tmp_path):
-    """It stops, because a new run would remove files that perhaps can be repaired."""
+def cut(path):
+    """Keep the first part of a file."""
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * 0.6)])
+
+
+def empty_blocks(path):
+    """Write zeros, as a file may have them after a loss of power."""
+    path.write_bytes(path.read_bytes()[:100] + bytes(5000))
+
+
+def something_else(path):
+    """Write a file of PyTorch that is no checkpoint."""
+    torch.save(torch.nn.Linear(1, 1).state_dict(), path)
+
+
+@pytest.mark.parametrize("damage", [cut, empty_blocks, something_else])
+def test_a_damaged_checkpoint(damage, tmp_path):
+    """The error says what the file should be. Once it is moved away, the one before it is used."""
     folder = tmp_path / "run"
-    run(LESSON, *DIGITS, "--epochs", 2, "--run_dir", folder)
-    for path in folder.glob("epoch-*.pt"):
-        path.write_bytes(path.read_bytes()[:1000])
-    done = run(LESSON, *DIGITS, "--epochs", 2, "--run_dir", folder, status=1)
-    one_line(done, f"all checkpoints in {folder} are damaged", "--run_dir")
-    assert len(list(folder.glob("epoch-*.pt"))) == 2
+    flags = (*DIGITS, "--epochs", 3, "--double", "--run_dir", folder)
+    train(LESSON, *flags, processes=1)
+    newest = folder / "epoch-0003.pt"
+    newest.rename(tmp_path / "expected.pt")
+    newest.write_bytes((tmp_path / "expected.pt").read_bytes())
+    damage(newest)
+    before = newest.read_bytes()
+    done = train(LESSON, *flags, processes=1, status=1)
+    assert f"{newest} must be a checkpoint that all nodes can read" in done.stderr
+    assert "a dict with args, epoch, model, optimizer" in done.stderr
+    assert "If it is damaged, move it away" in done.stderr
+    assert newest.read_bytes() == before
+    newest.rename(tmp_path / "damaged.pt")
+    done = train(LESSON, *flags, processes=2)
+    assert "epoch-0002.pt: 2 of 3 epochs are done" in done.stdout
+    assert_same_parameters(tmp_path / "expected.pt", newest)
 
 
 def test_a_full_disk(tmp_path):
-    """No room for the next checkpoint: one line, and the run can be resumed from the last one."""
+    """No room for the next checkpoint: nothing unfinished is left, and the run can be resumed."""
     folder = tmp_path / "small"
     folder.mkdir()
+    flags = (*DIGITS, "--epochs", 5, "--run_dir", folder / "run")
     with small_disk(folder, "1900k"):
-        done = run(LESSON, *DIGITS, "--epochs", 5, "--run_dir", folder / "run", status=1)
-        one_line(done, "No space left on device", "make room", "--run_dir")
-        saved = sorted((folder / "run").glob("epoch-*.pt"))
-        assert saved
+        done = train(LESSON, *flags, processes=1, status=1)
+        assert "No space left on device" in done.stderr
+        saved = sorted((folder / "run").glob("*.pt"))
+        assert saved and not (folder / "run" / "unfinished").exists()
         for path in saved:
             torch.load(path, weights_only=True)
         sh("mount", "-o", "remount,size=20m", folder)
-        done = run(LESSON, *DIGITS, "--epochs", 5, "--run_dir", folder / "run")
+        done = train(LESSON, *flags, processes=1)
         assert f"{len(saved)} of 5 epochs are done" in done.stdout
         assert epochs(done.stdout)[-1] == one_process(*DIGITS, "--epochs", 5)[-1]
 
 
-def test_a_folder_that_can_not_be_made(main):
-    """Status 2, one line."""
-    one_line(main(LESSON, *DIGITS, "--run_dir", "/proc/here"), "--run_dir /proc/here")
+def test_a_folder_that_can_not_be_made():
+    """Python's own error names it."""
+    done = train(LESSON, *DIGITS, "--run_dir", "/proc/here", processes=1, status=1)
+    assert "'/proc/here'" in done.stderr.splitlines()[-1]
 
 
 def test_ctrl_c(tmp_path):
-    """As in single_gpu.py, and the checkpoints are good; under torchrun no process is left."""
-    job = Lesson(LESSON, *LONG, "--run_dir", tmp_path / "alone")
-    wait_for_line(job, "epoch 1/")
-    os.killpg(job.process.pid, signal.SIGINT)
-    done = job.wait()
-    assert (done.returncode, done.stderr.strip()) == (130, "interrupted")
+    """No process is left, and the checkpoints are good."""
     job = torchrun(LESSON, *LONG, "--run_dir", tmp_path / "two")
-    job.ranks(2)
     wait_for_line(job, "epoch 2/")
     os.killpg(job.process.pid, signal.SIGINT)
     assert job.wait().returncode != 0
-    for path in [*tmp_path.glob("*/epoch-*.pt")]:
+    saved = [*tmp_path.glob("two/epoch-*.pt")]
+    assert saved
+    for path in saved:
         torch.load(path, weights_only=True)

@@ -1,6 +1,9 @@
 """The sequence parallelism lesson: one process's numbers, its messages, and its exercises."""
 
+import copy
 import re
+from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -8,24 +11,19 @@ import torch.distributed as dist
 from conftest import DIGITS, losses, one_line, single_gpu, train
 from forked import in_group
 
+from common.models import Transformer
+from measure.messages import Messages
+
 LESSON = "sequence_parallel"
 TRANSFORMER = ("--model", "transformer", "--double")
 STEPS = (*DIGITS, "--batch_size", 120, "--epochs", 1, *TRANSFORMER)
 SMALL = ("--tokens", 4, "--width", 8, "--layers", 1)
-ROW = r"^(\w+) +(all_reduce|all_gather|reduce_scatter|send) +(\d+) +(\d+) +([\d,]+) +([\d,]+)$"
-KEPT = r"^kept for backward\(\): ([\d,]+) bytes$"
-
-
-def messages(out):
-    """Return the table of messages: the numbers of each axis and collective."""
-    rows = re.findall(ROW, out, re.M)
-    return {row[:2]: [int(number.replace(",", "")) for number in row[2:]] for row in rows}
+KEPT = r"^rank \d keeps ([\d,]+) bytes$"
 
 
 def kept(out):
-    """Return the bytes that are kept for backward()."""
-    [number] = re.findall(KEPT, out, re.M)
-    return int(number.replace(",", ""))
+    """Return the bytes that each rank has printed that it keeps for backward()."""
+    return [int(number.replace(",", "")) for number in re.findall(KEPT, out, re.M)]
 
 
 def one_process(*flags):
@@ -46,34 +44,11 @@ def one_process(*flags):
         (4, ("--by", "dtensor", "--sequence"), SMALL),
     ],
 )
-def test_numbers_and_messages(processes, flags, network):
-    """The losses of single_gpu.py to 1e-10, and the messages of the docstring's formulas."""
+def test_numbers(processes, flags, network):
+    """The losses of single_gpu.py to 1e-10, and nothing on stderr."""
     done = train(LESSON, *STEPS, *network, *flags, processes=processes)
     assert not done.stderr
     assert losses(done.stdout) == pytest.approx(one_process(*network), abs=1e-10)
-    table = messages(done.stdout)
-    assert all(row[0] == row[1] and row[2] == row[3] for row in table.values())
-    given = dict(zip(network[::2], network[1::2], strict=True))
-    b = given.get("--layers", 2)
-    width = given.get("--width", 32)
-    size = 8 * 120 * given.get("--tokens", 28) * width
-    in_ring = (processes - 1) / processes
-    by_dtensor = "dtensor" in flags
-    if by_dtensor and processes == 1:
-        assert not table
-    elif "--sequence" not in flags:
-        assert table == {("tp", "all_reduce"): [4 * b] * 2 + [8 * b * in_ring * size] * 2}
-    else:
-        gathers = 4 * b + 1 + by_dtensor
-        assert table["tp", "all_gather"][::2] == [gathers, gathers * in_ring * size]
-        assert table["tp", "reduce_scatter"][::2] == [4 * b, 4 * b * in_ring * size]
-        if by_dtensor:
-            added_up = 3 * 4 * b * width  # of two norms, each time that Adam reads them
-        else:
-            pixels = 784 // given.get("--tokens", 28)
-            embedding = width * (pixels + 1 + given.get("--tokens", 28))
-            added_up = 6 * b * width + embedding
-        assert table["tp", "all_reduce"][2] == 2 * in_ring * 8 * added_up
 
 
 def test_what_is_kept():
@@ -81,25 +56,64 @@ def test_what_is_kept():
     runs = [(), ("--sequence",), ("--sequence", "--by", "dtensor")]
     outs = [train(LESSON, *STEPS, *SMALL, *flags, processes=2).stdout for flags in runs]
     whole, own, by_dtensor = map(kept, outs)
-    assert own < whole
+    assert len(own) == 2 and own[0] == own[1] < whole[0]
     assert by_dtensor == pytest.approx(own, rel=0.01)
 
 
+def sample(rank, sequence, messages):
+    """Compare two backward passes of a split transformer with those of a whole one."""
+    import sequence_parallel as lesson
+
+    torch.manual_seed(0)
+    whole = Transformer(8, layers=1, tokens=4).double()
+    parts = copy.deepcopy(whole)
+    lesson.split_by_hand(parts, sequence, dist.group.WORLD)
+    images = torch.randn(3, 1, 28, 28, dtype=torch.float64)
+    for _ in range(2):  # gradients accumulate
+        whole(images).square().sum().backward()
+        with Messages() as counted:
+            parts(images).square().sum().backward()
+    assert Counter(message.kind for message in counted.noted) == messages
+    block = parts.stage1[2 if sequence else 1]
+    expected = whole.stage1[1]
+    close = partial(torch.testing.assert_close, atol=1e-12, rtol=1e-10)
+    pairs = list(zip(block.norm1.parameters(), expected.norm1.parameters(), strict=True))
+    pairs += zip(parts.stage1[0].parameters(), whole.stage1[0].parameters(), strict=True)
+    pairs += [(block.bias1, expected.attention.output.bias), (block.bias2, expected.mlp[2].bias)]
+    for part, right in pairs:
+        close(part.grad, right.grad)
+    close(block.mlp[0].weight.grad, expected.mlp[0].weight.grad.chunk(2)[rank])
+    close(block.mlp[2].weight.grad, expected.mlp[2].weight.grad.chunk(2, dim=1)[rank])
+
+
+@pytest.mark.parametrize(
+    ("sequence", "messages"),
+    [
+        (False, {"all_reduce": 4}),
+        # Four for the pairs, one after the last block. Norms, biases and the embedding: 4 + 2 + 3.
+        (True, {"all_gather": 5, "reduce_scatter": 4, "all_reduce": 9}),
+    ],
+)
+def test_gradients_and_messages(sequence, messages):
+    """Split or whole, each rank has the gradient of one process, also if it accumulates."""
+    in_group(sample, 2, sequence, messages)
+
+
 def ends_of_pairs(rank):
-    """The example of the docstring, whose tokens are a column of numbers."""
+    """Four tokens of one number each, as in the comments of the lesson."""
     import sequence_parallel as lesson
 
     first = torch.tensor([1.0, 2, 3, 4])
     terms = (first * 10**rank).view(1, 4, 1)
     terms.requires_grad_()
     group = dist.group.WORLD
-    both = lesson.PairEnd.apply(terms, *lesson.ADD, group)
+    both = lesson.EndPair.apply(terms, False, group)
     assert both.flatten().tolist() == [11, 22, 33, 44]
-    own = lesson.PairEnd.apply(terms, *lesson.SCATTER, group)
+    own = lesson.EndPair.apply(terms, True, group)
     assert own.flatten().tolist() == [[11, 22], [33, 44]][rank]
-    again = lesson.PairEnd.apply(own, *lesson.GATHER, group)
+    again = lesson.BeginPair.apply(own, True, group)
     assert again.flatten().tolist() == [11, 22, 33, 44]
-    # The gradient of GATHER is that of SCATTER's own tokens, added up over two ranks.
+    # The gradient of the own tokens is added up over two ranks.
     again.backward(first.view(1, 4, 1))
     assert terms.grad.flatten().tolist() == [2, 4, 6, 8]
     bias = torch.zeros(1, requires_grad=True)
@@ -108,23 +122,39 @@ def ends_of_pairs(rank):
     assert bias.grad.item() == [3, 7][rank]
     assert lesson.add_up(bias.grad, group).item() == 10
     copied = torch.ones(1, 4, 1, requires_grad=True)
-    lesson.PairEnd.apply(copied, *lesson.COPY, group).backward(terms.detach())
+    lesson.BeginPair.apply(copied, False, group).backward(terms.detach())
     assert copied.grad.flatten().tolist() == [11, 22, 33, 44]
 
 
-def test_the_example_in_the_docstring():
-    """PyTorch computes its numbers."""
+def test_the_examples_of_the_comments():
+    """PyTorch computes their numbers."""
     in_group(ends_of_pairs, 2)
+
+
+def refuse(rank):
+    """Seven tokens, and a layer of seven columns, cannot be split by two ranks."""
+    import sequence_parallel as lesson
+
+    group = dist.group.WORLD
+    with pytest.raises(ValueError, match="2 ranks cannot split a dimension of 7"):
+        lesson.OwnTokens(group)(torch.ones(2, 7, 4))
+    with pytest.raises(ValueError, match="2 ranks cannot split a dimension of 7"):
+        lesson.EndPair.apply(torch.ones(2, 7, 4), True, group)
+    with pytest.raises(ValueError, match="2 ranks cannot split a dimension of 7"):
+        lesson.keep_shard(torch.ones(7, 4), 0, group)
+
+
+def test_what_cannot_be_split():
+    """It is an error, and not a wrong result."""
+    in_group(refuse, 2)
 
 
 @pytest.mark.parametrize(
     ("ranks", "flags", "words"),
     [
-        (3, (), ("--heads 4 cannot be divided by 3 processes", "use --heads 3 --width 33")),
-        (8, ("--width", 64), ("--heads 4", "use --heads 8 --width 64")),
-        (8, ("--heads", 8, "--sequence"), ("--tokens 28", "8 processes: use --tokens 16")),
-        (3, ("--heads", 3, "--width", 33, "--sequence"), ("--tokens 28", "leave --sequence out")),
-        (2, ("--model", "mlp"), ("--model mlp has no heads", "use --model transformer")),
+        (3, (), ("3 ranks cannot split --heads 4: use 3",)),
+        (8, ("--heads", 8, "--sequence"), ("8 ranks cannot split --tokens 28", "--sequence out")),
+        (2, ("--model", "mlp"), ("tensor_parallel.py", "use --model transformer")),
         (2, ("--by", "magic"), ("invalid choice", "dtensor")),
     ],
 )
@@ -135,14 +165,12 @@ def test_flags_that_cannot_work(ranks, flags, words, main):
     one_line(main(LESSON, *DIGITS, *flags, env=env), *words)
 
 
-PARTS = "                dist.all_reduce(parameter.grad)\n"
+HOOK = "        parameter.register_hook(partial(add_up, group=group))\n"
 JOINED = """        chunks[dist.get_rank(self.group)] = tokens
         return torch.cat(chunks, dim=1)
 """
-ADDED = "        return PairEnd.apply(tokens, *GATHER, self.group)\n"
-NEIGHBOURS = """    shards = parameter.detach().chunk(dist.get_world_size(group), dim)
-    shard = shards[dist.get_rank(group)].clone()
-"""
+ADDED = "        return BeginPair.apply(tokens, True, self.group)\n"
+NEIGHBOURS = "    shard = cut(parameter.detach(), dim, group)[dist.get_rank(group)].clone()\n"
 EVERY_NTH = """    size = parameter.shape[dim]
     every = torch.arange(dist.get_rank(), size, dist.get_world_size())
     shard = parameter.detach().index_select(dim, every)
@@ -153,7 +181,7 @@ NORMS = "            if sequence:\n                # NEW: tells DTensor"
 @pytest.mark.parametrize(
     ("flags", "old", "new", "apart"),
     [
-        (("--sequence",), PARTS, "                pass\n", 1e-4),  # 1
+        (("--sequence",), HOOK, "        pass\n", 1e-4),  # 1
         (("--sequence",), JOINED, ADDED, 1e-9),  # 2
         ((), NEIGHBOURS, EVERY_NTH, 1e-4),  # 3
         (("--sequence", "--by", "dtensor"), NORMS, NORMS.replace("sequence", "False"), 1e-6),  # 4
@@ -169,7 +197,7 @@ def test_wrong_without_an_error(flags, old, new, apart, change):
 
 def test_which_gradients_are_too_large(change):
     """Exercise 2: those before the last layer. Adam hardly notices, plain SGD does."""
-    adam = "torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, foreach=False)"
+    adam = "torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=fused)"
     sgd = "torch.optim.SGD(model.parameters(), lr=args.lr)"
     flags = (*STEPS, *SMALL, "--sequence", "--lr", 0.1)
     wrong = losses(train(change(LESSON, (adam, sgd), (JOINED, ADDED)), *flags, processes=2).stdout)
@@ -183,10 +211,3 @@ def test_the_mlp_may_be_split_in_any_way(change):
     copy = change(LESSON, (NEIGHBOURS, NEIGHBOURS + of_mlp))
     found = losses(train(copy, *STEPS, *SMALL, processes=2).stdout)
     assert found == pytest.approx(one_process(*SMALL), abs=1e-10)
-
-
-def test_updating_many_tensors_in_one_call(change):
-    """Adam does so on GPUs, unless foreach=False: it fails with DTensors and plain tensors."""
-    copy = change(LESSON, ("eps=1e-6, foreach=False", "eps=1e-6, foreach=True"))
-    done = train(copy, *STEPS, *SMALL, "--by", "dtensor", processes=1, status=1)
-    assert "got mixed torch.Tensor and DTensor" in done.stderr

@@ -1,4 +1,4 @@
-"""The tensor parallelism lesson: steps, messages, any module, and its exercises."""
+"""The tensor parallelism lesson: its numbers, its messages, any module, and its exercises."""
 
 import copy
 import re
@@ -10,17 +10,17 @@ from conftest import DIGITS, ROOT, epochs, fails, losses, one_line, single_gpu, 
 from forked import in_group
 from torch import nn
 
+from common.models import CNN, MLP
+from measure.messages import Messages
+
 LESSON = "tensor_parallel"
-TWO_EPOCHS = (*DIGITS, "--batch_size", 120, "--epochs", 2)
-COMPARED = r"^outputs differ from the whole model's by (\S+), gradients by (\S+)\n"
-COUNTED = r"^all_reduce in forward: (\d+), in backward: (\d+) \(predicted: (\d+) and (\d+)\)$"
+TWO_EPOCHS = (*DIGITS, "--batch_size", 120, "--epochs", 2, "--double")
+KEPT = r"^rank \d keeps ([\d,]+) parameters$"
 
 
-def compared(out):
-    """Return what --compare prints: both differences, and the messages counted and predicted."""
-    apart = re.search(COMPARED, out, re.M)
-    counts = re.search(COUNTED, out, re.M)
-    return [float(number) for number in apart.groups()], [int(count) for count in counts.groups()]
+def kept(out):
+    """Return how many parameters each rank has printed that it keeps."""
+    return [int(number.replace(",", "")) for number in re.findall(KEPT, out, re.M)]
 
 
 @pytest.fixture
@@ -30,61 +30,66 @@ def right():
 
 
 @pytest.mark.parametrize(
-    ("by", "processes", "flags", "messages"),
+    ("by", "processes", "network", "keeps"),
     [
-        ("hand", 1, (), (2, 1)),
-        ("hand", 2, (), (2, 1)),
-        ("hand", 3, ("--width", 66), (2, 1)),
-        ("hand", 4, ("--layers", 5), (3, 2)),
-        ("hand", 2, ("--layers", 2), (1, 0)),  # the third layer has no partner, and stays whole
-        ("hand", 3, ("--model", "cnn"), (1, 1)),  # convolutions come first, and need the gradient
-        ("dtensor", 1, (), (0, 0)),  # a single rank sends nothing
-        ("dtensor", 2, (), (2, 1)),
-        ("dtensor", 3, ("--width", 66), (2, 1)),
-        ("dtensor", 2, ("--model", "cnn", "--layers", 2), (1, 1)),
+        ("hand", 2, {}, 29_642),  # as the docstring says
+        ("dtensor", 2, {}, 29_642),
+        ("hand", 3, {"width": 66}, None),
+        ("dtensor", 3, {"width": 66}, None),
+        ("hand", 2, {"layers": 2}, None),  # the third layer has no partner, and stays whole
+        ("hand", 2, {"model": "cnn", "layers": 2}, None),
+        ("dtensor", 2, {"model": "cnn", "layers": 2}, None),
     ],
 )
-def test_a_step_is_that_of_the_whole_model(by, processes, flags, messages):
-    """Outputs and gradients agree to 1e-12, and there are as many messages as predicted."""
-    step = (*DIGITS, "--batch_size", 120, "--epochs", 1, "--double", "--compare")
-    out = train(LESSON, *step, "--by", by, *flags, processes=processes).stdout
-    apart, counts = compared(out)
-    assert max(apart) < 1e-12
-    assert counts == [*messages, *messages]
-    assert "several nodes" not in out
-
-
-@pytest.mark.parametrize(
-    ("by", "processes", "network"),
-    [
-        ("hand", 3, {"width": 66}),
-        ("dtensor", 3, {"width": 66}),
-        ("hand", 2, {"model": "cnn", "layers": 2}),
-        ("dtensor", 2, {"model": "cnn", "layers": 2}),
-    ],
-)
-def test_numbers_are_those_of_one_process(by, processes, network):
+def test_numbers_are_those_of_one_process(by, processes, network, keeps):
     """Other sizes than those of test_parity.py: the losses of single_gpu.py, to 1e-10."""
-    flags = [*TWO_EPOCHS, "--double"]
+    flags = [*TWO_EPOCHS]
     flags += [word for name, value in network.items() for word in (f"--{name}", value)]
     right = [line["loss"] for line in single_gpu(*flags)]
     done = train(LESSON, *flags, "--by", by, processes=processes)
     assert not done.stderr
     assert losses(done.stdout) == pytest.approx(right, abs=1e-10)
+    shown = kept(done.stdout)
+    assert len(shown) == processes and len(set(shown)) == 1
+    if keeps:
+        assert shown[0] == keeps
 
 
-def test_ranks_on_several_nodes():
-    """One line says that each pair of layers waits for the network."""
-    out = train(LESSON, *TWO_EPOCHS, processes=2, env={"LOCAL_WORLD_SIZE": "1"}).stdout
-    assert out.count("The ranks span several nodes") == 1
+def count_messages(rank, model, in_forward, in_backward):
+    """Count the all_reduces of a step, in which the images need no gradient."""
+    import tensor_parallel as lesson
+
+    model = copy.deepcopy(model)
+    lesson.split(model, lesson.find_pairs(model))
+    with Messages() as forward:
+        output = model(torch.ones(2, 1, 28, 28))
+    with Messages() as backward:
+        output.sum().backward()
+    assert [message.kind for message in forward.noted] == ["all_reduce"] * in_forward
+    assert [message.kind for message in backward.noted] == ["all_reduce"] * in_backward
+
+
+@pytest.mark.parametrize(
+    ("model", "messages"),
+    [
+        (MLP(16), (2, 1)),  # the first pair needs no gradient of the images
+        (MLP(16, layers=5), (3, 2)),
+        (MLP(16, layers=2), (1, 0)),
+        (CNN(16), (1, 1)),  # convolutions come first, and need the gradient
+    ],
+)
+def test_two_messages_for_a_pair(model, messages):
+    """An all_reduce in forward() and one in backward(), where the input needs a gradient."""
+    in_group(count_messages, 2, model, *messages)
 
 
 @pytest.mark.parametrize(
     ("ranks", "flags", "words"),
     [
-        (3, (), ("--width 64 cannot be divided by 3 processes", "use --width 63")),
-        (7, ("--model", "cnn"), ("--width 120", "use --width 119")),
-        (4, ("--width", 1), ("use --width 4",)),
+        (3, (), ("3 ranks cannot split --width 64: use 63",)),
+        (7, ("--model", "cnn"), ("--width 120", "use 119")),
+        (4, ("--width", 1), ("use 4",)),
+        (2, ("--model", "transformer"), ("sequence_parallel.py", "use --model mlp or cnn")),
         (2, ("--by", "magic"), ("invalid choice", "dtensor")),
     ],
 )
@@ -95,34 +100,27 @@ def test_flags_that_cannot_work(ranks, flags, words, main):
     one_line(main(LESSON, *DIGITS, *flags, env=env), *words)
 
 
-def matrix(text, name):
-    """Return the numbers that the docstring gives for a name, as in `x A0 = [1 2]`."""
-    [found] = re.findall(rf"(?<!\w){re.escape(name)} = \[([\d ]+)\]", text)
-    return [int(number) for number in found.split()]
-
-
 def test_the_example_in_the_docstring():
-    """Its numbers are those that PyTorch computes."""
+    """Its numbers are those that PyTorch computes, and ReLU changes one of them."""
     text = (ROOT / "playground" / f"{LESSON}.py").read_text().split('"""')[1]
-    x = torch.tensor([1.0, 2.0], requires_grad=True)
-    a = torch.tensor([[1.0, 0, 2, 1], [0, 1, 1, 1]])
-    b = torch.tensor([[1.0, 0], [0, 1], [1, 1], [2, 0]])
-    g = torch.ones(2)
-    a_parts = a.chunk(2, dim=1)
-    b_parts = b.chunk(2, dim=0)
-    for rank in range(2):
-        hidden = x @ a_parts[rank]
-        assert matrix(text, f"x A{rank}") == hidden.tolist()
-        output = matrix(text, f"y{rank} = ReLU(x A{rank}) B{rank}")
-        assert output == (hidden.relu() @ b_parts[rank]).tolist()
-        gradient = g @ b_parts[rank].T
-        assert matrix(text, f"g B{rank}.T") == gradient.tolist()
-        shown = " ".join(f"{number:.0f}" for number in gradient.tolist())
-        assert matrix(text, f"[{shown}] A{rank}.T") == (gradient @ a_parts[rank].T).tolist()
+    x = torch.tensor([1, 2])
+    a = torch.tensor([[1, 0, 2, 1], [0, 1, 1, -2]])
+    b = torch.tensor([[1, 0], [0, 1], [1, 1], [2, 0]])
+
+    def shown(tensor):
+        """Return the numbers of a row, as in the docstring."""
+        return "[" + " ".join(f"{number:2}" for number in tensor.tolist()) + "]"
+
+    assert all(f"[{row[0]} {row[1]} | {row[2]} {row[3]:2}]" in text for row in a.tolist())
+    assert all(f"[{row[0]} {row[1]}]" in text for row in b.tolist())
+    assert (x @ a).min() < 0
+    for rank, (columns, rows) in enumerate(zip(a.chunk(2, 1), b.chunk(2), strict=True)):
+        hidden = x @ columns
+        term = hidden.relu() @ rows
+        in_text = shown(hidden).replace("[ ", "[")
+        assert f"ReLU({in_text}) B{rank} = [{term[0]} {term[1]}]" in text
     y = (x @ a).relu() @ b
-    assert f"y0 + y1 = [{y[0]:.0f} {y[1]:.0f}] = ReLU(x A) B" in text
-    y.backward(g)
-    assert f"[1 1] + [6 4] = [{x.grad[0]:.0f} {x.grad[1]:.0f}], the gradient of x" in text
+    assert re.search(rf"all_reduce: +y = \[{y[0]} {y[1]}\]", text)
 
 
 class Several(nn.Module):
@@ -200,7 +198,7 @@ def train_by_hand(rank, model, name, path):
     import tensor_parallel as lesson
 
     model = copy.deepcopy(model)  # the ranks get the same memory
-    lesson.split_by_hand(model, PAIRS)
+    lesson.split(model, PAIRS)
     optimizer = OPTIMIZERS[name](model.parameters())
     three_steps(model, optimizer)
     assert model.first.weight.shape == (12 // dist.get_world_size(), 6)
@@ -235,17 +233,17 @@ def test_any_module(name, world_size, tmp_path):
 
 
 def sum_after_sigmoid(rank):
-    """Add must not overwrite the output of a sigmoid, from which its gradient is computed."""
+    """AddTerms must not overwrite a sigmoid's output, from which its gradient is computed."""
     import tensor_parallel as lesson
 
     term = torch.tensor([0.3, -1.0], requires_grad=True)
-    total = lesson.Add.apply(term.sigmoid())
+    total = lesson.AddTerms.apply(term.sigmoid())
     torch.testing.assert_close(total.detach(), 2 * term.sigmoid().detach())
     total.sum().backward()
     output = term.detach().sigmoid()
     torch.testing.assert_close(term.grad, output * (1 - output))
     inputs = torch.ones(2, 3, requires_grad=True)
-    lesson.Copy.apply(inputs).t().sum().backward()  # this gradient is not contiguous
+    lesson.AddGradients.apply(inputs).t().sum().backward()  # this gradient is not contiguous
     assert inputs.grad.tolist() == [[2.0] * 3] * 2
 
 
@@ -255,16 +253,12 @@ def test_the_functions_at_the_ends_of_a_pair():
 
 
 def refuse(rank):
-    """Sizes that cannot be divided, and parameters of several layers, are errors."""
+    """A size that cannot be divided is an error."""
     import tensor_parallel as lesson
 
     odd = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2))
-    with pytest.raises(ValueError, match="size 5 cannot be divided by 2 ranks"):
-        lesson.split_by_hand(odd, [("0", "1")])
-    tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
-    tied[2].weight = tied[0].weight
-    with pytest.raises(ValueError, match="layers that share a parameter cannot be split"):
-        lesson.split_by_hand(tied, [("0", "1")])
+    with pytest.raises(ValueError, match="2 ranks cannot split a dimension of 5"):
+        lesson.split(odd, [("0", "1")])
 
 
 def test_what_cannot_be_split():
@@ -272,51 +266,90 @@ def test_what_cannot_be_split():
     in_group(refuse, 2)
 
 
+def step_with_autocast(rank):
+    """Compare a pair's output and gradients with those of the whole pair, all with autocast."""
+    import tensor_parallel as lesson
+
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    parts = copy.deepcopy(whole)
+    lesson.split(parts, [("0", "2")])
+    outputs = []
+    for model in (whole, parts):
+        inputs = torch.linspace(-1, 1, 24).view(3, 8).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(inputs)
+        output.float().sum().backward()
+        outputs += [output, inputs.grad]
+    assert outputs[2].dtype == outputs[0].dtype == torch.bfloat16
+    torch.testing.assert_close(outputs[2], outputs[0], atol=0.02, rtol=0.02)
+    torch.testing.assert_close(outputs[3], outputs[1], atol=0.02, rtol=0.02)
+    assert parts[2].bias.grad.dtype == torch.float32
+
+
+def test_autocast():
+    """A split pair returns what a whole pair returns: bfloat16."""
+    in_group(step_with_autocast, 2)
+
+
+CLIP = "            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)\n"
+STEP = "            optimizer.step()\n"
+
+
+@pytest.mark.parametrize("by", ["hand", "dtensor"])
+def test_clipping(by, change):
+    """By hand the norm is one rank's, as the docstring says. With DTensor it is the model's."""
+    pair = (STEP, CLIP + STEP)
+    expected = losses(train(change("single_gpu", pair), *TWO_EPOCHS).stdout)
+    found = losses(train(change(LESSON, pair), *TWO_EPOCHS, "--by", by, processes=2).stdout)
+    if by == "hand":
+        assert abs(found[1] - expected[1]) > 1e-3
+    else:
+        assert found == pytest.approx(expected, abs=1e-10)
+
+
 def test_without_the_sum_in_backward(change, right):
-    """Exercise 1: outputs are right, gradients are not, and the second loss differs."""
-    copied = change(LESSON, ("F.linear(Copy.apply(inputs), ", "F.linear(inputs, "))
-    out = train(copied, *TWO_EPOCHS, "--compare", processes=2).stdout
-    (outputs, gradients), counts = compared(out)
-    assert outputs < 1e-6 and gradients > 1e-4
-    assert counts == [2, 0, 2, 1]
-    assert abs(losses(out)[1] - right[1]) > 1e-3
+    """Exercise 1: the loss of the first step is right, gradients are not, the loss differs."""
+    copied = change(LESSON, ("F.linear(AddGradients.apply(inputs), ", "F.linear(inputs, "))
+    found = losses(train(copied, *TWO_EPOCHS, processes=2).stdout)
+    assert abs(found[1] - right[1]) > 1e-3
 
 
 @pytest.mark.parametrize("by", ["hand", "dtensor"])
 def test_other_parameters_on_each_rank(by, change, right):
     """Exercise 2: by hand the model has shards of both; DTensor takes rank 0's. No error."""
-    seed = "    torch.manual_seed(args.seed{})\n    # NEW: the whole model"
+    seed = "torch.manual_seed(args.seed{})\n    model = "
     copied = change(LESSON, (seed.format(""), seed.format(" + rank")))
-    out = train(copied, *TWO_EPOCHS, "--compare", "--by", by, processes=2).stdout
-    (outputs, _), _ = compared(out)
+    found = losses(train(copied, *TWO_EPOCHS, "--by", by, processes=2).stdout)
     if by == "hand":
-        assert outputs > 1e-2
-        assert abs(losses(out)[1] - right[1]) > 1e-3
+        assert abs(found[1] - right[1]) > 1e-3
     else:
-        assert outputs < 1e-6
-        assert losses(out) == pytest.approx(right, abs=2e-4)
+        assert found == pytest.approx(right, abs=1e-10)
 
 
 @pytest.mark.parametrize("by", ["hand", "dtensor"])
 def test_other_images_on_each_rank(by, change, right):
     """Exercise 3: the ranks add up activations of different images, without an error."""
     copied = change(LESSON, ("set_epoch(epoch)", "set_epoch(epoch + rank)"))
-    out = train(copied, *TWO_EPOCHS, "--by", by, "--compare", processes=2).stdout
-    assert max(compared(out)[0]) < 1e-6
-    assert losses(out)[1] > right[1] + 0.2
+    found = losses(train(copied, *TWO_EPOCHS, "--by", by, processes=2).stdout)
+    assert found[1] > right[1] + 0.2
 
 
-COLUMN = ("plan[column] =", 'plan[column + "x"] =')
-ROW = ("plan[row] =", 'plan[row + "x"] =')
+FIRST = ("plan[first] =", 'plan[first + "x"] =')
+SECOND = ("plan[second] =", 'plan[second + "x"] =')
 
 
 @pytest.mark.parametrize(
     ("pairs", "end"),
-    [([COLUMN], "same reduction dim"), ([ROW], "shapes cannot be multiplied"), ([COLUMN, ROW], "")],
+    [
+        ([FIRST], "same reduction dim"),
+        ([SECOND], "shapes cannot be multiplied"),
+        ([FIRST, SECOND], ""),
+    ],
 )
 def test_a_plan_with_keys_that_no_layer_has(pairs, end, change):
     """Exercise 4: PyTorch warns. One layer without its partner is an error, two are none."""
-    flags = (*TWO_EPOCHS, "--by", "dtensor", "--compare")
+    flags = (*TWO_EPOCHS, "--by", "dtensor")
     copied = change(LESSON, *pairs)
     if end:
         told = fails(copied, *flags, processes=2)
@@ -324,6 +357,6 @@ def test_a_plan_with_keys_that_no_layer_has(pairs, end, change):
     else:
         done = train(copied, *flags, processes=2)
         told = done.stderr
-        assert compared(done.stdout)[1] == [0, 0, 2, 1]
+        assert kept(done.stdout) == [59_210, 59_210]
         assert len(epochs(done.stdout)) == 2
     assert re.search(r"UserWarning: Parallelize plan key '[13]x' could not be resolved", told)

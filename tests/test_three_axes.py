@@ -1,16 +1,23 @@
 """Three axes: the numbers of one process on every mesh, messages, clipping, and the exercises."""
 
 import math
+import re
 
 import pytest
 import torch
 from conftest import DIGITS, losses, one_line, run, single_gpu, train
-from test_sequence_parallel import messages
 
 LESSON = "three_axes"
 STEPS = (*DIGITS, "--batch_size", 120, "--epochs", 1, "--model", "transformer", "--double")
 SMALL = ("--tokens", 4, "--width", 8, "--layers", 1)
 UNEVEN = ("--tokens", 7, "--width", 8, "--layers", 1)  # one rank has four tokens, the other three
+ROW = r"^(\w+) +(all_reduce|all_gather|reduce_scatter|send) +(\d+) +(\d+) +([\d,]+) +([\d,]+)$"
+
+
+def messages(out):
+    """Return the table of messages: the numbers of each axis and collective."""
+    rows = re.findall(ROW, out, re.M)
+    return {row[:2]: [int(number.replace(",", "")) for number in row[2:]] for row in rows}
 
 
 def by_formula(d, c, t, fsdp):

@@ -2,8 +2,8 @@
 
 Lesson: manual_pipeline.py.
 
-In the lesson, gpipe returns a list of passes, and Pipeline.step computes them. Here one function
-does both, for stages that the lesson's Pipeline cannot train.
+In the lesson, gpipe returns a list of passes, and Pipeline computes them. Here one function does
+both, for stages that the lesson's Pipeline cannot train.
 
 Write gpipe(stage, inputs, labels, shape, dtype). Each rank calls it with its own stage of a model.
 It computes the gradients of one step, as backward() does in a single process: it adds them to

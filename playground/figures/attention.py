@@ -237,7 +237,7 @@ def _note_shape(shapes: list) -> Any:
 
 
 class SplitHeads(nn.Module):
-    """Attention of which this rank has some heads, with Copy and Add of tensor_parallel.py."""
+    """Attention of which this rank has some heads, with the two functions of tensor_parallel.py."""
 
     def __init__(self, whole: Attention):
         super().__init__()
@@ -251,7 +251,7 @@ class SplitHeads(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Turn tokens, (N, tokens, width), into what each token has read from the others."""
-        inputs = tensor_parallel.Copy.apply(inputs)
+        inputs = tensor_parallel.AddGradients.apply(inputs)
         query = self.split_heads(self.query(inputs))
         key = self.split_heads(self.key(inputs))
         value = self.split_heads(self.value(inputs))

@@ -54,8 +54,8 @@ Try breaking it, in a copy:
      becomes faster. What happens to the speed-up?
   2. In plan_scaling, leave out the line with "--batch_size". What is the difference between the
      two kinds of scaling then?
-  3. In playground/measure/traces.py, let `minus` return union(spans). Which column of the table of
-     `--only steps` is 0 now, and why?
+  3. In `step_times()` of playground/profile_steps.py, write `computing[:] = False` before
+     `waiting = ...`. Which column of the table of `--only steps` is 0 now, and why?
 """
 
 import json
@@ -79,7 +79,7 @@ sys.path.append(str(PLAYGROUND))  # find the lessons and figures/ from any worki
 sys.path.append(str(PLAYGROUND.parent))  # find common/
 from profile_steps import step_times
 
-from common import flags
+from common import old_flags as flags
 from common.data import fetch
 from common.guard_rails import check, explained
 from common.models import HEADS, LAYERS, TOKENS, WIDTH
@@ -236,11 +236,8 @@ def plan_parity(args):
                     continue
                 if lesson == "hybrid_parallel":
                     words += ["--kind", "hsdp"]
-            more = []
-            if lesson == "tensor_parallel" and kind == "float64":
-                more = ["--compare"]  # counts messages; in float32 its memory would be measured
             run = {"part": "parity", "kind": kind, "lesson": lesson, "words": words}
-            runs.append(run | {"flags": double + more})
+            runs.append(run | {"flags": double})
     return runs
 
 

@@ -277,26 +277,16 @@ def _shard(model, keep_weights):
 def _pipeline(model, images, labels):
     """A stage for each rank, with GPipe, as manual_pipeline.py has it."""
     layers = nn.Sequential(*model.stage1, *model.stage2)
-    part = manual_pipeline.cut(layers, dist.get_world_size())[dist.get_rank()]
-    with torch.device("meta"):
-        on_meta = MLP(WIDTH, layers=4)
-    parts = manual_pipeline.cut(
-        nn.Sequential(*on_meta.stage1, *on_meta.stage2), dist.get_world_size()
-    )
     rank = dist.get_rank()
-    shape = manual_pipeline.shape_after(parts[:rank], images[0])
-    pipeline = manual_pipeline.Pipeline(part, shape, CPU, timedelta(seconds=60))
+    stage, shape = manual_pipeline.make_stage(layers, rank, images[0])
     passes = manual_pipeline.gpipe(rank, dist.get_world_size(), MICRO_BATCHES)
-
-    def compute():
-        pipeline.step(passes, images, labels)
-
-    return part, _adam(part.parameters()), compute
+    pipeline = manual_pipeline.Pipeline(stage, shape, passes, timedelta(seconds=60))
+    return stage, _adam(stage.parameters()), partial(pipeline, images, labels)
 
 
 def _tensor(model, images, labels):
     """Pairs of layers are split by hand, as in tensor_parallel.py. All ranks have all images."""
-    tensor_parallel.split_by_hand(model, tensor_parallel.find_pairs(model))
+    tensor_parallel.split(model, tensor_parallel.find_pairs(model))
     compute = partial(_forward_and_backward, model, images, labels)
     return model, _adam(model.parameters()), compute
 
@@ -419,7 +409,7 @@ def count_tensor() -> dict:
         "forward" and "backward": how many all_reduces there are, and the bytes of their tensors.
     """
     model = MLP()
-    tensor_parallel.split_by_hand(model, tensor_parallel.find_pairs(model))
+    tensor_parallel.split(model, tensor_parallel.find_pairs(model))
     column, _, row = model.stage2
     images, _ = _batch(128)
     inputs = model.stage1(images)
@@ -447,22 +437,20 @@ def count_schedules() -> dict[str, list[str]]:
         of micro-batch 0 in stage 4. B is a backward pass. If it is split, I computes the gradient
         of the input, and W computes those of the parameters.
     """
-    torch.set_default_dtype(torch.float64)  # as in the lesson, because of a bug of PyTorch 2.9
     orders = {}
     for name, stages_per_rank in pipeline_parallel.STAGES_PER_RANK.items():
         model = MLP(16, layers=7)
         layers = nn.Sequential(*model.stage1, *model.stage2)
         parts = pipeline_parallel.cut(layers, dist.get_world_size() * stages_per_rank)
-        schedule, stages = pipeline_parallel.pipeline(parts, CPU, name, MICRO_BATCHES)
+        pipeline = pipeline_parallel.Pipeline(parts, CPU, name, MICRO_BATCHES)
+        images, labels = _batch(2 * MICRO_BATCHES)
+        pipeline_parallel.connect(pipeline, [(images, labels)], CPU)
         marks = []
-        for stage in stages:
+        for stage in pipeline.connected:
             for method, kind in METHODS.items():
                 note_calls(stage, method, (stage.stage_index, kind), marks)
-        images, labels = _batch(2 * MICRO_BATCHES)
-        inputs = [images] if dist.get_rank() == 0 else []
-        schedule.step(*inputs, target=labels)
+        pipeline(images, labels)
         orders[name] = of_all_ranks(_order(marks))
-    torch.set_default_dtype(torch.float32)
     return orders
 
 
