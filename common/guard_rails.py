@@ -32,8 +32,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from tqdm import tqdm
 
-from common.old_flags import exit_with
 from common.models import HEADS, TOKENS, WIDTH
+from common.old_flags import exit_with
 
 TORCHRUN = (
     "torchrun --standalone --nproc-per-node 2 playground/distributed_data_parallel_torchrun.py"

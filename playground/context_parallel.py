@@ -6,8 +6,8 @@ Run it, with attention by a ring, and then by all_to_alls:
 
 It prints the same numbers as `single_gpu.py --model transformer`, up to rounding (with --double all
 twelve digits agree), and then what each rank has of the tokens. With the first command:
-    rank 0 has 14 of 28 tokens, and keeps 7,908,228 bytes; it computes 294 pairs
-    rank 1 has 14 of 28 tokens, and keeps 7,908,228 bytes; it computes 294 pairs
+    rank 0 has 14 of 28 tokens, and keeps 7,902,320 bytes; it computes 294 pairs
+    rank 1 has 14 of 28 tokens, and keeps 7,902,320 bytes; it computes 294 pairs
 
 The activations of a long sequence may not fit on one GPU. So each rank keeps those of its own
 tokens only, and all parameters. LayerNorm and the MLPs treat each token by itself. Attention does
@@ -325,7 +325,7 @@ def show_tokens(model, places, loader, device, args):
         for theirs in places:
             rows, columns = visible(mine, theirs)
             pairs += len(mine[rows]) * len(theirs[columns])
-        row += f"; it computes {pairs} pairs"
+        row += f"; it computes {pairs:,} pairs"
     table = [None] * dist.get_world_size()
     dist.all_gather_object(table, row)
     if rank == 0:

@@ -118,7 +118,7 @@ def train(args):
     model = DistributedDataParallel(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
     folder = Path(args.run_dir or f"runs/{args.model}-{args.dataset}")
-    done = resume(folder, model.module, optimizer, args)  # NEW
+    done = resume(folder, model.module, optimizer, args)  # NEW: the number of epochs, or 0
     fit(model, optimizer, train_loader, test_loader, device, args, folder, done)
     # DDP refers to the group, so delete DDP first. Otherwise the process may hang.
     del model
@@ -197,7 +197,7 @@ def fit(model, optimizer, train_loader, test_loader, device, args, folder, done)
             curves.add_scalar("accuracy/test", test_correct / test_images, epoch + 1)
             curves.add_scalar("images per second", speed, epoch + 1)
             curves.flush()
-            save(folder, epoch + 1, model.module, optimizer, args)  # NEW
+            save(folder, epoch + 1, model.module, optimizer, args)  # NEW: after each epoch
 
 
 def add_flags(parser):

@@ -1,7 +1,15 @@
 """Three axes: data, context and tensor parallelism of a transformer, on one mesh of ranks.
 
+Run it:
+    torchrun --standalone --nproc-per-node 8 playground/three_axes.py
+    torchrun --standalone --nproc-per-node 4 playground/three_axes.py --mesh 1x2x2 --fsdp --clip 1
+
+Without --clip, it prints the same numbers as `single_gpu.py --model transformer`, up to rounding;
+with --double all twelve digits agree. It prints first:
+    8 ranks, gloo, cpu
+
 Each axis does what an earlier lesson does, and its messages stay in its own groups. The ring comes
-from context_parallel.py, and SplitBlock from sequence_parallel.py. The ranks of a dp group have
+from `context_parallel.py`, and SplitBlock from `sequence_parallel.py`. The ranks of a dp group have
 different images, those of a cp group different tokens, and those of a tp group different heads and
 columns of the MLP. With --mesh 2x2x2, ranks 0 and 4 are a dp group:
 
@@ -10,38 +18,20 @@ columns of the MLP. With --mesh 2x2x2, ranks 0 and 4 are a dp group:
     cp 0    rank 0    rank 1    rank 4    rank 5
     cp 1    rank 2    rank 3    rank 6    rank 7
 
-Along an axis, the ranks add up their parts of a gradient, or each has its own, or all are equal:
+Along an axis, a gradient is summed, private to each rank, or already the same everywhere:
     gradient of                 along dp    along cp                    along tp
-    a shard of a split layer    added up    added up                    own
-    all other parameters        added up    added up                    equal on all ranks
-    the input of a pair         own         own                         added up (COPY)
-    a rank's keys and values    own         added up around the ring    own
-
-Nothing is averaged (--fsdp undoes fully_shard's averaging). A rank's loss is the sum over its
-images, divided by the number of all images, and times 0 if the rank lacks the last token.
-
---clip limits the norm of the whole gradient: the root of the sum of all squares. Along tp, only the
-squares of split layers' shards are added up, because the rest is equal on all ranks. --fsdp shards
-all parameters over dp and cp as one axis (dp_cp), so all squares are then added up over it as well.
-
-Run it:
-    torchrun --standalone --nproc-per-node 8 playground/three_axes.py
-    torchrun --standalone --nproc-per-node 4 playground/three_axes.py --mesh 1x2x2 --fsdp --clip 1
-
-It prints single_gpu.py's numbers for --model transformer (without --clip), and the messages of a
-step. The predictions follow from the formulas in playground/sharding.md:
-    axis  collective      counted  predicted  bytes sent    predicted
-    dp    all_reduce      39       39         60,456        60,456
-    cp    all_reduce      39       39         60,456        60,456
-    cp    send            8        8          917,504       917,504
-    tp    all_reduce      8        8          917,504       917,504
+    a shard of a split layer    summed      summed                      private
+    all other parameters        summed      summed                      the same
+    the input of a pair         private     private                     summed (BeginPair)
+    a rank's keys and values    private     summed around the ring      private
 
 Try breaking it, in a copy (cp playground/three_axes.py playground/broken.py):
   1. In compute_gradients, delete `if not has_last:` and the line below it. What is trained?
   2. In train, leave the cp group out of `groups`. Is there an error?
   3. With --clip 0.1, leave out the all_reduce along tp. What differs in a tp group then?
 
-This is the last lesson. README.md says which kind of parallelism is right for which model.
+Builds on: context_parallel.py
+This is the last lesson. `README.md` says which kind of parallelism is right for which model.
 """
 
 import math
@@ -58,20 +48,17 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from tqdm import tqdm
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # find common/ from any folder
 
 # NEW: from the lessons before.
 from context_parallel import RingAttention, split_tokens, zigzag
 from sequence_parallel import SplitBlock, split_by_dtensor, split_by_hand
 
-from common import old_flags as flags
-from common.data import equal_batches, fetch, loaders
-from common.guard_rails import check, explained
+from common import flags
+from common.data import fetch, loaders
 from common.models import HEADS, TOKENS, WIDTH, make_model
-from common.report import RANKS, bar, epoch_line, rank_row
-from common.roll_call import meet
-from measure.splits import show_axes
 
 
 def shards_of(model):
@@ -145,6 +132,10 @@ def sum_of_squares(parameters):
 def clip_gradients(split, whole, limit, tp_group, shard_group=None):
     """Scale all gradients, so that the norm of the whole model's gradient is at most `limit`.
 
+    The norm is the root of the sum of all squares. Along tp, only the squares of split layers'
+    shards are added up, because the rest is equal on all ranks. --fsdp shards all parameters over
+    dp and cp as one axis (dp_cp), so all squares are then added up over it as well.
+
     Args:
         split: the parameters of which each rank of the tp group has its own shard.
         whole: the other parameters.
@@ -164,55 +155,9 @@ def clip_gradients(split, whole, limit, tp_group, shard_group=None):
         parameter.grad *= factor
 
 
-def join(args):
-    """Join the process group and print the table of ranks. Returns this rank and its device."""
-    local_rank = int(os.environ["LOCAL_RANK"])
-    if args.device == "cuda":
-        gpu = torch.device("cuda", local_rank)
-        device = gpu
-        backend = "nccl"
-        torch.cuda.set_device(gpu)  # otherwise every rank would also take memory on GPU 0
-    else:
-        gpu = None
-        device = torch.device("cpu")
-        backend = "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=gpu)
-    rank = dist.get_rank()
-    node = os.environ.get("GROUP_RANK", "0")
-    rows = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, rank_row(node, rank, local_rank, device))
-    if rank == 0:
-        print(RANKS, *rows, sep="\n", flush=True)
-    return rank, device
-
-
-def run_epoch(model, loader, device, group, has_last, gradients_of, optimizer=None):
-    """Train, or only test if there is no optimizer. Returns sums over the ranks of `group`."""
-    model.train(optimizer is not None)
-    sums = torch.zeros(3, dtype=torch.float64, device=device)
-    for images, labels in loader:
-        images = images.to(device, non_blocking=True)
-        labels = labels.to(device, non_blocking=True)
-        if optimizer is not None:
-            optimizer.zero_grad()
-            logits = gradients_of(images, labels)
-            optimizer.step()
-        else:
-            with torch.no_grad():
-                logits = model(images)
-        if has_last:  # the logits of the other ranks are from earlier tokens
-            sums[0] += F.cross_entropy(logits, labels, reduction="sum")
-            sums[1] += (logits.argmax(dim=1) == labels).sum()
-            sums[2] += len(labels)
-    # NEW: over dp and cp only, because the ranks of a tp group have the same sums.
-    dist.all_reduce(sums, group=group)
-    return sums.tolist()
-
-
 def train(args):
-    """Train and test, and print one line for each epoch. Then show a step's messages by axis."""
-    rank, device = join(args)
-    meet(args)  # guard rail: compares the flags of the ranks
+    """Split a transformer along the three axes, and train it."""
+    _, device = join(args)
     dp_size, cp_size, tp_size = map(int, args.mesh.split("x"))
     names = ("dp", "cp", "tp")
     mesh = dist.init_device_mesh(device.type, (dp_size, cp_size, tp_size), mesh_dim_names=names)
@@ -228,9 +173,6 @@ def train(args):
     dp_rank = mesh.get_local_rank("dp")
     # NEW: ranks that differ only along cp or tp read the same images.
     train_loader, test_loader = loaders(args, dp_rank, dp_size)
-    # With --fsdp, forward() gathers, so all ranks must call it the same number of times in a test.
-    test_loader = equal_batches(test_loader.dataset, dp_rank, dp_size)
-
     torch.manual_seed(args.seed)
     model = make_model(args)
     places = zigzag(args.tokens, cp_size)
@@ -251,8 +193,8 @@ def train(args):
         groups = []
         split = [parameter for parameter in model.parameters() if is_split(parameter)]
     else:
-        # NEW: the messages of the pairs stay in the tp group. With sequence=False, COPY and ADD
-        # give each rank whole gradients, so none is left to add up over the group.
+        # NEW: the messages of the pairs stay in the tp group. With sequence=False, BeginPair gives
+        # each rank whole gradients, so none is left to add up over the group.
         split_by_hand(model, sequence=False, group=tp_group)
         split = shards_of(model)
         shard_group = None
@@ -275,35 +217,50 @@ def train(args):
             clip_gradients(split, whole, args.clip, tp_group, shard_group)
         return logits
 
-    for epoch in range(args.epochs):
-        train_loader.sampler.set_epoch(epoch)
-        start = time.perf_counter()
-        progress = bar(train_loader, show=rank == 0)
-        arguments = (device, dp_cp_group, has_last, gradients_of)
-        trained = run_epoch(model, progress, *arguments, optimizer)
-        seconds = time.perf_counter() - start
-        tested = run_epoch(model, test_loader, *arguments)
-        if rank == 0:
-            print(epoch_line(args, epoch, seconds, trained, tested), flush=True)
-    show_axes(gradients_of, next(iter(train_loader)), model, args, mesh, flat)
+    model.gradients_of = gradients_of  # for run_epoch(), like the next two
+    model.has_last = has_last
+    model.dp_cp_group = dp_cp_group
+    fit(model, optimizer, train_loader, test_loader, device, args)
+    dist.barrier()  # DTensor keeps the group, and without this Python may abort at exit
     dist.destroy_process_group()
 
 
-@explained  # guard rail: explains errors
-@record  # torchrun's report then shows the error of the rank that failed first
-def main():
-    """Read the flags, make sure that the data is there, and train as one of the ranks."""
-    parser = flags.Parser(__doc__, parents=[flags.training(), flags.ranks()])
+def run_epoch(model, loader, device, optimizer=None):
+    """Train, or only test if there is no optimizer. Returns three sums over all images."""
+    model.train(optimizer is not None)
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    for images, labels in loader:
+        images = images.to(device, non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
+        if optimizer is not None:
+            optimizer.zero_grad()
+            logits = model.gradients_of(images, labels)
+            optimizer.step()
+        else:
+            with torch.no_grad():
+                logits = model(images)
+        if model.has_last:  # the logits of the other ranks are from earlier tokens
+            sums[0] += F.cross_entropy(logits, labels, reduction="sum")
+            sums[1] += (logits.argmax(dim=1) == labels).sum()
+            sums[2] += len(labels)
+    # NEW: over dp and cp only, because the ranks of a tp group have the same sums.
+    dist.all_reduce(sums, group=model.dp_cp_group)
+    return sums.tolist()
+
+
+def add_flags(parser):
+    """Add the flags that only this lesson has."""
     parser.set_defaults(model="transformer")
     add = parser.add_argument
     add("--mesh", help="ranks along dp, cp and tp; default: if possible, 2 along tp and cp")
     add("--fsdp", action="store_true", help="fully_shard over dp and cp, and DTensors along tp")
-    add("--clip", type=float, default=0.0, help="the largest norm of the gradients; 0: any")
-    args = parser.parse_args()
-    check(parser, args, replicas=1)  # guard rail: refuses impossible flags
+    add("--clip", type=flags.rate, default=0.0, help="the largest norm of the gradients; 0: any")
+
+
+def check_flags(parser, args, world_size):
+    """Choose a mesh if none is given, and refuse what its ranks cannot split."""
     if args.model != "transformer":
         parser.error(f"--model {args.model} has no tokens and heads: use --model transformer")
-    world_size = int(os.environ["WORLD_SIZE"])
     if args.mesh is None:
         tp_size = 2 if world_size % 2 == 0 else 1
         cp_size = 2 if world_size % 4 == 0 else 1
@@ -316,10 +273,7 @@ def main():
     dp_size, cp_size, tp_size = sizes
     args.tokens = args.tokens or TOKENS
     heads = args.heads or HEADS
-    if args.batch_size % dp_size:
-        nearest = max(1, round(args.batch_size / dp_size)) * dp_size
-        wrong = f"--batch_size {args.batch_size} cannot be divided by the {dp_size} ranks along dp"
-        parser.error(f"{wrong}: use --batch_size {nearest}")
+    parser.check_batch(args.batch_size, dp_size)
     if args.tokens < cp_size:
         enough = [count for count in range(cp_size, 785) if 784 % count == 0]
         wrong = f"--tokens {args.tokens} are fewer than the {cp_size} ranks along cp"
@@ -330,6 +284,68 @@ def main():
         width = max(1, round(width / nearest)) * nearest
         wrong = f"--heads {heads} cannot be divided by the {tp_size} ranks along tp"
         parser.error(f"{wrong}: use --heads {nearest} --width {width}")
+
+
+# ---------- Unchanged from distributed_data_parallel_torchrun.py ----------
+# You know what follows: join(), fit() and main(). Copy it, too.
+
+
+def join(args):
+    """Join the process group that torchrun describes. Returns this rank and its device."""
+    local_rank = int(os.environ["LOCAL_RANK"])  # torchrun has numbered this node's processes
+    device = torch.device(args.device)
+    gpu = None
+    if args.device != "cpu":
+        gpu = device = torch.device(args.device, local_rank)
+        torch.accelerator.set_device_index(gpu)  # otherwise all ranks would take memory on GPU 0
+    backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA's GPUs, gloo for CPUs
+    # The address, the rank and the world size are in the environment.
+    dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=gpu)
+    rank = dist.get_rank()
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, vars(args))
+    for flag in vars(args).keys() - {"data_dir"}:
+        values = {str(each[flag]) for each in everyone}
+        if len(values) > 1:
+            dist.destroy_process_group()
+            raise ValueError(f"the nodes differ in --{flag}: {', '.join(sorted(values))}")
+    if rank == 0:
+        print(f"{len(everyone)} ranks, {backend}, {args.device}", flush=True)
+    return rank, device
+
+
+def fit(model, optimizer, train_loader, test_loader, device, args):
+    """Train and test, and print one line for each epoch."""
+    rank = dist.get_rank()
+    for epoch in range(args.epochs):
+        train_loader.sampler.set_epoch(epoch)  # a new order, the same on all ranks
+        start = time.perf_counter()
+        bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)
+        loss, correct, images = run_epoch(model, bar, device, optimizer)
+        seconds = time.perf_counter() - start
+        speed = len(train_loader) * args.batch_size / seconds
+        # A wrapper such as DDP may send messages in forward(), so test the model that it wraps.
+        plain = getattr(model, "module", model)
+        _, test_correct, test_images = run_epoch(plain, test_loader, device)
+        if rank == 0:
+            digits = 12 if args.double else 4
+            print(
+                f"epoch {epoch + 1}/{args.epochs}  loss {loss / images:.{digits}f}"
+                f"  train {correct / images:.2%}  test {test_correct / test_images:.2%}"
+                f"  {seconds:.2f} s  {speed:,.0f} images/s",
+                flush=True,
+            )
+
+
+@record  # writes the traceback of an error to a file, and torchrun's report shows it
+def main():
+    """Read the flags, make sure that the data is there, and train as one of the ranks."""
+    parser = flags.ranks(__doc__)
+    add_flags(parser)
+    args = parser.parse_args()
+    parser.check_torchrun(args)  # torchrun runs this script once for each rank
+    check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
+    # Before there is a group: the ranks of a node take turns, and the first one downloads.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 

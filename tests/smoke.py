@@ -41,9 +41,10 @@ def first_command(lesson):
     if words.pop(0) == "torchrun":
         program += ["-m", "torch.distributed.run"]
     words += ["--device", "cpu"]
-    if "flags.training()" in text and "--dataset" not in words:
+    trains = "flags.training(" in text or "flags.ranks(" in text
+    if trains and "--dataset" not in words:
         words += ["--dataset", "digits"]
-    if "flags.training()" in text or '"--epochs"' in text:
+    if trains or '"--epochs"' in text:
         words += ["--epochs", "1"]
     return [*program, *words], variables
 

@@ -99,7 +99,9 @@ def test_a_buffer_that_is_changed_while_it_travels(change):
 
 def test_single_gpu_without_its_order(change, reference):
     """The batches have an order that no other lesson has, and it is the same in each run."""
-    copy = change("single_gpu", ("generator.manual_seed(args.seed + epoch)", "pass"))
+    copy = change(
+        "single_gpu", ("train_loader.sampler.generator.manual_seed(args.seed + epoch)", "pass")
+    )
     broken = losses(copy)
     assert abs(broken[0] - reference[0]) > 1e-4
     assert losses(copy) == broken

@@ -1,20 +1,28 @@
-"""The context parallelism lesson: attention, steps, costs, refusals, and its exercises."""
+"""The context parallelism lesson: attention, gradients, messages, bytes, and its exercises."""
 
 import argparse
+import contextlib
+import copy
 import re
+from collections import Counter
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import DIGITS, ROOT, epochs, one_line, one_process, ranks, single_gpu, train
+from conftest import DIGITS, ROOT, losses, one_line, ranks, single_gpu, train
 from forked import in_group
 from torch.nn import functional as F
 
+from common.models import Transformer
+from measure.messages import Messages
+
 LESSON = "context_parallel"
-STEP = (*DIGITS, "--batch_size", 750, "--width", 16, "--epochs", 1, "--compare")
-TRANSFORMER = ("--model", "transformer")
-DOCSTRING = (ROOT / "playground" / f"{LESSON}.py").read_text().split('"""')[1]
+TRANSFORMER = ("--model", "transformer", "--double")
+STEPS = (*DIGITS, "--batch_size", 120, "--epochs", 1, *TRANSFORMER)
+SMALL = ("--tokens", 14, "--width", 8, "--layers", 1)
+ROW = r"^rank \d has (\d+) of (\d+) tokens, and keeps ([\d,]+) bytes"
+ROW += r"(?:; it computes ([\d,]+) pairs)?$"
 
 
 def interleaved(tokens, world_size):
@@ -65,21 +73,12 @@ def test_attention_is_that_of_one_process(world_size, tmp_path):
     assert len(list(tmp_path.iterdir())) == world_size
 
 
-def costs(out):
-    """Return what --compare prints.
-
-    Returns:
-        how far gradients are apart, the rows of the ranks and of one process (tokens, pairs, bytes
-        kept), and for each kind of message four numbers: counted, predicted, sent, predicted.
-    """
-    apart = float(re.search(r"^gradients differ from the whole model's by (\S+)$", out, re.M)[1])
-    rows = []
-    for row in re.findall(r"^(?:rank \d|one process) +(.*) bytes$", out, re.M):
-        rows.append([int(number.replace(",", "")) for number in row.split()])
-    messages = {}
-    for kind, row in re.findall(r"^(send|all_to_all|all_reduce) +(\d.*)$", out, re.M):
-        messages[kind] = [int(number.replace(",", "")) for number in row.split()]
-    return apart, rows, messages
+def rows(out):
+    """Return what the lesson prints of each rank: its tokens, all tokens, bytes, and pairs."""
+    found = []
+    for row in re.findall(ROW, out, re.M):
+        found.append([int(number.replace(",", "")) for number in row if number])
+    return found
 
 
 def pairs_of(order, tokens, world_size):
@@ -108,92 +107,124 @@ def pairs_of(order, tokens, world_size):
         ("ulysses", "plain", 4),
     ],
 )
-def test_a_step_is_that_of_one_process(by, order, processes):
-    """Losses to 1e-10, gradients to 1e-12; messages, pairs and bytes as predicted."""
-    flags = (*STEP, "--double", "--by", by, "--order", order)
-    done = train(LESSON, *flags, processes=processes)
+def test_numbers(by, order, processes):
+    """The losses of single_gpu.py to 1e-10; tokens and pairs of each rank; nothing on stderr."""
+    done = train(LESSON, *STEPS, *SMALL, "--by", by, "--order", order, processes=processes)
     assert not done.stderr
-    lines = one_process(*STEP[:-1], *TRANSFORMER, "--double", apart=1e-10)
-    assert epochs(done.stdout) == lines
-    apart, rows, messages = costs(done.stdout)
-    assert apart < 1e-12
-    assert len(messages) == 2
-    for counted, predicted, sent, predicted_bytes in messages.values():
-        assert (counted, sent) == (predicted, predicted_bytes)
-    *of_ranks, (tokens, needed, whole_bytes) = rows
-    assert (tokens, needed) == (28, 28 * 29 // 2)
-    assert sum(row[0] for row in of_ranks) == 28
-    pairs = [row[1] for row in of_ranks]
+    [right] = single_gpu(*STEPS, *SMALL)
+    assert losses(done.stdout) == pytest.approx([right["loss"]], abs=1e-10)
+    found = rows(done.stdout)
+    assert len(found) == processes
+    assert all(row[1] == 14 for row in found)
+    assert sum(row[0] for row in found) == 14
+    pairs = [row[3] for row in found if len(row) == 4]
+    assert pairs == (pairs_of(order, 14, processes) if by == "ring" else [])
+
+
+def sample(rank, by):
+    """Compare two backward passes of split tokens with those of a whole model, and count."""
+    import context_parallel as lesson
+
+    world_size = dist.get_world_size()
+    group = dist.group.WORLD
+    torch.manual_seed(0)
+    whole = Transformer(8, layers=1, tokens=4 * world_size).double()
+    model = copy.deepcopy(whole)
+    places = lesson.zigzag(4 * world_size, world_size)
+    scores_of = lesson.scores_of
+    pairs = []
+
+    def noted(*arguments):
+        """Note how many pairs of tokens are computed."""
+        scores = scores_of(*arguments)
+        pairs.append(scores[0, 0].numel())
+        return scores
+
+    lesson.scores_of = noted
+    lesson.split_tokens(model, lesson.ATTENTION[by], places, group)
+    lesson.share_logits(model, places, group)
+    lesson.add_up_gradients(model, group)
+    images = torch.randn(3, 1, 28, 28, dtype=torch.float64)
+    for _ in range(2):  # gradients accumulate
+        whole(images).square().sum().backward()
+        with Messages() as messages:
+            model(images).square().sum().backward()
+    close = partial(torch.testing.assert_close, atol=1e-12, rtol=1e-10)
+    for part, right in zip(model.parameters(), whole.parameters(), strict=True):
+        close(part.grad, right.grad)
+    kinds = Counter(message.kind for message in messages.noted)
+    size = 3 * 4 * 8 * 8  # of the tokens of a rank: images, tokens, width, and bytes of a number
     if by == "ring":
-        assert pairs == pairs_of(order, 28, processes)
+        assert kinds["send"] == 3 * world_size - 2
+        assert messages.sent("send") == 2 * (3 * world_size - 2) * size
+        # Forward and backward, twice.
+        assert sum(pairs) == 4 * pairs_of("zigzag", 4 * world_size, world_size)[rank]
     else:
-        assert pairs == [28 * 28 // processes] * processes
-    kept = sum(row[2] for row in of_ranks)
-    assert whole_bytes * 0.99 < kept < whole_bytes * 1.08
+        assert kinds["all_to_all"] == 8
+        assert messages.sent("all_to_all") == 8 * (world_size - 1) * size / world_size
+    assert kinds["all_reduce"] == len(list(whole.parameters()))
+    assert kinds["broadcast"] == 1
+
+
+@pytest.mark.parametrize(("by", "world_size"), [("ring", 2), ("ring", 4), ("ulysses", 2)])
+def test_gradients_and_messages(by, world_size):
+    """Each rank has the gradients of one process. A ring of two sends twice what Ulysses does."""
+    in_group(sample, world_size, by)
 
 
 def long_sequence(rank, path):
-    """Let --compare count with 784 tokens, and keep what it prints."""
-    import contextlib
-
+    """Let the lesson show what each of four ranks keeps of 784 tokens."""
     import context_parallel as lesson
 
-    flags = {"model": "transformer", "width": None, "layers": None, "heads": None}
-    args = argparse.Namespace(tokens=784, double=False, **flags)
-    whole_model = lesson.make_model(args)
+    sizes = {"width": None, "layers": None, "heads": None, "double": False}
+    args = argparse.Namespace(model="transformer", tokens=784, by="ring", **sizes)
     model = lesson.make_model(args)
-    model.load_state_dict(whole_model.state_dict())
     places = lesson.zigzag(784, 4)
     lesson.split_tokens(model, lesson.RingAttention.apply, places, dist.group.WORLD)
-    step = partial(lesson.compute_gradients, model, has_last=rank == 0)
-    batch = torch.randn(12, 1, 28, 28), torch.randint(10, (12,))
-    dist.broadcast(batch[0], src=0)
-    dist.broadcast(batch[1], src=0)
+    lesson.share_logits(model, places, dist.group.WORLD)
+    batch = torch.randn(12, 1, 28, 28), None
     with open(path / f"rank{rank}", "w") as file, contextlib.redirect_stdout(file):
-        lesson.compare_sequence(step, model, whole_model, batch, places, "ring")
+        lesson.show_tokens(model, places, [batch], torch.device("cpu"), args)
 
 
 def test_a_long_sequence(tmp_path):
-    """With 784 tokens, each of four ranks keeps a fourth of the bytes of one process."""
+    """With 784 tokens, four ranks keep what sharding.md says: each a fourth of one rank's bytes."""
+    page = (ROOT / "playground" / "sharding.md").read_text()
+    [one, _, four] = re.search(r"^\| 784 \| (.*) \|$", page, re.M)[1].split(" | ")
     in_group(long_sequence, 4, tmp_path)
-    _, rows, messages = costs((tmp_path / "rank0").read_text())
-    *of_ranks, (_, _, whole_bytes) = rows
-    assert [row[:2] for row in of_ranks] == [[196, 96_040]] * 4  # 2.5 blocks of 196 x 196 pairs
-    for _, _, kept in of_ranks:
-        assert 4 * kept == pytest.approx(whole_bytes, rel=1e-3)
-    assert messages["send"][0] == messages["send"][1]
-    assert messages["send"][2] == messages["send"][3]
+    found = rows((tmp_path / "rank0").read_text())
+    kept = int(four.replace(",", ""))
+    assert found == [[196, 784, kept, 96_040]] * 4  # 2.5 blocks of 196 x 196 pairs
+    assert 4 * kept == pytest.approx(int(one.replace(",", "")), rel=1e-3)
 
 
-def test_the_example_in_the_docstring():
+def test_the_example_of_the_comment():
     """Its numbers are those of attention, with powers of two."""
-    scores = torch.tensor([1.0, 1, 2, 2])
-    values = torch.tensor([6.0, 0, 3, 6])
-    assert "scores of a token [1 1 | 2 2]    values [6 0 | 3 6]" in DOCSTRING
-    total = 0
-    read = 0
-    maximum = scores.new_tensor(-torch.inf)
-    for block in (slice(0, 2), slice(2, 4)):
-        larger = torch.maximum(maximum, scores[block].max())
-        weights = 2 ** (scores[block] - larger)
-        shrink = 2 ** (maximum - larger)
-        total = total * shrink + weights.sum()
-        read = read * shrink + weights @ values[block]
-        maximum = larger
-        assert weights.tolist() == [1, 1]
-        shown = f"total {total:.0f}, read {read:.0f}"
-        assert shown in DOCSTRING or f"1 + 2 = {total:.0f}, read 3 + 9 = {read:.0f}" in DOCSTRING
-    mean = (2**scores @ values) / (2**scores).sum()
-    assert read / total == mean == 4
-    assert f"the mean is {read:.0f} / {total:.0f} = {mean:.0f}" in DOCSTRING
+    text = (ROOT / "playground" / f"{LESSON}.py").read_text()
+    example = re.search(r"s = (.*) \| (.*) and v = (.*) \| (.*):\n((?: +# .*\n){3})", text)
+    *numbers, lines = example.groups()
+    s1, s2, v1, v2 = [torch.tensor(list(map(float, each.split()))) for each in numbers]
+    m = s1.max()
+    total = (2 ** (s1 - m)).sum()
+    read = 2 ** (s1 - m) @ v1
+    assert f"block 1: m = {m:.0f}, total = 1 + 1 = {total:.0f}, read = 6 + 0 = {read:.0f}" in lines
+    larger = torch.maximum(m, s2.max())
+    total = total * 2 ** (m - larger) + (2 ** (s2 - larger)).sum()
+    read = read * 2 ** (m - larger) + 2 ** (s2 - larger) @ v2
+    sums = f"total = 1 + 1 + 1 = {total:.0f}, read = 3 + 3 + 6 = {read:.0f}"
+    assert f"block 2: m = {larger:.0f}, so both are halved: {sums}" in lines
+    scores = torch.cat([s1, s2])
+    mean = (2**scores @ torch.cat([v1, v2])) / (2**scores).sum()
+    assert f"read / total = {read:.0f} / {total:.0f} = {mean:.0f}" in lines
+    assert read / total == mean
 
 
 @pytest.mark.parametrize(
     ("processes", "flags", "words"),
     [
         (2, ("--model", "mlp"), ("--model mlp has no tokens", "use --model transformer")),
-        (8, ("--tokens", 4), ("--tokens 4: 8 processes need at least 8",)),
-        (3, ("--by", "ulysses"), ("--heads 4: 3 processes cannot split them", "use --by ring")),
+        (8, ("--tokens", 4), ("8 ranks cannot split --tokens 4", "use more tokens")),
+        (3, ("--by", "ulysses"), ("3 ranks cannot split --heads 4", "use --by ring")),
         (2, ("--order", "random"), ("invalid choice", "zigzag")),
     ],
 )
@@ -204,42 +235,44 @@ def test_flags_that_cannot_work(processes, flags, words, main):
     one_line(main(LESSON, *DIGITS, *flags, env=env), *words)
 
 
-def loss_of(out):
-    """Return the loss of the only epoch."""
-    [line] = epochs(out)
-    return line["loss"]
+SUM = "        return total  # NEW"
+ZEROS = """        if not ctx.is_owner:
+            gradient = torch.zeros_like(gradient)
+"""
+CORRECTED = "                total_of_rows *= correction\n"
+ALL = "        return FromOwner.apply(logits, owner, group)"
+DETACHED = f"        if dist.get_rank() != owner:\n            logits = logits.detach()\n{ALL}"
 
 
-@pytest.fixture
-def right():
-    """The loss of one process."""
-    [line] = single_gpu(*STEP[:-1], *TRANSFORMER)
-    return line["loss"]
+@pytest.mark.parametrize(
+    ("old", "new", "apart"),
+    [
+        (SUM, SUM.replace("total", "total / dist.get_world_size()"), (1e-6, 1e-3)),  # 1
+        (ZEROS, "", (1e-2, 1)),  # 2
+        (CORRECTED, "", (1e-4, 1)),  # 3
+    ],
+)
+def test_wrong_without_an_error(old, new, apart, change):
+    """The first three exercises: the loss differs, and in the first one Adam hides it."""
+    flags = (*STEPS, *SMALL, "--width", 32, "--lr", 0.003)
+    [found] = losses(train(change(LESSON, (old, new)), *flags, processes=2).stdout)
+    [right] = single_gpu(*flags)
+    assert apart[0] < abs(found - right["loss"]) < apart[1]
 
 
-SUM = "        dist.all_reduce(parameter.grad)\n"
+def test_one_rank_needs_no_correction(change):
+    """Exercise 3: its ring has one step."""
+    copied = change(LESSON, (CORRECTED, ""))
+    [found] = losses(train(copied, *STEPS, *SMALL, processes=1).stdout)
+    [right] = single_gpu(*STEPS, *SMALL)
+    assert found == pytest.approx(right["loss"], abs=1e-10)
 
 
-def test_divided_by_the_number_of_ranks(change, right):
-    """Exercise 1: gradients are 1/n of the right ones, and Adam hides it."""
-    copied = change(LESSON, (SUM, f"{SUM}        parameter.grad /= dist.get_world_size()\n"))
-    out = train(copied, *STEP, processes=2).stdout
-    assert costs(out)[0] > 1e-3
-    assert loss_of(out) == pytest.approx(right, abs=1e-3)
-
-
-def test_a_loss_on_each_rank(change, right):
-    """Exercise 2: no error, and a token in the middle of the image gives a class, too."""
-    copied = change(LESSON, ("        loss = loss * 0\n", "        pass\n"))
-    out = train(copied, *STEP, processes=2).stdout
-    assert costs(out)[0] > 1e-2
-    assert abs(loss_of(out) - right) > 1e-3
-
-
-def test_backward_on_one_rank(change):
-    """Exercise 3: rank 1 has no gradients and fails, and rank 0 waits for it in the ring."""
-    copied = change(LESSON, ("    loss.backward()", "    if has_last:\n        loss.backward()"))
-    first, second = [job.wait() for job in ranks(copied, *STEP, "--timeout", 5, processes=2)]
+def test_logits_without_a_graph(change):
+    """Exercise 4: rank 1 fails, and rank 0 waits for it in the first all_reduce."""
+    copied = change(LESSON, (ALL, DETACHED))
+    jobs = ranks(copied, *STEPS, *SMALL, "--timeout", 5, processes=2)
+    first, second = [job.wait() for job in jobs]
     assert first.returncode == second.returncode == 1
-    assert "but got <class 'NoneType'>" in second.stderr
-    assert "rank 0 waited at context_parallel.py" in first.stderr
+    assert "element 0 of tensors does not require grad" in second.stderr
+    assert "in add_up\n" in first.stderr and "in pass_on\n" not in first.stderr

@@ -25,6 +25,7 @@ from conftest import (
     python_path,
     run,
     talks,
+    train,
     wait_for_epoch,
 )
 from nodes import ADDRESSES
@@ -53,7 +54,7 @@ def ends(nodes, *jobs):
     return done
 
 
-@pytest.mark.parametrize("lesson", [DDP, "distributed_data_parallel2", "blocking_p2p"])
+@pytest.mark.parametrize("lesson", [DDP, "blocking_p2p"])
 def test_a_wrong_address(lesson, nodes):
     """No machine of this network has the address."""
     own = () if talks(lesson) else SHORT
@@ -104,7 +105,7 @@ def test_a_foreign_server_on_the_port(nodes):
     assert nodes.pids(0) + nodes.pids(1) == []
 
 
-@pytest.mark.parametrize("lesson", [DDP, "distributed_data_parallel2", "manual_data_parallel"])
+@pytest.mark.parametrize("lesson", [DDP, "manual_data_parallel"])
 def test_the_link_is_cut_for_good(lesson, nodes):
     """When the link is cut during training, both nodes end after --timeout with the reason."""
     zero, one = on_both(nodes, lesson, *LONG, "--timeout", 20)
@@ -227,7 +228,8 @@ def test_a_node_lost_and_back(nodes, tmp_path):
     the loss. After the sixth epoch rank 0 waits for node 1.
     """
     flags = (*SHORT, "--double", "--epochs", 9)
-    alone = run(RESUMABLE, *flags, "--run_dir", tmp_path / "undisturbed")
+    undisturbed = tmp_path / "undisturbed"
+    alone = train(RESUMABLE, *flags, "--run_dir", undisturbed, processes=1)
     wait = "while epoch == 3 * (3 - world_size):"
     wait += " time.sleep(0.1) if world_size == 1 else dist.barrier()"
     copy = each_epoch(RESUMABLE, wait, tmp_path)

@@ -301,7 +301,6 @@ def test_two_ranks(lesson, flags, network, two_ranks, tmp_path):
         ("three_axes", ("--mesh", "2x1x1", "--fsdp")),
         ("three_axes", ("--mesh", "1x2x1")),
         ("three_axes", ("--mesh", "1x1x2")),
-        ("context_parallel", ("--compare", "--by", "ulysses")),
     ],
 )
 def test_a_transformer_on_two_ranks(lesson, flags, two_ranks):

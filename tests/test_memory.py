@@ -38,14 +38,13 @@ def limited(job, more):
 
 
 def test_a_model_too_large_for_one_process(change):
-    """One process ends with status 1 and advice; four train it, in each way, alike."""
+    """One process ends with status 1 and PyTorch's reason; four train it, in each way, alike."""
     # With fewer layers, four processes have too little room.
     flags = (*WIDE, "--device", "cpu", "--batch_size", 240, "--layers", 5)
     alone = change("single_gpu", FEWER_IMAGES, path="common/data.py")
     done = limited(Lesson(alone, *flags), room(5)).wait()
     assert done.returncode == 1 and not done.stdout
-    *_, said, advice = done.stderr.splitlines()
-    assert "can't allocate memory: you tried to allocate" in said and advice == ADVICE
+    assert "can't allocate memory: you tried to allocate" in done.stderr.splitlines()[-1]
     trained = []
     for lesson in SHARING:
         started = ranks(alone.with_stem(lesson), *flags, "--timeout", 300, processes=4)
@@ -72,7 +71,7 @@ def test_a_model_too_large_for_one_gpu(tmp_path):
     path = {"PYTHONPATH": str(tmp_path)}
     done = Lesson("single_gpu", *flags, env=ALL_GPUS | path, cold=True).wait()
     assert done.returncode == 1
-    assert "CUDA out of memory" in done.stderr and done.stderr.splitlines()[-1] == ADVICE
+    assert "CUDA out of memory" in done.stderr
     for lesson in SHARING:
         ends = [job.wait() for job in ranks(lesson, *flags, env=env | path, cold=True)]
         assert not any(end.returncode for end in ends), "\n".join(end.stderr for end in ends)

@@ -46,7 +46,7 @@ WITH_GUARD_RAILS = {
     "overlapped_data_parallel",
     "distributed_data_parallel",
 }
-IN_FULL = WITH_GUARD_RAILS | {"single_gpu", "distributed_data_parallel_torchrun", "three_axes"}
+IN_FULL = WITH_GUARD_RAILS | {"single_gpu", "distributed_data_parallel_torchrun"}
 NOT_IN_A_LESSON = [
     "TCPStore",
     "FileStore",
@@ -194,9 +194,7 @@ def test_no_import_runs_back_up(folder):
             assert rooms <= MAY_IMPORT[folder], f"{path.name} imports {modules}"
             if path.stem in LESSONS and path.stem != "three_axes":
                 assert "lessons" not in rooms, f"{path.name} imports {modules}"
-            if path.stem in set(LESSONS) - WITH_GUARD_RAILS:
-                names = (
-                    {each.name for each in node.names} if isinstance(node, ast.ImportFrom) else {}
-                )
-                few = names <= {"flags"} or node.module in ("common.data", "common.models")
-                assert rooms <= {"common", "lessons"} and ("common" not in rooms or few)
+            if path.stem in set(LESSONS) - WITH_GUARD_RAILS and "common" in rooms:
+                names = {each.name for each in node.names}
+                assert names == {"flags"} or modules[0] in ("common.data", "common.models")
+                assert rooms == {"common"}

@@ -12,6 +12,12 @@ STEPS = (*DIGITS, "--batch_size", 120, "--epochs", 1, "--model", "transformer", 
 SMALL = ("--tokens", 4, "--width", 8, "--layers", 1)
 UNEVEN = ("--tokens", 7, "--width", 8, "--layers", 1)  # one rank has four tokens, the other three
 ROW = r"^(\w+) +(all_reduce|all_gather|reduce_scatter|send) +(\d+) +(\d+) +([\d,]+) +([\d,]+)$"
+# After training, a copy of the lesson counts the messages of a step.
+END = "    dist.barrier()  # DTensor"
+COUNT = f"""    from measure.splits import show_axes
+
+    show_axes(gradients_of, next(iter(train_loader)), model, args, mesh, flat)
+{END}"""
 
 
 def messages(out):
@@ -21,7 +27,7 @@ def messages(out):
 
 
 def by_formula(d, c, t, fsdp):
-    """Return how many messages, and bytes, the docstring predicts for SMALL along each axis."""
+    """Return how many messages, and bytes, sharding.md predicts for SMALL along each axis."""
     width = 8
     split = 12 * width**2 + 7 * width  # numbers in weights, and in the biases of columns
     whole = 6 * width  # in norms, and in the biases of rows
@@ -47,12 +53,12 @@ def by_formula(d, c, t, fsdp):
 @pytest.mark.parametrize(
     ("mesh", "fsdp"), [((1, 1, 1), False), ((2, 2, 1), True), ((2, 2, 2), False), ((2, 2, 2), True)]
 )
-def test_numbers_and_messages(mesh, fsdp):
-    """The losses of single_gpu.py to 1e-10, and the messages of the docstring's formulas."""
+def test_numbers_and_messages(mesh, fsdp, change):
+    """The losses of single_gpu.py to 1e-10, and the messages of sharding.md's formulas."""
     flags = [*STEPS, *SMALL, "--mesh", "x".join(map(str, mesh))]
     if fsdp:
         flags.append("--fsdp")
-    done = train(LESSON, *flags, processes=math.prod(mesh))
+    done = train(change(LESSON, (END, COUNT)), *flags, processes=math.prod(mesh))
     assert not done.stderr
     [right] = single_gpu(*STEPS, *SMALL)
     assert losses(done.stdout) == pytest.approx([right["loss"]], abs=1e-10)
@@ -66,9 +72,10 @@ def test_numbers_and_messages(mesh, fsdp):
         assert table[key][0] == number and sent <= table[key][2] <= most
 
 
-def test_unequal_numbers_of_tokens():
+def test_unequal_numbers_of_tokens(change):
     """A rank with four tokens and one with three: the same losses, and messages as predicted."""
-    done = train(LESSON, *STEPS, *UNEVEN, "--mesh", "1x2x1", processes=2)
+    copy = change(LESSON, (END, COUNT))
+    done = train(copy, *STEPS, *UNEVEN, "--mesh", "1x2x1", processes=2)
     [right] = single_gpu(*STEPS, *UNEVEN)
     assert losses(done.stdout) == pytest.approx([right["loss"]], abs=1e-10)
     table = messages(done.stdout)
@@ -85,8 +92,9 @@ def test_clipping(change):
     [right] = losses(run(change("single_gpu", (STEP, CLIP + STEP)), *STEPS, *SMALL).stdout)
     [unclipped] = single_gpu(*STEPS, *SMALL)
     assert abs(right - unclipped["loss"]) > 1e-4
+    copy = change(LESSON, (END, COUNT))
     for flags in (("--mesh", "1x2x2"), ("--mesh", "2x1x2", "--fsdp")):
-        done = train(LESSON, *STEPS, *SMALL, "--clip", 0.1, *flags, processes=4)
+        done = train(copy, *STEPS, *SMALL, "--clip", 0.1, *flags, processes=4)
         assert losses(done.stdout) == pytest.approx([right], abs=1e-10)
         counted, expected, _, _ = messages(done.stdout)["tp", "all_reduce"]
         assert counted == expected == 4 + 1
@@ -100,13 +108,9 @@ def test_clipping(change):
         (4, ("--mesh", "2xax1x2"), ("--mesh 2xax1x2 does not have 3 axes",)),
         (6, ("--mesh", "1x1x6"), ("6 ranks along tp", "use --heads 6 --width 30")),
         (4, ("--mesh", "1x4x1", "--tokens", 2), ("--tokens 2", "along cp: use --tokens 4")),
-        (
-            7,
-            (),
-            ("--batch_size 128 cannot be divided by the 7 ranks along dp", "use --batch_size 126"),
-        ),
+        (7, (), ("7 ranks cannot divide --batch_size 128: use 126",)),
         (2, ("--model", "cnn"), ("--model cnn has no tokens", "use --model transformer")),
-        (2, ("--clip", -1), ("--clip -1.0: must be a number, 0 or more",)),
+        (2, ("--clip", -1), ("--clip: -1 must be a number, 0 or more",)),
     ],
 )
 def test_flags_that_cannot_work(ranks, flags, words, main):
