@@ -115,7 +115,7 @@ def test_single_gpu_without_zero_grad(change, reference):
 
 def test_the_keys_of_replicas(change):
     """They begin with the name of the model inside, whose own keys do not."""
-    old = "        print(epoch_line(args, epoch, seconds, trained, tested), flush=True)\n"
+    old = "    fit(model, optimizer, train_loader, test_loader, device, args)\n"
     keys = """    print(list(model.state_dict()))
     print(list(model.module.state_dict()))
 """
