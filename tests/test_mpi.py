@@ -6,19 +6,7 @@ import signal
 
 import pytest
 from conftest import LONG, ROOT, SHORT, Job, epochs, one_process
-from nodes import (
-    HOSTS,
-    LIGHT,
-    PATIENT,
-    PLACES,
-    STAYS,
-    TRAVEL,
-    VARIABLES,
-    Nodes,
-    need,
-    pids_of_two,
-    read_until,
-)
+from nodes import HOSTS, LIGHT, PATIENT, PLACES, STAYS, TRAVEL, VARIABLES, Nodes, need, read_until
 from sshd import Sshd
 
 KINDS = {"mpirun.openmpi": "Open MPI", "mpiexec.hydra": "MPICH"}
@@ -49,14 +37,15 @@ def start(request, sshd):
     assert sshd.left() == []
 
 
-def test_training_until_a_rank_is_killed(start):
+def test_training_until_a_rank_is_killed(start, sshd):
     """Two nodes with a rank each print the numbers of single_gpu.py.
 
     When the rank of node 1 is killed, no process stays on either node.
     """
     job = start(LESSON, *SHORT[:-1], LONG[-1], *PATIENT)
     text = read_until(job, r"^epoch 2/")
-    pids = pids_of_two(text)
+    assert "2 ranks, gloo, cpu\n" in text
+    pids = sshd.nodes.ranks()
     assert epochs(text)[:1] == one_process(*SHORT)
     os.kill(pids[1], signal.SIGKILL)
     done = job.wait()

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 from conftest import LONG, ROOT, SHORT, epochs, one_process
-from nodes import LIGHT, PATIENT, PLACES, Nodes, pids_of_two
+from nodes import LIGHT, PATIENT, PLACES, Nodes
 from slurm import Slurm, wait_for
 
 JOBS = ["run/slurm_srun.sbatch", "run/slurm_torchrun.sbatch"]
@@ -42,7 +42,8 @@ def test_training_until_a_rank_is_killed(script, slurm):
     flags = (*SHORT[:-1], LONG[-1], *PATIENT)
     job, output = submit_one_each(slurm, script, LESSON, *flags)
     text = wait_for(output, r"^epoch 2/")
-    pids = pids_of_two(text)
+    assert "2 ranks, gloo, cpu\n" in text
+    pids = slurm.nodes.ranks()
     assert epochs(text)[:1] == one_process(*SHORT)
     os.kill(pids[1], signal.SIGKILL)
     assert slurm.wait(job)["JobState"] == "FAILED", output.read_text()
@@ -116,7 +117,7 @@ def test_a_wrong_flag(slurm):
     flags = ("--batch_size", 121, "--device", "cpu")
     job, output = submit_one_each(slurm, JOBS[0], LESSON, *flags)
     assert slurm.wait(job)["JobState"] == "FAILED"
-    assert "cannot be divided by 2 processes: use --batch_size 120" in output.read_text()
+    assert "2 ranks cannot divide --batch_size 121: use 120" in output.read_text()
 
 
 @pytest.mark.parametrize("script", JOBS)

@@ -28,8 +28,10 @@ def test_training_with_a_restart(nodes):
     """
     flags = (*LESSON[:-1], LONG[-1], *PATIENT)
     zero, one = (start(nodes, index, ADDRESSES[0], *flags, RESTARTS="1") for index in range(2))
-    os.kill(zero.ranks(2)[1], signal.SIGKILL)  # the second in the table is on the other node
-    pids = zero.ranks(2)
+    read_until(zero, r"^2 ranks, gloo, cpu\n")
+    os.kill(nodes.ranks()[1], signal.SIGKILL)
+    read_until(zero, r"^2 ranks, gloo, cpu\n")
+    pids = nodes.ranks()
     assert epochs(read_until(zero, r"^epoch 1/.*\n"))[:1] == one_process(*SHORT)
     os.kill(pids[1], signal.SIGKILL)
     done = [zero.wait(), one.wait()]
