@@ -5,19 +5,19 @@ Run it, with attention by a ring, and then by all_to_alls:
     torchrun --standalone --nproc-per-node 2 playground/context_parallel.py --by ulysses
 
 It prints the same numbers as `single_gpu.py --model transformer`, up to rounding (with --double all
-twelve digits agree), and then what each rank has of the tokens. With the first command:
+twelve digits agree), and then how many tokens each rank has, and how many bytes it keeps for
+backward(). With the first command:
     rank 0 has 14 of 28 tokens, and keeps 7,902,320 bytes; it computes 294 pairs
     rank 1 has 14 of 28 tokens, and keeps 7,902,320 bytes; it computes 294 pairs
 
-The activations of a long sequence may not fit on one GPU. So each rank keeps those of its own
-tokens only, and all parameters. LayerNorm and the MLPs treat each token by itself. Attention does
-not: in the ring, the keys and values of all tokens travel from rank to rank, while the queries
-stay.
+The activations of a long sequence may not fit on one GPU. So each rank has all parameters, but only
+its own tokens. LayerNorm and the MLPs treat each token by itself. For attention, the keys and
+values of all tokens travel around a ring of ranks, while the queries stay.
 
 Attention is causal, so a token looks only at itself and at those before it: at 406 pairs of tokens.
 With --order plain, rank 0 has the first half of the tokens, computes 196 pairs, and waits for rank
 1, which computes 392. With --order zigzag, the default, each rank has some early tokens and some
-late ones. (Some of the computed pairs are masked, because each block is computed as a rectangle.)
+late ones. (Both also compute pairs that are then masked, because blocks of pairs are rectangles.)
 
 With --by ulysses, three all_to_alls give each rank all tokens of some heads, and a fourth returns
 what they have read. It sends less than the ring, with two ranks half as much, but the number of
@@ -30,12 +30,11 @@ Try breaking it, in a copy, with --double, and compare the losses:
   4. In from_owner, write `if dist.get_rank() != owner:` and below it `logits = logits.detach()`.
      Which rank fails, and where does the other wait?
 
-Now write `ring_attention.py` in playground/exercises/, and repair
-`fault_many_times_the_gradient.py`.
+Now write `ring_attention.py`, and repair `fault_many_times_the_gradient.py`, both in
+playground/exercises/.
 
 Builds on: sequence_parallel.py
-The next lesson, `expert_parallel.py`, gives each rank different parameters, and sends tokens to
-them.
+The next lesson, `expert_parallel.py`, gives each rank different parameters, and sends it tokens.
 """
 
 import os
@@ -131,8 +130,9 @@ class RingAttention(torch.autograd.Function):
         #     block 1: m = 1, total = 1 + 1 = 2, read = 6 + 0 = 6
         #     block 2: m = 2, so both are halved: total = 1 + 1 + 1 = 3, read = 3 + 3 + 6 = 12
         #     at the end: read / total = 12 / 3 = 4
+        # (With queries in bfloat16, keep all three in float32.)
         maximum = query.new_full((*query.shape[:-1], 1), -torch.inf)  # m
-        total = torch.zeros_like(maximum)  # in bfloat16, keep these three in float32
+        total = torch.zeros_like(maximum)
         read = torch.zeros_like(query)
         travelling = torch.stack([key, value])
         for step in range(world_size):
@@ -176,11 +176,12 @@ class RingAttention(torch.autograd.Function):
         world_size = dist.get_world_size(group)
         mine = places[rank]
         scale = query.shape[-1] ** -0.5
-        # dx is the gradient of x. For a query q, which reads o with the weights p_j = exp(s_j - L):
-        #     o = sum_j p_j v_j      so  dp_j = do . v_j  and  dv_j = p_j do
-        #     p = softmax(s)         so  ds_j = p_j (dp_j - c)  with  c = sum_j p_j dp_j
-        #     dp_j = do . v_j        so  c = do . sum_j p_j v_j = do . o,  before any key arrives
-        #     s_j = scale (q . k_j)  so  dq = scale sum_j ds_j k_j  and  dk_j = scale ds_j q
+        # dx is the gradient of x. Query q reads o with the weights p_j = exp(s_j - L), and do is
+        # given (`gradient`). So, with sums over all queries for dk_j and dv_j:
+        #     o = sum_j p_j v_j      gives  dp_j = do . v_j  and  dv_j = p_j do
+        #     p = softmax(s)         gives  ds_j = p_j (dp_j - c)  with  c = sum_j p_j dp_j
+        #     dp_j = do . v_j        gives  c = do . sum_j p_j v_j = do . o, before any key arrives
+        #     s_j = scale (q . k_j)  gives  dq = scale sum_j ds_j k_j  and  dk_j = scale ds_j q
         c = (gradient * read).sum(dim=-1, keepdim=True)
         grad_query = torch.zeros_like(query)
         travelling = torch.stack([key, value])

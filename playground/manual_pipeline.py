@@ -124,7 +124,8 @@ class Pipeline(torch.nn.Module):
         self.logits = {}
         self.sent_activations = {}
         self.sent_gradient = None
-        for each in self.passes if self.training else forward_passes:
+        passes = self.passes if self.training else forward_passes
+        for each in passes:
             number = int(each[1:])
             if each.startswith("F"):
                 self.forward_pass(number)
@@ -283,7 +284,7 @@ def add_flags(parser):
 
 
 def check_flags(parser, args, world_size):
-    """Refuse more stages than layers, and passes that cannot work. The batch is never divided."""
+    """Refuse more stages than layers, and passes that cannot work. Ranks do not split a batch."""
     with torch.device("meta"):  # layers without memory
         most = len(with_parameters(make_layers(args)))
     if world_size > most:

@@ -161,8 +161,8 @@ def connect(model, train_loader, device):
     """Run a step in advance, only for a bug of PyTorch 2.9. Newer versions do not need it.
 
     At the start of the first step, version 2.9 sends an int64, and its receiver has a tensor of the
-    default dtype. float64 has as many bytes. The gradients of this step are dropped, but batch norm
-    would count its batch. https://github.com/pytorch/pytorch/pull/165539
+    default dtype. float64 has as many bytes. This step changes no parameter, but batch norm, if
+    there were any, would count its images. https://github.com/pytorch/pytorch/pull/165539
     """
     images, labels = next(iter(train_loader))
     before = torch.get_default_dtype()
@@ -190,6 +190,7 @@ def run_epoch(model, loader, device, optimizer=None):
         with torch.set_grad_enabled(model.training):
             logits = model(images, labels)
         if optimizer is not None:
+            # To clip gradients here, add up the squares of the norms of all ranks first.
             optimizer.step()
         if logits is not None:
             logits = logits.detach()
