@@ -4,8 +4,6 @@ A lesson adds its own flags to them:
 
     parser = flags.Parser(__doc__, parents=[flags.training()])
     parser.add_argument("--batch_size", type=int, default=128)
-
-Once a lesson has shown the flags of a rank, later ones take them from `ranks`.
 """
 
 import argparse
@@ -15,7 +13,6 @@ import sys
 import time
 from typing import NoReturn
 
-import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from common.data import DATA_DIR
@@ -80,14 +77,4 @@ def training() -> argparse.ArgumentParser:
     add("--data_dir", default=DATA_DIR, help="default: data/ beside playground/")
     add("--seed", type=int, default=0)
     add("--double", action="store_true", help="compute in float64, and print 12 digits")
-    return parser
-
-
-def ranks() -> argparse.ArgumentParser:
-    """Return the flags that distributed_data_parallel_torchrun.py has for its ranks."""
-    parser = argparse.ArgumentParser(add_help=False)
-    add = parser.add_argument
-    add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--timeout", type=int, default=60, help="seconds to wait for another rank")
-    add("--batch_size", type=int, default=128, help="images in a step, over all ranks")
     return parser

@@ -250,7 +250,7 @@ class FromOwner(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         """Return the gradient on the owner, and zeros on other ranks, whose logits are not used."""
-        # NEW: zeros, and not None, so that autograd goes on to attention, whose backward() sends.
+        # NEW: zeros, and not None, so that autograd continues to attention, whose backward() sends.
         if not ctx.is_owner:
             gradient = torch.zeros_like(gradient)
         return gradient, None, None

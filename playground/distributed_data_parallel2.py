@@ -246,8 +246,8 @@ def main():
 def run_epoch(model, loader, device, optimizer=None):
     """Train, or only test if there is no optimizer.
 
-    Returns three sums over all images: the loss, the number classified correctly, the number of
-    images.
+    Returns three sums over the images of the loader: the loss, the number classified correctly, the
+    number of images.
     """
     model.train(optimizer is not None)
     # The sums stay on the device. Reading them in each step would make Python wait for the GPU.

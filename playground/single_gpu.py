@@ -98,8 +98,8 @@ def fit(model, optimizer, train_loader, test_loader, device, args):
 def run_epoch(model, loader, device, optimizer=None):
     """Train, or only test if there is no optimizer.
 
-    Returns three sums over all images: the loss, the number classified correctly, the number of
-    images.
+    Returns three sums over the images of the loader: the loss, the number classified correctly, the
+    number of images.
     """
     model.train(optimizer is not None)
     # The sums stay on the device. Reading them in each step would make Python wait for the GPU.

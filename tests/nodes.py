@@ -163,15 +163,18 @@ class Nodes:
         done = subprocess.run(command, capture_output=True, text=True)
         return [int(pid) for pid in done.stdout.split()]
 
-    def ranks(self) -> list[int]:
-        """Return the pids of the ranks on both nodes, in their order. Each has its own RANK."""
+    def ranks(self, script: str = "playground/") -> list[int]:
+        """Return the pids of the ranks on both nodes, in their order. Each has its own RANK.
+
+        `script` is a part of their command line.
+        """
         found = {}
         for pid in [*self.pids(0), *self.pids(1)]:
             with contextlib.suppress(OSError):  # it has just ended
                 variables = Path(f"/proc/{pid}/environ").read_bytes()
                 words = Path(f"/proc/{pid}/cmdline").read_bytes()
                 rank = re.search(rb"\0RANK=(\d+)\0", b"\0" + variables)
-                if rank and b"playground/" in words:
+                if rank and script.encode() in words:
                     found[int(rank[1])] = pid
         return [found[rank] for rank in sorted(found)]
 

@@ -195,38 +195,6 @@ def test_the_mesh(device, gpus, width, mesh):
     assert run["ranks"] == math.prod(mesh)
 
 
-@pytest.mark.parametrize(
-    ("said", "counted"),
-    [
-        (
-            "messages in a step: 16 all_gather and 8 reduce_scatter; DDP: 1 all_reduce for each",
-            (16, 8, 0),
-        ),
-        (
-            "messages of a step: 8 all_gather, 4 reduce_scatter, 0 all_reduce. DDP: an all_reduce",
-            (8, 4, 0),
-        ),
-        ("all_reduce in forward: 2, in backward: 1  (predicted: 2 and 1)", (0, 0, 3)),
-        (
-            "tp    all_reduce      3        4  35,328\ndp    all_gather      8        9  1",
-            (8, 0, 3),
-        ),
-        ("epoch 1/2  loss 1.4064  train 72.43%  test 85.19%  0.52 s  115,200 images/s", (0, 0, 0)),
-    ],
-)
-def test_messages_that_lessons_count(said, counted, tmp_path):
-    """In each of their ways to say it, without what they say of DDP, and without predictions."""
-    (tmp_path / "out.txt").write_text(f"{said}\n")
-    found = {}
-    for words in processes.messages(tmp_path).split(", "):
-        if words:
-            count, kind = words.split()
-            found[kind] = int(count)
-    kinds = ("all_gather", "reduce_scatter", "all_reduce")
-    expected = dict(zip(kinds, counted, strict=True))
-    assert found == {kind: count for kind, count in expected.items() if count}
-
-
 def test_lessons_that_shard_a_model(tmp_path):
     """Each prints the losses of one process."""
     lessons = ("fully_sharded_data_parallel", "tensor_parallel")

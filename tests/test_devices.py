@@ -8,7 +8,6 @@ import importlib
 import json
 import os
 import re
-import types
 
 import pytest
 import torch
@@ -452,44 +451,3 @@ def test_convolutions_are_as_exact_as_on_a_cpu():
         assert cudnn.conv.fp32_precision in ("none", "ieee")
     finally:
         cudnn.allow_tf32 = before
-
-
-class Event:
-    """A replacement for torch.cuda.Event, which records a time that the test has set."""
-
-    clock = 0.0
-
-    def __init__(self, enable_timing):
-        assert enable_timing
-
-    def record(self, stream):
-        """Record the time, in ms, on a stream."""
-        self.at = Event.clock
-        self.stream = stream
-
-    def elapsed_time(self, end):
-        """Return the ms to a later event of the same device."""
-        assert self.stream == end.stream
-        return end.at - self.at
-
-
-def test_the_timeline_counts_by_events_of_each_gpu(monkeypatch):
-    """The times of a span are seconds since the origin on its own GPU."""
-    from measure import timeline
-
-    devices = [types.SimpleNamespace(type="cuda", index=index) for index in range(2)]
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device.index}")
-
-    def moment(worker, milliseconds):
-        Event.clock = milliseconds
-        return timeline._moment(devices[worker])
-
-    origins = [moment(0, 0), moment(1, 40)]
-    starts = {(0, "forward", 0): moment(0, 1000), (1, "forward", 0): moment(1, 3040)}
-    ends = {(0, "forward", 0): moment(0, 2000), (1, "forward", 0): moment(1, 5040)}
-    spans = timeline._spans(origins, starts, ends)
-    first = timeline.Span(0, "forward", 0, 1.0, 2.0)
-    second = timeline.Span(1, "forward", 0, 3.0, 5.0)
-    assert spans == [first, second]
-    assert isinstance(timeline._moment(torch.device("cpu")), float)

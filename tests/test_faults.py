@@ -230,8 +230,8 @@ def test_a_node_lost_and_back(nodes, tmp_path):
     flags = (*SHORT, "--double", "--epochs", 9)
     undisturbed = tmp_path / "undisturbed"
     alone = train(RESUMABLE, *flags, "--run_dir", undisturbed, processes=1)
-    wait = "while epoch == 3 * (3 - world_size):"
-    wait += " time.sleep(0.1) if world_size == 1 else dist.barrier()"
+    wait = "while epoch == 3 * (3 - dist.get_world_size()):"
+    wait += " time.sleep(0.1) if dist.get_world_size() == 1 else dist.barrier()"
     copy = each_epoch(RESUMABLE, wait, tmp_path)
     folder = tmp_path / "run"
     flags = (*flags, "--run_dir", folder)

@@ -40,15 +40,15 @@ def limited(job, more):
 def test_a_model_too_large_for_one_process(change):
     """One process ends with status 1 and PyTorch's reason; four train it, in each way, alike."""
     # With fewer layers, four processes have too little room.
-    flags = (*WIDE, "--device", "cpu", "--batch_size", 240, "--layers", 5)
+    flags = (*WIDE, "--device", "cpu", "--batch_size", 240, "--layers", 6)
     alone = change("single_gpu", FEWER_IMAGES, path="common/data.py")
-    done = limited(Lesson(alone, *flags), room(5)).wait()
+    done = limited(Lesson(alone, *flags), room(6)).wait()
     assert done.returncode == 1 and not done.stdout
     assert "can't allocate memory: you tried to allocate" in done.stderr.splitlines()[-1]
     trained = []
     for lesson in SHARING:
         started = ranks(alone.with_stem(lesson), *flags, "--timeout", 300, processes=4)
-        jobs = [limited(job, room(5)) for job in started]
+        jobs = [limited(job, room(6)) for job in started]
         ends = [job.wait(900) for job in jobs]
         assert not any(end.returncode for end in ends), "\n".join(end.stderr for end in ends)
         trained += epochs(ends[0].stdout)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import LONG, ROOT, SHORT, Job, epochs, one_process
-from nodes import HOSTS, LIGHT, PATIENT, STAYS, TRAVEL, VARIABLES, Nodes, pids_of_two, read_until
+from nodes import HOSTS, LIGHT, PATIENT, STAYS, TRAVEL, VARIABLES, Nodes, read_until
 from sshd import Sshd
 
 SCRIPT = ROOT / "run" / "two_nodes_ssh.sh"
@@ -80,7 +80,7 @@ def test_a_lesson_for_torchrun_until_a_rank_is_killed(sshd, tmp_path):
     settings = {"PYTHON": str(tmp_path / "python"), "GPUS": "1"}
     job = start(sshd, tmp_path / "my copy.py", *flags, **settings)
     printed = re.sub(r"^node[01]: ", "", read_until(job, r": epoch 2/"), flags=re.M)
-    pids = pids_of_two(printed)
+    pids = sshd.nodes.ranks("my copy.py")
     assert epochs(printed)[:1] == one_process(*SHORT)
     os.kill(pids[1], signal.SIGKILL)
     done = job.wait()

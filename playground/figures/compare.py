@@ -84,7 +84,7 @@ from common.data import fetch
 from common.guard_rails import check, explained
 from common.models import HEADS, LAYERS, TOKENS, WIDTH
 from figures.charts import draw_scaling, draw_speed, draw_steps, draw_widths
-from figures.processes import cores, follow, gpu_memory, gpu_variables, last_words, messages
+from figures.processes import cores, follow, gpu_memory, gpu_variables, last_words
 from figures.report import tell_parity, tell_scaling, tell_speed, tell_steps, tell_widths
 
 PARTS = ("parity", "scaling", "steps", "widths")
@@ -331,9 +331,6 @@ def execute(run, args, folder):
     on_gpu = gpu_memory(folder)
     if on_gpu is not None:
         run["gpu_memory_mib"] = on_gpu
-    counted = messages(folder)
-    if counted:
-        run["messages"] = counted
     if run["lesson"] == "profile_steps":
         traces = [json.loads(path.read_text()) for path in folder.glob("rank*.json")]
         times = [step_times(trace) for trace in traces]
@@ -356,8 +353,6 @@ def add_float64(runs):
             row["note"] = f"float64: {run['note']}"
             continue
         row["loss_float64"] = run["loss"]
-        if "messages" in run:
-            row["messages"] = run["messages"]
         if doubles[0]["failed"]:
             continue  # there is nothing to compare with
         differences = []

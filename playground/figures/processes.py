@@ -7,13 +7,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 
 PROC = Path("/proc")  # only Linux has it
 GPU_MEMORY = Path(__file__).resolve().parent / "gpu_memory"
 EPOCH = r"epoch \d+/\d+  loss (\S+)  train (\S+)%  test (\S+)%  (\S+) s  (\S+) images/s"
-KINDS = "all_gather|reduce_scatter|all_reduce"
 NAMES = ("loss", "train", "test", "seconds", "images_per_s")
 
 
@@ -103,24 +101,6 @@ def last_words(folder: Path) -> str:
         if found:
             return found[-1]
     return ""
-
-
-def messages(folder: Path) -> str:
-    """Return the collectives of each rank in a step, such as "3 all_reduce", that out.txt counts.
-
-    It is empty if a lesson does not count its messages.
-    """
-    text = re.sub("DDP: .*", "", (folder / "out.txt").read_text())
-    # This finds "8 all_gather and 4 reduce_scatter", and then the rows of a table.
-    found = re.findall(rf"(\d+) ({KINDS})\b", text)
-    for kind, count in re.findall(rf"({KINDS}) +(\d+) ", text):
-        found.append((count, kind))
-    for count in re.findall(r"(?:all_reduce in forward|, in backward): (\d+)", text):
-        found.append((count, "all_reduce"))
-    counts = Counter()
-    for count, kind in found:
-        counts[kind] += int(count)
-    return ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
 
 
 def cores() -> int:

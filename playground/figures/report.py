@@ -93,7 +93,6 @@ def tell_speed(runs: list[dict], args: argparse.Namespace) -> None:
     }
     if any("gpu_memory_mib" in run for run in runs):
         columns["on a GPU MiB"] = "{gpu_memory_mib:,.0f}"
-    columns["messages"] = "{messages}"
     table("Speed, start-up, memory", runs, columns)
     good = {run["lesson"]: run for run in runs if not run["failed"]}
     if "single_gpu" not in good or "distributed_data_parallel" not in good:

@@ -1,4 +1,4 @@
-"""A step of a transformer that several ranks compute together: what it sends, beside a formula."""
+"""A step of three_axes.py: what it sends, beside a formula."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -7,75 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
 
-from common.models import LAYERS, TOKENS, WIDTH
-from measure.memory import Kept
+from common.models import LAYERS, WIDTH
 from measure.messages import Messages, sent_bytes
-
-
-def show_split(
-    step: Callable,
-    model: nn.Module,
-    optimizer: Optimizer,
-    args: argparse.Namespace,
-    group: dist.ProcessGroup,
-) -> None:
-    """Run a step of sequence_parallel.py. Rank 0 prints its messages, and what it keeps.
-
-    All ranks must call this together.
-
-    Args:
-        step: runs a step of training, with all images of a batch.
-        model: what the step trains.
-        optimizer: its learning rate becomes 0, so the model stays as it was trained.
-        args: the flags of the lesson.
-        group: the ranks that split the model. (A mesh may have made a group of its own.)
-    """
-    for parameters in optimizer.param_groups:
-        parameters["lr"] = 0.0
-    with Messages() as messages, Kept(model) as kept:
-        step()
-    if dist.get_rank() > 0:
-        return
-    blocks = args.layers or LAYERS["transformer"]
-    width = args.width or WIDTH["transformer"]
-    tokens = args.batch_size * (args.tokens or TOKENS) * width  # numbers between two pairs
-    size = tokens * (8 if args.double else 4)
-    if args.sequence:
-        rows = _predict_sequence(model, blocks, size, args.by == "dtensor")
-    else:
-        rows = [("all_reduce", 4 * blocks, 4 * blocks * size)]
-    if args.by == "dtensor" and dist.get_world_size() == 1:
-        rows = []  # DTensors leave out messages of a rank to itself
-    print_messages(messages, [("tp", group, *row) for row in rows])
-    print(f"kept for backward(): {kept.nbytes():,} bytes", flush=True)
-
-
-def _predict_sequence(model: nn.Module, blocks: int, size: int, by_dtensor: bool) -> list:
-    """Return collectives, how many there should be, and the bytes of all their tensors."""
-    of_norms = []
-    of_biases = []
-    last = f"stage2.{len(model.stage2) - 1}."
-    for name, parameter in model.named_parameters():
-        if name.startswith(last):
-            continue
-        if ".norm" in name:
-            of_norms.append(parameter)
-        if ".bias1" in name or ".bias2" in name:
-            of_biases.append(parameter)
-    gathers = 4 * blocks + 1  # the last one gathers the tokens after the blocks
-    if by_dtensor:
-        gathers += 1  # the gradients of the embedded tokens
-        added_up = of_norms * 3  # Adam reads a gradient three times, and each time it is added up
-    else:
-        added_up = [*of_norms, *of_biases, *model.stage1[0].parameters()]
-    own = size // dist.get_world_size()  # of the tokens of a rank
-    return [
-        ("all_gather", gathers, gathers * own),
-        ("reduce_scatter", 4 * blocks, 4 * blocks * size),
-        ("all_reduce", len(added_up), sum(parameter.nbytes for parameter in added_up)),
-    ]
 
 
 def show_axes(
