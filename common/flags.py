@@ -59,11 +59,14 @@ class Parser(argparse.ArgumentParser):
         if width % heads:
             self.error(f"--heads {heads} cannot divide --width {width}")
 
-    def check_nodes(self, args: argparse.Namespace) -> None:
-        """Refuse what a lesson that starts its ranks itself cannot start on this node."""
+    def check_no_launcher(self) -> None:
+        """Refuse to start ranks in each of the processes that a launcher has started."""
         if "RANK" in os.environ:
             lesson = "playground/distributed_data_parallel_torchrun.py"
             self.error(f"RANK is set, so a launcher has started this: use {lesson}, or unset RANK")
+
+    def check_nodes(self, args: argparse.Namespace) -> None:
+        """Refuse what a lesson that starts its ranks itself cannot start on this node."""
         if not 0 <= args.nr < args.nodes:
             self.error(f"-nr {args.nr}: the number of a node is 0 to {args.nodes - 1}")
         if args.nodes > 1 and not (args.ip or getattr(args, "init_method", None)):
@@ -135,7 +138,19 @@ def new_file(text: str) -> str:
     """Parse the path of a file that can be written."""
     path = os.path.expanduser(text)
     folder = os.path.dirname(os.path.abspath(path))
-    if os.path.isdir(path) or not os.access(folder, os.W_OK):
+    if os.path.isdir(path) or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
+        raise argparse.ArgumentTypeError(f"cannot write {text}")
+    return path
+
+
+def new_folder(text: str) -> str:
+    """Parse the path of a folder that can be written to. Makes it if it is missing."""
+    path = os.path.expanduser(text)
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"cannot write {text}: {error.strerror}") from None
+    if not os.access(path, os.W_OK):
         raise argparse.ArgumentTypeError(f"cannot write {text}")
     return path
 

@@ -1,53 +1,45 @@
-"""Blocking point-to-point messages: ranks, a process group, send and recv, and deadlock.
-
-A distributed program is one script that runs in several processes at the same time, on one machine
-or on several. A machine is called a node. The total number of processes is the world size. Each
-process has a rank, which is its number over all nodes, from 0 to world size - 1. Its local rank is
-its number on its own node.
-
-Processes share no memory, so they exchange data as messages. First they find each other at an
-address that is given to all of them (the rendezvous), and form a process group: see join below. A
-backend carries the messages: gloo between CPUs, NCCL between GPUs.
-
-Then one rank can call send, and another rank can call recv. recv writes into a tensor that exists
-already, the buffer. It must have the shape and the dtype of the tensor that is sent. On CPUs both
-calls block: recv returns when the data has arrived, and send returns when the other rank has called
-recv and the data is on its way. If ranks block and wait for each other in a circle, none of them
-ever returns: a deadlock. On GPUs both calls only add work to a queue of the GPU, and return at
-once.
+"""Blocking messages: start processes, let one send to another, and see which of them waits.
 
 Run it:
-    python playground/blocking_p2p.py              # two processes, started by this script
-    python playground/blocking_p2p.py -g 3         # three: rank 0 sends to rank 1, then 1 to 2
-    python playground/blocking_p2p.py --deadlock   # all ranks wait for each other; then the cures
+    python playground/blocking_p2p.py    # two processes; -g 3: three
 
-Run it on two nodes, each command on its own node:
+In the first run rank 0 starts a second late, in the second run rank 1. After a table of the ranks,
+it prints on CPUs:
+    rank 0 starts a second late:
+    rank 0: [0.0, 1.0, 2.0, 3.0], 0.0 s in send
+    rank 1: [0.0, 0.0, 0.0, 0.0] -> [0.0, 1.0, 2.0, 3.0], 1.0 s in recv
+    rank 1 starts a second late:
+    rank 0: [0.0, 1.0, 2.0, 3.0], 1.0 s in send
+    rank 1: [0.0, 0.0, 0.0, 0.0] -> [0.0, 1.0, 2.0, 3.0], 0.0 s in recv
+
+`main()` starts the processes. Each has a number, its rank, which counts from 0 across all machines
+(nodes), and runs `talk()`. There it joins the process group, the ranks that can send each other
+messages, and calls `relay()`. Processes share no memory: one rank calls `send`, and another calls
+`recv`, which fills an existing tensor (the buffer). On CPUs, both calls block until the other rank
+makes its call. If all ranks wait for each other, none of them ever continues. This is a deadlock:
+    python playground/blocking_p2p.py --deadlock
+    rank 0: DEADLOCK: rank 1 did not receive, because it was in send, too
+    rank 1: DEADLOCK: rank 0 did not receive, because it was in send, too
+    rank 0: even ranks send first: received 1
+    rank 1: even ranks send first: received 0
+
+On two nodes, each command on its own node:
     python playground/blocking_p2p.py -n 2 -g 1 -nr 0 -ip <ip of node 0>
     python playground/blocking_p2p.py -n 2 -g 1 -nr 1 -ip <ip of node 0>
-
-It prints a table of the ranks. Then numbers travel from rank 0 to rank 1 and on to the last rank,
-two times: once rank 0 starts a second late, and once rank 1. The first time prints, on CPUs:
-    rank 0 starts a second late:
-    rank 0: [0.0, 1.0, 2.0, 3.0] -> [0.0, 1.0, 2.0, 3.0], 0.0 s in recv, 0.0 s in send
-    rank 1: [0.0, 0.0, 0.0, 0.0] -> [0.0, 1.0, 2.0, 3.0], 1.0 s in recv, 0.0 s in send
-    rank 0 |zzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzz|
-    rank 1 |rrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrr|
-
-The lists show the buffer of a rank before and after the calls. In the rows of letters, one for each
-rank, time runs to the right. z means that the rank sleeps, r that it is in recv, s that it is in
-send.
 
 Try breaking it, in a copy (cp playground/blocking_p2p.py playground/broken.py):
   1. Give rank 1 a buffer of three numbers. Which rank fails, and with what message?
   2. Let rank 1 receive from `src=1`, which is itself. Which rank fails, and with what message?
+  3. With `-g 3 --deadlock`, ranks 2 and 0 are neighbours and both even. Why does the cure work?
 
-Now write it yourself: swap_with_neighbour.py and tree_broadcast.py in playground/exercises/.
-README.md in that folder says how.
+Now write it yourself: `swap_with_neighbour.py` and `tree_broadcast.py` in playground/exercises/.
 
-The next lesson, nonblocking_p2p.py, computes while a message is on its way.
+The next lesson, `nonblocking_p2p.py`, computes while a message is on its way.
 """
 
 import os
+import platform
+import socket
 import sys
 import time
 from datetime import timedelta
@@ -57,136 +49,126 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
-from common import old_flags as flags
-from common.guard_rails import check, explained
-from common.report import RANKS, rank_row
-from common.roll_call import meet
-from measure.timeline import Calls
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # find common/ from any folder
+from common import flags
 
 
-def join(local_rank, args):
-    """Join the process group and print the table of ranks. Returns this rank and its device."""
-    # The nodes before this one have args.gpus ranks each.
-    rank = args.nr * args.gpus + local_rank
-    # If each rank is started by hand (see main), the environment has its local rank.
-    local_rank = int(os.environ.get("LOCAL_RANK", local_rank))
-    if args.device == "cuda":
-        gpu = torch.device("cuda", local_rank)
-        device = gpu
-        backend = "nccl"
-        torch.cuda.set_device(gpu)  # otherwise every rank would also take memory on GPU 0
-    else:
-        gpu = None
-        device = torch.device("cpu")
-        backend = "gloo"
-    dist.init_process_group(
-        args.backend or backend,
-        # The address of the rendezvous: rank 0 listens there, and the other ranks connect to it.
-        init_method=args.init_method or f"tcp://{args.ip}:{args.port}",
-        rank=rank,  # this process; no two processes may have the same rank
-        world_size=args.nodes * args.gpus,  # all processes; the call returns when all have joined
-        # How long to wait for the other ranks, here and in each message. After this time, gloo
-        # raises an error, and NCCL ends the process.
-        timeout=timedelta(seconds=args.timeout),
-        device_id=gpu,  # NCCL then starts here, and not later, at the first message
-    )
-    if rank == 0:
-        print(RANKS, flush=True)
-    report(rank_row(args.nr, rank, local_rank, device))
-    return rank, device
-
-
-def relay(rank, device, late=None):
-    """Pass four numbers from rank 0 to rank 1, then to rank 2 and so on. One rank may start late.
-
-    Returns a line with the buffer before and after, and the seconds spent in each call.
-    """
+def relay(rank, device, late):
+    """Pass four numbers from rank 0 to rank 1, then to rank 2 and so on. One rank starts late."""
     if rank == 0:
         numbers = torch.arange(4.0, device=device)
     else:
-        numbers = torch.zeros(4, device=device)  # the buffer: same shape and dtype
-    before = numbers.tolist()
+        numbers = torch.zeros(4, device=device)  # NEW: the buffer, of the same shape and dtype
+    line = f"rank {rank}: {numbers.tolist()}"
     if rank == late:
         time.sleep(1)
-    start = now(device)
     if rank > 0:
-        dist.recv(numbers, src=rank - 1)  # on CPUs, returns when the data has arrived
-    received = now(device)  # NCCL's recv returns before the data arrives, so now() waits for it
+        start = time.perf_counter()
+        dist.recv(numbers, src=rank - 1)  # NEW: on CPUs, returns when the numbers have arrived
+        line += f" -> {numbers.tolist()}"  # a GPU's recv returns at once, but reading them waits
+        line += f", {time.perf_counter() - start:.1f} s in recv"
     if rank < dist.get_world_size() - 1:
-        dist.send(numbers, dst=rank + 1)  # on CPUs, returns when the other rank receives
-    sent = time.perf_counter()  # not now(), to show that NCCL's send returns at once
-    times = f"{received - start:.1f} s in recv, {sent - received:.1f} s in send"
-    return f"rank {rank}: {before} -> {numbers.tolist()}, {times}"
+        start = time.perf_counter()
+        dist.send(numbers, dst=rank + 1)  # NEW: on CPUs, returns when that rank has called recv
+        line += f", {time.perf_counter() - start:.1f} s in send"
+    report(line)  # prints the lines of all ranks
 
 
-def exchange(order, rank, device, group=None):
-    """Send this rank's number to the right neighbour and receive the left neighbour's.
-
-    The ranks form a ring: the right neighbour of the last rank is rank 0. There are four ways to
-    order the two calls. Returns the number that was received.
-    """
-    right = (rank + 1) % dist.get_world_size()
-    left = (rank - 1) % dist.get_world_size()
-    mine = torch.tensor([rank], device=device)
-    theirs = torch.tensor([-1], device=device)
-    if order == "all ranks send first":
-        # A deadlock: each send blocks until the right neighbour receives, but that rank is in its
-        # own send.
-        dist.send(mine, dst=right, group=group)
-        dist.recv(theirs, src=left, group=group)
-    elif order == "even ranks send first":
-        # Odd ranks receive first, so their left neighbours can finish their sends. If the number of
-        # ranks is odd, the last rank and its right neighbour, rank 0, both send first. This is no
-        # deadlock: rank 1 receives from rank 0, and then rank 0 receives from the last rank.
-        if rank % 2 == 0:
-            dist.send(mine, dst=right, group=group)
-            dist.recv(theirs, src=left, group=group)
-        else:
-            dist.recv(theirs, src=left, group=group)
-            dist.send(mine, dst=right, group=group)
-    elif order == "isend and irecv":
-        # Neither call blocks. Each returns a request at once, and wait() blocks until the message
-        # is complete. Do not use this cure with NCCL. It may run a rank's isend before its irecv,
-        # so all GPUs could wait in isend.
-        to_right = dist.isend(mine, dst=right, group=group)
-        from_left = dist.irecv(theirs, src=left, group=group)
-        to_right.wait()
-        from_left.wait()
+def talk(local_rank, args):
+    """As one of the ranks, show which rank waits, or, with --deadlock, how all of them wait."""
+    rank, device = join(local_rank, args)
+    if args.deadlock:
+        show_deadlock(rank, device)
     else:
-        # The same, but the backend gets both operations in one call, so NCCL runs them together.
-        to_right = dist.P2POp(dist.isend, mine, right, group)
-        from_left = dist.P2POp(dist.irecv, theirs, left, group)
-        operations = [to_right, from_left]
-        for request in dist.batch_isend_irecv(operations):
-            request.wait()
-    return theirs.item()
+        for late in (0, 1):
+            if rank == 0:
+                print(f"rank {late} starts a second late:", flush=True)
+            relay(rank, device, late)
+    dist.destroy_process_group()
+
+
+def all_ranks_send_first(mine, theirs, right, left, group):
+    """Send `mine` to the right neighbour, and receive `theirs` from the left one: a deadlock."""
+    # NEW: each send waits until the right neighbour receives, but that rank is in its own send.
+    dist.send(mine, dst=right, group=group)
+    dist.recv(theirs, src=left, group=group)
+
+
+def even_ranks_send_first(mine, theirs, right, left):
+    """Do the same without a deadlock."""
+    if dist.get_rank() % 2 == 0:
+        dist.send(mine, dst=right)
+        dist.recv(theirs, src=left)
+    else:
+        # NEW: odd ranks receive first, so that the sends of their left neighbours can finish.
+        dist.recv(theirs, src=left)
+        dist.send(mine, dst=right)
 
 
 def show_deadlock(rank, device):
-    """Make all ranks wait for each other for three seconds. Then show the cures."""
-    # A second process group of all ranks, in which a message may take three seconds at most. It
-    # uses gloo, also on GPUs: after three seconds, gloo raises an error, but NCCL would end the
-    # process.
+    """Let all ranks wait for each other for three seconds. Then exchange in a better order."""
+    right = (rank + 1) % dist.get_world_size()  # a ring: rank 0 is to the right of the last rank
+    left = (rank - 1) % dist.get_world_size()
+    # A second group of all ranks, in which a message may take three seconds. Then gloo raises an
+    # error. (NCCL would end the process, so this group uses gloo on GPUs, too.)
     impatient = dist.new_group(backend="gloo", timeout=timedelta(seconds=3))
     try:
-        received = exchange("all ranks send first", rank, torch.device("cpu"), impatient)
-        report(f"rank {rank}: received {received}")
-    except RuntimeError:  # gloo raises it after three seconds, or when the other rank has timed out
-        right = (rank + 1) % dist.get_world_size()
+        all_ranks_send_first(torch.tensor([rank]), torch.tensor([-1]), right, left, impatient)
+    except RuntimeError:
         report(f"rank {rank}: DEADLOCK: rank {right} did not receive, because it was in send, too")
-    for order in ("even ranks send first", "isend and irecv", "batch_isend_irecv"):
-        if order == "isend and irecv" and dist.get_backend() == "nccl":
-            continue
-        received = exchange(order, rank, device)
-        report(f"rank {rank}: {order}: received {received}")
+    mine = torch.tensor([rank], device=device)
+    theirs = torch.tensor([-1], device=device)
+    even_ranks_send_first(mine, theirs, right, left)
+    report(f"rank {rank}: even ranks send first: received {theirs.item()}")
+
+
+def add_flags(parser):
+    """Add the flags that only this lesson has."""
+    parser.add_argument("--deadlock", action="store_true", help="all ranks send first; then a cure")
+
+
+def join(local_rank, args):
+    """Join the process group, and print the table of ranks. Returns this rank and its device."""
+    rank = args.nr * args.gpus + local_rank  # the nodes before this one have args.gpus ranks each
+    world_size = args.nodes * args.gpus  # the number of all ranks
+    # The local rank counts from 0 on each node. torchrun puts it into the environment.
+    local_rank = int(os.environ.get("LOCAL_RANK", local_rank))
+    device = torch.device(args.device)
+    gpu = None
+    if args.device != "cpu":
+        gpu = device = torch.device(args.device, local_rank)
+        torch.accelerator.set_device_index(gpu)  # otherwise all ranks would take memory on GPU 0
+    # The backend carries the messages: gloo between CPUs, NCCL between NVIDIA's GPUs.
+    backend = args.backend or dist.get_default_backend_for_device(device)
+    # The rendezvous: rank 0 listens at this address, and the other ranks connect to it.
+    address = args.init_method or f"tcp://{args.ip}:{args.port}"
+    try:
+        # NEW: each rank makes this call. From then on, they can send each other messages.
+        dist.init_process_group(
+            backend,
+            init_method=address,
+            rank=rank,  # no two processes may have the same
+            world_size=world_size,  # the call returns when this many have joined
+            timeout=timedelta(seconds=args.timeout),  # for the start, and for each message
+            device_id=gpu,  # NCCL then starts here, and not at the first message
+        )
+    except dist.DistError as error:  # ranks are missing, or the port is taken
+        error.add_note(
+            f"All {world_size} ranks must come to {address}: start every node, with the same -n, -g"
+            " and -ip, and the same free --port (torchrun sets MASTER_ADDR and MASTER_PORT)."
+        )
+        raise
+    if rank == 0:
+        print("node  rank  local_rank  device  pid     host", flush=True)
+    report(f"{args.nr:<6}{rank:<6}{local_rank:<12}{device!s:<8}{os.getpid():<8}{platform.node()}")
+    return rank, device
 
 
 def report(line):
-    """Print one line from each rank, in the order of the ranks.
+    """Print a line from each rank, in the order of the ranks.
 
-    all_gather_object is a collective: all ranks call it together, and each one receives the objects
-    of all ranks. The lesson collectives.py explains such calls.
+    All ranks call it together: all_gather_object gives each of them the lines of all. The lesson
+    collectives.py explains such calls.
     """
     lines = [None] * dist.get_world_size()
     dist.all_gather_object(lines, line)
@@ -194,67 +176,53 @@ def report(line):
         print(*lines, sep="\n", flush=True)
 
 
-def now(device):
-    """Return the time in seconds. GPU calls are asynchronous, so wait until they are done."""
-    if device.type == "cuda":
-        torch.cuda.current_stream().synchronize()
-    return time.perf_counter()
-
-
-@explained  # guard rail: explains errors
-def talk(local_rank, args):
-    """Show which rank waits in which call, or, with --deadlock, how all ranks can wait forever."""
-    rank, device = join(local_rank, args)
-    if args.deadlock:
-        show_deadlock(rank, device)
-    else:
-        # The first messages connect each rank to the next, which takes NCCL a while. PyTorch may
-        # warn of "unbatched P2P ops", which are messages outside batch_isend_irecv. NCCL runs such
-        # messages of a rank one after the other, and here this does no harm.
-        relay(rank, device)
-        for late in (0, 1):
-            if rank == 0:
-                print(f"rank {late} starts a second late:", flush=True)
-            # Calls() notes when this rank sleeps, or is in a call that sends or receives. show()
-            # draws a line of letters for each rank.
-            with Calls() as calls:
-                line = relay(rank, device, late)
-            report(line)
-            calls.show()
-    dist.destroy_process_group()
-
-
-@explained  # guard rail: explains errors
 def main():
     """Read the flags and start the ranks of this node."""
     parser = flags.Parser(__doc__)
     add = parser.add_argument
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    add("-n", "--nodes", type=int, default=1, help="number of nodes")
-    add("-g", "--gpus", type=int, default=max(gpus, 2), help="ranks of a node; default: GPUs or 2")
+    accelerator = flags.accelerator()
+    found = torch.accelerator.device_count() if accelerator != "cpu" else 0
+    device = accelerator if found > 1 else "cpu"
+    add("-n", "--nodes", type=flags.positive, default=1, help="number of nodes")
+    add("-g", "--gpus", type=flags.positive, default=max(found, 2), help="ranks of each node")
     add("-nr", "--nr", type=int, default=0, help="number of this node, from 0")
-    add("-ip", "--ip", default="127.0.0.1", help="address of node 0")
-    add("--port", type=int, default=8888, help="port of node 0; -n 1 takes a free one")
+    add("-ip", "--ip", help="address of node 0")
+    add("--port", type=flags.port, default=8888, help="port of node 0; -n 1 takes a free one")
     add("--init_method", metavar="URL", help="replaces -ip, --port: tcp://..., env://, file:///...")
-    add("--device", choices=["cpu", "cuda"], default="cuda" if gpus > 1 else "cpu")
-    add("--backend", choices=["gloo", "nccl", "mpi"], help="default: nccl on GPUs, gloo on CPUs")
-    add("--timeout", type=int, default=60, help="seconds to wait for another rank")
-    add("--deadlock", action="store_true", help="let all ranks send first; then the cures")
+    add("--device", type=flags.device, default=device, help="cpu, or this machine's accelerator")
+    add("--backend", help="default: nccl on NVIDIA's GPUs, gloo on CPUs")
+    add("--timeout", type=flags.positive, default=60, help="seconds to wait for another rank")
+    add_flags(parser)
     args = parser.parse_args()
-    check(parser, args)  # guard rail: refuses impossible flags
     if "RANK" in os.environ:
-        # Each rank was started by hand, for example with `RANK=0 LOCAL_RANK=0 WORLD_SIZE=2
-        # MASTER_ADDR=127.0.0.1 MASTER_PORT=8888 python playground/blocking_p2p.py`, and in a second
-        # terminal with RANK=1 LOCAL_RANK=1. So it counts as a node of its own, with one process.
+        # This rank was started by hand or by torchrun, which the lesson
+        # distributed_data_parallel_torchrun.py explains. It counts as a node of its own.
+        parser.check_torchrun(args)
+        args.nr = int(os.environ["RANK"])
         args.nodes = int(os.environ["WORLD_SIZE"])
         args.gpus = 1
-        args.nr = int(os.environ["RANK"])
-        args.init_method = "env://"  # the address is in MASTER_ADDR and MASTER_PORT
+        args.init_method = "env://"
+    parser.check_nodes(args)
+    if args.backend == "gloo" and args.device != "cpu":
+        parser.error("gloo cannot send GPU memory: leave --backend out")
     if args.nodes * args.gpus < 2:
-        parser.error("a message needs two processes: use -g 2")
-    meet(args)  # guard rail: finds the other nodes
-    # Calls talk(0, args), talk(1, args) and so on, each in a process of its own.
-    mp.spawn(talk, (args,), args.gpus)
+        parser.error("a message needs two ranks: use -g 2")
+    if args.nodes == 1 and not args.init_method:
+        args.ip = "127.0.0.1"
+        with socket.create_server((args.ip, 0)) as server:  # a port that is free now
+            args.port = server.getsockname()[1]
+    if args.device == "cpu":  # hide gloo's C++ back traces; Python raises the same errors
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    try:
+        # Calls talk(0, args), talk(1, args) and so on, each in a process of its own.
+        mp.spawn(talk, (args,), args.gpus)
+    except mp.ProcessRaisedException as error:
+        sys.exit(str(error))  # the traceback of the rank that failed first
+    except KeyboardInterrupt:
+        sys.exit(130)
+    finally:
+        for process in mp.active_children():
+            process.kill()  # no rank outlives this process
 
 
 if __name__ == "__main__":

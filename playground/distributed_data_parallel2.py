@@ -92,7 +92,7 @@ def join(args):
     row = f"{args.nr:<6}{rank:<6}{local_rank:<12}{device!s:<8}{os.getpid():<8}{platform.node()}"
     everyone = comm.all_gather((row, vars(args)))  # NEW: a list of the Python objects of all ranks
     for flag in vars(args).keys() - {"data_dir", "nr", "ip", "savefile"}:
-        values = {str(theirs[flag]) for _, theirs in everyone}
+        values = {str(theirs.get(flag)) for _, theirs in everyone}
         if len(values) > 1:
             dist.destroy_process_group()
             raise ValueError(f"the nodes differ in --{flag}: {', '.join(sorted(values))}")
@@ -204,6 +204,7 @@ def check_flags(parser, args):
         parser.error(f"launch does not know {args.device}: use --device cpu")
     found = torch.cuda.device_count() if args.device == "cuda" else 2
     args.gpus = args.gpus or found
+    parser.check_no_launcher()
     parser.check_nodes(args)
     parser.check_batch(args.batch_size, args.nodes * args.gpus)
     if args.init_method and args.init_method.startswith("file:"):

@@ -203,7 +203,7 @@ def fit(model, optimizer, train_loader, test_loader, device, args, folder, done)
 def add_flags(parser):
     """Add the flag that only this lesson has."""
     where = "folder of the run; default: runs/<model>-<dataset>"
-    parser.add_argument("--run_dir", type=os.path.expanduser, help=where)
+    parser.add_argument("--run_dir", type=flags.new_folder, help=where)
 
 
 # ---------- Unchanged from distributed_data_parallel_torchrun.py ----------
@@ -225,7 +225,7 @@ def join(args):
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, vars(args))
     for flag in vars(args).keys() - {"data_dir"}:
-        values = {str(each[flag]) for each in everyone}
+        values = {str(each.get(flag)) for each in everyone}
         if len(values) > 1:
             dist.destroy_process_group()
             raise ValueError(f"the nodes differ in --{flag}: {', '.join(sorted(values))}")

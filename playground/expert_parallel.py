@@ -286,7 +286,7 @@ def join(args):
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, vars(args))
     for flag in vars(args).keys() - {"data_dir"}:
-        values = {str(each[flag]) for each in everyone}
+        values = {str(each.get(flag)) for each in everyone}
         if len(values) > 1:
             dist.destroy_process_group()
             raise ValueError(f"the nodes differ in --{flag}: {', '.join(sorted(values))}")

@@ -275,10 +275,11 @@ def save_file(args, epoch, model, optimizer):
 def add_flags(parser):
     """Add the flags that only this lesson has."""
     add = parser.add_argument
-    path = os.path.expanduser
-    add("--run_dir", type=path, help="folder for sharded checkpoints; resumes from its newest")
+    folder = "folder for sharded checkpoints; resumes from its newest"
+    add("--run_dir", type=flags.new_folder, help=folder)
     add("--async_save", action="store_true", help="write them while the next epoch trains")
-    add("--load", type=path, help="start from this file, unless --run_dir has a checkpoint")
+    load = "start from this file, unless --run_dir has a checkpoint"
+    add("--load", type=os.path.expanduser, help=load)
     add("-s", "--savefile", type=flags.new_file, help="one file with whole tensors, at the end")
     add("--dropout", type=float, default=0.0, help="fraction of the hidden neurons to drop (cnn)")
 
@@ -292,11 +293,6 @@ def check_flags(parser, args, world_size):
         parser.error(f"--dropout {args.dropout}: only the CNN has it, so add --model cnn")
     if args.async_save and not args.run_dir:
         parser.error("--async_save writes to --run_dir, which is missing")
-    if args.run_dir:
-        try:
-            os.makedirs(args.run_dir, exist_ok=True)
-        except OSError as error:
-            parser.error(f"--run_dir {args.run_dir}: {error.strerror}")
 
 
 # ---------- Unchanged from distributed_data_parallel_torchrun.py ----------
@@ -318,7 +314,7 @@ def join(args):
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, vars(args))
     for flag in vars(args).keys() - {"data_dir"}:
-        values = {str(each[flag]) for each in everyone}
+        values = {str(each.get(flag)) for each in everyone}
         if len(values) > 1:
             dist.destroy_process_group()
             raise ValueError(f"the nodes differ in --{flag}: {', '.join(sorted(values))}")

@@ -1,50 +1,44 @@
-r"""Data parallelism with overlap: the gradients are on their way while backward() still computes.
-
-manual_data_parallel.py sends all gradients after backward(), so no rank computes while they travel.
-But backward() completes the gradients one after the other, from the last layer to the first. So the
-gradients of the last layers can travel while backward() computes those of the first layers.
-
-Overlap needs two things. A hook is a function that backward() calls as soon as the gradient of a
-parameter is complete. And all_reduce(..., async_op=True) starts a message without waiting for it.
-The class EachGradient does this with a message for each gradient. The class Buckets sends several
-gradients in one message, because one long message takes less time than many short ones.
-
-All ranks must start the same messages in the same order. For that, both classes expect that every
-parameter gets a gradient, and that the gradients become complete in the same order on all ranks.
-The exercise overlap_gradients.py drops both conditions.
+"""Data parallelism with overlap: the gradients travel while backward() still computes.
 
 Run it:
     python playground/overlapped_data_parallel.py -g 2
-    python playground/overlapped_data_parallel.py -g 2 --by each
-    python playground/overlapped_data_parallel.py -g 2 --width 256 --layers 16 \
-        --bucket_cap_mb 1
 
-It prints the numbers of single_gpu.py, up to rounding. Then it runs ten more steps in each of three
-ways: with messages after backward(), with one for each gradient, and with buckets. The third
-command prints (times will differ):
-    rank  how         messages  done  backward (ms)  waiting (ms)  sum
-    0     afterwards  34        0     3.83           47.88         51.71
-    1     afterwards  34        0     3.85           44.83         48.67
-    0     each        34        0     6.64           15.81         22.45
-    1     each        34        1     8.67           14.42         23.09
-    0     buckets     4         0     5.46           3.62          9.08
-    1     buckets     4         3     5.43           2.35          7.78
+It prints the same numbers as `single_gpu.py`, up to rounding. Then it times ten steps with each of
+three ways to average the gradients (times differ much from run to run):
+    rank  how         backward (ms)  waiting (ms)  sum
+    0     afterwards  0.50           5.78          6.28
+    1     afterwards  0.48           5.75          6.23
+    0     each        2.87           3.60          6.46
+    1     each        2.97           2.70          5.67
+    0     buckets     2.50           0.89          3.39
+    1     buckets     2.48           1.16          3.64
 
-"waiting" is the time from the end of backward() until all gradients are averaged. "done" is how
-many messages of the last step have arrived when backward() ends. On CPUs, gloo's threads carry the
-messages and use the same cores as backward(), so overlap makes backward() slower.
+`manual_data_parallel.py` sends the gradients after backward(), and no rank computes while they
+travel ("waiting"). But backward() completes them one after the other, from the last layer to the
+first, so those of the last layers can travel while it computes those of the first
+(`playground/figures/overlap.png`). That takes two things. A hook is a function that backward()
+calls as soon as the gradient of a parameter is complete, and `all_reduce(..., async_op=True)`
+starts a message without waiting for it. With "each", every gradient has a message of its own. A
+bucket sends several gradients in one message. On CPUs gloo's threads use the same cores as
+backward(), which then takes longer, so "each" gains little, and on busy cores nothing.
+
+All ranks must start the same messages in the same order. Here they do, because every parameter gets
+a gradient, and backward() completes the gradients in the same order on all ranks.
 
 Try breaking it, in a copy (cp playground/overlapped_data_parallel.py playground/broken.py):
   1. Write `next(model.parameters()).requires_grad_(False)` after `send_weights(model)`, so that a
      parameter is frozen. What does PyTorch complain about? Let both classes skip such parameters.
-  2. Comment out `handle.wait()` in Buckets.finish. What does the optimizer use then? Compare the
-     losses.
+  2. Comment out `self.handle.wait()`. What does the optimizer use then? Compare the losses.
 
-Now write it yourself: overlap_gradients.py in playground/exercises/.
+Now write it yourself: `overlap_gradients.py` in playground/exercises/.
 
-The next lesson, distributed_data_parallel.py, lets PyTorch do all of this.
+Builds on: manual_data_parallel.py
+The next lesson, `distributed_data_parallel.py`, lets PyTorch do all of this.
 """
 
+import os
+import platform
+import socket
 import sys
 import time
 from datetime import timedelta
@@ -55,18 +49,16 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.nn import functional as F
+from tqdm import tqdm
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ from any working directory
-from common import old_flags as flags
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # find common/ from any folder
+from common import flags
 from common.data import fetch, loaders
-from common.guard_rails import check, explained
 from common.models import make_model
-from common.report import RANKS, bar, epoch_line, rank_row
-from common.roll_call import meet
 
 
 class EachGradient:
-    """Averages each gradient over the ranks, in a message of its own, while backward() computes."""
+    """Averages each gradient over the ranks while backward() computes the next ones."""
 
     def __init__(self, model):
         self.handles = []
@@ -76,20 +68,76 @@ class EachGradient:
 
     def start(self, parameter):
         """Start to average the gradient of a parameter, and return at once."""
-        # Divide first: while the message travels, nothing may change the gradient.
-        parameter.grad /= dist.get_world_size()
+        parameter.grad /= dist.get_world_size()  # first, because it must not change on its way
         # NEW: async_op=True returns a handle, and backward() continues.
         self.handles.append(dist.all_reduce(parameter.grad, async_op=True))
 
-    def finish(self):
-        """Wait for all messages. Call it between backward() and the optimizer's step."""
+    def finish(self, model):
+        """Wait for all messages. run_epoch() calls this as average(model), after backward()."""
         for handle in self.handles:
             handle.wait()
         self.handles.clear()
 
 
+def train(local_rank, args):
+    """As one of the ranks, train, and then compare three ways to average the gradients."""
+    rank, device = join(local_rank, args)
+    train_loader, test_loader = loaders(args, rank, dist.get_world_size())
+    torch.manual_seed(args.seed + rank)
+    model = make_model(args).to(device)
+    send_weights(model)
+    # NEW: this registers the hooks. `average` is what is left to do after backward().
+    average = register(args.by, model, args)
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
+    fit(model, optimizer, train_loader, test_loader, device, args, average)
+    show_overlap(next(iter(train_loader)), device, args)
+    dist.destroy_process_group()
+
+
+def register(how, model, args):
+    """Register the hooks of one of three ways. Returns what to call after backward()."""
+    if how == "each":
+        return EachGradient(model).finish
+    if how == "buckets":
+        return Buckets(model, args.bucket_cap_mb).finish
+    return average_gradients  # without hooks, as in manual_data_parallel.py
+
+
+class Bucket:
+    """Averages the gradients of several parameters, in one message.
+
+    The message starts as soon as the last of these gradients is complete.
+    """
+
+    def __init__(self, parameters):
+        self.parameters = parameters
+        self.complete = 0  # how many of the gradients are complete in this step
+        self.handle = None  # until the message has started
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(self.count)
+
+    def count(self, parameter):
+        """Count a complete gradient. After the bucket's last one, start the message."""
+        self.complete += 1
+        if self.complete == len(self.parameters):
+            self.message = torch.cat([each.grad.flatten() for each in self.parameters])
+            self.message /= dist.get_world_size()
+            self.handle = dist.all_reduce(self.message, async_op=True)
+
+    def finish(self):
+        """Wait for the message, and copy the means that it brings to the gradients."""
+        if self.handle is None:
+            raise RuntimeError("a parameter got no gradient, so its bucket was not sent")
+        self.handle.wait()
+        sizes = [parameter.numel() for parameter in self.parameters]
+        for parameter, mean in zip(self.parameters, self.message.split(sizes), strict=True):
+            parameter.grad.copy_(mean.view_as(parameter))
+        self.complete = 0
+        self.handle = None
+
+
 class Buckets:
-    """The same with buckets: a message has the gradients of several parameters.
+    """All parameters of a model in buckets, because a few long messages take less time than many.
 
     Args:
         model: its parameters have the same dtype.
@@ -98,129 +146,39 @@ class Buckets:
 
     def __init__(self, model, bucket_cap_mb):
         self.buckets = []
-        self.bucket_of = {}
-        bucket = []
+        parameters = []
         # NEW: from the last layer on, because backward() completes the gradients in this order.
         for parameter in reversed(list(model.parameters())):
-            bucket.append(parameter)
-            self.bucket_of[parameter] = bucket
-            parameter.register_post_accumulate_grad_hook(self.on_gradient)
-            if sum(each.nbytes for each in bucket) >= bucket_cap_mb * 2**20:  # the bucket is full
-                self.buckets.append(bucket)
-                bucket = []
-        if bucket:  # the last one is seldom full
-            self.buckets.append(bucket)
-        self.complete = set()  # the parameters whose gradients are complete in this step
-        self.started = []  # the buckets whose messages have been started, and the messages
-        self.handles = []
+            parameters.append(parameter)
+            if sum(each.nbytes for each in parameters) >= bucket_cap_mb * 2**20:  # full
+                self.buckets.append(Bucket(parameters))
+                parameters = []
+        if parameters:  # the last bucket is seldom full
+            self.buckets.append(Bucket(parameters))
 
-    def on_gradient(self, parameter):
-        """Note that a gradient is complete. If its bucket is complete, start the message."""
-        self.complete.add(parameter)
-        bucket = self.bucket_of[parameter]
-        if self.complete.issuperset(bucket):
-            message = torch.cat([each.grad.flatten() for each in bucket])
-            message /= dist.get_world_size()
-            self.started.append((bucket, message))
-            self.handles.append(dist.all_reduce(message, async_op=True))
-
-    def finish(self):
-        """Wait for all messages, and replace each gradient with its mean over the ranks."""
-        if len(self.started) < len(self.buckets):
-            raise RuntimeError("a parameter got no gradient, so its bucket was not sent")
-        for (bucket, message), handle in zip(self.started, self.handles, strict=True):
-            handle.wait()
-            # torch.cat has copied the gradients, so the means are copied back.
-            sizes = [parameter.numel() for parameter in bucket]
-            for parameter, mean in zip(bucket, message.split(sizes), strict=True):
-                parameter.grad.copy_(mean.view_as(parameter))
-        self.complete.clear()
-        self.started.clear()
-        self.handles.clear()
+    def finish(self, model):
+        """Wait for all messages. run_epoch() calls this as average(model), after backward()."""
+        for bucket in self.buckets:
+            bucket.finish()
 
 
-def send_weights(model):
-    """Give all ranks the parameters of rank 0, as in manual_data_parallel.py."""
-    for parameter in model.parameters():
-        dist.broadcast(parameter.detach(), src=0)
-
-
-def average_gradients(model):
-    """Average the gradients after backward(), as in manual_data_parallel.py."""
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= dist.get_world_size()
-
-
-def join(local_rank, args):
-    """Join the process group and print the table of ranks. Returns this rank and its device."""
-    rank = args.nr * args.gpus + local_rank
-    if args.device == "cuda":
-        gpu = torch.device("cuda", local_rank)
-        device = gpu
-        backend = "nccl"
-        torch.cuda.set_device(gpu)  # otherwise every rank would also take memory on GPU 0
-    else:
-        gpu = None
-        device = torch.device("cpu")
-        backend = "gloo"
-        cores = max(1, torch.get_num_threads() // args.gpus)
-        torch.set_num_threads(cores)  # the ranks of a node divide its cores among themselves
-    dist.init_process_group(
-        backend,
-        init_method=f"tcp://{args.ip}:{args.port}",  # rank 0 listens there
-        rank=rank,
-        world_size=args.nodes * args.gpus,
-        timeout=timedelta(seconds=args.timeout),  # for the start, and for each collective
-        device_id=gpu,
-    )
+def show_overlap(batch, device, args):
+    """Time ten steps with each way, and print a row from each rank."""
     rows = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, rank_row(args.nr, rank, local_rank, device))
-    if rank == 0:
-        print(RANKS, *rows, sep="\n", flush=True)
-    return rank, device
+    if dist.get_rank() == 0:
+        print("rank  how         backward (ms)  waiting (ms)  sum", flush=True)
+    for how in ("afterwards", "each", "buckets"):
+        dist.all_gather_object(rows, time_steps(how, batch, device, args))
+        if dist.get_rank() == 0:
+            print(*rows, sep="\n", flush=True)
 
 
-def run_epoch(model, loader, device, optimizer=None, averager=None):
-    """Train, or only test if there is no optimizer. Returns sums over the images of all ranks."""
-    model.train(optimizer is not None)
-    sums = torch.zeros(3, dtype=torch.float64, device=device)
-    for images, labels in loader:
-        images = images.to(device, non_blocking=True)
-        labels = labels.to(device, non_blocking=True)
-        with torch.set_grad_enabled(model.training):
-            logits = model(images)
-            loss = F.cross_entropy(logits, labels)
-        if optimizer is not None:
-            optimizer.zero_grad()
-            loss.backward()  # NEW: the hooks start messages in here
-            averager.finish()  # NEW: from here on, each gradient is the mean over the ranks
-            optimizer.step()
-        sums[0] += loss.detach() * len(labels)
-        sums[1] += (logits.argmax(dim=1) == labels).sum()
-        sums[2] += len(labels)
-    dist.all_reduce(sums)
-    return sums.tolist()
-
-
-def now(device):
-    """Return the time in seconds. GPU calls are asynchronous, so wait until they are done."""
-    if device.type == "cuda":
-        torch.cuda.current_stream().synchronize()
-    return time.perf_counter()
-
-
-def show_overlap(how, args, batch, device):
-    """Time ten steps, and count the messages of the last. Returns a row of the table."""
-    images, labels = batch
-    images = images.to(device)
-    labels = labels.to(device)
+def time_steps(how, batch, device, args):
+    """Time backward(), and what is left to do after it. Returns a row with the medians."""
+    images = batch[0].to(device)
+    labels = batch[1].to(device)
     model = make_model(args).to(device)
-    averager = None
-    if how == "each":
-        averager = EachGradient(model)
-    if how == "buckets":
-        averager = Buckets(model, args.bucket_cap_mb)
+    average = register(how, model, args)
     backward_times = []
     waiting_times = []
     for _ in range(10):
@@ -230,82 +188,181 @@ def show_overlap(how, args, batch, device):
         start = now(device)
         loss.backward()
         computed = now(device)
-        if averager is None:
-            messages = len(list(model.parameters()))
-            done = 0
-            average_gradients(model)
-        else:
-            messages = len(averager.handles)
-            done = sum(handle.is_completed() for handle in averager.handles)
-            averager.finish()
+        average(model)
         waiting_times.append(now(device) - computed)
         backward_times.append(computed - start)
-    backward_ms = 1000 * median(backward_times)
-    waiting_ms = 1000 * median(waiting_times)
-    counts = f"{dist.get_rank():<6}{how:<12}{messages:<10}{done:<6}"
-    return f"{counts}{backward_ms:<15.2f}{waiting_ms:<14.2f}{backward_ms + waiting_ms:.2f}"
+    backward = 1000 * median(backward_times)
+    waiting = 1000 * median(waiting_times)
+    times = f"{backward:<15.2f}{waiting:<14.2f}{backward + waiting:.2f}"
+    return f"{dist.get_rank():<6}{how:<12}{times}"
 
 
-@explained  # guard rail: explains errors
-def train(local_rank, args):
-    """Train and test, and print one line for each epoch."""
-    rank, device = join(local_rank, args)
-    train_loader, test_loader = loaders(args, rank, dist.get_world_size())
-    torch.manual_seed(args.seed + rank)
-    model = make_model(args).to(device)
-    send_weights(model)
-    if args.by == "each":
-        averager = EachGradient(model)  # NEW: registers the hooks
+def now(device):
+    """Return the time in seconds. GPU calls are asynchronous, so wait until they are done."""
+    if device.type != "cpu":
+        torch.accelerator.current_stream().synchronize()
+    return time.perf_counter()
+
+
+def add_flags(parser):
+    """Add the flags that only this lesson has."""
+    add = parser.add_argument
+    ways = ["each", "buckets", "afterwards"]
+    add("--by", choices=ways, default="buckets", help="how to train; the table has all three")
+    # DDP's first bucket holds 1 MiB, and the others 25. The default model has 0.2 MiB of gradients.
+    # In one bucket, they would be complete only when backward() ends.
+    add("--bucket_cap_mb", type=flags.rate, default=0.01, help="MiB of gradients in a bucket")
+
+
+# ---------- Unchanged from manual_data_parallel.py ----------
+# You know what follows: send_weights(), average_gradients(), join(), fit(), run_epoch() and main().
+# Copy it, too.
+
+
+def send_weights(model):
+    """Give all ranks the parameters (also called weights) of rank 0.
+
+    A model may also have tensors that are not trained, its buffers, such as the running averages of
+    batch norm. They would have to be sent, too.
+    """
+    for parameter in model.parameters():
+        # Rank 0 sends, and the other ranks receive into their own parameters. detach() keeps
+        # autograd from recording the call.
+        dist.broadcast(parameter.detach(), src=0)
+
+
+def average_gradients(model):
+    """Replace each gradient with its mean over the ranks, which is the global batch's gradient.
+
+    All ranks must have gradients for the same parameters, so that they send the same messages. (The
+    exercise average_gradients.py does without.)
+    """
+    for parameter in model.parameters():
+        if parameter.grad is not None:  # a frozen parameter has none
+            dist.all_reduce(parameter.grad)  # the sum over all ranks
+            parameter.grad /= dist.get_world_size()
+
+
+def join(local_rank, args):
+    """Join the process group, and print the table of ranks. Returns this rank and its device."""
+    rank = args.nr * args.gpus + local_rank
+    world_size = args.nodes * args.gpus
+    device = torch.device(args.device)
+    gpu = None
+    if args.device == "cpu":  # the ranks of a node divide its cores among themselves
+        torch.set_num_threads(max(1, torch.get_num_threads() // args.gpus))
     else:
-        averager = Buckets(model, args.bucket_cap_mb)
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
-
-    for epoch in range(args.epochs):
-        train_loader.sampler.set_epoch(epoch)
-        start = time.perf_counter()
-        progress = bar(train_loader, show=rank == 0)
-        trained = run_epoch(model, progress, device, optimizer, averager)
-        seconds = time.perf_counter() - start
-        tested = run_epoch(model, test_loader, device)
-        if rank == 0:
-            print(epoch_line(args, epoch, seconds, trained, tested), flush=True)
+        gpu = device = torch.device(args.device, local_rank)
+        torch.accelerator.set_device_index(gpu)  # otherwise all ranks would take memory on GPU 0
+    backend = dist.get_default_backend_for_device(device)
+    address = f"tcp://{args.ip}:{args.port}"  # rank 0 listens there
+    wait = timedelta(seconds=args.timeout)  # for the start, and for each collective
+    try:
+        dist.init_process_group(backend, address, wait, world_size, rank, device_id=gpu)
+    except dist.DistError as error:  # ranks are missing, or the port is taken
+        error.add_note(
+            f"All {world_size} ranks must come to {address}:"
+            " start every node, with the same -n, -g and -ip, and the same free --port."
+        )
+        raise
+    row = f"{args.nr:<6}{rank:<6}{local_rank:<12}{device!s:<8}{os.getpid():<8}{platform.node()}"
+    everyone = [None] * world_size
+    dist.all_gather_object(everyone, (row, vars(args)))
+    # With different flags, the ranks would train different models, or wait for each other.
+    for flag in vars(args).keys() - {"data_dir", "nr", "ip"}:
+        values = {str(theirs.get(flag)) for _, theirs in everyone}
+        if len(values) > 1:
+            dist.destroy_process_group()
+            raise ValueError(f"the nodes differ in --{flag}: {', '.join(sorted(values))}")
     if rank == 0:
-        print("rank  how         messages  done  backward (ms)  waiting (ms)  sum", flush=True)
-    for how in ("afterwards", "each", "buckets"):
-        rows = [None] * dist.get_world_size()
-        dist.all_gather_object(rows, show_overlap(how, args, next(iter(train_loader)), device))
-        if rank == 0:
-            print(*rows, sep="\n", flush=True)
-    dist.destroy_process_group()
+        print("node  rank  local_rank  device  pid     host", flush=True)
+        print(*[row for row, _ in everyone], sep="\n", flush=True)
+    return rank, device
 
 
-@explained  # guard rail: explains errors
+def fit(model, optimizer, train_loader, test_loader, device, args, average):
+    """Train and test, and print one line for each epoch."""
+    rank = dist.get_rank()
+    for epoch in range(args.epochs):
+        train_loader.sampler.set_epoch(epoch)  # a new order, the same on all ranks
+        start = time.perf_counter()
+        bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)
+        loss, correct, images = run_epoch(model, bar, device, optimizer, average)
+        seconds = time.perf_counter() - start
+        speed = len(train_loader) * args.batch_size / seconds
+        _, test_correct, test_images = run_epoch(model, test_loader, device)
+        if rank == 0:  # one line for all ranks, not one from each
+            digits = 12 if args.double else 4
+            print(
+                f"epoch {epoch + 1}/{args.epochs}  loss {loss / images:.{digits}f}"
+                f"  train {correct / images:.2%}  test {test_correct / test_images:.2%}"
+                f"  {seconds:.2f} s  {speed:,.0f} images/s",
+                flush=True,
+            )
+
+
+def run_epoch(model, loader, device, optimizer=None, average=None):
+    """Train, or only test if there is no optimizer.
+
+    Returns three sums over the images of all ranks: the loss, the number classified correctly, the
+    number of images.
+    """
+    model.train(optimizer is not None)
+    # The sums stay on the device. Reading them in each step would make Python wait for the GPU.
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    for images, labels in loader:
+        images = images.to(device, non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
+        with torch.set_grad_enabled(model.training):
+            logits = model(images)
+            loss = F.cross_entropy(logits, labels)
+        if optimizer is not None:
+            optimizer.zero_grad()
+            loss.backward()
+            average(model)  # from here on, each gradient is that of the global batch
+            optimizer.step()
+        sums[0] += loss.detach() * len(labels)
+        sums[1] += (logits.argmax(dim=1) == labels).sum()
+        sums[2] += len(labels)
+    dist.all_reduce(sums)  # the sums over all ranks
+    return sums.tolist()
+
+
 def main():
     """Read the flags and start the ranks of this node."""
-    parser = flags.Parser(__doc__, parents=[flags.training()])
+    parser = flags.training(__doc__)
     add = parser.add_argument
-    add("-n", "--nodes", type=int, default=1, help="number of nodes")
-    add("-g", "--gpus", type=int, help="processes on each node; default: its GPUs, or 2")
+    add("-n", "--nodes", type=flags.positive, default=1, help="number of nodes")
+    add("-g", "--gpus", type=flags.positive, help="ranks of each node; default: its GPUs, or 2")
     add("-nr", "--nr", type=int, default=0, help="number of this node, from 0")
-    add("-ip", "--ip", default="127.0.0.1", help="address of node 0")
-    add("--port", type=int, default=8888, help="port of node 0; -n 1 takes a free one")
-    add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--timeout", type=int, default=60, help="seconds to wait for another rank")
-    add("--batch_size", type=int, default=128, help="images in a step, over all ranks")
-    ways = ["each", "buckets"]
-    add("--by", choices=ways, default="buckets", help="a message for each gradient, or buckets")
-    # DDP's first bucket holds 1 MiB, and the others 25. The default model has 0.2 MiB of gradients,
-    # so it would fit into one bucket, which is complete only when backward() ends.
-    add("--bucket_cap_mb", type=float, default=0.01, help="MiB of gradients in a bucket")
+    add("-ip", "--ip", help="address of node 0")
+    add("--port", type=flags.port, default=8888, help="port of node 0; -n 1 takes a free one")
+    add("--timeout", type=flags.positive, default=60, help="seconds to wait for another rank")
+    add_flags(parser)
     args = parser.parse_args()
-    if args.gpus is None:
-        args.gpus = torch.cuda.device_count() if args.device == "cuda" else 2
-    check(parser, args)  # guard rail: refuses impossible flags
-    if not args.bucket_cap_mb > 0:
-        parser.error(f"--bucket_cap_mb {args.bucket_cap_mb}: must be more than 0")
+    found = torch.accelerator.device_count() if args.device != "cpu" else 2
+    args.gpus = args.gpus or found
+    parser.check_no_launcher()
+    parser.check_nodes(args)
+    parser.check_batch(args.batch_size, args.nodes * args.gpus)
+    if args.nodes == 1:
+        args.ip = "127.0.0.1"
+        with socket.create_server((args.ip, 0)) as server:  # a port that is free now
+            args.port = server.getsockname()[1]
+    # The data is fetched once on each node, before its ranks start.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
-    meet(args)  # guard rail: finds the other nodes
-    mp.spawn(train, (args,), args.gpus)
+    if args.device == "cpu":  # hide gloo's C++ back traces; Python raises the same errors
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    try:
+        # Calls train(0, args), train(1, args) and so on, each in a process of its own.
+        mp.spawn(train, (args,), args.gpus)
+    except mp.ProcessRaisedException as error:
+        sys.exit(str(error))  # the traceback of the rank that failed first
+    except KeyboardInterrupt:
+        sys.exit(130)
+    finally:
+        for process in mp.active_children():
+            process.kill()  # no rank outlives this process
 
 
 if __name__ == "__main__":

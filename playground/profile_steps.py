@@ -213,7 +213,7 @@ def add_flags(parser):
     size = "MiB in a bucket of DDP; default: first 1, then 25"
     add("--bucket_cap_mb", type=flags.positive, help=size)
     folder = "folder for rank0.json, rank1.json, ..."
-    add("--out", type=os.path.expanduser, metavar="DIR", default="traces", help=folder)
+    add("--out", type=flags.new_folder, metavar="DIR", default="traces", help=folder)
 
 
 def check_flags(parser, args, world_size):
@@ -244,7 +244,7 @@ def join(args):
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, vars(args))
     for flag in vars(args).keys() - {"data_dir"}:
-        values = {str(each[flag]) for each in everyone}
+        values = {str(each.get(flag)) for each in everyone}
         if len(values) > 1:
             dist.destroy_process_group()
             raise ValueError(f"the nodes differ in --{flag}: {', '.join(sorted(values))}")

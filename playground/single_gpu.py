@@ -51,10 +51,10 @@ def train(args):
     train_loader, test_loader = loaders(args)
     torch.manual_seed(args.seed)
     model = make_model(args).to(device)
-    # fused=True updates all parameters in one pass, which is faster. Adam divides by the size of
-    # the gradient plus eps. With PyTorch's default, 1e-8, a gradient that is only a rounding error
-    # would cause a full step, and the lessons would print different losses. Keep the default in
-    # your own project.
+    # NEW: fused=True updates all parameters in one pass, which is faster. Adam divides by the size
+    # of the gradient plus eps. With PyTorch's default, 1e-8, a gradient that is only a rounding
+    # error would cause a full step, and the lessons would print different losses. Keep the default
+    # in your own project.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
     fit(model, optimizer, train_loader, test_loader, device, args)
 
@@ -66,7 +66,7 @@ def loaders(args):
     # These data sets return whole batches. For your own, leave collate_fn out, and set num_workers.
     # A GPU copies from pinned memory while Python continues.
     options = {"collate_fn": whole_batch, "pin_memory": args.device != "cpu"}
-    # An epoch leaves out the last batch, which is incomplete: MNIST's last 96 images.
+    # NEW: an epoch leaves out the last batch, which is incomplete: MNIST's last 96 images.
     sampler = RandomSampler(train_set, generator=torch.Generator())
     train_loader = DataLoader(
         train_set, args.batch_size, sampler=sampler, drop_last=True, **options
@@ -78,7 +78,7 @@ def loaders(args):
 def fit(model, optimizer, train_loader, test_loader, device, args):
     """Train and test, and print one line for each epoch."""
     for epoch in range(args.epochs):
-        # The order of the images differs from epoch to epoch, and is the same in each run.
+        # NEW: the order of the images differs from epoch to epoch, and is the same in each run.
         train_loader.sampler.generator.manual_seed(args.seed + epoch)
         start = time.perf_counter()
         bar = tqdm(train_loader, leave=False, disable=None)  # shown in a terminal only

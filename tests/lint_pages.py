@@ -26,7 +26,7 @@ for path in sorted((ROOT / "playground").glob("*.py")):
 FILES = set()
 for folder in ("common", "playground", "tests"):
     FILES |= {path.name for path in (ROOT / folder).rglob("*.py")}
-NAMES = r"(?:playground(?:/measure|/figures|/exercises)?|run|common|tests)/\w+\.(?:py|sh|sbatch)\b"
+NAMES = r"(?:playground(?:/figures|/exercises)?|run|common|tests)/\w+\.(?:py|sh|sbatch)\b"
 MADE_BY_THE_READER = ("playground/broken.py",)
 NOT_ON_A_PAGE = ("setup.sh",)  # only other scripts use it
 OUTSIDE = r"https://[^\s)>]*"

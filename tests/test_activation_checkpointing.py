@@ -194,7 +194,7 @@ def count_gathers(rank):
     from activation_checkpointing import Checkpointed
 
     from common.models import Block
-    from measure.messages import Messages
+    from figures.messages import Messages
 
     tokens = torch.randn(2, 7, 16)
     counts = []

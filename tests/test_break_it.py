@@ -76,22 +76,20 @@ def test_a_buffer_that_is_too_short(change):
     new = "torch.zeros(3 if rank == 1 else 4, device=device)"
     done = run(change("blocking_p2p", (old, new)), status=1)
     assert "16 vs 12" in done.stderr
-    words = "error: local_rank 1: process 1 terminated with signal SIGABRT"
-    assert done.stderr.splitlines()[-1].startswith(words)
+    assert done.stderr.strip().endswith("process 1 terminated with signal SIGABRT")
 
 
 def test_a_rank_that_receives_from_itself(change):
     """It has no connection to itself."""
     copy = change("blocking_p2p", ("src=rank - 1", "src=1"))
     done = run(copy, "--timeout", 5, status=1)
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith("error: rank 1 waited at blocking_p2p.py, line ")
-    assert "not connected" in last
+    assert "-- Process 1 terminated" in done.stderr
+    assert "not connected" in done.stderr.strip().splitlines()[-1]
 
 
 def test_a_buffer_that_is_changed_while_it_travels(change):
     """Rank 0 gets the 9s, because rank 1's message waited for it. Rank 0's own left before."""
-    old = "    products = work(mine.device)"
+    old = "    compute(mine.device)  #"
     out = run(change("nonblocking_p2p", (old, f"    mine.fill_(9)\n{old}"))).stdout
     assert "nonblocking, rank 0: [-1.0, -1.0] -> [9.0, 9.0]" in out
     assert "nonblocking, rank 1: [-1.0, -1.0] -> [0.0, 0.0]" in out
@@ -211,27 +209,26 @@ def test_overlap_with_a_frozen_parameter(by, change):
 
 def test_overlap_without_waiting(change, reference):
     """The optimizer takes gradients that are not complete."""
-    wait, following = "            handle.wait()\n", "            # torch.cat has copied"
-    broken = losses(change("overlapped_data_parallel", (wait + following, following)))
+    broken = losses(change("overlapped_data_parallel", ("        self.handle.wait()\n", "")))
     assert abs(broken[1] - reference[1]) > 1e-3
 
 
 def test_without_set_epoch_the_first_order_repeats(change, reference):
     """The first epoch is as before, the second is not."""
-    broken = losses(change("distributed_data_parallel", ("sampler.set_epoch(epoch)", "pass")))
+    broken = losses(
+        change("distributed_data_parallel", ("train_loader.sampler.set_epoch(epoch)", "pass"))
+    )
     assert broken[0] == pytest.approx(reference[0], abs=2e-4)
     assert abs(broken[1] - reference[1]) > 1e-3
 
 
-@pytest.mark.parametrize(
-    ("count", "words"), [(1, "another rank has ended"), (3, "in different collectives")]
-)
+@pytest.mark.parametrize(("count", "words"), [(1, "by peer"), (3, "by peer|signal SIGABRT")])
 def test_a_collective_on_rank_0_only(count, words, change):
     """Rank 0 waits in an all_reduce. Rank 1 has ended, or is in the next epoch."""
-    old = "        tested = run_epoch("
+    old = "        _, test_correct, test_images = run_epoch("
     copy = change("distributed_data_parallel", (old, f"        if rank == 0:\n    {old}"))
     done = ends(copy, "--epochs", count, "--timeout", 10, status=1)
-    assert words in done.stderr.splitlines()[-1]
+    assert re.search(words, done.stderr.strip().splitlines()[-1])
 
 
 @pytest.mark.parametrize("found", [False, True])

@@ -1,4 +1,4 @@
-"""The collectives: what every rank holds afterwards, the bytes of a ring, and calls that differ."""
+"""The collectives: what every rank holds afterwards, and calls that differ."""
 
 import re
 
@@ -10,15 +10,15 @@ from forked import in_ranks, join
 
 
 def tables(out):
-    """Return the tables by name: for each rank, the lists that it has held, and the last words."""
+    """Return the tables by name: for each rank the lists that it has held, and what is said."""
     found = {}
     for name, rows in re.findall(r"^(\w+)[:,] .*\n((?:rank \d+: .*\n)+)", out, re.M):
         shown = {}
-        for rank, line in re.findall(r"^rank (\d+): (.*(?:bytes|True|False))$", rows, re.M):
+        for rank, line in re.findall(r"^rank (\d+): (\[.*(?:\]|True|False))$", rows, re.M):
             lists = []
             for part in re.findall(r"\[(.*?)\]", line):
                 lists.append([float(number) for number in part.split(",") if number])
-            shown[int(rank)] = (lists, line.rpartition("], ")[2])
+            shown[int(rank)] = (lists, line.rpartition("]")[2])
         assert list(shown) == list(range(len(shown)))
         if name in found:
             name = "both"  # the last table begins with reduce_scatter, too
@@ -27,55 +27,38 @@ def tables(out):
 
 
 def expected(n):
-    """Return what the tables must show for n ranks, from lists and from formulas for the bytes."""
+    """Return what the tables must show for n ranks, from lists."""
     before = [[10.0 * (rank + 1) + chunk for chunk in range(n)] for rank in range(n)]
     columns = [list(column) for column in zip(*before, strict=True)]
     sums = [sum(column) for column in columns]
     own = [before[rank][rank] for rank in range(n)]
-    size = 4 * n
-    most = size * (n - 1) // n
-    nothing = [0] * (n - 1)
-    after_and_sent = {
-        "broadcast": ([before[0]] * n, [size] * (n - 1) + [0]),
-        "scatter": ([[number] for number in before[0]], [most, *nothing]),
-        "gather": ([own] + [[]] * (n - 1), [0] + [size // n] * (n - 1)),
-        "all_gather": ([own] * n, [most] * n),
-        "reduce": ([sums] + [[]] * (n - 1), [0] + [size] * (n - 1)),
-        "reduce_scatter": ([[number] for number in sums], [most] * n),
-        "all_to_all": (columns, [most] * n),
-        "all_reduce": ([sums] * n, [2 * most] * n),
+    after = {
+        "broadcast": [before[0]] * n,
+        "scatter": [[number] for number in before[0]],
+        "gather": [own] + [[]] * (n - 1),
+        "all_gather": [own] * n,
+        "reduce": [sums] + [[]] * (n - 1),
+        "reduce_scatter": [[number] for number in sums],
+        "all_to_all": columns,
+        "all_reduce": [sums] * n,
     }
     found = {}
-    for name, (after, sent) in after_and_sent.items():
-        found[name] = {}
-        for rank in range(n):
-            found[name][rank] = [before[rank], after[rank]], f"sends {sent[rank]} bytes"
+    for name, lists in after.items():
+        found[name] = {rank: ([before[rank], lists[rank]], "") for rank in range(n)}
     found["both"] = {}
     for rank in range(n):
-        found["both"][rank] = [before[rank], [sums[rank]], sums], "= all_reduce: True"
+        found["both"][rank] = [before[rank], [sums[rank]], sums], ", = all_reduce: True"
     return found
 
 
-def chunks_in_titles(out, n):
-    """Return by name how many chunks a rank sends. The titles of the tables give formulas."""
-    formulas = {"one": 1, "n": n, "n-1": n - 1, "2(n-1)": 2 * (n - 1)}
-    titles = re.findall(r"^(\w+): .* (?:send|sends) (\S+) chunks?(?: each)?\.$", out, re.M)
-    return {name: formulas[formula] for name, formula in titles}
-
-
-@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("n", [2, 3])
 def test_what_is_printed(n):
-    """The numbers and bytes are those of lists and formulas, also with one rank.
+    """The numbers are those of lists. With async_op the sum is the same.
 
-    With async_op the sum is the same. At the barrier, the other ranks wait longer than rank 0.
+    At the barrier, the other ranks wait longer than rank 0.
     """
     out = train("collectives", processes=n).stdout
     assert tables(out) == expected(n)
-    title = chunks_in_titles(out, n)
-    for name, table in expected(n).items():
-        if name != "both":
-            sent = [int(words.split()[1]) for _, words in table.values()]
-            assert max(sent) == (4 * title[name] if n > 1 else 0)
     sums = [10.0 * sum(range(1, n + 1)) + n * chunk for chunk in range(n)]
     found = re.findall(r"^rank (\d): \[.*\] -> (\[.*\]) by async_op$", out, re.M)
     assert found == [(str(rank), str(sums)) for rank in range(n)]
@@ -85,12 +68,10 @@ def test_what_is_printed(n):
 
 
 def counted(rank, world_size, port, results):
-    """Count the bytes that the ring of nonblocking_p2p.py sends, beside what all_reduce tells."""
-    import collectives
+    """Count the bytes that the ring of nonblocking_p2p.py sends."""
     import nonblocking_p2p
 
     join(rank, world_size, port)
-    numbers = torch.ones(world_size * 5)
     sent = []
     plain = dist.batch_isend_irecv
 
@@ -99,25 +80,24 @@ def counted(rank, world_size, port, results):
         return plain(operations)
 
     nonblocking_p2p.dist.batch_isend_irecv = batch
-    nonblocking_p2p.ring_all_reduce(numbers)
+    nonblocking_p2p.ring_all_reduce(torch.ones(world_size * 5))
     nonblocking_p2p.dist.batch_isend_irecv = plain
-    _, chunks = collectives.all_reduce(numbers.clone(), rank, world_size)
-    results[rank] = sum(sent), chunks * numbers.nbytes // world_size
+    results[rank] = sum(sent)
     dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])
-def test_the_formula_is_what_the_ring_sends(world_size):
-    """Messages of the ring that is made by hand: 2(n-1)/n of the tensor, as the lesson prints."""
-    size = 4 * 5 * world_size
-    formula = 2 * (world_size - 1) * size // world_size
+def test_what_a_ring_sends(world_size):
+    """2(n-1) chunks, as the docstring says of an all_reduce."""
+    chunk = 4 * 5
     results = in_ranks(counted, world_size)
-    assert results == {rank: (formula, formula) for rank in range(world_size)}
+    assert results == {rank: 2 * (world_size - 1) * chunk for rank in range(world_size)}
 
 
 def test_ranks_started_by_hand():
     """RANK and the rest in the environment: each process is one rank and starts no others."""
     meet = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    meet |= {"LOCAL_RANK": "0"}
     other = Lesson("collectives", env=meet | {"RANK": "1"})
     out = run("collectives", env=meet | {"RANK": "0"}).stdout
     assert other.wait().returncode == 0
@@ -132,20 +112,6 @@ def test_two_nodes():
     assert other.wait().returncode == 0
     assert re.search(r"^0 +0 +0 .*\n1 +1 +0 ", out, re.M)
     assert tables(out) == expected(2)
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (("-g", 0), "--gpus 0"),
-        (("-n", 2), "-ip"),
-        (("--backend", "nccl", "--device", "cpu"), "gloo"),
-    ],
-)
-def test_flags_that_can_not_work(flags, words, main):
-    """Status 2 and one line."""
-    (line,) = main("collectives", *flags).stderr.strip().splitlines()
-    assert "error: " in line and words in line
 
 
 @pytest.fixture
@@ -188,7 +154,8 @@ def test_a_rank_that_skips_a_collective(broken):
     """Rank 0 waits in it, rank 1 in the next one, until the timeout. PyTorch can name both."""
     done = broken(REDUCE, SKIPPED, 1)
     assert list(tables(done.stdout)) == list(expected(2))[:7]  # all that come before
-    assert "another rank has ended, is in a different collective" in done.stderr.splitlines()[-1]
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("RuntimeError: ") and re.search("Timed out waiting|by peer", last)
     assert "OpType=ALLREDUCE" in broken(REDUCE, SKIPPED, 1, compared=True).stderr
 
 
@@ -211,4 +178,4 @@ def test_an_all_reduce_of_a_different_size(broken):
     """It ends with an error, after the timeout or at once."""
     done = broken(REDUCE, SHORT_REDUCE, 1)
     assert list(tables(done.stdout)) == list(expected(2))[:7]
-    assert done.stderr.splitlines()[-1].startswith("error: ")
+    assert "Timed out waiting" in done.stderr or "signal SIGABRT" in done.stderr

@@ -417,11 +417,11 @@ def test_ctrl_c_keeps_what_there_is(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (("--out", "/proc/nowhere"), "cannot write --out /proc/nowhere"),
+        (("--out", "/proc/nowhere"), "--out: cannot write /proc/nowhere"),
         (("--widths", "0"), "must be 1 or more"),
         (("--timeout", "0"), "must be 1 or more"),
         (("--batch_size", 100), "cannot be divided by each of [1, 2, 8]: use --batch_size 96"),
-        (("--lr", "nan"), "--lr nan: must be a number"),
+        (("--lr", "nan"), "--lr: nan must be a number"),
         (("--double",), "--double: leave it out"),
     ],
 )

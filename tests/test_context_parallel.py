@@ -15,7 +15,7 @@ from forked import in_group
 from torch.nn import functional as F
 
 from common.models import Transformer
-from measure.messages import Messages
+from figures.messages import Messages
 
 LESSON = "context_parallel"
 TRANSFORMER = ("--model", "transformer", "--double")

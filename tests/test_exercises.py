@@ -686,7 +686,7 @@ def test_some_numbers_of_ranks(tmp_path):
 def copy(tmp_path):
     """The exercises of a fresh clone."""
     not_committed = shutil.ignore_patterns("__pycache__", "answers")
-    for name in ("common", "playground/measure", "playground/exercises"):
+    for name in ("common", "playground/figures", "playground/exercises"):
         shutil.copytree(ROOT / name, tmp_path / "course" / name, ignore=not_committed)
     return tmp_path / "course" / "playground" / "exercises"
 

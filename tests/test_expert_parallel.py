@@ -129,7 +129,7 @@ def mean_gradients(rank, only_first):
     """Outputs and gradients are those of one process, and each row for another rank is sent."""
     import expert_parallel as lesson
 
-    from measure.messages import Messages
+    from figures.messages import Messages
 
     torch.set_default_dtype(torch.float64)
     world_size = dist.get_world_size()
@@ -190,7 +190,7 @@ def uneven_parts(rank):
     """Count uneven parts of two ranks: by the call of the lesson, and by the one for autograd."""
     from torch.distributed import _functional_collectives as functional
 
-    from measure.messages import Messages
+    from figures.messages import Messages
 
     rows = torch.zeros(4, 1)
     sent = [[1, 3], [2, 2]][rank]

@@ -1,7 +1,7 @@
 """Faults between two nodes.
 
-Some are survived. All others end the run in bounded time, with a line that names the cause. The
-nodes are network namespaces. README counts the tests of this file.
+Some are survived. All others end the run in bounded time, with a last line that says what was seen.
+The nodes are network namespaces. README counts the tests of this file.
 """
 
 import os
@@ -20,7 +20,6 @@ from conftest import (
     Lesson,
     each_epoch,
     epochs,
-    one_line,
     one_process,
     python_path,
     run,
@@ -29,7 +28,7 @@ from conftest import (
     wait_for_epoch,
 )
 from nodes import ADDRESSES
-from test_errors import wait_for_line
+from test_errors import COME, told, wait_for_line
 
 DDP = "distributed_data_parallel"
 RESUMABLE = "distributed_data_parallel_resumable"
@@ -60,8 +59,7 @@ def test_a_wrong_address(lesson, nodes):
     own = () if talks(lesson) else SHORT
     flags = (*own, "-n", 2, "-g", 1, "-nr", 1, "-ip", "10.77.0.9", "--timeout", 5)
     [done] = ends(nodes, Lesson(lesson, *flags, node=(nodes, 1)))
-    fault = "could not reach node 0 at 10.77.0.9 in 5 s"
-    one_line(done, fault, "start it, check -ip, --port and the firewall")
+    told(done, COME.format(2, "10.77.0.9", 8888))
 
 
 @pytest.mark.parametrize("address", ["192.0.2.1", "nosuchnode"])
@@ -69,14 +67,14 @@ def test_an_address_without_a_route_or_a_name(address, nodes):
     """The node has no route to the address, or the name has no address."""
     flags = (*SHORT, "-n", 2, "-g", 1, "-nr", 1, "-ip", address, "--timeout", 5)
     [done] = ends(nodes, Lesson(DDP, *flags, node=(nodes, 1)))
-    one_line(done, f"could not reach node 0 at {address}", "check -ip, --port and the firewall")
+    told(done, COME.format(2, address, 8888))
 
 
 def test_the_second_node_never_starts(nodes):
-    """Node 0 waits --timeout seconds and names the missing node."""
+    """Node 0 waits --timeout seconds, and says what to start."""
     flags = (*SHORT, "-n", 2, "-g", 2, "-nr", 0, *NODE0, "--timeout", 5)
     [done] = ends(nodes, Lesson(DDP, *flags, node=(nodes, 0)))
-    one_line(done, "nodes [1] are missing after 5 s", "start every node")
+    told(done, COME.format(4, ADDRESSES[0], 8888))
 
 
 def test_the_second_node_has_other_flags(nodes):
@@ -85,34 +83,19 @@ def test_the_second_node_has_other_flags(nodes):
     zero = Lesson(DDP, *flags, "-nr", 0, "--lr", 0.001, node=(nodes, 0))
     one = Lesson(DDP, *flags, "-nr", 1, "--lr", 0.002, node=(nodes, 1))
     for done in ends(nodes, zero, one):
-        assert "--lr differs" in one_line(done)
+        told(done, "ValueError: the nodes differ in --lr: 0.001, 0.002")
         assert "epoch" not in done.stdout
-
-
-def test_a_foreign_server_on_the_port(nodes):
-    """If another program on node 0 has the port, node 0 ends at once, and node 1 in time."""
-    server = "import socket, time; server = socket.create_server(('', 8888));"
-    server += " print('ready', flush=True); time.sleep(120)"
-    foreign = Job(*nodes.enter(0), sys.executable, "-c", server)
-    try:
-        wait_for_line(foreign, "ready")
-        zero, one = [job.wait() for job in on_both(nodes, DDP, *SHORT, "--timeout", 5)]
-    finally:
-        foreign.process.kill()
-        foreign.wait()
-    one_line(zero, "8888", "choose another --port")
-    one_line(one, "could not reach node 0", "check -ip, --port")
-    assert nodes.pids(0) + nodes.pids(1) == []
 
 
 @pytest.mark.parametrize("lesson", [DDP, "manual_data_parallel"])
 def test_the_link_is_cut_for_good(lesson, nodes):
-    """When the link is cut during training, both nodes end after --timeout with the reason."""
+    """When the link is cut during training, both nodes end after --timeout."""
     zero, one = on_both(nodes, lesson, *LONG, "--timeout", 20)
     wait_for_line(zero, "epoch 3/")
     nodes.link("down")
     for done in ends(nodes, zero, one):
-        one_line(done, "has lost its network")
+        told(done, "RuntimeError: ")
+        assert re.search("Timed out waiting|by peer", done.stderr)
 
 
 def test_the_link_is_gone_for_8_seconds(nodes, tmp_path):
@@ -145,7 +128,7 @@ def test_a_slow_link(nodes):
 
 @pytest.mark.parametrize("victim", [0, 3])
 def test_a_rank_is_killed(victim, nodes):
-    """Its own node names the rank and the signal. The other node reports that a rank has ended."""
+    """Its own node names the rank and the signal. The other node has lost its connection."""
     zero, one = on_both(nodes, DDP, *LONG, ranks=2, cold=victim == 0)
     pids = zero.ranks(4)
     wait_for_line(zero, "epoch 1/")
@@ -153,9 +136,10 @@ def test_a_rank_is_killed(victim, nodes):
     done = ends(nodes, zero, one)
     node = victim // 2
     local_rank = victim % 2
-    killed = f"local_rank {local_rank}: process {local_rank} terminated with signal SIGKILL"
-    one_line(done[node], killed)
-    one_line(done[1 - node], "another rank has ended", "look for its error, on all nodes")
+    # A rank on the same node may find its connection closed before the kill is noticed.
+    killed = f"process {local_rank} terminated with signal SIGKILL"
+    assert re.search(f"{killed}|by peer", done[node].stderr.strip().splitlines()[-1])
+    told(done[1 - node], "by peer")
 
 
 def test_a_whole_node_is_lost(nodes):
@@ -166,7 +150,7 @@ def test_a_whole_node_is_lost(nodes):
         os.kill(pid, signal.SIGKILL)
     one.wait()
     [done] = ends(nodes, zero)
-    one_line(done, "another rank has ended")
+    told(done, "by peer")
 
 
 def test_ctrl_c_on_one_node(nodes):
@@ -176,7 +160,7 @@ def test_ctrl_c_on_one_node(nodes):
     os.killpg(one.process.pid, signal.SIGINT)
     assert one.wait().returncode == 130
     [done] = ends(nodes, zero)
-    one_line(done, "another rank has ended", "look for its error, on all nodes")
+    told(done, "by peer")
 
 
 def torchrun_node(nodes, index, lesson, *flags, **env):

@@ -11,7 +11,7 @@ from conftest import DIGITS, ROOT, epochs, fails, losses, one_line, ranks, run, 
 from forked import in_group
 
 from common.models import MLP
-from measure.messages import Messages
+from figures.messages import Messages
 
 LESSON = "hybrid_parallel"
 TWO_EPOCHS = (*DIGITS, "--batch_size", 120, "--epochs", 2)

@@ -94,7 +94,7 @@ def count_bytes(rank):
     """With a policy, FSDP gathers half of the bytes, and reduces as many as without."""
     import mixed_precision
 
-    from measure.messages import Messages
+    from figures.messages import Messages
 
     args = argparse.Namespace(device="cpu", timeout=60, double=False)
     images = torch.randn(4, 1, 28, 28)

@@ -1,12 +1,13 @@
 """What overlapped_data_parallel.py does by hand trains as one process does, with early messages."""
 
 import re
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from conftest import DIGITS, run
+from conftest import SHORT, epochs, run
 from forked import in_ranks, join
 from test_manual_data_parallel import assert_equal, make, steps
 from torch import nn
@@ -24,10 +25,8 @@ def by_hand(rank, world_size, port, results):
     for capacity in ("each", *CAPACITIES):
         model = make(rank)
         lesson.send_weights(model)
-        if capacity == "each":
-            averager = lesson.EachGradient(model)
-        else:
-            averager = lesson.Buckets(model, capacity)
+        args = SimpleNamespace(bucket_cap_mb=capacity)
+        average = lesson.register("each" if capacity == "each" else "buckets", model, args)
         messages = []
         early = []  # for each message, whether the first parameter's gradient was missing
         first = next(model.parameters())
@@ -36,9 +35,10 @@ def by_hand(rank, world_size, port, results):
             early.append(first.grad is None)
             return dist.all_reduce(message, **options)
 
-        def count_and_finish(messages=messages, averager=averager):
-            messages.append(len(averager.handles))
-            averager.finish()
+        def count_and_finish(messages=messages, early=early, model=model, average=average):
+            messages.append(len(early))  # all of them have been started in backward()
+            average(model)
+            assert len(early) == messages[-1]
 
         with mock.patch.object(
             lesson, "dist", SimpleNamespace(**vars(dist) | {"all_reduce": note})
@@ -56,7 +56,7 @@ def test_ranks_train_as_one_process(world_size):
     for capacity, count in {"each": 8, **CAPACITIES}.items():
         for rank in range(world_size):
             messages, early, trained = results[rank, capacity]
-            assert messages == [count] * 3
+            assert messages == [count, 2 * count, 3 * count]
             assert early[::count] == [count > 1] * 3
             assert_equal(trained, right)
 
@@ -71,7 +71,7 @@ def without_a_gradient(rank, world_size, port, results):
         model.unused = nn.Linear(1, 1).double()
         gradients = lesson.Buckets(model, capacity)
         with pytest.raises(RuntimeError) as error:
-            steps(model, rank, world_size, gradients.finish)
+            steps(model, rank, world_size, partial(gradients.finish, model))
         results[rank, capacity] = str(error.value)
     dist.barrier()  # messages without a wait() may still be on their way
     dist.destroy_process_group()
@@ -84,13 +84,13 @@ def test_a_parameter_without_a_gradient():
     assert results == {(rank, capacity): said for rank in (0, 1) for capacity in CAPACITIES}
 
 
-def test_what_is_printed_is_counted():
-    """Three buckets of the default model: two layers, one layer, and the first layer."""
-    out = run("overlapped_data_parallel", *DIGITS, "-g", 2, "--epochs", 1).stdout
-    rows = re.findall(r"^(\d)  +(\w+) +(\d+) +(\d+) +[\d.]+ +[\d.]+ +[\d.]+$", out, re.M)
-    counts = {(rank, how): messages for rank, how, messages, _ in rows}
-    for rank in "01":
-        assert counts[rank, "afterwards"] == counts[rank, "each"] == "8"
-        assert counts[rank, "buckets"] == "3"
-    assert all(int(done) <= int(messages) for _, _, messages, done in rows)
-    assert len(rows) == 6
+def test_what_is_printed():
+    """A row for each way and rank, and the same numbers from each way of training."""
+    lines = []
+    for by in ("each", "buckets", "afterwards"):
+        out = run("overlapped_data_parallel", *SHORT, "--double", "-g", 2, "--by", by).stdout
+        lines += epochs(out)
+        times = r"[\d.]+ +[\d.]+ +[\d.]+"
+        rows = re.findall(rf"^(\d)  +(\w+) +{times}$", out, re.M)
+        assert rows == [(rank, how) for how in ("afterwards", "each", "buckets") for rank in "01"]
+    assert lines == [pytest.approx(lines[0])] * 3

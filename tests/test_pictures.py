@@ -17,12 +17,12 @@ from warm import import_what_lessons_need
 from figures import counts, pictures
 from figures.counts import IN_RANKS, WIDE, count, in_ranks, time_overlap
 from figures.pictures import DRAW, FIGURES, logical_time, stages_on_a_rank
-from measure.timeline import Calls, Span, as_text, bubble
+from figures.timeline import Calls, bubble
 
 COUNTS = json.loads((FIGURES / "pictures.json").read_text())
 KEPT = ("parameters", "gradients", "Adam's averages")
 LAYER = 4 * (784 * 784 + 784)  # bytes of a hidden layer of that model
-COUNTED = ("holds", "ring", "fsdp", "schedules", "tensor", "mesh")
+COUNTED = ("holds", "data_parallel", "ring", "fsdp", "schedules", "tensor", "mesh")
 COUNTED += ("split", "context", "experts", "axes")
 
 
@@ -207,6 +207,19 @@ def test_the_buffers_of_the_page():
         assert held["FSDP"][rank]["buffers"] == held["HSDP"][rank]["buffers"] == 3 * LAYER
 
 
+def test_the_step_of_the_picture():
+    """Both ranks have other images and another gradient, and the same w, before and after."""
+    step = COUNTS["data_parallel"]
+    assert len({*step["images"][0], *step["images"][1]}) == 8
+    for name in ("drawn", "own gradient"):
+        assert step[name][0] != step[name][1]
+    for name in ("sent", "gradient", "updated"):
+        assert step[name][0] == step[name][1]
+    assert step["sent"][0] == step["drawn"][0]
+    assert step["gradient"][0] == pytest.approx(sum(step["own gradient"]) / 2, abs=1e-4)
+    assert abs(step["updated"][0] - step["sent"][0]) == pytest.approx(1e-3, abs=1e-4)
+
+
 def test_which_layers_are_whole():
     """The one that computes; with --keep_weights those from the forward to the backward pass."""
     moments = [("forward", layer) for layer in range(1, 9)]
@@ -245,7 +258,6 @@ def sleep_and_meet():
             rest(0)
     assert time.sleep is sleep
     rest()
-    noted.show()
     return [[span.worker, span.kind] for span in noted.of_all_ranks()]
 
 
@@ -254,21 +266,12 @@ def rest(number=1):
     time.sleep(0.01 / number)
 
 
-def test_noting_calls(capfd):
+def test_noting_calls():
     """Only the outer call is noted, an error as well, and afterwards nothing is."""
     found = in_ranks({"calls": sleep_and_meet}, 2)["calls"]
     for rank in (0, 1):
         kinds = [kind for each, kind in found if each == rank]
         assert [kind for kind in kinds if kind != "wait"] == ["asleep", "computing", "computing"]
-    lines = re.findall(r"^rank (\d) \|([zcw.]{60})\|$", capfd.readouterr().out, re.M)
-    assert [rank for rank, _ in lines] == ["0", "1"]
-
-
-def test_calls_as_text():
-    """A letter for each kind of call, and a dot where there is none."""
-    kinds = ("asleep", "recv", "send", "wait", "computing")
-    spans = [Span(0, kind, 0, 2 * number, 2 * number + 1) for number, kind in enumerate(kinds)]
-    assert as_text(spans, ["x"], columns=9) == "x |z.r.s.w.c|"
 
 
 def test_the_command(tmp_path, monkeypatch, capsys):

@@ -5,7 +5,7 @@ import ast
 import pytest
 from conftest import ROOT
 
-FOLDERS = ("common", "playground", "playground/measure", "playground/exercises")
+FOLDERS = ("common", "playground", "playground/figures", "playground/exercises")
 FOLDERS += ("playground/exercises/judging", "playground/figures")
 FILES = sorted(
     str(path.relative_to(ROOT)) for folder in FOLDERS for path in (ROOT / folder).glob("*.py")

@@ -116,6 +116,7 @@ def masked(line):
     """Replace what differs from run to run: times, process ids, hosts, float32's numbers."""
     line = re.sub(r"^((?:node\d: )?\d+ +\d+ +\d+ +\S+) +\d+ +\S+$", r"\1 PID HOST", line)
     line = re.sub(r"^node\d: error", "NODE: error", line)  # either node may be first
+    line = re.sub(r"(tcp://[\d.]+):\d+", r"\1:PORT", line)
     line = re.sub(r"train [\d.]+%  test [\d.]+%", "ACCURACIES", line)
     line = re.sub(r"loss \d+\.\d{4}  ", "LOSS  ", line)  # the twelve digits of --double stay
     return re.sub(r"[\d.,]+ (s|images/s|matrix products)\b", r"# \1", line)

@@ -12,7 +12,7 @@ from conftest import DIGITS, losses, one_line, single_gpu, train
 from forked import in_group
 
 from common.models import Transformer
-from measure.messages import Messages
+from figures.messages import Messages
 
 LESSON = "sequence_parallel"
 TRANSFORMER = ("--model", "transformer", "--double")

@@ -183,7 +183,7 @@ def watched_rank(rank, world_size, port, results):
     """Note what stage 3 gathers in a step and in a test."""
     import manual_fully_sharded as lesson
 
-    from measure.memory import Gathered, held
+    from figures.memory import Gathered, held
 
     torch.set_num_threads(1)
     dist.init_process_group(

@@ -37,16 +37,13 @@ READING_ORDER = [
     "expert_parallel",
     "three_axes",
 ]
-# These still have the guard rails of common/ in sight, and no fold.
-WITH_GUARD_RAILS = {
+IN_FULL = {  # these show the frames, which the others have below a fold
     "blocking_p2p",
-    "nonblocking_p2p",
-    "collectives",
+    "single_gpu",
     "manual_data_parallel",
-    "overlapped_data_parallel",
     "distributed_data_parallel",
+    "distributed_data_parallel_torchrun",
 }
-IN_FULL = WITH_GUARD_RAILS | {"single_gpu", "distributed_data_parallel_torchrun"}
 NOT_IN_A_LESSON = [
     "TCPStore",
     "FileStore",
@@ -128,10 +125,10 @@ def test_a_lesson_is_plain_pytorch(lesson):
     """No stores, no signals, no loops that join or kill; the start and the end are in sight."""
     text = source(lesson)
     words = [word for word in NOT_IN_A_LESSON if word in text]
-    if lesson == "distributed_data_parallel2":  # it ends its ranks, and hides gloo's back traces
-        words = [word for word in words if word not in (".kill(", "TORCH_CPP_LOG_LEVEL")]
-    assert words == (["1e-8"] if lesson == "single_gpu" else [])
-    assert ("guard_rails" in text) == (lesson in WITH_GUARD_RAILS)
+    expected = ["1e-8"] if lesson == "single_gpu" else []
+    if "torch.distributed" in text and not by_torchrun(lesson):
+        expected = [".kill(", "TORCH_CPP_LOG_LEVEL"]  # it ends its ranks, and hides back traces
+    assert words == expected
     if "torch.distributed" not in text:
         return
     ends = functions(lesson)["talk" if "talk" in functions(lesson) else "train"]
@@ -159,20 +156,19 @@ def test_help_is_short(lesson):
 
 MAY_IMPORT = {  # what stands below each folder; a lesson is a file of playground/ itself
     "common": {"common"},
-    "playground/measure": {"common", "measure"},
-    "playground": {"common", "measure", "lessons"},
-    "playground/figures": {"common", "measure", "lessons", "figures"},
+    "playground": {"common", "lessons"},
+    "playground/figures": {"common", "lessons", "figures"},
     "playground/exercises": {"exercises"},
     "playground/exercises/solutions": set(),
-    "playground/exercises/judging": {"common", "measure", "exercises"},
-    "playground/exercises/judging/checks": {"common", "measure", "exercises"},
+    "playground/exercises/judging": {"common", "figures", "exercises"},
+    "playground/exercises/judging/checks": {"common", "exercises"},
 }
 
 
 def room_of(module):
     """Return the folder of the course that a module is in, or None if it is not of the course."""
     first = module.split(".")[0]
-    if first in ("common", "measure", "figures"):
+    if first in ("common", "figures"):
         return first
     if first in LESSONS:
         return "lessons"
@@ -194,7 +190,7 @@ def test_no_import_runs_back_up(folder):
             assert rooms <= MAY_IMPORT[folder], f"{path.name} imports {modules}"
             if path.stem in LESSONS and path.stem != "three_axes":
                 assert "lessons" not in rooms, f"{path.name} imports {modules}"
-            if path.stem in set(LESSONS) - WITH_GUARD_RAILS and "common" in rooms:
+            if path.stem in LESSONS and "common" in rooms:
                 names = {each.name for each in node.names}
                 assert names == {"flags"} or modules[0] in ("common.data", "common.models")
                 assert rooms == {"common"}

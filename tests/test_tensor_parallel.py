@@ -11,7 +11,7 @@ from forked import in_group
 from torch import nn
 
 from common.models import CNN, MLP
-from measure.messages import Messages
+from figures.messages import Messages
 
 LESSON = "tensor_parallel"
 TWO_EPOCHS = (*DIGITS, "--batch_size", 120, "--epochs", 2, "--double")

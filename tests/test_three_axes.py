@@ -2,6 +2,7 @@
 
 import math
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ UNEVEN = ("--tokens", 7, "--width", 8, "--layers", 1)  # one rank has four token
 ROW = r"^(\w+) +(all_reduce|all_gather|reduce_scatter|send) +(\d+) +(\d+) +([\d,]+) +([\d,]+)$"
 # After training, a copy of the lesson counts the messages of a step.
 END = "    dist.barrier()  # DTensor"
-COUNT = f"""    from measure.splits import show_axes
+COUNT = f"""    sys.path.append({str(Path(__file__).parent)!r})
+    from axes import show_axes
 
     show_axes(gradients_of, next(iter(train_loader)), model, args, mesh, flat)
 {END}"""

@@ -91,7 +91,7 @@ def _server() -> socket.socket:
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    env["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # as common/roll_call.py sets it for the ranks
+    env["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # as the lessons set it for their ranks
     env["PLAYGROUND_TEST"] = "-" * 32  # room for the marks of the processes that it forks
     process = subprocess.Popen(
         [sys.executable, __file__, str(theirs.fileno())], env=env, pass_fds=[theirs.fileno()]

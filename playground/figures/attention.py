@@ -24,9 +24,9 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
 from common.models import Attention
+from figures.messages import Messages
 from figures.ranks import of_all_ranks
-from measure.messages import Messages
-from measure.style import (
+from figures.style import (
     BLUE,
     GREEN,
     GREY,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 
-from measure.style import BLUE, GREEN, GREY, INK, ORANGE, SKY, add_legend, new_figure, save
+from figures.style import BLUE, GREEN, GREY, INK, ORANGE, SKY, add_legend, new_figure, save
 
 
 def _label(axes: Axes, ends: dict[str, tuple[float, float]]) -> None:

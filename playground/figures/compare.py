@@ -46,7 +46,6 @@ What is approximate:
     freed memory, unless MALLOC_MMAP_THRESHOLD_=1000000 is set (glibc).
   - Memory on a GPU is what the tensors of a process take at most, until its end. PyTorch counts it
     (torch.accelerator.max_memory_allocated).
-  - "Messages" are the collectives of each rank in a step, in lessons that count them.
 
 Try breaking it, in a copy:
     cp playground/figures/compare.py playground/figures/broken.py
@@ -79,9 +78,8 @@ sys.path.append(str(PLAYGROUND))  # find the lessons and figures/ from any worki
 sys.path.append(str(PLAYGROUND.parent))  # find common/
 from profile_steps import step_times
 
-from common import old_flags as flags
+from common import flags
 from common.data import fetch
-from common.guard_rails import check, explained
 from common.models import HEADS, LAYERS, TOKENS, WIDTH
 from figures.charts import draw_scaling, draw_speed, draw_steps, draw_widths
 from figures.processes import cores, follow, gpu_memory, gpu_variables, last_words
@@ -449,9 +447,7 @@ def complete(parser, args):
         args.processes = [count for count in (2, 4, 8, 16, 32, 64) if count <= most]
     args.processes = sorted({1, *args.processes})
     args.widths = sorted(set(args.widths))
-    if min([*args.processes, *args.widths, args.seconds]) < 1:
-        parser.error("--processes, --widths and --timeout: must be 1 or more")
-    check(parser, args)  # guard rail: refuses impossible flags
+    parser.check_gpus(args.device, max([args.gpus, *args.processes]), "--gpus and --processes")
     args.stages = fitting_stages(args.gpus, args.model, args.layers)
     args.pieces = fitting_pieces(args.gpus, args.model, args.width)
     args.head_parts = fitting_heads(args.gpus, args.heads, args.tokens)
@@ -468,23 +464,22 @@ def complete(parser, args):
     args.out = Path(args.out)
 
 
-@explained  # guard rail: explains errors
 def main():
     """Make the runs, one after the other, and report. After Ctrl-C report what there is."""
-    parser = flags.Parser(__doc__, parents=[flags.training()])
+    parser = flags.training(__doc__)
     add = parser.add_argument
     names = sorted({line.split()[0] for line in LESSONS + OF_TRANSFORMERS})
-    add("--out", metavar="DIR", default="comparison", help="folder for all that is written")
+    folder = "folder for all that is written"
+    add("--out", type=flags.new_folder, metavar="DIR", default="comparison", help=folder)
     add("--only", nargs="+", choices=PARTS, default=PARTS, help="some of the parts")
     add("--lessons", nargs="+", choices=names, default=names, help="for parity, and single_gpu")
-    add(
-        "-g", "--gpus", type=int, help="processes of a lesson with several; default: all GPUs, or 2"
-    )
-    add("--processes", nargs="+", type=int, help="for scaling; default: up to all cores or GPUs")
-    add("--widths", nargs="+", type=int, default=[64, 256, 1024], help="for widths")
-    add("--timeout", dest="seconds", type=int, default=900, help="seconds that a run may take")
-    add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--batch_size", type=int, help="images in a step, over all ranks; default: 128 or near it")
+    number = flags.positive
+    processes = "processes of a lesson with several; default: all GPUs, or 2"
+    add("-g", "--gpus", type=number, help=processes)
+    add("--processes", nargs="+", type=number, help="for scaling; default: up to all cores or GPUs")
+    add("--widths", nargs="+", type=number, default=[64, 256, 1024], help="for widths")
+    add("--timeout", dest="seconds", type=number, default=900, help="seconds that a run may take")
+    parser.set_defaults(batch_size=None)  # 128, or what all numbers of processes divide near it
     args = parser.parse_args()
     complete(parser, args)
     runs = []

@@ -7,6 +7,7 @@ hold.
 
 import argparse
 import json
+import socket
 import subprocess
 import sys
 import tempfile
@@ -43,15 +44,15 @@ import sharded_optimizer
 import tensor_parallel
 import three_axes
 
-from common.guard_rails import free_port
 from common.models import MLP, TOKENS, Transformer
 from figures.attention import count_context, count_split
 from figures.experts import count_experts
+from figures.memory import Gathered, held
+from figures.messages import Messages
 from figures.ranks import of_all_ranks
-from measure.memory import Gathered, held
-from measure.messages import Messages
-from measure.timeline import METHODS, Calls, note_calls
-from measure.traces import named, whole_steps
+from figures.replicas import count_data_parallel
+from figures.timeline import METHODS, Calls, note_calls
+from figures.traces import named, whole_steps
 
 CPU = torch.device("cpu")
 MICRO_BATCHES = 8
@@ -67,7 +68,9 @@ def in_ranks(functions: dict[str, Callable[[], Any]], world_size: int) -> dict[s
     """
     with mp.Manager() as manager:
         results = manager.dict()
-        mp.spawn(_call, (functions, world_size, free_port(), results), world_size)
+        with socket.create_server(("127.0.0.1", 0)) as server:  # a port that is free now
+            port = server.getsockname()[1]
+        mp.spawn(_call, (functions, world_size, port, results), world_size)
         return dict(results)
 
 
@@ -540,19 +543,20 @@ def time_calls() -> dict[str, list[list]]:
     """
     rank = dist.get_rank()
     other = 1 - rank
-    blocking_p2p.relay(rank, CPU)  # connects the ranks
     exchanges = {}
-    for late in (0, 1):
-        with Calls() as calls:
-            blocking_p2p.relay(rank, CPU, late)
-        exchanges[f"rank {late} is late"] = calls.of_all_ranks()
+    with mock.patch.object(blocking_p2p, "report"):  # which would send messages, too
+        blocking_p2p.relay(rank, CPU, late=None)  # connects the ranks
+        for late in (0, 1):
+            with Calls() as calls:
+                blocking_p2p.relay(rank, CPU, late)
+            exchanges[f"rank {late} is late"] = calls.of_all_ranks()
     for exchange in (nonblocking_p2p.blocking, nonblocking_p2p.nonblocking):
         mine = torch.zeros(2)
         theirs = torch.zeros(2)
-        with Calls(computing=nonblocking_p2p.work) as calls:
+        with Calls(computing=nonblocking_p2p.compute) as calls:
             if rank == 0:
                 time.sleep(0.5)
-            exchange(rank, mine, theirs, other, other)
+            exchange(mine, theirs, other, other)
         exchanges[exchange.__name__] = calls.of_all_ranks()
     rows = {}
     for name, spans in exchanges.items():
@@ -613,7 +617,12 @@ def _parts_of_step(trace: dict, start: float, end: float) -> dict[str, list]:
 # All of them
 
 IN_RANKS = {  # the number of ranks, and what is counted with it
-    2: {"waits": time_calls, "tensor": count_tensor, "experts": count_experts},
+    2: {
+        "waits": time_calls,
+        "data_parallel": count_data_parallel,
+        "tensor": count_tensor,
+        "experts": count_experts,
+    },
     4: {
         "holds": count_memory,
         "ring": count_ring,

@@ -17,7 +17,7 @@ from matplotlib.patches import Rectangle
 
 from common.data import loaders
 from common.models import Transformer
-from measure.style import BLUE, GREY, INK, ORANGE, add_legend, new_figure, save
+from figures.style import BLUE, GREY, INK, ORANGE, add_legend, new_figure, save
 
 EXPERTS = 4
 STAYS = GREY

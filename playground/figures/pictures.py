@@ -19,14 +19,15 @@ from itertools import chain, pairwise
 from pathlib import Path
 
 PLAYGROUND = Path(__file__).resolve().parents[1]
-sys.path.append(str(PLAYGROUND))  # find measure/ and figures/ from any working directory
+sys.path.append(str(PLAYGROUND))  # find figures/ from any working directory
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Polygon, Rectangle
 
 from figures.attention import draw_context, draw_split
 from figures.counts import count
 from figures.experts import draw_experts
-from measure.style import (
+from figures.replicas import draw_data_parallel
+from figures.style import (
     BLUE,
     GREEN,
     GREY,
@@ -39,7 +40,7 @@ from measure.style import (
     new_figure,
     save,
 )
-from measure.timeline import Span, bubble
+from figures.timeline import Span, bubble
 
 FIGURES = PLAYGROUND / "figures"
 COUNTS = FIGURES / "pictures.json"
@@ -523,6 +524,7 @@ DRAW: dict[str, Callable] = {
     "holds": draw_holds,
     "waits": draw_waits,
     "ring": draw_ring,
+    "data_parallel": draw_data_parallel,
     "overlap": draw_overlap,
     "fsdp": draw_fsdp,
     "schedules": draw_schedules,

@@ -9,8 +9,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # find measure/
-from measure.messages import flat as tensors_in
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # find figures/
+from figures.messages import flat as tensors_in
 
 SECONDS_TO_FREE = 2
 
@@ -24,7 +24,7 @@ class Watching(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls):
-        """See Messages in measure/messages.py."""
+        """See Messages in figures/messages.py."""
         return False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

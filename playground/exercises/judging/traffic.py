@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # find measure/
-from measure.messages import Messages, kept_bytes, passed, process_group
-from measure.messages import sent_bytes as sent_in_a_ring
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # find figures/
+from figures.messages import Messages, kept_bytes, passed, process_group
+from figures.messages import sent_bytes as sent_in_a_ring
 
 SECONDS_LATE = 0.01  # how much later than the others a late rank starts each message
 SHOWN = 3  # numbers of a message that are kept for the trace
@@ -22,7 +22,7 @@ class Message:
     """One call of this rank: a message to or from another rank, or a collective.
 
     Attributes:
-        kind: "send", "recv", "all_reduce", ...: see measure/messages.py.
+        kind: "send", "recv", "all_reduce", ...: see figures/messages.py.
         call: the function of torch.distributed that the learner has called, such as "isend".
         line: the line of the learner's file; None if it is not known.
         peer: the other rank; None for a collective, and for a recv from any rank.
@@ -146,7 +146,7 @@ def to_itself(message):
 
 
 def sent_bytes(kind, nbytes, size, kept=0):
-    """Return how many bytes a rank sends. See measure/messages.py."""
+    """Return how many bytes a rank sends. See figures/messages.py."""
     return int(sent_in_a_ring(kind, nbytes, size, kept))
 
 

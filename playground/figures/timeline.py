@@ -10,23 +10,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-COLUMNS = 88  # of the text
 METHODS = {  # of a PipelineStage, and what each computes
     "forward_one_chunk": "forward",
     "backward_one_chunk": "backward",
     "backward_weight_one_chunk": "weights",
-}
-SIGNS = {
-    "forward": "0123456789",
-    "backward": "abcdefghijklmnopqrstuvwxyz",
-    "weights": "ABCDEFGHIJKLMNOPQRSTUVWXYZ",
-    "asleep": "z",
-    "send": "s",
-    "recv": "r",
-    "wait": "w",
-    "computing": "c",
-    "all_gather": "g",
-    "reduce_scatter": "r",
 }
 CPU = torch.device("cpu")
 Moment = float | torch.cuda.Event
@@ -176,46 +163,3 @@ class Calls:
         spans_of_ranks = [None] * dist.get_world_size()
         dist.all_gather_object(spans_of_ranks, self.spans)
         return list(chain(*spans_of_ranks))
-
-    def show(self) -> None:
-        """Print a line for each rank, on rank 0. All ranks must call this together."""
-        spans = self.of_all_ranks()
-        if dist.get_rank() == 0:
-            names = [f"rank {rank}" for rank in range(dist.get_world_size())]
-            print(as_text(spans, names, columns=60), flush=True)
-
-
-def as_text(spans: list[Span], names: list[str], columns: int = COLUMNS) -> str:
-    """Return a line for each worker, from the start of the step on the left to its end.
-
-    A digit is the forward pass of the micro-batch with that number (its last digit). A letter is
-    the backward pass (a: micro-batch 0), and a capital letter is the part of it that computes the
-    gradients of the parameters. A dot is waiting.
-
-    For calls, the letters are z (asleep), s (in send), r (in recv), w (in wait) and c (computing),
-    or g (in all_gather_into_tensor) and r (in reduce_scatter_tensor).
-
-    Args:
-        spans: of one step.
-        names: of the workers.
-        columns: the length of the lines, without names.
-    """
-    first = min(span.start for span in spans)
-    column = duration(spans) / columns
-    lines = []
-    for worker, name in enumerate(names):
-        line = ["."] * columns
-        filled = [0.5] * columns  # a column shows what fills more than half of it
-        for span in spans:
-            if span.worker != worker:
-                continue
-            signs = SIGNS[span.kind]
-            start = (span.start - first) / column
-            end = (span.end - first) / column
-            for place in range(int(start), min(int(end) + 1, columns)):
-                share = min(end, place + 1) - max(start, place)
-                if share > filled[place]:
-                    filled[place] = share
-                    line[place] = signs[span.micro_batch % len(signs)]
-        lines.append(f"{name} |{''.join(line)}|")
-    return "\n".join(lines)

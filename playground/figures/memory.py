@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from measure.messages import Messages
+from figures.messages import Messages
 
 
 def held(tensors: Iterable[Tensor | None]) -> int:

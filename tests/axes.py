@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from common.models import LAYERS, WIDTH
-from measure.messages import Messages, sent_bytes
+from figures.messages import Messages, sent_bytes
 
 
 def show_axes(
