@@ -3,8 +3,8 @@
 Run it:
     python playground/blocking_p2p.py    # two processes; -g 3: three
 
-In the first run rank 0 starts a second late, in the second run rank 1. After a table of the ranks,
-it prints on CPUs:
+In the first run, rank 0 starts one second late; in the other, rank 1 does. After a table of the
+ranks, it prints on CPUs:
     rank 0 starts a second late:
     rank 0: [0.0, 1.0, 2.0, 3.0], 0.0 s in send
     rank 1: [0.0, 0.0, 0.0, 0.0] -> [0.0, 1.0, 2.0, 3.0], 1.0 s in recv
@@ -12,11 +12,12 @@ it prints on CPUs:
     rank 0: [0.0, 1.0, 2.0, 3.0], 1.0 s in send
     rank 1: [0.0, 0.0, 0.0, 0.0] -> [0.0, 1.0, 2.0, 3.0], 0.0 s in recv
 
-`main()` starts the processes. Each has a number, its rank, which counts from 0 across all machines
-(nodes), and runs `talk()`. There it joins the process group, the ranks that can send each other
-messages, and calls `relay()`. Processes share no memory: one rank calls `send`, and another calls
-`recv`, which fills an existing tensor (the buffer). On CPUs, both calls block until the other rank
-makes its call. If all ranks wait for each other, none of them ever continues. This is a deadlock:
+`main()` starts the processes. Each runs `talk()`, and has a number, its rank, counted from 0 across
+all machines (nodes). There it joins the process group, whose members can exchange messages, and
+calls `relay()`. Processes share no memory: one rank calls `send`, and another calls `recv`, which
+fills an existing tensor (the buffer). On CPUs, both calls block until the other rank makes its
+call. If all ranks wait for each other, none of them ever continues, which is called a deadlock. The
+lesson gives up after three seconds:
     python playground/blocking_p2p.py --deadlock
     rank 0: DEADLOCK: rank 1 did not receive, because it was in send, too
     rank 1: DEADLOCK: rank 0 did not receive, because it was in send, too
@@ -31,9 +32,7 @@ Try breaking it, in a copy (cp playground/blocking_p2p.py playground/broken.py):
   1. Give rank 1 a buffer of three numbers. Which rank fails, and with what message?
   2. Let rank 1 receive from `src=1`, which is itself. Which rank fails, and with what message?
   3. With `-g 3 --deadlock`, ranks 2 and 0 are neighbours and both even. Why does the cure work?
-
 Now write it yourself: `swap_with_neighbour.py` and `tree_broadcast.py` in playground/exercises/.
-
 The next lesson, `nonblocking_p2p.py`, computes while a message is on its way.
 """
 
@@ -58,14 +57,14 @@ def relay(rank, device, late):
     if rank == 0:
         numbers = torch.arange(4.0, device=device)
     else:
-        numbers = torch.zeros(4, device=device)  # NEW: the buffer, of the same shape and dtype
+        numbers = torch.zeros(4, device=device)  # NEW: the buffer, shaped as what is sent
     line = f"rank {rank}: {numbers.tolist()}"
     if rank == late:
         time.sleep(1)
     if rank > 0:
         start = time.perf_counter()
         dist.recv(numbers, src=rank - 1)  # NEW: on CPUs, returns when the numbers have arrived
-        line += f" -> {numbers.tolist()}"  # a GPU's recv returns at once, but reading them waits
+        line += f" -> {numbers.tolist()}"  # a GPU's recv returns at once, and this line waits
         line += f", {time.perf_counter() - start:.1f} s in recv"
     if rank < dist.get_world_size() - 1:
         start = time.perf_counter()
@@ -109,8 +108,8 @@ def show_deadlock(rank, device):
     """Let all ranks wait for each other for three seconds. Then exchange in a better order."""
     right = (rank + 1) % dist.get_world_size()  # a ring: rank 0 is to the right of the last rank
     left = (rank - 1) % dist.get_world_size()
-    # A second group of all ranks, in which a message may take three seconds. Then gloo raises an
-    # error. (NCCL would end the process, so this group uses gloo on GPUs, too.)
+    # A second group of all ranks: gloo raises an error if a message takes more than three seconds.
+    # (NCCL would end the process, so GPUs use gloo here, too.)
     impatient = dist.new_group(backend="gloo", timeout=timedelta(seconds=3))
     try:
         all_ranks_send_first(torch.tensor([rank]), torch.tensor([-1]), right, left, impatient)
@@ -127,11 +126,15 @@ def add_flags(parser):
     parser.add_argument("--deadlock", action="store_true", help="all ranks send first; then a cure")
 
 
+# ---------- The frame: the next two lessons repeat what follows ----------
+
+
 def join(local_rank, args):
     """Join the process group, and print the table of ranks. Returns this rank and its device."""
     rank = args.nr * args.gpus + local_rank  # the nodes before this one have args.gpus ranks each
     world_size = args.nodes * args.gpus  # the number of all ranks
-    # The local rank counts from 0 on each node. torchrun puts it into the environment.
+    # The local rank counts from 0 on each node. (A rank that torchrun has started finds it in the
+    # environment. Skip this at first reading, here and in main().)
     local_rank = int(os.environ.get("LOCAL_RANK", local_rank))
     device = torch.device(args.device)
     gpu = None
@@ -167,8 +170,8 @@ def join(local_rank, args):
 def report(line):
     """Print a line from each rank, in the order of the ranks.
 
-    All ranks call it together: all_gather_object gives each of them the lines of all. The lesson
-    collectives.py explains such calls.
+    All ranks call it together: all_gather_object gives each of them the lines of all.
+    collectives.py explains calls that all ranks make together.
     """
     lines = [None] * dist.get_world_size()
     dist.all_gather_object(lines, line)
@@ -195,8 +198,8 @@ def main():
     add_flags(parser)
     args = parser.parse_args()
     if "RANK" in os.environ:
-        # This rank was started by hand or by torchrun, which the lesson
-        # distributed_data_parallel_torchrun.py explains. It counts as a node of its own.
+        # This rank was started by hand or by torchrun, which a later lesson explains. It counts as
+        # a node of its own.
         parser.check_torchrun(args)
         args.nr = int(os.environ["RANK"])
         args.nodes = int(os.environ["WORLD_SIZE"])

@@ -15,7 +15,8 @@ Here each of n ranks has a tensor of n numbers, and a chunk is one number. If a 
 each rank one chunk, rank r gets chunk r. (The ring of `nonblocking_p2p.py` gave it chunk r + 1.)
 
 An all_reduce is a reduce_scatter and then an all_gather. Around a ring, a rank sends n-1 chunks in
-each of the two, and 2(n-1) in an all_reduce. Which way the messages take, gloo and NCCL choose.
+a reduce_scatter, as many in an all_gather, and 2(n-1) in an all_reduce. gloo and NCCL choose the
+route.
 
 Try breaking it, in a copy (cp playground/collectives.py playground/broken.py). Run each exercise
 with --timeout 5. Then run it again with TORCH_DISTRIBUTED_DEBUG=DETAIL in front of the command,
@@ -66,7 +67,7 @@ def scatter(mine, rank, n):
 
 
 def gather(mine, rank, n):
-    """Each rank r gives its chunk r, and rank 0 gets all."""
+    """Each rank r gives its chunk r, and rank 0 gets all these chunks."""
     if rank == 0:
         whole = torch.empty_like(mine)
         chunks = list(whole.chunk(n))  # views, so gather writes into `whole`
@@ -78,7 +79,7 @@ def gather(mine, rank, n):
 
 
 def all_gather(mine, rank, n):
-    """Each rank r gives its chunk r, and all ranks get all."""
+    """Each rank r gives its chunk r, and all ranks get all these chunks."""
     whole = torch.empty_like(mine)
     # Newer versions of PyTorch also call it all_gather_single.
     dist.all_gather_into_tensor(whole, mine.chunk(n)[rank])
@@ -100,7 +101,7 @@ def reduce_scatter(mine, rank, n):
 
 
 def all_to_all(mine, rank, n):
-    """Rank r gets chunk r of each rank: rows become columns."""
+    """Rank r gets chunk r of each rank, as if rows of a matrix became columns."""
     whole = torch.empty_like(mine)
     dist.all_to_all_single(whole, mine)
     return whole
@@ -141,7 +142,7 @@ def talk(local_rank, args):
 
 
 def show_two_for_one(numbers, rank, n):
-    """Make an all_reduce of two other collectives."""
+    """Build an all_reduce out of two other collectives."""
     chunk = reduce_scatter(numbers, rank, n)
     whole = torch.empty_like(numbers)
     # NEW: each rank gives its chunk of the sum, so all ranks get the whole sum.
@@ -186,7 +187,8 @@ def join(local_rank, args):
     """Join the process group, and print the table of ranks. Returns this rank and its device."""
     rank = args.nr * args.gpus + local_rank  # the nodes before this one have args.gpus ranks each
     world_size = args.nodes * args.gpus  # the number of all ranks
-    # The local rank counts from 0 on each node. torchrun puts it into the environment.
+    # The local rank counts from 0 on each node. (A rank that torchrun has started finds it in the
+    # environment. Skip this at first reading, here and in main().)
     local_rank = int(os.environ.get("LOCAL_RANK", local_rank))
     device = torch.device(args.device)
     gpu = None
@@ -222,8 +224,8 @@ def join(local_rank, args):
 def report(line):
     """Print a line from each rank, in the order of the ranks.
 
-    All ranks call it together: all_gather_object gives each of them the lines of all. The lesson
-    collectives.py explains such calls.
+    All ranks call it together: all_gather_object gives each of them the lines of all.
+    collectives.py explains calls that all ranks make together.
     """
     lines = [None] * dist.get_world_size()
     dist.all_gather_object(lines, line)
@@ -250,8 +252,8 @@ def main():
     add_flags(parser)
     args = parser.parse_args()
     if "RANK" in os.environ:
-        # This rank was started by hand or by torchrun, which the lesson
-        # distributed_data_parallel_torchrun.py explains. It counts as a node of its own.
+        # This rank was started by hand or by torchrun, which a later lesson explains. It counts as
+        # a node of its own.
         parser.check_torchrun(args)
         args.nr = int(os.environ["RANK"])
         args.nodes = int(os.environ["WORLD_SIZE"])

@@ -29,10 +29,8 @@ Try breaking it, in a copy, with --double, and compare the losses:
   3. Leave out `total_of_rows *= correction`. When would this be no fault?
   4. In from_owner, write `if dist.get_rank() != owner:` and below it `logits = logits.detach()`.
      Which rank fails, and where does the other wait?
-
 Now write `ring_attention.py`, and repair `fault_many_times_the_gradient.py`, both in
 playground/exercises/.
-
 Builds on: sequence_parallel.py
 The next lesson, `expert_parallel.py`, gives each rank different parameters, and sends it tokens.
 """
@@ -445,6 +443,7 @@ def fit(model, optimizer, train_loader, test_loader, device, args):
     for epoch in range(args.epochs):
         train_loader.sampler.set_epoch(epoch)  # a new order, the same on all ranks
         start = time.perf_counter()
+        # Only rank 0 shows a bar, and only in a terminal.
         bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)
         loss, correct, images = run_epoch(model, bar, device, optimizer)
         seconds = time.perf_counter() - start
@@ -494,7 +493,7 @@ def main():
     parser = flags.ranks(__doc__)
     add_flags(parser)
     args = parser.parse_args()
-    parser.check_torchrun(args)  # torchrun runs this script once for each rank
+    parser.check_torchrun(args)  # an error of one line if torchrun has not started this
     check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
     # Before there is a group: the ranks of a node take turns, and the first one downloads.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)

@@ -17,10 +17,11 @@ a process for each GPU, is faster. The threads of `nn.DataParallel` share one Py
 its first GPU does more than the others, and the model is copied in every step.
 
 Without a GPU, `nn.DataParallel` does nothing: the model runs as in `single_gpu.py`. With --by hand,
-this file does the work itself, with a replica on each GPU or with any number of them on a CPU.
+this file does the work itself, with a replica (copy) on each GPU, or any number of replicas on a
+CPU.
 
-Read the code down to the line "Unchanged from single_gpu.py". What stands below it you have read in
-that lesson, word for word. It is there so that the whole program is in one file.
+Read the code down to the line "Unchanged from single_gpu.py". The rest is that lesson's, word for
+word, so that the whole program is in one file.
 
 Try breaking it, in a copy (cp playground/data_parallel.py playground/broken.py):
   1. Print `list(model.state_dict())` at the end of train, and run it with --by hand. How do these
@@ -55,8 +56,8 @@ class Replicas(nn.Module):
     """Computes a batch in parts, one part with each replica of a model, as nn.DataParallel does.
 
     Args:
-        module: the model, on the first of the devices. The replicas' buffers, such as the averages
-            of batch norm, are not copied back to it.
+        module: the model, on the first of the devices. Its buffers, which are not trained, such as
+            the averages of batch norm, are not copied in each step, nor copied back to it.
         devices: where the replicas compute, one for each part of a batch.
     """
 
@@ -64,10 +65,10 @@ class Replicas(nn.Module):
         super().__init__()
         self.module = module
         self.devices = devices
-        # functional_call puts parameters into a module while it computes, so each thread needs a
-        # module of its own. A plain list hides these modules from parameters(), so the optimizer
-        # does not see them.
-        self.replicas = [copy.deepcopy(module) for _ in devices]
+        # functional_call runs a module with the given parameters, but swaps them into it meanwhile,
+        # so each thread needs a module of its own. A plain list hides these modules from
+        # parameters(), so the optimizer does not see them.
+        self.replicas = [copy.deepcopy(module).to(device) for device in devices]
         self.threads = ThreadPoolExecutor(len(devices))
 
     def compute(self, replica, part, device, grad_enabled):
@@ -131,7 +132,7 @@ def main():
     parser = flags.training(__doc__)
     add_flags(parser)
     args = parser.parse_args()
-    parser.check_gpus(args.device, args.gpus, "-g")  # NEW: one line if there are too few
+    parser.check_gpus(args.device, args.gpus, "-g")  # NEW: an error if there are too few
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 
@@ -144,10 +145,10 @@ def loaders(args):
     """Return a DataLoader of the training images, and one of the test images."""
     dtype = torch.float64 if args.double else torch.float32
     train_set, test_set = load(args.dataset, args.data_dir, dtype)
-    # These data sets return whole batches. For your own, leave collate_fn out, and set num_workers.
-    # A GPU copies from pinned memory while Python continues.
+    # These data sets return a batch at once, so nothing is left to collate. For your own, leave
+    # collate_fn out, and set num_workers. From pinned memory, a GPU copies while Python continues.
     options = {"collate_fn": whole_batch, "pin_memory": args.device != "cpu"}
-    # An epoch leaves out the last batch, which is incomplete: MNIST's last 96 images.
+    # An epoch leaves out its last, incomplete batch: 96 images of MNIST.
     sampler = RandomSampler(train_set, generator=torch.Generator())
     train_loader = DataLoader(
         train_set, args.batch_size, sampler=sampler, drop_last=True, **options

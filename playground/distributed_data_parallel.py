@@ -28,10 +28,8 @@ Try breaking it, in a copy (cp playground/distributed_data_parallel.py playgroun
      does each rank wait?
   3. Add `model.unused = torch.nn.Linear(1, 1)` after `model = make_model(args)...`. What does DDP
      complain about, and what does it suggest?
-
 Now write `exact_accuracy.py`, and repair `fault_same_order.py`, `fault_too_many_images.py` and
 `fault_cannot_load.py`, in playground/exercises/.
-
 Builds on: overlapped_data_parallel.py
 The next lesson, `distributed_data_parallel2.py`, starts the same training with detectron2.
 """
@@ -65,9 +63,9 @@ def train(local_rank, args):
     train_loader, test_loader = loaders(args, rank, dist.get_world_size())
     torch.manual_seed(args.seed)
     model = make_model(args).to(device)
-    # NEW: DDP sends the parameters of rank 0 to all ranks. It does not need device_ids, which many
-    # tutorials pass, because the model and the images are on this rank's device already. (If your
-    # model has batch norm, read distributed_data_parallel_resnet.py.)
+    # NEW: DDP sends the parameters of rank 0 to all ranks. Many tutorials pass device_ids, which is
+    # not needed: the model and the images are on this rank's device already. (If your model has
+    # batch norm, read distributed_data_parallel_resnet.py.)
     model = DistributedDataParallel(model)
     torch.manual_seed(args.seed + rank)  # dropout, if there is any, must differ between ranks
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
@@ -75,6 +73,10 @@ def train(local_rank, args):
     # NEW: delete DDP before the group, because DDP uses it. Otherwise the process may hang here.
     del model
     dist.destroy_process_group()
+
+
+# ---------- Nearly as in manual_data_parallel.py ----------
+# Read only what is marked NEW.
 
 
 def join(local_rank, args):
@@ -163,11 +165,11 @@ def save(args, epoch, model, optimizer):
     state |= {"epoch": epoch, "args": vars(args)}
     unfinished = Path(f"{args.savefile}.unfinished")
     try:
-        with open(unfinished, "wb") as file:  # so that the error of a full disk says so
+        with open(unfinished, "wb") as file:  # so that a full disk gives a clear error
             torch.save(state, file)
         os.replace(unfinished, args.savefile)
     finally:
-        unfinished.unlink(missing_ok=True)  # it is there only if the disk is full, for example
+        unfinished.unlink(missing_ok=True)  # left over only after an error
 
 
 def run_epoch(model, loader, device, optimizer=None):

@@ -58,7 +58,8 @@ try:
 except ImportError:
     commit = "02b5c4e295e990042a714712c21dc79b731e8833"
     url = f"git+https://github.com/facebookresearch/detectron2.git@{commit}"
-    sys.exit(f"error: detectron2 is missing: pip install --no-build-isolation '{url}'")
+    install = f"pip install ninja, then pip install --no-build-isolation '{url}'"
+    sys.exit(f"error: detectron2 is missing: {install}")
 
 
 def start(args):
@@ -163,15 +164,15 @@ def save(args, epoch, model, optimizer):
     state |= {"epoch": epoch + 1, "args": vars(args)}
     unfinished = Path(f"{args.savefile}.unfinished")
     try:
-        with open(unfinished, "wb") as file:  # so that the error of a full disk says so
+        with open(unfinished, "wb") as file:  # so that a full disk gives a clear error
             torch.save(state, file)
         os.replace(unfinished, args.savefile)
     finally:
-        unfinished.unlink(missing_ok=True)  # it is there only if the disk is full, for example
+        unfinished.unlink(missing_ok=True)  # left over only after an error
 
 
 def visible_gpus(args):
-    """Return the GPUs that the ranks of this node may see, as CUDA_VISIBLE_DEVICES has them."""
+    """Return the GPUs of this node's ranks, as a value for CUDA_VISIBLE_DEVICES."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible:
         numbers = visible.split(",")
@@ -179,13 +180,14 @@ def visible_gpus(args):
         numbers = [str(number) for number in range(torch.cuda.device_count())]
     # NEW: launch uses NCCL if it finds a GPU, so --device cpu hides all GPUs. And launch joins the
     # group before it selects a GPU. If n GPUs are visible then, NCCL takes GPU number rank % n.
-    # This is the local rank if n is the number of ranks on this node, so no more are visible.
+    # This is the local rank if n is the number of ranks on this node, so only that many stay
+    # visible.
     needed = args.gpus if args.device == "cuda" else 0
     return ",".join(numbers[:needed])
 
 
 def add_flags(parser):
-    """Add the flags that a lesson has if it starts its ranks itself."""
+    """Add the flags of a lesson that starts its own ranks."""
     add = parser.add_argument
     add("-n", "--nodes", type=flags.positive, default=1, help="number of nodes")
     add("-g", "--gpus", type=flags.positive, help="ranks of each node; default: its GPUs, or 2")
@@ -237,7 +239,7 @@ def main():
         for process in mp.active_children():
             process.kill()  # no rank outlives this process
         os.environ.clear()
-        os.environ.update(before)  # for a notebook, in which this process lives on
+        os.environ.update(before)  # a notebook runs on in this process
 
 
 # ---------- Unchanged from single_gpu.py ----------

@@ -1,6 +1,6 @@
 r"""A real model: ResNet-18 on CIFAR-10, with pretrained parameters, accumulation and batch norm.
 
-Run it. (In the first run, one rank of each node downloads and the others wait: --timeout 600.)
+Run it. (In the first run, one rank of each node downloads and the others wait, so --timeout 600.)
     torchrun --standalone --nproc-per-node 2 \
         playground/distributed_data_parallel_resnet.py --pretrained --timeout 600
 
@@ -12,7 +12,7 @@ It prints (numbers differ a little, and random images cannot be recognized):
     global batch 128 = 2 ranks x 64 images, on each rank in 4 micro-batches
     epoch 1/3  loss 2.6088  train 10.16%  test 8.00%  9.71 s  185 images/s
 
-Run it on GPUs that you choose. Local ranks 0, 1, 2 get GPUs 1, 6, 3. (3 divides 126.)
+Run it on GPUs that you choose. Local ranks 0, 1, 2 get GPUs 1, 6, 3. (3 ranks divide 126.)
     torchrun --standalone --nproc-per-node 3 \
         playground/distributed_data_parallel_resnet.py --gpu_ids 1,6,3 --batch_size 126
 
@@ -30,7 +30,6 @@ Try breaking it, in a copy:
      losses change? Compare the seconds.
   2. Replace `(loss * fraction).backward()` with `loss.backward()`, and run it with --accumulate 4.
      What does Adam make of gradients that are four times as large?
-
 Now write it yourself: `accumulate_gradients.py` in playground/exercises/.
 Builds on: distributed_data_parallel_torchrun.py
 The next lesson, `profile_steps.py`, measures where the time of a step goes.
@@ -70,7 +69,7 @@ def accumulate_gradients(model, images, labels, count):
     for number, (micro_images, micro_labels) in enumerate(micro_batches, start=1):
         # NEW: DDP would average the gradients after every micro-batch, which gives the same result,
         # but costs more messages. no_sync() turns this off for all micro-batches except the last.
-        # DDP decides in forward() what it will do in backward(), so both stand inside.
+        # DDP decides in forward() what it will do in backward(), so both are inside the `with`.
         is_last = number == count
         with nullcontext() if is_last else model.no_sync():
             logits = model(micro_images)
@@ -118,7 +117,7 @@ def train(args):
 
 
 def run_epoch(model, loader, device, step=None):
-    """Train with this function, which makes a step. Only test if there is none.
+    """Train by calling step(images, labels) for each batch, or only test if there is none.
 
     Returns three sums over the images of all ranks: the loss, the number classified correctly, the
     number of images.
@@ -222,7 +221,7 @@ def download(args):
 
 
 # ---------- Nearly as in distributed_data_parallel_torchrun.py ----------
-# NEW marks what differs, and the flags are those of this model and its data.
+# Read only what is marked NEW. The flags are those of this model and its data.
 
 
 def join(args):
@@ -318,6 +317,7 @@ def fit(model, optimizer, train_loader, test_loader, device, args):
     for epoch in range(args.epochs):
         train_loader.sampler.set_epoch(epoch)  # a new order, the same on all ranks
         start = time.perf_counter()
+        # Only rank 0 shows a bar, and only in a terminal.
         bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)
         loss, correct, images = run_epoch(model, bar, device, optimizer)
         seconds = time.perf_counter() - start

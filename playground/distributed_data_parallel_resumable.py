@@ -9,7 +9,7 @@ Resume it with more epochs, here in one process, and look at the curves in a bro
         playground/distributed_data_parallel_resumable.py --epochs 5
     tensorboard --logdir runs
 
-The second command prints where it resumes (times differ):
+The command with --epochs 5 prints where it resumes (times differ):
     runs/mlp-mnist/epoch-0003.pt: 3 of 5 epochs are done
     epoch 4/5  loss 0.0952  train 97.12%  test 96.53%  0.41 s  146,442 images/s
 
@@ -79,7 +79,7 @@ def save(folder, epoch, model, optimizer, args):
             os.fsync(file.fileno())
         os.replace(unfinished, folder / f"epoch-{epoch:04}.pt")
     finally:
-        unfinished.unlink(missing_ok=True)  # it is there only if the disk is full, for example
+        unfinished.unlink(missing_ok=True)  # left over only after an error
     for path in checkpoints(folder)[:-3]:
         path.unlink()
 
@@ -271,7 +271,7 @@ def main():
     parser = flags.ranks(__doc__)
     add_flags(parser)
     args = parser.parse_args()
-    parser.check_torchrun(args)  # torchrun runs this script once for each rank
+    parser.check_torchrun(args)  # an error of one line if torchrun has not started this
     check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
     # Before there is a group: the ranks of a node take turns, and the first one downloads.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)

@@ -12,9 +12,9 @@ environment of each. `init_process_group` reads four of them: `RANK`, `WORLD_SIZ
 and `MASTER_PORT`. `join` reads a fifth, `LOCAL_RANK`, which selects the GPU. So the lesson starts
 no processes itself, and it needs no flags for nodes, processes or addresses.
 
-On two nodes, run the same command on both (`run/torchrun_node.sh` adds checks to it). "rdzv" stands
-for rendezvous, and "c10d" for PyTorch's own, which needs no other server. It numbers the nodes, so
-rank 0, which prints, may be on either of them:
+On two nodes, run the same command on both (`run/torchrun_node.sh` adds checks to it). The nodes
+find each other by a rendezvous (rdzv), here PyTorch's own (c10d). It numbers the nodes, so rank 0,
+which prints, may be on either of them:
     torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d \
         --rdzv-endpoint <ip of node 0>:29500 playground/distributed_data_parallel_torchrun.py
 
@@ -22,7 +22,7 @@ Before it starts, torchrun may warn that it sets `OMP_NUM_THREADS` to 1, so that
 one core of a CPU. To use more, put OMP_NUM_THREADS=4 in front of the command.
 
 This is the lesson to copy into a project of your own: it is complete, and `README.md` says what to
-replace. All later lessons have its functions below a line that names it.
+replace. Nearly all later lessons repeat its functions below a line that names it.
 
 Try breaking it, in a copy:
   1. Write `assert rank == 0` after `rank, device = join(args)`. What does torchrun report, and what
@@ -86,7 +86,7 @@ def main():
     parser = flags.ranks(__doc__)
     add_flags(parser)
     args = parser.parse_args()
-    parser.check_torchrun(args)  # NEW: torchrun runs this script once for each rank
+    parser.check_torchrun(args)  # NEW: an error of one line if torchrun has not started this
     check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
     # Before there is a group: the ranks of a node take turns, and the first one downloads.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
@@ -132,6 +132,7 @@ def fit(model, optimizer, train_loader, test_loader, device, args):
     for epoch in range(args.epochs):
         train_loader.sampler.set_epoch(epoch)  # a new order, the same on all ranks
         start = time.perf_counter()
+        # Only rank 0 shows a bar, and only in a terminal.
         bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)
         loss, correct, images = run_epoch(model, bar, device, optimizer)
         seconds = time.perf_counter() - start

@@ -31,9 +31,7 @@ Try breaking it, in a copy, with --double --dataset digits --batch_size 120 --ti
   3. In `balance_loss`, delete the all_reduce. Compare 1 and 2 ranks with --balance 0.1.
   4. Before the line with `mlp(`, write `if mine.any():`, and indent that line. In `forward`, before
      `order = ...`, write `expert = torch.zeros_like(expert)`. Which rank waits, and for what?
-
 Now write `expert_dispatch.py` in playground/exercises/, and repair `fault_averaged_experts.py`.
-
 Builds on: manual_data_parallel.py
 The next lesson, `three_axes.py`, combines three kinds of parallelism.
 """
@@ -301,6 +299,7 @@ def fit(model, optimizer, train_loader, test_loader, device, args):
     for epoch in range(args.epochs):
         train_loader.sampler.set_epoch(epoch)  # a new order, the same on all ranks
         start = time.perf_counter()
+        # Only rank 0 shows a bar, and only in a terminal.
         bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)
         loss, correct, images = run_epoch(model, bar, device, optimizer)
         seconds = time.perf_counter() - start
@@ -324,7 +323,7 @@ def main():
     parser = flags.ranks(__doc__)
     add_flags(parser)
     args = parser.parse_args()
-    parser.check_torchrun(args)  # torchrun runs this script once for each rank
+    parser.check_torchrun(args)  # an error of one line if torchrun has not started this
     check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
     # Before there is a group: the ranks of a node take turns, and the first one downloads.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)

@@ -31,7 +31,6 @@ Try breaking it, in a copy:
      it work with --model mlp, and with --model cnn?
   2. In fit(), write `set_epoch(epoch + rank)`. Which ranks must read the same images?
   3. Call `shard(model, mesh["dp"])` before `split(model, mesh["tp"])`. Is there an error?
-
 Builds on: tensor_parallel.py
 The next lesson, `mixed_precision.py`, computes in 16 bits.
 """
@@ -194,6 +193,7 @@ def fit(model, optimizer, train_loader, test_loader, device, args):
     for epoch in range(args.epochs):
         train_loader.sampler.set_epoch(epoch)  # a new order, the same on all ranks
         start = time.perf_counter()
+        # Only rank 0 shows a bar, and only in a terminal.
         bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)
         loss, correct, images = run_epoch(model, bar, device, optimizer)
         seconds = time.perf_counter() - start
@@ -243,7 +243,7 @@ def main():
     parser = flags.ranks(__doc__)
     add_flags(parser)
     args = parser.parse_args()
-    parser.check_torchrun(args)  # torchrun runs this script once for each rank
+    parser.check_torchrun(args)  # an error of one line if torchrun has not started this
     check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
     # Before there is a group: the ranks of a node take turns, and the first one downloads.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)

@@ -29,10 +29,8 @@ Try breaking it, in a copy (cp playground/manual_data_parallel.py playground/bro
   1. Comment out `send_weights(model)`. Do all ranks train the same model? Compare the losses with
      those of `single_gpu.py`.
   2. Comment out `average(model)` in `run_epoch`. Which model does each rank train?
-
 Now write `average_gradients.py`, and repair `fault_different_models.py`, `fault_wrong_gradient.py`
 and `fault_mixed_gradients.py`, in playground/exercises/.
-
 Builds on: single_gpu.py
 The next lesson, `overlapped_data_parallel.py`, sends gradients while backward() computes others.
 """
@@ -75,7 +73,7 @@ def average_gradients(model):
     """Replace each gradient with its mean over the ranks, which is the global batch's gradient.
 
     All ranks must have gradients for the same parameters, so that they send the same messages. (The
-    exercise average_gradients.py does without.)
+    exercise average_gradients.py lifts this condition.)
     """
     for parameter in model.parameters():
         if parameter.grad is not None:  # a frozen parameter has none
@@ -102,9 +100,9 @@ def loaders(args, rank, world_size):
     dtype = torch.float64 if args.double else torch.float32
     train_set, test_set = load(args.dataset, args.data_dir, dtype)
     options = {"collate_fn": whole_batch, "pin_memory": args.device != "cpu"}
-    # NEW: the sampler shuffles as single_gpu.py does, into the same order on all ranks. Of n ranks,
-    # rank r gets the images at the positions r, r + n, r + 2n and so on. So two ranks divide a
-    # global batch of four images into the positions 0, 2 and 1, 3.
+    # NEW: the sampler shuffles as single_gpu.py does, into the same order on all ranks. With n
+    # ranks, rank r gets the positions r, r + n, r + 2n and so on. With two ranks and four images,
+    # rank 0 gets positions 0 and 2, and rank 1 gets 1 and 3.
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
     per_rank_batch = args.batch_size // world_size  # NEW: --batch_size is the global batch
     train_loader = DataLoader(train_set, per_rank_batch, sampler=sampler, drop_last=True, **options)
@@ -130,6 +128,9 @@ def average_in_one_bucket(model):
 def add_flags(parser):
     """Add the flags that only this lesson has."""
     parser.add_argument("--bucket", action="store_true", help="average all in one all_reduce")
+
+
+# ---------- The frame: read the lines marked NEW; the next lesson repeats all of it ----------
 
 
 def join(local_rank, args):
@@ -175,6 +176,7 @@ def fit(model, optimizer, train_loader, test_loader, device, args, average):
     for epoch in range(args.epochs):
         train_loader.sampler.set_epoch(epoch)  # NEW: a new order, the same on all ranks
         start = time.perf_counter()
+        # Only rank 0 shows a bar, and only in a terminal.
         bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)
         loss, correct, images = run_epoch(model, bar, device, optimizer, average)
         seconds = time.perf_counter() - start

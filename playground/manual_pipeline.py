@@ -30,10 +30,8 @@ Try breaking it, in a copy:
      the gradients then, and why does Adam hardly notice?
   2. No copy is needed: add --timeout 10 --schedule F0,B0,F1,B1 F0,F1,B0,B1. What does each rank
      wait for? Find a list for each rank that ends.
-
 Now write it yourself: `gpipe.py` and `order_1f1b.py` in playground/exercises/. Your `gpipe.py` also
 trains what `Pipeline` cannot, such as frozen stages, and integers as the inputs of rank 0.
-
 Builds on: model_parallel.py
 The next lesson, `pipeline_parallel.py`, lets PyTorch do this, with more schedules.
 """
@@ -358,6 +356,7 @@ def fit(model, optimizer, train_loader, test_loader, device, args):
     for epoch in range(args.epochs):
         train_loader.sampler.set_epoch(epoch)  # a new order, the same on all ranks
         start = time.perf_counter()
+        # Only rank 0 shows a bar, and only in a terminal.
         bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)
         loss, correct, images = run_epoch(model, bar, device, optimizer)
         seconds = time.perf_counter() - start
@@ -381,7 +380,7 @@ def main():
     parser = flags.ranks(__doc__)
     add_flags(parser)
     args = parser.parse_args()
-    parser.check_torchrun(args)  # torchrun runs this script once for each rank
+    parser.check_torchrun(args)  # an error of one line if torchrun has not started this
     check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
     # Before there is a group: the ranks of a node take turns, and the first one downloads.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)

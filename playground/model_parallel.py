@@ -31,7 +31,6 @@ Try breaking it, in a copy:
      does it say nothing if there is only the CPU?
   2. In `run_epoch()`, split logits and labels with `tensor_split`, and add up the mean losses of
      the micro-batches. How many times too large are the gradients, and why does Adam hardly react?
-
 Builds on: single_gpu.py
 The next lesson, `manual_pipeline.py`, has a process for each stage.
 """
@@ -146,10 +145,10 @@ def loaders(args):
     """Return a DataLoader of the training images, and one of the test images."""
     dtype = torch.float64 if args.double else torch.float32
     train_set, test_set = load(args.dataset, args.data_dir, dtype)
-    # These data sets return whole batches. For your own, leave collate_fn out, and set num_workers.
-    # A GPU copies from pinned memory while Python continues.
+    # These data sets return a batch at once, so nothing is left to collate. For your own, leave
+    # collate_fn out, and set num_workers. From pinned memory, a GPU copies while Python continues.
     options = {"collate_fn": whole_batch, "pin_memory": args.device != "cpu"}
-    # An epoch leaves out the last batch, which is incomplete: MNIST's last 96 images.
+    # An epoch leaves out its last, incomplete batch: 96 images of MNIST.
     sampler = RandomSampler(train_set, generator=torch.Generator())
     train_loader = DataLoader(
         train_set, args.batch_size, sampler=sampler, drop_last=True, **options

@@ -4,7 +4,8 @@ Run it:
     python playground/nonblocking_p2p.py    # two processes; -g 4: a ring of four
 
 Each rank sends two numbers and computes for a second, and rank 0 starts half a second late. After a
-table of the ranks, it prints on CPUs (the lists are the buffer or the sum, before and after):
+table of the ranks, it prints on CPUs (the lists are the buffer, or in the ring the rank's tensor,
+before and after):
     blocking, rank 0: [-1.0, -1.0] -> [1.0, 1.0], waited 0.0 s, 1.0 s in all
     blocking, rank 1: [-1.0, -1.0] -> [0.0, 0.0], waited 0.5 s, 1.5 s in all
     nonblocking, rank 0: [-1.0, -1.0] -> [1.0, 1.0], waited 0.0 s, 1.0 s in all
@@ -14,8 +15,9 @@ table of the ranks, it prints on CPUs (the lists are the buffer or the sum, befo
 
 `isend` and `irecv` only start a message. Each returns a request at once, and `request.wait()`
 blocks until the message is complete. So rank 1 computes while it would otherwise wait for rank 0
-(drawn in `playground/figures/waits.png`). The ring is an all-reduce: each rank has a tensor, and in
-the end all ranks have the sum of these tensors (`playground/figures/ring.png`).
+(drawn in `playground/figures/waits.png`). In the ring, each rank passes numbers to its right
+neighbour until all ranks have the sum of their tensors, which is called an all-reduce
+(`playground/figures/ring.png`).
 
 Because no rank blocks, all of them may send first, which was a deadlock in `blocking_p2p.py`:
     python playground/nonblocking_p2p.py --deadlock
@@ -24,14 +26,12 @@ Because no rank blocks, all of them may send first, which was a deadlock in `blo
     rank 0: batch_isend_irecv: received 1
     rank 1: batch_isend_irecv: received 0
 
-Read the code down to the line "Unchanged from blocking_p2p.py". What stands below that line you
-have read there, word for word, and the command for two nodes is the same, too.
+Read the code down to the line "Unchanged from blocking_p2p.py". The rest is that lesson's, word for
+word, and it runs on two nodes in the same way.
 
 Try breaking it, in a copy (cp playground/nonblocking_p2p.py playground/broken.py):
   1. In `nonblocking`, write `mine.fill_(9)` below `start_exchange(...)`. Which rank gets the 9s?
-
 Now write `ring_all_reduce.py`, and repair `fault_newer_parameters.py`, in playground/exercises/.
-
 Builds on: blocking_p2p.py
 The next lesson, `collectives.py`, shows the calls that all ranks make together.
 """
@@ -54,7 +54,7 @@ from common import flags
 
 def start_exchange(mine, theirs, right, left):
     """Start to send `mine` to the right and to receive `theirs` from the left. Returns requests."""
-    # NEW: both messages start together, and no call waits for them.
+    # NEW: a P2POp describes a message, and batch_isend_irecv starts them all, without waiting.
     to_right = dist.P2POp(dist.isend, mine, right)
     from_left = dist.P2POp(dist.irecv, theirs, left)
     return dist.batch_isend_irecv([to_right, from_left])
@@ -104,7 +104,9 @@ def ring_all_reduce(tensor):
     """Replace a contiguous tensor with its sum over all ranks, by messages between neighbours.
 
     With n ranks, the tensor is split into n chunks, and in each step every rank sends one chunk to
-    the right. Here are three ranks, whose chunks start as a on rank 0, b on rank 1, c on rank 2:
+    the right. First the chunks are added up (reduce-scatter), and then the sums are passed on
+    (all-gather). Here are three ranks, whose chunks start as a on rank 0, b on rank 1 and c on rank
+    2. So a+c is the sum of a chunk on ranks 0 and 2:
 
                               rank 0              rank 1              rank 2
         chunk                 0    1    2         0    1    2         0    1    2
@@ -141,7 +143,7 @@ def ring_all_reduce(tensor):
 
 
 def isend_and_irecv(mine, theirs, right, left):
-    """Do what start_exchange() does in two calls. With NCCL, all ranks could wait in isend."""
+    """Do the same with two calls. With NCCL, isend itself may wait, and so all ranks could."""
     to_right = dist.isend(mine, dst=right)
     from_left = dist.irecv(theirs, src=left)
     return [to_right, from_left]
@@ -206,7 +208,8 @@ def join(local_rank, args):
     """Join the process group, and print the table of ranks. Returns this rank and its device."""
     rank = args.nr * args.gpus + local_rank  # the nodes before this one have args.gpus ranks each
     world_size = args.nodes * args.gpus  # the number of all ranks
-    # The local rank counts from 0 on each node. torchrun puts it into the environment.
+    # The local rank counts from 0 on each node. (A rank that torchrun has started finds it in the
+    # environment. Skip this at first reading, here and in main().)
     local_rank = int(os.environ.get("LOCAL_RANK", local_rank))
     device = torch.device(args.device)
     gpu = None
@@ -242,8 +245,8 @@ def join(local_rank, args):
 def report(line):
     """Print a line from each rank, in the order of the ranks.
 
-    All ranks call it together: all_gather_object gives each of them the lines of all. The lesson
-    collectives.py explains such calls.
+    All ranks call it together: all_gather_object gives each of them the lines of all.
+    collectives.py explains calls that all ranks make together.
     """
     lines = [None] * dist.get_world_size()
     dist.all_gather_object(lines, line)
@@ -270,8 +273,8 @@ def main():
     add_flags(parser)
     args = parser.parse_args()
     if "RANK" in os.environ:
-        # This rank was started by hand or by torchrun, which the lesson
-        # distributed_data_parallel_torchrun.py explains. It counts as a node of its own.
+        # This rank was started by hand or by torchrun, which a later lesson explains. It counts as
+        # a node of its own.
         parser.check_torchrun(args)
         args.nr = int(os.environ["RANK"])
         args.nodes = int(os.environ["WORLD_SIZE"])

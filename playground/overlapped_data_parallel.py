@@ -14,20 +14,19 @@ three ways to average the gradients (times differ much from run to run):
     1     buckets     2.48           1.16          3.64
 
 `manual_data_parallel.py` sends the gradients after backward(), and no rank computes while they
-travel ("waiting"). But backward() completes them one after the other, from the last layer to the
-first, so those of the last layers can travel while it computes those of the first
-(`playground/figures/overlap.png`). That takes two things. A hook is a function that backward()
-calls as soon as the gradient of a parameter is complete, and `all_reduce(..., async_op=True)`
-starts a message without waiting for it. With "each", every gradient has a message of its own. A
-bucket sends several gradients in one message. On CPUs gloo's threads use the same cores as
-backward(), which then takes longer, so "each" gains little, and on busy cores nothing.
+travel ("waiting"). But it completes the last layers' gradients first, so these can travel while it
+computes the rest (`playground/figures/overlap.png`). That takes a hook, a function that backward()
+calls as soon as a gradient is complete, and `all_reduce(..., async_op=True)`, which starts a
+message without waiting for it. With "each", every gradient has a message of its own. A bucket sends
+several gradients in one message. On CPUs gloo's threads use the same cores as backward(), which
+then takes longer, so "each" gains little, and on busy cores nothing.
 
 All ranks must start the same messages in the same order. Here they do, because every parameter gets
 a gradient, and backward() completes the gradients in the same order on all ranks.
 
 Try breaking it, in a copy (cp playground/overlapped_data_parallel.py playground/broken.py):
   1. Write `next(model.parameters()).requires_grad_(False)` after `send_weights(model)`, so that a
-     parameter is frozen. What does PyTorch complain about? Let both classes skip such parameters.
+     parameter is frozen. What does PyTorch complain about? Let EachGradient and Buckets skip it.
   2. Comment out `self.handle.wait()`. What does the optimizer use then? Compare the losses.
 
 Now write it yourself: `overlap_gradients.py` in playground/exercises/.
@@ -68,7 +67,7 @@ class EachGradient:
 
     def start(self, parameter):
         """Start to average the gradient of a parameter, and return at once."""
-        parameter.grad /= dist.get_world_size()  # first, because it must not change on its way
+        parameter.grad /= dist.get_world_size()  # first: it must not change while it travels
         # NEW: async_op=True returns a handle, and backward() continues.
         self.handles.append(dist.all_reduce(parameter.grad, async_op=True))
 
@@ -82,6 +81,7 @@ class EachGradient:
 def train(local_rank, args):
     """As one of the ranks, train, and then compare three ways to average the gradients."""
     rank, device = join(local_rank, args)
+    # loaders() stands in common/data.py, too, as it was in manual_data_parallel.py.
     train_loader, test_loader = loaders(args, rank, dist.get_world_size())
     torch.manual_seed(args.seed + rank)
     model = make_model(args).to(device)
@@ -125,7 +125,7 @@ class Bucket:
             self.handle = dist.all_reduce(self.message, async_op=True)
 
     def finish(self):
-        """Wait for the message, and copy the means that it brings to the gradients."""
+        """Wait for the message, and copy its means into the gradients."""
         if self.handle is None:
             raise RuntimeError("a parameter got no gradient, so its bucket was not sent")
         self.handle.wait()
@@ -137,7 +137,7 @@ class Bucket:
 
 
 class Buckets:
-    """All parameters of a model in buckets, because a few long messages take less time than many.
+    """All parameters in buckets, because a few long messages take less time than many short ones.
 
     Args:
         model: its parameters have the same dtype.
@@ -209,8 +209,8 @@ def add_flags(parser):
     add = parser.add_argument
     ways = ["each", "buckets", "afterwards"]
     add("--by", choices=ways, default="buckets", help="how to train; the table has all three")
-    # DDP's first bucket holds 1 MiB, and the others 25. The default model has 0.2 MiB of gradients.
-    # In one bucket, they would be complete only when backward() ends.
+    # PyTorch's own (the next lesson) begins with a bucket of 1 MiB. The default model has 0.2 MiB
+    # of gradients. In one bucket, they would be complete only when backward() ends.
     add("--bucket_cap_mb", type=flags.rate, default=0.01, help="MiB of gradients in a bucket")
 
 
@@ -235,7 +235,7 @@ def average_gradients(model):
     """Replace each gradient with its mean over the ranks, which is the global batch's gradient.
 
     All ranks must have gradients for the same parameters, so that they send the same messages. (The
-    exercise average_gradients.py does without.)
+    exercise average_gradients.py lifts this condition.)
     """
     for parameter in model.parameters():
         if parameter.grad is not None:  # a frozen parameter has none
@@ -286,6 +286,7 @@ def fit(model, optimizer, train_loader, test_loader, device, args, average):
     for epoch in range(args.epochs):
         train_loader.sampler.set_epoch(epoch)  # a new order, the same on all ranks
         start = time.perf_counter()
+        # Only rank 0 shows a bar, and only in a terminal.
         bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)
         loss, correct, images = run_epoch(model, bar, device, optimizer, average)
         seconds = time.perf_counter() - start

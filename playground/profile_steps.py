@@ -15,11 +15,10 @@ rank. "computing" is the rest of the step, with most of Python's own overhead. "
 how long messages travelled while the rank computed, so it is no part of the sum. The profiler makes
 steps slower, so compare the parts of a step, and not images/s.
 
-A message that travels while the rank computes causes no waiting: it is hidden. (On CPUs it slows
-the computing a little, because both use the same cores.) DDP hides a part of its messages, because
-it sends a bucket as soon as all of its gradients are complete. (`pictures.md` draws a step with
-several buckets, and one with a single bucket.) Add one of these flags to the command, and almost
-nothing is hidden:
+DDP hides a part of its messages, because it sends a bucket as soon as all of its gradients are
+complete. (On CPUs they slow the computing a little, because both use the same cores.)
+(`pictures.md` draws a step with several buckets, and one with a single bucket.) Add one of these
+flags to the command, and almost nothing is hidden:
     --bucket_cap_mb 1000    a single bucket of DDP, which is complete only when backward() ends
     --average bucket        one long message after backward(), as in manual_data_parallel.py
     --average each          a message for each gradient after backward()
@@ -32,7 +31,6 @@ Try breaking it, in a copy:
   1. Write `time.sleep(0.05 * dist.get_rank())` before `loss.backward()`. On which rank does
      "computing" grow, and on which rank "messages"?
   2. Replace `model.profiler.step()` with `pass`. Which steps does the trace have, and why?
-
 Builds on: distributed_data_parallel_torchrun.py
 The next lesson, `sharded_optimizer.py`, shards what DDP replicates on every rank.
 """
@@ -59,15 +57,45 @@ from common.data import fetch, loaders
 from common.models import make_model
 
 
-def covered(events, step, pattern):
-    """Return for each microsecond of a step whether an event of a matching kind and name runs."""
-    runs = torch.zeros(round(step["dur"]), dtype=torch.bool)
-    for event in events:
-        first = max(0, round(event["ts"] - step["ts"]))  # when it starts, in microseconds
-        last = round(event["ts"] + event["dur"] - step["ts"])
-        if first < last and re.match(pattern, f"{event.get('cat')} {event['name']}"):
-            runs[first:last] = True
-    return runs
+def train(args):
+    """Train as before, record some steps of the first epoch, and show where their time went."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise the profiler logs when it starts
+    rank, device = join(args)
+    train_loader, test_loader = loaders(args, rank, dist.get_world_size())
+    torch.manual_seed(args.seed)
+    model = make_model(args).to(device)
+    if args.average == "ddp":
+        # NEW: with bucket_cap_mb=None, DDP chooses the size of the buckets.
+        model = DistributedDataParallel(model, bucket_cap_mb=args.bucket_cap_mb)
+    model.average = AVERAGE[args.average]
+    torch.manual_seed(args.seed + rank)  # dropout, if there is any, must differ between ranks
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
+    # NEW: the first five steps are warmup and are not kept, because they are slower. Then ten are
+    # recorded; a shorter epoch records fewer. run_epoch() finds the profiler as model.profiler.
+    warmup = min(5, len(train_loader) // 2)
+    active = min(10, len(train_loader) - warmup)
+    schedule = torch.profiler.schedule(wait=0, warmup=warmup, active=active, repeat=1)
+    with torch.profiler.profile(schedule=schedule) as model.profiler:
+        fit(model, optimizer, train_loader, test_loader, device, args)
+    show_steps(model.profiler, f"{args.out}/rank{rank}.json")
+    # DDP refers to the group, so delete DDP first. Otherwise the process may hang.
+    del model
+    dist.destroy_process_group()
+
+
+def show_steps(profiler, path):
+    """Write the trace of this rank, and print the times of all ranks."""
+    profiler.export_chrome_trace(path)
+    with open(path) as file:
+        times = step_times(json.load(file))
+    row = f"{dist.get_rank():<6}"
+    for milliseconds in times.values():
+        row += f"{milliseconds:<12.2f}"
+    rows = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, row)
+    if dist.get_rank() == 0:
+        head = "rank  step (ms)   = data      + computing + messages    messages hidden"
+        print(head, *rows, sep="\n", flush=True)
 
 
 def step_times(trace):
@@ -76,7 +104,7 @@ def step_times(trace):
     An event has a kind (cat) and a name. The kind is "kernel" for work on a GPU, "cpu_op" for an
     operation of PyTorch on a CPU, and "user_annotation" for a span that some code has named.
     """
-    events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]  # have a duration
+    events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]  # with a duration
     on_gpu = any(event.get("cat") == "kernel" for event in events)
     rows = []
     for step in events:
@@ -104,30 +132,15 @@ def step_times(trace):
     return {"step": whole, "data": data, "compute": compute, "waiting": waited, "hidden": hidden}
 
 
-def train(args):
-    """Train as before, record some steps of the first epoch, and show where their time went."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise the profiler logs when it starts
-    rank, device = join(args)
-    train_loader, test_loader = loaders(args, rank, dist.get_world_size())
-    torch.manual_seed(args.seed)
-    model = make_model(args).to(device)
-    if args.average == "ddp":
-        # NEW: with bucket_cap_mb=None, DDP chooses the size of the buckets.
-        model = DistributedDataParallel(model, bucket_cap_mb=args.bucket_cap_mb)
-    model.average = AVERAGE[args.average]
-    torch.manual_seed(args.seed + rank)  # dropout, if there is any, must differ between ranks
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
-    # NEW: the first five steps are warmup and are not kept, because they are slower. Then ten are
-    # recorded. If an epoch has fewer than fifteen, fewer are.
-    warmup = min(5, len(train_loader) // 2)
-    active = min(10, len(train_loader) - warmup)
-    schedule = torch.profiler.schedule(wait=0, warmup=warmup, active=active, repeat=1)
-    with torch.profiler.profile(schedule=schedule) as model.profiler:
-        fit(model, optimizer, train_loader, test_loader, device, args)
-    show_steps(model.profiler, f"{args.out}/rank{rank}.json")
-    # DDP refers to the group, so delete DDP first. Otherwise the process may hang.
-    del model
-    dist.destroy_process_group()
+def covered(events, step, pattern):
+    """Mark each microsecond of a step in which an event of a matching kind and name runs."""
+    runs = torch.zeros(round(step["dur"]), dtype=torch.bool)
+    for event in events:
+        first = max(0, round(event["ts"] - step["ts"]))  # when it starts, in microseconds
+        last = round(event["ts"] + event["dur"] - step["ts"])
+        if first < last and re.match(pattern, f"{event.get('cat')} {event['name']}"):
+            runs[first:last] = True
+    return runs
 
 
 def run_epoch(model, loader, device, optimizer=None):
@@ -159,21 +172,6 @@ def run_epoch(model, loader, device, optimizer=None):
             model.profiler.step()
     dist.all_reduce(sums)
     return sums.tolist()
-
-
-def show_steps(profiler, path):
-    """Write the trace of this rank, and print the times of all ranks."""
-    profiler.export_chrome_trace(path)
-    with open(path) as file:
-        times = step_times(json.load(file))
-    row = f"{dist.get_rank():<6}"
-    for milliseconds in times.values():
-        row += f"{milliseconds:<12.2f}"
-    rows = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, row)
-    if dist.get_rank() == 0:
-        head = "rank  step (ms)   = data      + computing + messages    messages hidden"
-        print(head, *rows, sep="\n", flush=True)
 
 
 def average_gradients(model):
@@ -259,6 +257,7 @@ def fit(model, optimizer, train_loader, test_loader, device, args):
     for epoch in range(args.epochs):
         train_loader.sampler.set_epoch(epoch)  # a new order, the same on all ranks
         start = time.perf_counter()
+        # Only rank 0 shows a bar, and only in a terminal.
         bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)
         loss, correct, images = run_epoch(model, bar, device, optimizer)
         seconds = time.perf_counter() - start
@@ -282,7 +281,7 @@ def main():
     parser = flags.ranks(__doc__)
     add_flags(parser)
     args = parser.parse_args()
-    parser.check_torchrun(args)  # torchrun runs this script once for each rank
+    parser.check_torchrun(args)  # an error of one line if torchrun has not started this
     check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
     # Before there is a group: the ranks of a node take turns, and the first one downloads.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)

@@ -174,6 +174,7 @@ def fit(model, optimizer, train_loader, test_loader, device, args):
     for epoch in range(args.epochs):
         train_loader.sampler.set_epoch(epoch)  # a new order, the same on all ranks
         start = time.perf_counter()
+        # Only rank 0 shows a bar, and only in a terminal.
         bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)
         loss, correct, images = run_epoch(model, bar, device, optimizer)
         seconds = time.perf_counter() - start
@@ -228,7 +229,7 @@ def main():
     parser = flags.ranks(__doc__)
     add_flags(parser)
     args = parser.parse_args()
-    parser.check_torchrun(args)  # torchrun runs this script once for each rank
+    parser.check_torchrun(args)  # an error of one line if torchrun has not started this
     check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
     # Before there is a group: the ranks of a node take turns, and the first one downloads.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)

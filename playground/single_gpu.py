@@ -15,8 +15,8 @@ Later lessons have functions of the same names. In the code, NEW marks a line th
 idea. To see everything that is new in a lesson, compare two files:
     git diff --no-index playground/single_gpu.py playground/data_parallel.py
 
-One process or several, the numbers are the same. Only rounding differs, and in float64 too little
-to be seen: with --double, all lessons print the same twelve digits.
+With one process or several, the numbers agree up to rounding. With --double, nearly all lessons
+print the same twelve digits:
     python playground/single_gpu.py --double --dataset digits --batch_size 120 --epochs 2
     epoch 1/2  loss 2.123594752907  train 42.64%  test 71.72%  0.01 s  99,145 images/s
     epoch 2/2  loss 1.406419734911  train 72.43%  test 85.19%  0.01 s  155,457 images/s
@@ -53,8 +53,8 @@ def train(args):
     model = make_model(args).to(device)
     # NEW: fused=True updates all parameters in one pass, which is faster. Adam divides by the size
     # of the gradient plus eps. With PyTorch's default, 1e-8, a gradient that is only a rounding
-    # error would cause a full step, and the lessons would print different losses. Keep the default
-    # in your own project.
+    # error would cause a full step, and the lessons would print different losses. Keep PyTorch's
+    # eps in your own project.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
     fit(model, optimizer, train_loader, test_loader, device, args)
 
@@ -63,10 +63,10 @@ def loaders(args):
     """Return a DataLoader of the training images, and one of the test images."""
     dtype = torch.float64 if args.double else torch.float32
     train_set, test_set = load(args.dataset, args.data_dir, dtype)
-    # These data sets return whole batches. For your own, leave collate_fn out, and set num_workers.
-    # A GPU copies from pinned memory while Python continues.
+    # These data sets return a batch at once, so nothing is left to collate. For your own, leave
+    # collate_fn out, and set num_workers. From pinned memory, a GPU copies while Python continues.
     options = {"collate_fn": whole_batch, "pin_memory": args.device != "cpu"}
-    # NEW: an epoch leaves out the last batch, which is incomplete: MNIST's last 96 images.
+    # NEW: an epoch leaves out its last, incomplete batch: 96 images of MNIST.
     sampler = RandomSampler(train_set, generator=torch.Generator())
     train_loader = DataLoader(
         train_set, args.batch_size, sampler=sampler, drop_last=True, **options
