@@ -68,7 +68,7 @@ class Checkpointed(torch.nn.Module):
         """Return what the module returns."""
         # NEW: checkpoint() calls the module, and keeps none of the activations inside. When
         # backward() needs them, it calls the module again, with the same random numbers, so dropout
-        # drops the same ones. (The older use_reentrant=True does not train a module whose input
+        # drops the same neurons. (The older use_reentrant=True does not train a module whose input
         # needs no gradient.)
         return checkpoint(self.module, inputs, use_reentrant=False)
 
@@ -84,8 +84,8 @@ def build(args, which):
     for stage in (model.stage1, model.stage2):
         for position, layer in enumerate(stage):
             if layer in chosen:
-                # NEW: wrap what keeps much more than its input, so not a single linear layer. It
-                # should be small, too, because backward() needs all of its activations at once.
+                # NEW: wrap modules that keep much more than their input, so not a linear layer, but
+                # small ones, because backward() needs all activations of a module at once.
                 stage[position] = Checkpointed(layer)
     return model
 
@@ -175,7 +175,8 @@ def check_flags(parser, args, world_size):
 
 
 # ---------- Unchanged from distributed_data_parallel_torchrun.py ----------
-# You know what follows: join(), fit(), run_epoch() and main(). Copy it, too.
+# You know what follows: join(), fit(), run_epoch() and main(). If you copy this lesson, copy it,
+# too.
 
 
 def join(args):

@@ -15,12 +15,12 @@ its own tokens. LayerNorm and the MLPs treat each token by itself. For attention
 values of all tokens travel around a ring of ranks, while the queries stay.
 
 Attention is causal, so a token looks only at itself and at those before it: at 406 pairs of tokens.
-With --order plain, rank 0 has the first half of the tokens, computes 196 pairs, and waits for rank
-1, which computes 392. With --order zigzag, the default, each rank has some early tokens and some
-late ones. (Both also compute pairs that are then masked, because blocks of pairs are rectangles.)
+Blocks of pairs are rectangles, so the ranks also compute some pairs that are then masked. With
+--order plain, rank 0 has the first half of the tokens, computes 196 pairs, and waits for rank 1,
+which computes 392. With --order zigzag, the default, each has some early tokens and some late ones.
 
-With --by ulysses, three all_to_alls give each rank all tokens of some heads, and a fourth returns
-what they have read. It sends less than the ring, with two ranks half as much, but the number of
+With --by ulysses, three all_to_alls give each rank all tokens of some heads, and a fourth sends the
+results back. It sends less than the ring, with two ranks half as much, but the number of
 ranks must divide the heads. The ring works for any number, and could hide its messages.
 
 Try breaking it, in a copy, with --double, and compare the losses:
@@ -157,8 +157,8 @@ class RingAttention(torch.autograd.Function):
                 arriving = places[(rank - step - 1) % world_size]
                 travelling = pass_on(travelling, len(arriving), group)
         read /= total
-        # NEW: no scores are kept. backward() computes them again, block by block. From the last
-        # tensor, L = log(sum_j exp(s_j)) = m + log(total), it gets their softmax, exp(s_j - L).
+        # NEW: no scores are kept. backward() computes them again, block by block. The last tensor
+        # is L = log(sum_j exp(s_j)) = m + log(total), and exp(s_j - L) is the softmax.
         ctx.save_for_backward(query, key, value, read, maximum + total.log())
         ctx.places = places
         ctx.group = group
@@ -174,13 +174,13 @@ class RingAttention(torch.autograd.Function):
         world_size = dist.get_world_size(group)
         mine = places[rank]
         scale = query.shape[-1] ** -0.5
-        # dx is the gradient of x. Query q reads o with the weights p_j = exp(s_j - L), and do is
-        # given (`gradient`). So, with sums over all queries for dk_j and dv_j:
+        # Below, dx is the gradient of x; that of o, `do`, is `gradient`. Query q reads o with the
+        # weights p_j = exp(s_j - L). With sums over all queries for dk_j and dv_j:
         #     o = sum_j p_j v_j      gives  dp_j = do . v_j  and  dv_j = p_j do
         #     p = softmax(s)         gives  ds_j = p_j (dp_j - c)  with  c = sum_j p_j dp_j
-        #     dp_j = do . v_j        gives  c = do . sum_j p_j v_j = do . o, before any key arrives
+        #     dp_j = do . v_j        gives  c = do . sum_j p_j v_j = do . o
         #     s_j = scale (q . k_j)  gives  dq = scale sum_j ds_j k_j  and  dk_j = scale ds_j q
-        c = (gradient * read).sum(dim=-1, keepdim=True)
+        c = (gradient * read).sum(dim=-1, keepdim=True)  # known before any key arrives
         grad_query = torch.zeros_like(query)
         travelling = torch.stack([key, value])
         grad_travelling = torch.zeros_like(travelling)
@@ -410,7 +410,8 @@ def check_flags(parser, args, world_size):
 
 
 # ---------- Unchanged from distributed_data_parallel_torchrun.py ----------
-# You know what follows: join(), fit(), run_epoch() and main(). Copy it, too.
+# You know what follows: join(), fit(), run_epoch() and main(). If you copy this lesson, copy it,
+# too.
 
 
 def join(args):

@@ -243,7 +243,7 @@ def main():
 
 
 # ---------- Unchanged from single_gpu.py ----------
-# You know what follows: run_epoch(). Copy it, too.
+# You know what follows: run_epoch(). If you copy this lesson, copy it, too.
 
 
 def run_epoch(model, loader, device, optimizer=None):

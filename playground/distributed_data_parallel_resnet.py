@@ -308,7 +308,7 @@ def check_flags(parser, args, world_size):
 
 
 # ---------- Unchanged from distributed_data_parallel_torchrun.py ----------
-# You know what follows: fit(). Copy it, too.
+# You know what follows: fit(). If you copy this lesson, copy it, too.
 
 
 def fit(model, optimizer, train_loader, test_loader, device, args):

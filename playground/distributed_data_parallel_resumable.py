@@ -207,7 +207,8 @@ def add_flags(parser):
 
 
 # ---------- Unchanged from distributed_data_parallel_torchrun.py ----------
-# You know what follows: join(), run_epoch(), check_flags() and main(). Copy it, too.
+# You know what follows: join(), run_epoch(), check_flags() and main(). If you copy this lesson,
+# copy it, too.
 
 
 def join(args):

@@ -87,7 +87,7 @@ def make_expert(width):
 
 
 class Mixture(torch.nn.Module):
-    """`count` experts on all ranks together. The first one is the MLP whose place they take.
+    """`count` experts on all ranks together. The first is the MLP that was there before.
 
     With two ranks, rank 0 has the experts A and B, and rank 1 has C and D. A1 is a token of rank 1
     whose expert is A. A bar separates the tokens for rank 0 from those for rank 1. After
@@ -141,16 +141,16 @@ class Mixture(torch.nn.Module):
         # NEW: a rank to which no token comes calls each all_to_all, too.
         arrived = Exchange.apply(rows, send_counts, receive_counts)
         # The rows arrive rank by rank, and those of each rank expert by expert. This rank's experts
-        # are numbered from 0. In the example, `numbers` is 0 1 0 1. On rank 0, `arriving` is
-        # 2 1 1 0, so `expert` is 0 0 1 0.
+        # are numbered from 0. In the docstring's example, `numbers` is 0 1 0 1. On rank 0,
+        # `arriving` is 2 1 1 0, so `expert` is 0 0 1 0.
         numbers = torch.arange(here, device=rows.device).repeat(world_size)
         expert = numbers.repeat_interleave(arriving)  # the expert of each row
         outputs = torch.empty_like(arrived)
         for number, mlp in enumerate(self.experts):
             mine = expert == number
             # NEW: called with 0 rows, too. Then the parameters of this MLP have gradients (0), and
-            # `outputs` depends on `arrived`. If a rank called none of its MLPs, autograd would
-            # leave out both Exchanges on this rank, and the other ranks would wait for them.
+            # `outputs` depends on `arrived`. Otherwise autograd would skip both
+            # Exchanges here, and the other ranks would wait.
             outputs[mine] = mlp(arrived[mine]).to(outputs.dtype)  # autocast may have changed it
         return Exchange.apply(outputs, receive_counts, send_counts)
 
@@ -209,20 +209,21 @@ def average_gradients(model):
         # and at their place the other ranks have different experts.
         if ".experts." not in name:
             dist.all_reduce(parameter.grad)  # one by one, as in manual_data_parallel.py
-        # An expert's gradient is divided, too: each rank's loss is the mean over its own images.
+        # Each rank's loss is a mean over 1/n of the images, so an expert's sum is n times too
+        # large.
         parameter.grad /= world_size
 
 
 def balance_loss(model):
     """Return the mean over the blocks of: number of experts * sum(fraction * mean score).
 
-    An expert's fraction is the part of all tokens that it gets. An even load has the result 1.
+    An expert's fraction is the part of all tokens that it gets. With an even load it is 1.
     """
     mixtures = mixtures_of(model)
     load = torch.stack([mixture.load for mixture in mixtures])
-    # NEW: the fractions over all ranks. With those of one rank's tokens, the ranks would average
-    # products, which is not the product of averages. The mean scores may stay local, because the
-    # loss is linear in them: average_gradients() averages their gradients.
+    # NEW: the fractions must be those of all ranks, because the loss multiplies them by the mean
+    # scores. The mean scores may stay local, because the loss is linear in them:
+    # average_gradients() averages their gradients.
     dist.all_reduce(load)
     fractions = load / load.sum(dim=1, keepdim=True)
     # Counts have no gradients, but scores have. The more tokens an expert gets, the more its scores
@@ -266,7 +267,7 @@ def check_flags(parser, args, world_size):
 
 
 # ---------- Unchanged from distributed_data_parallel_torchrun.py ----------
-# You know what follows: join(), fit() and main(). Copy it, too.
+# You know what follows: join(), fit() and main(). If you copy this lesson, copy it, too.
 
 
 def join(args):

@@ -67,7 +67,7 @@ MUST_AGREE += ["dataset", "batch_size", "lr", "seed", "double"]
 
 def save_shards(args, epoch, model, optimizer, group):
     """Write a sharded checkpoint. Returns the future of a thread with --async_save, else None."""
-    # NEW: on each rank these are its own shards, by the names of the parameters.
+    # NEW: each rank gets its own shards, under the parameters' names.
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state, "epoch": epoch, "args": vars(args)}
     folder = f"{args.run_dir}/epoch-{epoch:04}"
@@ -85,9 +85,8 @@ def load_shards(path, args, model, optimizer):
     dcp.load(progress, checkpoint_id=path)
     compare(path, progress["args"], args)
     # NEW: here the dict has the shards of this rank, and dcp.load() writes into them. Adam has no
-    # state before its first step, so get_state_dict() makes a step with gradients of zero. Adam
-    # counts it, and dcp.load() restores the count. In a new run nothing would restore it, so do not
-    # call get_state_dict() there before the first step.
+    # state before its first step, so get_state_dict() makes one with zero gradients. Loading
+    # restores Adam's count of steps. In a new run nothing does, so do not call it there.
     model_state, optimizer_state = get_state_dict(model, optimizer)
     dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
     set_model_state_dict(model, model_state)
@@ -228,7 +227,8 @@ def fit(model, optimizer, train_loader, test_loader, device, args, done):
     for epoch in range(done, args.epochs):
         train_loader.sampler.set_epoch(epoch)
         # NEW: with --dropout, each rank drops different neurons in each epoch, because it has
-        # different images. A resumed run with as many ranks drops the same ones as a whole run.
+        # different images. Resumed with as many ranks, a run drops the same neurons as without a
+        # break.
         torch.manual_seed(args.seed + epoch * world_size + rank)
         start = time.perf_counter()
         bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)
@@ -296,7 +296,7 @@ def check_flags(parser, args, world_size):
 
 
 # ---------- Unchanged from distributed_data_parallel_torchrun.py ----------
-# You know what follows: join(), run_epoch() and main(). Copy it, too.
+# You know what follows: join(), run_epoch() and main(). If you copy this lesson, copy it, too.
 
 
 def join(args):

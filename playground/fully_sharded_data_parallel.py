@@ -14,12 +14,11 @@ agree), and then what rank 0 holds: 8 bytes for each of 59,210 parameters. DDP w
 Just before a layer computes, the ranks gather it whole, and afterwards they free it. In backward(),
 they also average its gradients. `fully_shard(layer)` adds hooks for this, like `ShardedLayer` in
 `manual_fully_sharded.py`. It replaces each parameter with a DTensor, a tensor that knows which rank
-has which shard, so the optimizer must be made afterwards. A last call takes the whole model. It
-shards what is left and joins the layers, so that backward() gathers the next layer while the
-current one computes.
+has which shard, so the optimizer must be made afterwards. A last call, with the whole model, shards
+the rest and lets backward() gather the next layer while one computes.
 
-For 7 billion parameters on 8 GPUs, each holds 14 GB in place of DDP's 112, and the layers that
-compute. The price is messages: 8 all_gathers in a step, for four layers in forward() and again in
+For 7 billion parameters on 8 GPUs, each holds 14 GB, where DDP needs 112, plus the layers that are
+computing. The price is messages: 8 all_gathers in a step, for four layers in forward() and again in
 backward(), and 4 reduce_scatters. In a ring, these take 1.5 times the bytes of DDP's all_reduce.
 With gloo, on CPUs, FSDP sends about twice as much as DDP (`sharding.md`).
 
@@ -133,7 +132,8 @@ def add_flags(parser):
 
 
 # ---------- Unchanged from distributed_data_parallel_torchrun.py ----------
-# You know what follows: join(), fit(), run_epoch(), check_flags() and main(). Copy it, too.
+# You know what follows: join(), fit(), run_epoch(), check_flags() and main(). If you copy this
+# lesson, copy it, too.
 
 
 def join(args):

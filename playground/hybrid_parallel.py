@@ -14,8 +14,8 @@ A mesh is a grid of ranks. This one has ranks 0 and 1 in its first row, and 2 an
 Its axes have names, and the ranks on a line along an axis form a process group. Each row is a group
 along axis tp, for tensor parallelism: its ranks split the linear layers, and read the same images.
 Each column is a group along axis dp, for FSDP, which is a kind of data parallelism: its ranks read
-different images, and shard the part of each layer that they have in common. Of the first layer's 64
-outputs, a rank keeps the parameters of 32 after splitting, and of 16 after sharding.
+different images, and shard the half of each layer that all ranks of the column have. Of the first
+layer's 64 outputs, a rank keeps the parameters of 32 after splitting, and of 16 after sharding.
 
 Hybrid sharded data parallelism (HSDP) shards along one axis, and keeps replicas along the other:
     torchrun --standalone --nproc-per-node 4 playground/hybrid_parallel.py --kind hsdp
@@ -23,8 +23,8 @@ Hybrid sharded data parallelism (HSDP) shards along one axis, and keeps replicas
 Here each row shards the whole model, so a rank keeps half of it, 29,605 parameters. The ranks of a
 column have the same shards, and average their gradients with an all_reduce.
 
-torchrun numbers the ranks of a node consecutively, so the rows of the mesh lie inside nodes if
-their length divides the ranks of a node. They should, because every layer waits for their messages.
+The rows of the mesh should lie inside nodes, because every layer waits for their messages. They do
+if their length divides the ranks of a node, because torchrun numbers these consecutively.
 
 Try breaking it, in a copy:
   1. Before `optimizer.step()`, write `torch.nn.utils.clip_grad_norm_(model.parameters(), 1)`. Does
@@ -101,7 +101,7 @@ def train(args):
         dp_rank = rank
         dp_size = mesh.size()
     # NEW: the ranks of a tp group have the same dp_rank, so they read the same images. Then
-    # run_epoch() counts each image once for each of them, which does not change the mean loss.
+    # run_epoch() counts each image once for each of these ranks, which does not change the mean.
     train_loader, test_loader = loaders(args, dp_rank, dp_size)
     torch.manual_seed(args.seed + dp_rank)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
@@ -160,7 +160,8 @@ def check_flags(parser, args, world_size):
 
 
 # ---------- Unchanged from distributed_data_parallel_torchrun.py ----------
-# You know what follows: join(), fit(), run_epoch() and main(). Copy it, too.
+# You know what follows: join(), fit(), run_epoch() and main(). If you copy this lesson, copy it,
+# too.
 
 
 def join(args):

@@ -78,15 +78,15 @@ class ShardedLayer:
         self.shard = torch.nn.Parameter(shard.clone())
         # As in the previous lesson, the parameters become views. Autograd saves some of these views
         # for backward(). They share the memory of `whole`, so after the next gather() they have the
-        # right numbers again. Autograd never notices the gap, because a parameter keeps its own
-        # version number when its .data is replaced.
+        # right numbers again. Autograd never notices the gap, because it does not count writes to
+        # what was assigned to .data.
         start = 0
         for parameter in self.parameters:
             end = start + parameter.numel()
             parameter.data = self.whole[start:end].view(parameter.shape)
             start = end
         self.bytes = self.whole.nbytes
-        self.gradients_due = len(self.parameters)  # how many of a step are still to come
+        self.gradients_due = len(self.parameters)  # of a step, those still missing
         self.free()
         # NEW: the four moments. These hooks return nothing, because PyTorch would use what a hook
         # returns in place of the layer's inputs, output or gradients.
@@ -101,7 +101,7 @@ class ShardedLayer:
 
     def gather(self, *_):  # *_: what PyTorch passes to each hook, which is not needed here
         """Give `whole` its memory back, and fill it with the shards of all ranks."""
-        if self.gradients_due < len(self.parameters):
+        if self.gradients_due < len(self.parameters):  # the last backward() left some out
             raise RuntimeError("a parameter got no gradient, but others of its layer did")
         self.whole.untyped_storage().resize_(self.bytes)
         # detach: a message has only numbers, and no autograd graph.
@@ -194,7 +194,8 @@ def add_flags(parser):
 
 
 # ---------- Unchanged from distributed_data_parallel_torchrun.py ----------
-# You know what follows: join(), fit(), run_epoch(), check_flags() and main(). Copy it, too.
+# You know what follows: join(), fit(), run_epoch(), check_flags() and main(). If you copy this
+# lesson, copy it, too.
 
 
 def join(args):

@@ -17,10 +17,10 @@ which receives the activations of a micro-batch from the previous rank, computes
 sends the output to the next rank. In the backward pass, gradients travel back.
 
 A schedule is a list of passes. Two functions return such lists, and `Pipeline` computes any list.
-Both have the bubble of `model_parallel.py`, and they differ in memory. With GPipe, the default, all
-forward passes come first, so a rank keeps the activations of all micro-batches. 1F1B (one forward,
-one backward) computes each backward pass as early as possible. Then rank r of p keeps those of at
-most p - r micro-batches.
+In both, a rank waits equally long (the bubble of `model_parallel.py`), but they differ in memory.
+With GPipe, the default, all forward passes come first, so a rank keeps the activations of all
+micro-batches. 1F1B (one forward, one backward) computes each backward pass as early as possible, so
+rank r of p keeps the activations of at most p - r micro-batches.
 
 A pipeline gains time if each rank has a core of its own and large layers. With --width 512
 --layers 8 --batch_size 2048, an epoch took 6.3 s on 2 cores, and 9.5 s in `single_gpu.py` on one.
@@ -31,7 +31,7 @@ Try breaking it, in a copy:
   2. No copy is needed: add --timeout 10 --schedule F0,B0,F1,B1 F0,F1,B0,B1. What does each rank
      wait for? Find a list for each rank that ends.
 Now write it yourself: `gpipe.py` and `order_1f1b.py` in playground/exercises/. Your `gpipe.py` also
-trains what `Pipeline` cannot, such as frozen stages, and integers as the inputs of rank 0.
+handles frozen stages and integer inputs, which `Pipeline` does not.
 Builds on: model_parallel.py
 The next lesson, `pipeline_parallel.py`, lets PyTorch do this, with more schedules.
 """
@@ -64,8 +64,8 @@ def gpipe(rank, world_size, micro_batches):
 
 def one_forward_one_backward(rank, world_size, micro_batches):
     """Return the passes of a rank: each backward pass as early as possible."""
-    # NEW: of p ranks, p - r compute a micro-batch from rank r on. The first micro-batch must pass
-    # all of them before its gradient can come back. So rank r computes p - r forward passes first.
+    # NEW: from rank r on, a micro-batch passes p - r of p ranks before its gradient can come back.
+    # So rank r computes p - r forward passes first.
     ahead = min(world_size - rank, micro_batches)
     passes = [f"F{number}" for number in range(ahead)]
     for number in range(micro_batches):
@@ -96,10 +96,9 @@ class Pipeline(torch.nn.Module):
         self.most_kept = 0  # micro-batches whose activations were kept at the same time
         self.rank = dist.get_rank()
         self.last_rank = dist.get_world_size() - 1
-        # NEW: activations and gradients have a group each. On GPUs, a group runs the messages of a
-        # rank one after another. With 1F1B in a single group, rank 0 would send the activations of
-        # micro-batch 1 while rank 1 sends the gradient of micro-batch 0. Each of these messages
-        # could wait for a receive that comes after the other one.
+        # NEW: activations and gradients have a group each. On GPUs a group sends one message after
+        # another, so in a single group, rank 0's activations and rank 1's gradient could each wait
+        # for the other.
         self.activations = dist.new_group(timeout=timeout)
         self.gradients = dist.new_group(timeout=timeout)
 
@@ -277,7 +276,7 @@ def add_flags(parser):
     add = parser.add_argument
     help = "GPipe, 1F1B, or a list for each rank, as in --schedule F0,F1,B0,B1 F0,B0,F1,B1"
     add("--schedule", nargs="+", default=["GPipe"], metavar="LIST", help=help)
-    help = "micro-batches in a batch (your own lists have their number)"
+    help = "micro-batches in a batch (ignored with your own lists)"
     add("--micro_batches", type=flags.positive, default=8, help=help)
 
 
@@ -323,7 +322,7 @@ def fault_in(lists, world_size):
 
 
 # ---------- Unchanged from distributed_data_parallel_torchrun.py ----------
-# You know what follows: join(), fit() and main(). Copy it, too.
+# You know what follows: join(), fit() and main(). If you copy this lesson, copy it, too.
 
 
 def join(args):

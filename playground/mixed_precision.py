@@ -70,8 +70,8 @@ class Autocast(torch.nn.Module):
     def forward(self, images):
         """Return logits of float32, so that the loss is computed in float32."""
         # NEW: in here, matrix products and attention convert their inputs and parameters. Sums of
-        # 16 and 32 bits have 32 bits, and LayerNorm takes what it gets. backward() stays outside:
-        # it computes in the dtypes of the forward pass.
+        # 16 and 32 bits have 32 bits. LayerNorm keeps its input's dtype on a CPU, and computes in
+        # float32 on a GPU. backward() stays outside: it computes in the dtypes of the forward pass.
         with torch.autocast(images.device.type, self.dtype):
             logits = self.model(images)
         return logits.float()
@@ -83,8 +83,8 @@ def shard(model, dtype, args):
     # The group of a mesh may have PyTorch's own timeout: 30 minutes (gloo) or 10 (NCCL).
     mesh.get_group().set_timeout(timedelta(seconds=args.timeout))
     wide = torch.float64 if args.double else torch.float32
-    # NEW: FSDP converts each shard before the layer is gathered, and the inputs of the layer. So
-    # it gathers half of the bytes. Gradients are computed in 16 bits too, and added up in 32 bits.
+    # NEW: FSDP converts the shards before it gathers them, which halves the bytes, and also the
+    # layer's inputs. Gradients are computed in 16 bits too, and added up in 32 bits.
     inside = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=wide)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=inside)
@@ -104,7 +104,8 @@ def make_step(model, optimizer, scaler, clip, loss):
         # are DTensors, whose squares are added up over all ranks. So all ranks must call this.
         clip_grad_norm_(model.parameters(), clip)
     # NEW: if a gradient has become infinite, skip the step and halve the factor. All ranks do so
-    # together: with DDP their gradients are equal, with FSDP unscale_() has compared the shards.
+    # together: with DDP their gradients are equal. With FSDP, unscale_() has told all ranks if one
+    # of the shards has an infinite gradient.
     scaler.step(optimizer)
     scaler.update()
 
@@ -213,7 +214,7 @@ def show_norms(model):
     norm = clip_grad_norm_(model.parameters(), math.inf)  # changes no gradient
     gradients = [parameter.grad for parameter in model.parameters()]
     if isinstance(norm, DTensor):
-        # NEW: the norm over all ranks. (norm.to_local() may be that of this rank's shards only.)
+        # NEW: the norm over all ranks. (norm.to_local() would be this rank's part.)
         norm = norm.full_tensor()
         gradients = [gradient.to_local() for gradient in gradients]
     if dist.get_rank() == 0:
@@ -240,7 +241,7 @@ def check_flags(parser, args, world_size):
 
 
 # ---------- Unchanged from distributed_data_parallel_torchrun.py ----------
-# You know what follows: join(), fit() and main(). Copy it, too.
+# You know what follows: join(), fit() and main(). If you copy this lesson, copy it, too.
 
 
 def join(args):

@@ -138,7 +138,7 @@ def main():
 
 
 # ---------- Unchanged from single_gpu.py ----------
-# You know what follows: loaders(), fit() and run_epoch(). Copy it, too.
+# You know what follows: loaders(), fit() and run_epoch(). If you copy this lesson, copy it, too.
 
 
 def loaders(args):

@@ -201,7 +201,7 @@ def add_flags(parser):
 
 
 # ---------- Unchanged from blocking_p2p.py ----------
-# You know what follows: join(), report() and main(). Copy it, too.
+# You know what follows: join(), report() and main(). If you copy this lesson, copy it, too.
 
 
 def join(local_rank, args):

@@ -216,7 +216,7 @@ def add_flags(parser):
 
 # ---------- Unchanged from manual_data_parallel.py ----------
 # You know what follows: send_weights(), average_gradients(), join(), fit(), run_epoch() and main().
-# Copy it, too.
+# If you copy this lesson, copy it, too.
 
 
 def send_weights(model):

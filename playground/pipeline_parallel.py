@@ -6,7 +6,8 @@ Run it, with one stage on each rank, and with two:
         --schedule Interleaved1F1B
 
 Both print the same numbers as `single_gpu.py`, up to rounding (with --double all twelve digits
-agree). Then the second one shows what each rank keeps. The first layer has most of the parameters:
+agree). Then each shows what its ranks keep, here the second one. The first layer has most of the
+parameters:
     rank 0 keeps stages 0 and 2: 54,400 parameters
     rank 1 keeps stages 1 and 3: 4,810 parameters
 
@@ -20,9 +21,9 @@ which sends and receives, and one of four schedules says when a rank computes wh
   Interleaved1F1B        gives each rank two stages of half the size. So the first micro-batch
                          reaches the last rank in half the time, which makes the bubble about half
                          as large, for twice as many messages (https://arxiv.org/abs/2104.04473).
-  InterleavedZeroBubble  also splits each backward pass in two. The previous rank waits only for the
-                         gradient of a stage's input, so the gradients of the parameters are
-                         computed later, when a rank would wait (https://arxiv.org/abs/2401.10241).
+  InterleavedZeroBubble  also splits each backward pass: first the input's gradient, for which the
+                         previous rank waits, and later, when a rank would wait, those of the
+                         parameters (https://arxiv.org/abs/2401.10241).
 
 Try breaking it, in a copy:
   1. Leave out `, target=labels` in `self.schedule.step(...)`. Which rank fails, and why only that
@@ -131,8 +132,8 @@ def possible_starts(layers):
     starts = []
     for index, layer in enumerate(layers):
         if list(layer.parameters()):
-            # NEW: no stage may end with Flatten, whose output is a view. A backward pass in two
-            # parts detaches a stage's output in place, and PyTorch forbids that for views.
+            # NEW: a stage must not end with a view, such as Flatten's output. A backward pass in
+            # two parts would change it in place, which PyTorch forbids.
             after_flatten = index > 0 and isinstance(layers[index - 1], torch.nn.Flatten)
             starts.append(index - 1 if after_flatten else index)
     return starts
@@ -160,9 +161,9 @@ def fill(batch_size, batch):
 def connect(model, train_loader, device):
     """Run a step in advance, only for a bug of PyTorch 2.9. Newer versions do not need it.
 
-    At the start of the first step, version 2.9 sends an int64, and its receiver has a tensor of the
-    default dtype. float64 has as many bytes. This step changes no parameter, but batch norm, if
-    there were any, would count its images. https://github.com/pytorch/pytorch/pull/165539
+    In its first step, version 2.9 sends 8-byte numbers into a tensor of the default dtype. With
+    float64 the sizes agree. This step changes no parameter, but batch norm, if there were any,
+    would count its images. https://github.com/pytorch/pytorch/pull/165539
     """
     images, labels = next(iter(train_loader))
     before = torch.get_default_dtype()
@@ -246,7 +247,7 @@ def check_flags(parser, args, world_size):
 
 
 # ---------- Unchanged from distributed_data_parallel_torchrun.py ----------
-# You know what follows: join(), fit() and main(). Copy it, too.
+# You know what follows: join(), fit() and main(). If you copy this lesson, copy it, too.
 
 
 def join(args):

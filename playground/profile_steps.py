@@ -214,17 +214,9 @@ def add_flags(parser):
     add("--out", type=flags.new_folder, metavar="DIR", default="traces", help=folder)
 
 
-def check_flags(parser, args, world_size):
-    """Refuse a batch that the ranks cannot divide, and a folder that cannot be made."""
-    parser.check_batch(args.batch_size, world_size)
-    try:
-        os.makedirs(args.out, exist_ok=True)
-    except OSError as error:
-        parser.error(f"--out {args.out}: {error.strerror}")
-
-
 # ---------- Unchanged from distributed_data_parallel_torchrun.py ----------
-# You know what follows: join(), fit() and main(). Copy it, too.
+# You know what follows: join(), fit(), check_flags() and main(). If you copy this lesson, copy it,
+# too.
 
 
 def join(args):
@@ -273,6 +265,11 @@ def fit(model, optimizer, train_loader, test_loader, device, args):
                 f"  {seconds:.2f} s  {speed:,.0f} images/s",
                 flush=True,
             )
+
+
+def check_flags(parser, args, world_size):
+    """Refuse flags that do not fit the number of ranks."""
+    parser.check_batch(args.batch_size, world_size)
 
 
 @record  # writes the traceback of an error to a file, and torchrun's report shows it

@@ -5,8 +5,8 @@ Run it, with the heads split, and then with heads and tokens:
     torchrun --standalone --nproc-per-node 2 playground/sequence_parallel.py --sequence
 
 It prints the same numbers as `single_gpu.py --model transformer`, up to rounding (with --double all
-twelve digits agree), and then what autograd keeps for backward() on each rank. It keeps 10,224,640
-bytes with the first command, and with the second:
+twelve digits agree), and then what autograd keeps for backward() on each rank. With the first
+command, these are 10,224,640 bytes; with the second:
     rank 0 keeps 9,249,792 bytes
     rank 1 keeps 9,249,792 bytes
 
@@ -210,8 +210,8 @@ class AllTokens(torch.nn.Module):
     def forward(self, tokens):
         """Turn the tokens of this rank into all tokens, (N, tokens, width)."""
         chunks = list(cut(gather(tokens.detach(), self.group), 1, self.group))
-        # NEW: of all tokens, only this rank's own stay connected to autograd. Their gradient needs
-        # no sum over the ranks, because each rank computes all of what follows.
+        # NEW: only this rank's own tokens are connected to autograd. Each rank computes all that
+        # follows, so their gradient is whole already.
         chunks[dist.get_rank(self.group)] = tokens
         return torch.cat(chunks, dim=1)
 
@@ -228,8 +228,8 @@ def split_by_hand(model, sequence, group):
         return  # all ranks have all tokens, so they compute the same gradients of these parameters
     in_parts += model.stage1[0].parameters()  # the embedding
     for parameter in in_parts:
-        # NEW: these parameters get a gradient from this rank's tokens only. If four tokens pass on
-        # 1, 2, 3 and 4 to a bias, rank 0 has 1 + 2 and rank 1 has 3 + 4. The hook returns 10.
+        # NEW: these parameters get a gradient from this rank's tokens only. If a bias's gradients
+        # from four tokens are 1, 2, 3 and 4, rank 0 has 3, rank 1 has 7, and the hook returns 10.
         parameter.register_hook(partial(add_up, group=group))
     model.stage1.insert(1, OwnTokens(group))
     model.stage2.insert(len(model.stage2) - 1, AllTokens(group))
@@ -338,7 +338,8 @@ def check_flags(parser, args, world_size):
 
 
 # ---------- Unchanged from distributed_data_parallel_torchrun.py ----------
-# You know what follows: join(), fit(), run_epoch() and main(). Copy it, too.
+# You know what follows: join(), fit(), run_epoch() and main(). If you copy this lesson, copy it,
+# too.
 
 
 def join(args):

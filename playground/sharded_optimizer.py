@@ -19,8 +19,8 @@ bytes; then the gradients, too (4 + 12/n); then the parameters as well (16/n, th
 All parameters become parts of one flat tensor, and each rank updates one of its n shards. In a
 step, a reduce_scatter gives each rank the mean gradient of its shard, the rank's optimizer updates
 the shard, and an all_gather sends the new shards to all ranks. The two collectives do the work of
-DDP's all_reduce. In a ring they take as many bytes as it does, but on CPUs gloo sends 1.5 times as
-many, as `sharding.md` explains.
+DDP's all_reduce. In a ring, the two send as many bytes as an all_reduce; gloo, on CPUs, sends 1.5
+times as many (`sharding.md`).
 
 Try breaking it, in a copy (cp playground/sharded_optimizer.py playground/broken.py):
   1. Write `make_optimizer([self.flat])`. What is trained now? Which line of the output shows it?
@@ -141,7 +141,8 @@ def add_flags(parser):
 
 
 # ---------- Unchanged from distributed_data_parallel_torchrun.py ----------
-# You know what follows: join(), fit(), run_epoch(), check_flags() and main(). Copy it, too.
+# You know what follows: join(), fit(), run_epoch(), check_flags() and main(). If you copy this
+# lesson, copy it, too.
 
 
 def join(args):

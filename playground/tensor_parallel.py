@@ -4,8 +4,8 @@ Run it (with --by dtensor added, PyTorch splits the layers instead of this file)
     torchrun --standalone --nproc-per-node 2 playground/tensor_parallel.py
 
 It prints the same numbers as `single_gpu.py`, up to rounding (with --double all twelve digits
-agree). Then it shows what each rank keeps of 59,210 parameters. This is half of them and 37 more,
-because the biases of the second layers, 74 numbers, are not split:
+agree). Then it shows what each rank keeps: half of 59,210 parameters, plus 37, because the second
+layers' 74 biases are not split:
     rank 0 keeps 29,642 parameters
     rank 1 keeps 29,642 parameters
 
@@ -24,7 +24,8 @@ shard gets the gradient that it would get in a single process, and nothing is av
 waits for these messages, so keep the ranks in one node (https://arxiv.org/abs/1909.08053).
 
 With shards made by hand, `clip_grad_norm_` finds a different norm on each rank, so the parameters
-that are not split drift apart. First add up the shards' squares over all ranks or use --by dtensor.
+that are not split drift apart. Add up the shards' squares over all ranks, and count parameters that
+are not split only once, or use --by dtensor.
 
 Try breaking it, in a copy, with --double. Compare the losses, and what the ranks keep:
   1. In ColumnLinear, replace `AddGradients.apply(inputs)` with `inputs`. What goes wrong?
@@ -177,8 +178,9 @@ def train(args):
 def find_pairs(model):
     """Return the names of the linear layers in pairs. A last one without a partner stays whole.
 
-    This fits the MLP and the CNN of this course. For your own model, list the pairs. Leave out
-    layers that share a parameter, because each would train a shard of its own.
+    This fits the MLP and the CNN of this course. For your own model, list the pairs. Between
+    the two layers of a pair, only functions of single numbers may stand (ReLU or GELU, not softmax
+    or GLU). Leave out layers that share a parameter, because each would train a shard of its own.
     """
     linear = [name for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)]
     return list(zip(linear[::2], linear[1::2], strict=False))
@@ -228,7 +230,8 @@ def check_flags(parser, args, world_size):
 
 
 # ---------- Unchanged from distributed_data_parallel_torchrun.py ----------
-# You know what follows: join(), fit(), run_epoch() and main(). Copy it, too.
+# You know what follows: join(), fit(), run_epoch() and main(). If you copy this lesson, copy it,
+# too.
 
 
 def join(args):

@@ -287,7 +287,7 @@ def check_flags(parser, args, world_size):
 
 
 # ---------- Unchanged from distributed_data_parallel_torchrun.py ----------
-# You know what follows: join(), fit() and main(). Copy it, too.
+# You know what follows: join(), fit() and main(). If you copy this lesson, copy it, too.
 
 
 def join(args):

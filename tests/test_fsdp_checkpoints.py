@@ -523,7 +523,7 @@ def test_a_checkpoint_that_was_not_finished(broken):
         (("--dropout", 1, "--model", "cnn"), ("--dropout 1", "below 1")),
         (("--dropout", "nan", "--model", "cnn"), ("--dropout nan", "below 1")),
         (("--batch_size", 100), ("--batch_size 100", "3", "99")),
-        (("--run_dir", "/proc/here"), ("--run_dir /proc/here",)),
+        (("--run_dir", "/proc/here"), ("--run_dir", "cannot write /proc/here")),
         (("--savefile", "/proc/here/c.pt"), ("cannot write /proc/here/c.pt",)),
         (("--async_save",), ("--async_save", "--run_dir")),
     ],

@@ -4,7 +4,7 @@ import ast
 import json
 
 import pytest
-from conftest import DIGITS, SHORT, epochs, lesson_path, one_line, one_process, train
+from conftest import DIGITS, SHORT, epochs, lesson_path, one_process, train
 
 from playground.profile_steps import covered, step_times
 
@@ -105,15 +105,6 @@ def test_one_process_and_an_epoch_of_a_single_step(tmp_path):
     done = train("profile_steps", *flags, "--out", tmp_path, processes=1)
     assert epochs(done.stdout) == one_process(*flags)
     assert len(steps(trace(tmp_path / "rank0.json"))) == 1
-
-
-def test_a_folder_that_cannot_be_made(tmp_path, main):
-    """Status 2, one line, before anything is trained."""
-    (tmp_path / "file").touch()
-    env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
-    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    done = main("profile_steps", *SHORT, "--out", tmp_path / "file" / "trace", env=env)
-    one_line(done, f"--out {tmp_path}/file/trace: Not a directory")
 
 
 def test_what_is_covered():
