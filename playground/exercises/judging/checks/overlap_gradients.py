@@ -265,7 +265,7 @@ def explain(outcome):
     if own is not None and not difference(found, own / outcome.world_size, TOLERANCE):
         return "Gradients of other ranks are still missing. Does finish() wait for each message?"
     if step == 2:
-        return "Step 1 is right. What has finish() left behind for the next step?"
+        return "Step 1 is right. What has finish() left behind, or not waited for?"
     if right[wrong[0]] is None:
         return "No rank has this gradient, so it stays None: the optimizer must skip it."
     if found is None:
