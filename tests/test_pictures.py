@@ -258,7 +258,7 @@ def sleep_and_meet():
             rest(0)
     assert time.sleep is sleep
     rest()
-    return [[span.worker, span.kind] for span in noted.of_all_ranks()]
+    return [[span.rank, span.kind] for span in noted.of_all_ranks()]
 
 
 def rest(number=1):

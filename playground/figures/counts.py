@@ -460,11 +460,11 @@ def count_schedules() -> dict[str, list[str]]:
 def _order(marks: list[tuple]) -> str:
     """Return what a rank has computed, in PyTorch's notation."""
     split = set()
-    for (stage, kind), micro_batch, _, _ in marks:
+    for stage, kind, micro_batch in marks:
         if kind == "weights":
             split.add((stage, micro_batch))
     words = []
-    for (stage, kind), micro_batch, _, _ in marks:
+    for stage, kind, micro_batch in marks:
         letter = {"forward": "F", "backward": "B", "weights": "W"}[kind]
         if kind == "backward" and (stage, micro_batch) in split:
             letter = "I"
@@ -562,7 +562,7 @@ def time_calls() -> dict[str, list[list]]:
     for name, spans in exchanges.items():
         rows[name] = []
         for span in sorted(spans):
-            rows[name].append([span.worker, span.kind, round(span.start, 6), round(span.end, 6)])
+            rows[name].append([span.rank, span.kind, round(span.start, 6), round(span.end, 6)])
     return rows
 
 

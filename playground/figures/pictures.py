@@ -358,7 +358,7 @@ def draw_schedules(counts: dict, path: Path) -> None:
         for span in spans:
             letter, stage = span.kind
             width = span.end - span.start
-            corner = (span.start, ranks - 1 - span.worker)
+            corner = (span.start, ranks - 1 - span.rank)
             colour = colours[letter][int(stage)]
             box(panel, corner, (width, 0.85), colour, span.micro_batch, fontsize=10)
         ticks = [rank + 0.4 for rank in range(ranks)]

@@ -1,4 +1,4 @@
-"""The timeline of one step: when each rank computes and waits, or is in which call."""
+"""What each rank does in which order, and when it is in which call, on CPUs."""
 
 import time
 from collections.abc import Callable
@@ -7,7 +7,6 @@ from itertools import chain
 from typing import NamedTuple
 from unittest import mock
 
-import torch
 import torch.distributed as dist
 
 METHODS = {  # of a PipelineStage, and what each computes
@@ -15,92 +14,53 @@ METHODS = {  # of a PipelineStage, and what each computes
     "backward_one_chunk": "backward",
     "backward_weight_one_chunk": "weights",
 }
-CPU = torch.device("cpu")
-Moment = float | torch.cuda.Event
 
 
 class Span(NamedTuple):
-    """A time in which one worker (a rank, or a device) computes, or is in a call.
+    """A time in which one rank computes, or is in a call.
 
-    worker: its number, from 0.
-    kind: "forward", "backward" (for the inputs, or for all) or "weights" (for the parameters only).
-        For a call it is a kind of Calls.
+    rank: its number.
+    kind: what it computes, or a kind of Calls.
     micro_batch: its number, from 0. For a call it is 0.
-    start, end: in seconds, counted from a moment that is the same for all workers.
-    stage: its number, if a worker has several.
+    start, end: in seconds, or in steps, counted from a moment that is the same for all ranks.
     """
 
-    worker: int
+    rank: int
     kind: str
     micro_batch: int
     start: float
     end: float
-    stage: int = 0
 
 
-def note_calls(stage: object, name: str, kind: str, marks: list[tuple]) -> None:
-    """Make a method of a stage add to the marks: kind, micro-batch, and when it computes.
-
-    If the method first receives something, it computes from the end of dist.recv on.
-    """
+def note_calls(stage: object, name: str, kind: tuple, marks: list[tuple]) -> None:
+    """Make a method of a stage add to the marks what it computes, and the micro-batch."""
     method = getattr(stage, name)
-    receive = dist.recv
 
     def noted(micro_batch, *args, **kwargs):
-        starts = [_moment(stage.device)]
-
-        def received(*args, **kwargs):
-            source = receive(*args, **kwargs)
-            starts.append(_moment(stage.device))
-            return source
-
-        with mock.patch.object(dist, "recv", received):
-            result = method(micro_batch, *args, **kwargs)
-        marks.append((kind, micro_batch, starts[-1], _moment(stage.device)))
-        return result
+        marks.append((*kind, micro_batch))
+        return method(micro_batch, *args, **kwargs)
 
     setattr(stage, name, noted)
 
 
-def _moment(device: torch.device) -> Moment:
-    """Return the time; on a GPU, an event that notes when the GPU has done what is queued now."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(device))
-    return event
-
-
-def _synchronize(device: torch.device) -> None:
-    """Wait until a GPU has done what is queued."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def duration(spans: list[Span]) -> float:
-    """Return the seconds from the first start to the last end."""
-    return max(span.end for span in spans) - min(span.start for span in spans)
-
-
-def bubble(spans: list[Span], workers: int) -> float:
-    """Return the share of the workers' time, 0 to 1, in which they wait.
+def bubble(spans: list[Span], ranks: int) -> float:
+    """Return the part of the ranks' time, 0 to 1, in which they wait.
 
     Args:
-        spans: of one step. The spans of one worker must not overlap.
-        workers: how many there are.
+        spans: of one step. The spans of one rank must not overlap.
+        ranks: how many there are.
     """
+    duration = max(span.end for span in spans) - min(span.start for span in spans)
     computing = sum(span.end - span.start for span in spans)
-    return 1 - computing / (workers * duration(spans))
+    return 1 - computing / (ranks * duration)
 
 
 class Calls:
     """While this is active, it notes when this rank is in which call.
 
-    The calls are time.sleep ("asleep"), dist.send, dist.recv, the wait() of a request, one function
-    that computes ("computing"), dist.all_gather_into_tensor and dist.reduce_scatter_tensor. All
-    ranks must enter together, because a barrier comes first. Times are counted from the end of the
-    barrier, because the clocks of two nodes differ. A GPU runs its calls later, so the two
-    collectives wait for it before and after.
+    The calls are time.sleep ("asleep"), dist.send, dist.recv, the wait() of a request, and one
+    function that computes ("computing"). All ranks must enter together, because a barrier comes
+    first. Times are counted from its end.
 
     Args:
         computing: this function, or None.
@@ -121,8 +81,6 @@ class Calls:
             ("send", dist, "send"),
             ("recv", dist, "recv"),
             ("wait", dist.Work, "wait"),
-            ("all_gather", dist, "all_gather_into_tensor"),
-            ("reduce_scatter", dist, "reduce_scatter_tensor"),
         ):
             noted = self._noted(kind, getattr(place, name))
             self._patches.enter_context(mock.patch.object(place, name, noted))
@@ -145,13 +103,10 @@ class Calls:
             if self._in_call:  # send and recv wait for a request
                 return function(*args, **kwargs)
             self._in_call = True
-            device = args[0].device if kind in ("all_gather", "reduce_scatter") else CPU
-            _synchronize(device)
             start = time.perf_counter() - self._origin
             try:
                 return function(*args, **kwargs)
             finally:
-                _synchronize(device)
                 end = time.perf_counter() - self._origin
                 self.spans.append(Span(dist.get_rank(), kind, 0, start, end))
                 self._in_call = False
