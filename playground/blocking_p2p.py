@@ -157,8 +157,8 @@ def join(local_rank, args):
         )
     except dist.DistError as error:  # ranks are missing, or the port is taken
         error.add_note(
-            f"All {world_size} ranks must come to {address}: start every node, with the same -n, -g"
-            " and -ip, and the same free --port (torchrun sets MASTER_ADDR and MASTER_PORT)."
+            f"All {world_size} ranks must connect to {address}: start every node, with the same -n,"
+            " -g and -ip, and the same free --port (torchrun sets MASTER_ADDR and MASTER_PORT)."
         )
         raise
     if rank == 0:

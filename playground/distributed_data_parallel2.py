@@ -230,7 +230,7 @@ def main():
     except mp.ProcessRaisedException as error:  # the traceback of the rank that failed first
         if "in init_process_group" in str(error):  # ranks are missing, or the port is taken
             ranks = args.nodes * args.gpus
-            error = f"{error}\nAll {ranks} ranks must come to node 0: start every node, with the"
+            error = f"{error}\nAll {ranks} ranks must connect to node 0: start every node, with the"
             error += " same -n, -g, -ip and --port."
         sys.exit(str(error))
     except KeyboardInterrupt:

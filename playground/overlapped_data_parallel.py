@@ -261,7 +261,7 @@ def join(local_rank, args):
         dist.init_process_group(backend, address, wait, world_size, rank, device_id=gpu)
     except dist.DistError as error:  # ranks are missing, or the port is taken
         error.add_note(
-            f"All {world_size} ranks must come to {address}:"
+            f"All {world_size} ranks must connect to {address}:"
             " start every node, with the same -n, -g and -ip, and the same free --port."
         )
         raise

@@ -237,7 +237,7 @@ def told(done, *words):
         assert word in last, done.stderr
 
 
-COME = "All {} ranks must come to tcp://{}:{}: start every node, with the same -n, -g"
+COME = "All {} ranks must connect to tcp://{}:{}: start every node, with the same -n, -g"
 
 
 @pytest.mark.parametrize("lesson", ["single_gpu", "distributed_data_parallel"])

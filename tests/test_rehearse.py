@@ -75,7 +75,8 @@ def test_a_wrong_address_fails_as_on_a_cluster():
     """The user's -ip replaces the script's, and the lesson's last line has what to check."""
     done = rehearse("playground/blocking_p2p.py", "-ip", "10.77.0.9", "--timeout", 5).wait()
     assert done.returncode == 1
-    assert re.search(r"^node\d: All 4 ranks must come to tcp://10.77.0.9:8888: ", done.stdout, re.M)
+    expected = r"^node\d: All 4 ranks must connect to tcp://10.77.0.9:8888: "
+    assert re.search(expected, done.stdout, re.M)
 
 
 def test_without_words_it_is_the_ddp_lesson():

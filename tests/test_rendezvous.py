@@ -69,7 +69,7 @@ def test_started_by_hand_and_alone():
     done = run(lesson, *short(lesson), "--timeout", 3, env=env, status=1)
     assert "trying to connect to (127.0.0.1, 1)" in done.stderr
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("All 2 ranks must come to env://: ") and "MASTER_ADDR" in last
+    assert last.startswith("All 2 ranks must connect to env://: ") and "MASTER_ADDR" in last
 
 
 @pytest.mark.parametrize("lesson", [DDP, "blocking_p2p"])
@@ -102,7 +102,7 @@ def test_the_same_index_on_two_nodes():
     nodes = [Lesson("nonblocking_p2p", *flags, "-nr", 1) for _ in range(2)]
     for done in [node.wait() for node in nodes]:
         assert done.returncode == 1
-        assert done.stderr.strip().splitlines()[-1].startswith("All 2 ranks must come to tcp://")
+        assert done.stderr.strip().splitlines()[-1].startswith("All 2 ranks must connect to tcp://")
 
 
 def test_detectron2_does_not_meet_in_a_file(main):
