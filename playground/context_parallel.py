@@ -276,6 +276,7 @@ def add_up_gradients(model, group):
         dist.all_reduce(total, group=group)
         return total  # NEW: the sum, and not its mean, because the loss is that of all tokens
 
+    # A gradient is added up before it is added to .grad. So batches can be accumulated, too.
     for parameter in model.parameters():
         parameter.register_hook(add_up)
 

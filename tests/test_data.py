@@ -137,16 +137,13 @@ def archives(mnist, tmp_path):
     return tmp_path
 
 
-def unpacked_files(folder):
-    """Make files with the right names and sizes, and return their folder.
-
-    They consist of zeros and take no space on the disk.
-    """
+def unpacked_files(mnist, folder):
+    """Copy the unpacked files of MNIST into a data folder. Returns the folder that they are in."""
+    fetch("mnist", mnist)
     raw = folder / "MNIST" / "raw"
     raw.mkdir(parents=True)
-    for name, size in SIZES.items():
-        (raw / name).touch()
-        os.truncate(raw / name, size)
+    for name in SIZES:
+        shutil.copyfile(mnist / "MNIST" / "raw" / name, raw / name)
     return raw
 
 
@@ -325,19 +322,21 @@ def test_mnist_equals_torchvisions(mnist):
             assert label.dtype == torch.int64 and label == theirs[index][1]
 
 
-def test_files_on_disk_need_no_network(tmp_path, capsys):
+def test_files_on_disk_need_no_network(mnist, capsys):
     """If all files are there, fetch() returns mnist, uses no mirror and writes nothing."""
-    raw = unpacked_files(tmp_path)
-    assert fetch(None, tmp_path) == fetch("mnist", tmp_path) == "mnist"
-    assert sorted(tmp_path.rglob("*")) == sorted([raw.parent, raw, *(raw / name for name in SIZES)])
+    fetch("mnist", mnist)  # unpacks the archives
+    before = {path: path.stat().st_mtime_ns for path in mnist.rglob("*")}
+    capsys.readouterr()
+    assert fetch(None, mnist) == fetch("mnist", mnist) == "mnist"
+    assert {path: path.stat().st_mtime_ns for path in mnist.rglob("*")} == before
     assert capsys.readouterr() == ("", "")
 
 
-def test_digits_need_no_files(tmp_path, capsys):
+def test_digits_need_no_files(mnist, tmp_path, capsys):
     """For the digits fetch() does not use the folder, even if MNIST's files in it are damaged."""
     assert fetch("digits", tmp_path / "new") == "digits"
     assert not (tmp_path / "new").exists()
-    cut(unpacked_files(tmp_path) / "train-images-idx3-ubyte")
+    cut(unpacked_files(mnist, tmp_path) / "train-images-idx3-ubyte")
     assert fetch("digits", tmp_path) == "digits"
     assert capsys.readouterr() == ("", "")
 
@@ -419,15 +418,41 @@ def test_silent_mirror_is_given_up(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["train-images-idx3-ubyte", "t10k-labels-idx1-ubyte"])
-def test_truncated_file_ends_the_lesson(tmp_path, name):
+def test_truncated_file_ends_the_lesson(mnist, tmp_path, name):
     """A file of the wrong size ends a lesson with one line, which has its path and both sizes."""
-    damaged = unpacked_files(tmp_path) / name
+    damaged = unpacked_files(mnist, tmp_path) / name
     cut(damaged)
     done = run("single_gpu", "--data_dir", tmp_path, status=1)
     assert done.stdout == ""
     [line] = done.stderr.splitlines()
     assert line.startswith("error: ") and "delete it" in line
     assert str(damaged) in line and f"{SIZES[name]:,}" in line and f"{SIZES[name] // 2:,}" in line
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_damaged_file_is_named(mnist, tmp_path, name):
+    """A file of the right size that has a hole, as a download can leave, is never trained on."""
+    raw = unpacked_files(mnist, tmp_path)
+    with open(raw / name, "r+b") as file:
+        file.seek(5000)
+        file.write(bytes(4000))
+    for dataset in (None, "mnist"):
+        line = error_line(dataset, tmp_path)
+        assert str(raw / name) in line and "damaged" in line and "delete it" in line
+
+
+def test_no_room_on_the_disk(mirror, tmp_path):
+    """If the disk is full, the reason is named, and nothing unfinished is left there.
+
+    A limit on the size of a file stands for the full disk.
+    """
+    limited = ["sh", "-c", 'ulimit -f 2000; exec "$@"', "sh"]
+    command = [*limited, sys.executable, "-c", FETCH_BOTH, mirror.url, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (1, "digits\n"), done.stderr
+    messages = [line for line in done.stderr.splitlines() if "File too large" in line]
+    assert [message.split(":")[0] for message in messages] == ["WARNING", "error"]
+    assert list((tmp_path / "MNIST" / "raw").iterdir()) == []
 
 
 @pytest.mark.parametrize("dataset", [None, "mnist"])
@@ -473,11 +498,10 @@ def test_read_only_folder_without_files(no_mirror, tmp_path, place):
 
 
 @pytest.mark.parametrize("dataset, images", [("digits", 1500), ("mnist", 60_000), (None, 60_000)])
-def test_batch_larger_than_the_training_set(tmp_path, dataset, images):
+def test_batch_larger_than_the_training_set(mnist, dataset, images):
     """A batch may be the whole training set. One image more is refused, and the limit is named."""
-    unpacked_files(tmp_path)
-    assert fetch(dataset, tmp_path, images) == (dataset or "mnist")
-    line = error_line(dataset, tmp_path, images + 1)
+    assert fetch(dataset, mnist, images) == (dataset or "mnist")
+    line = error_line(dataset, mnist, images + 1)
     assert "--batch_size" in line and str(images) in line
 
 
