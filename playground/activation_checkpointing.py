@@ -6,7 +6,7 @@ Run it with DDP, or with FSDP:
 
 Both print the same numbers as `single_gpu.py --model transformer`, up to rounding; with --double
 all twelve digits agree. Before they train, they show what rank 0 keeps in a step if no block is
-wrapped, every second one or every one:
+checkpointed ("wrapped"), every second one or every one:
     wrapped: none    7,896,580 bytes kept, 2 forward passes of blocks
     wrapped: second  4,398,596 bytes kept, 3 forward passes of blocks
     wrapped: every     900,612 bytes kept, 4 forward passes of blocks
@@ -79,13 +79,13 @@ def build(args, which):
     blocks = [layer for layer in model.layers if isinstance(layer, Block)]
     if args.dropout:
         for block in blocks:
-            block.mlp.append(torch.nn.Dropout(0.1))  # the other lessons have none
+            block.mlp.append(torch.nn.Dropout(0.1))  # the model itself has none
     chosen = {"none": [], "second": blocks[::2], "every": blocks}[which]
     for stage in (model.stage1, model.stage2):
         for position, layer in enumerate(stage):
             if layer in chosen:
-                # NEW: wrap modules that keep much more than their input, so not a linear layer, but
-                # small ones, because backward() needs all activations of a module at once.
+                # NEW: wrap modules that keep much more than their input (a linear layer does not),
+                # but small ones: backward() needs all activations of a module at once.
                 stage[position] = Checkpointed(layer)
     return model
 
@@ -261,7 +261,7 @@ def main():
     args = parser.parse_args()
     parser.check_torchrun(args)  # an error of one line if torchrun has not started this
     check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
-    # Before there is a group: the ranks of a node take turns, and the first one downloads.
+    # There is no group yet, so a download may take long. One process of each node does it.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 

@@ -3,7 +3,7 @@
 Run it:
     python playground/blocking_p2p.py    # two processes; -g 3: three
 
-In the first run, rank 0 starts one second late; in the other, rank 1 does. After a table of the
+Rank 0 sends twice: first it starts a second late itself, then rank 1 does. After a table of the
 ranks, it prints on CPUs:
     rank 0 starts a second late:
     rank 0: [0.0, 1.0, 2.0, 3.0], 0.0 s in send
@@ -109,7 +109,7 @@ def show_deadlock(rank, device):
     right = (rank + 1) % dist.get_world_size()  # a ring: rank 0 is to the right of the last rank
     left = (rank - 1) % dist.get_world_size()
     # A second group of all ranks: gloo raises an error if a message takes more than three seconds.
-    # (NCCL would end the process, so GPUs use gloo here, too.)
+    # (NCCL would end the process. So with GPUs, too, these are CPU tensors, which gloo sends.)
     impatient = dist.new_group(backend="gloo", timeout=timedelta(seconds=3))
     try:
         all_ranks_send_first(torch.tensor([rank]), torch.tensor([-1]), right, left, impatient)
@@ -127,6 +127,7 @@ def add_flags(parser):
 
 
 # ---------- The frame: the next two lessons repeat what follows ----------
+# Read join() now, and skim the rest.
 
 
 def join(local_rank, args):

@@ -14,14 +14,14 @@ The activations of a long sequence may not fit on one GPU. So each rank has all 
 its own tokens. LayerNorm and the MLPs treat each token by itself. For attention, the keys and
 values of all tokens travel around a ring of ranks, while the queries stay.
 
-Attention is causal, so a token looks only at itself and at those before it: at 406 pairs of tokens.
-Blocks of pairs are rectangles, so the ranks also compute some pairs that are then masked. With
---order plain, rank 0 has the first half of the tokens, computes 196 pairs, and waits for rank 1,
-which computes 392. With --order zigzag, the default, each has some early tokens and some late ones.
+Attention is causal, so a token looks only at itself and at those before it, which makes 406 pairs
+of tokens. A rank computes rectangles of pairs, and masks some of them. With --order plain, rank 0
+has the first half of the tokens, computes 196 pairs, and waits for rank 1, which computes 392. With
+--order zigzag, the default, each has some early tokens and some late ones.
 
 With --by ulysses, three all_to_alls give each rank all tokens of some heads, and a fourth sends the
 results back. It sends less than the ring, with two ranks half as much, but the number of
-ranks must divide the heads. The ring works for any number, and could hide its messages.
+ranks must divide the heads. The ring works for any number, and could compute while it sends.
 
 Try breaking it, in a copy, with --double, and compare the losses:
   1. In add_up_gradients, return `total / dist.get_world_size()`. Why does Adam hardly notice?
@@ -82,9 +82,9 @@ def scores_of(query, key, query_places, key_places):
 
 
 def visible(mine, theirs):
-    """Return the slice of my tokens that look at any of theirs, and of theirs that are looked at.
+    """Return two slices: my tokens that look at any of theirs, and theirs that are looked at.
 
-    The rest of the block is masked, so it is not computed. Either slice may be empty.
+    The other pairs are masked, so they are not computed. Either slice may be empty.
     """
     first = int((mine < theirs[0]).sum())
     end = int((theirs <= mine[-1]).sum())
@@ -103,7 +103,7 @@ def pass_on(tensor, tokens, group):
     send = dist.P2POp(dist.isend, tensor, group=group, group_peer=following)
     receive = dist.P2POp(dist.irecv, received, group=group, group_peer=previous)
     for request in dist.batch_isend_irecv([send, receive]):
-        request.wait()  # a faster ring would compute a block while the next one travels
+        request.wait()  # a faster ring would compute a chunk while the next one travels
     return received
 
 
@@ -111,8 +111,8 @@ def pass_on(tensor, tokens, group):
 class RingAttention(torch.autograd.Function):
     """Causal attention of this rank's tokens to all tokens (https://arxiv.org/abs/2310.01889).
 
-    query, key and value are those of this rank's tokens, (N, heads, own tokens, size). A block is
-    the keys and values of one rank. All blocks travel around a ring, and the queries stay.
+    query, key and value are those of this rank's tokens, (N, heads, own tokens, size). A chunk is
+    the keys and values of one rank. All chunks travel around a ring, and the queries stay.
     """
 
     @staticmethod
@@ -124,9 +124,9 @@ class RingAttention(torch.autograd.Function):
         # A token with the scores s_j reads  sum_j exp(s_j) v_j / sum_j exp(s_j),  and exp() of a
         # large score overflows. So both sums are kept divided by exp(m), where m is the largest
         # score so far: `total` is sum_j exp(s_j - m), and `read` is sum_j exp(s_j - m) v_j.
-        # An example with 2 in place of e, two blocks, s = 1 1 | 2 2 and v = 6 0 | 3 6:
-        #     block 1: m = 1, total = 1 + 1 = 2, read = 6 + 0 = 6
-        #     block 2: m = 2, so both are halved: total = 1 + 1 + 1 = 3, read = 3 + 3 + 6 = 12
+        # An example with 2 in place of e, two chunks, s = 1 1 | 2 2 and v = 6 0 | 3 6:
+        #     chunk 1: m = 1, total = 1 + 1 = 2, read = 6 + 0 = 6
+        #     chunk 2: m = 2, so both are halved: total = 1 + 1 + 1 = 3, read = 3 + 3 + 6 = 12
         #     at the end: read / total = 12 / 3 = 4
         # (With queries in bfloat16, keep all three in float32.)
         maximum = query.new_full((*query.shape[:-1], 1), -torch.inf)  # m
@@ -143,7 +143,7 @@ class RingAttention(torch.autograd.Function):
                 m = maximum[..., rows, :]
                 total_of_rows = total[..., rows, :]
                 read_of_rows = read[..., rows, :]
-                # NEW: if this block has a larger score M, each earlier term exp(s_j - m) must
+                # NEW: if this chunk has a larger score M, each earlier term exp(s_j - m) must
                 # become exp(s_j - M). So both sums are multiplied by exp(m - M).
                 larger = torch.maximum(m, scores.amax(dim=-1, keepdim=True))  # M
                 correction = (m - larger).exp()  # 0 in the first step, in which m is -inf
@@ -157,7 +157,7 @@ class RingAttention(torch.autograd.Function):
                 arriving = places[(rank - step - 1) % world_size]
                 travelling = pass_on(travelling, len(arriving), group)
         read /= total
-        # NEW: no scores are kept. backward() computes them again, block by block. The last tensor
+        # NEW: no scores are kept. backward() computes them again, chunk by chunk. The last tensor
         # is L = log(sum_j exp(s_j)) = m + log(total), and exp(s_j - L) is the softmax.
         ctx.save_for_backward(query, key, value, read, maximum + total.log())
         ctx.places = places
@@ -174,8 +174,9 @@ class RingAttention(torch.autograd.Function):
         world_size = dist.get_world_size(group)
         mine = places[rank]
         scale = query.shape[-1] ** -0.5
-        # Below, dx is the gradient of x; that of o, `do`, is `gradient`. Query q reads o with the
-        # weights p_j = exp(s_j - L). With sums over all queries for dk_j and dv_j:
+        # Below, dx is the gradient of x; that of o, `do`, is `gradient`; L is that of forward(). A
+        # query q reads o with the weights p_j = exp(s_j - L). dk_j and dv_j are sums over all
+        # queries. These are the terms of one query:
         #     o = sum_j p_j v_j      gives  dp_j = do . v_j  and  dv_j = p_j do
         #     p = softmax(s)         gives  ds_j = p_j (dp_j - c)  with  c = sum_j p_j dp_j
         #     dp_j = do . v_j        gives  c = do . sum_j p_j v_j = do . o
@@ -205,6 +206,66 @@ class RingAttention(torch.autograd.Function):
             grad_travelling = pass_on(grad_travelling, len(arriving), group)
         grad_key, grad_value = grad_travelling
         return grad_query, grad_key, grad_value, None, None
+
+
+def exchange(parts, shapes, group):
+    """Send parts[i] to rank i. Return what arrives: from rank i, a tensor of shape shapes[i]."""
+    sent = torch.cat([part.flatten() for part in parts])
+    send_sizes = [part.numel() for part in parts]
+    receive_sizes = [torch.Size(shape).numel() for shape in shapes]
+    received = sent.new_empty(sum(receive_sizes))
+    dist.all_to_all_single(received, sent, receive_sizes, send_sizes, group=group)
+    chunks = received.split(receive_sizes)
+    return [chunk.view(shape) for chunk, shape in zip(chunks, shapes, strict=True)]
+
+
+def to_heads(tensor, places, group):
+    """Turn (N, all heads, own tokens, size) into (N, own heads, all tokens, size)."""
+    world_size = dist.get_world_size(group)
+    images, heads, _, size = tensor.shape
+    shapes = [(images, heads // world_size, len(theirs), size) for theirs in places]
+    received = torch.cat(exchange(tensor.chunk(world_size, dim=1), shapes, group), dim=2)
+    in_order = torch.empty_like(received)
+    in_order[:, :, torch.cat(places)] = received  # each token at its place, as is_causal=True needs
+    return in_order
+
+
+def to_tokens(tensor, places, group):
+    """Turn (N, own heads, all tokens, size) into (N, all heads, own tokens, size)."""
+    images, heads, _, size = tensor.shape
+    mine = places[dist.get_rank(group)]
+    shapes = [(images, heads, len(mine), size)] * len(places)
+    parts = [tensor[:, :, theirs] for theirs in places]
+    return torch.cat(exchange(parts, shapes, group), dim=1)
+
+
+class Travel(torch.autograd.Function):
+    """to_heads or to_tokens, with a backward(), because all_to_all_single has no gradient."""
+
+    @staticmethod
+    def forward(ctx, tensor, there, back, places, group):
+        """Return there(tensor, places, group)."""
+        ctx.back = partial(back, places=places, group=group)
+        return there(tensor, places, group)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """Let the gradient travel back."""
+        return ctx.back(gradient), None, None, None, None
+
+
+def ulysses_attention(query, key, value, places, group):
+    """Return the same as RingAttention, by all_to_alls (https://arxiv.org/abs/2309.14509)."""
+    # NEW: a rank gets all tokens of its heads. A head needs no other head, so PyTorch's attention
+    # can compute it.
+    query = Travel.apply(query, to_heads, to_tokens, places, group)
+    key = Travel.apply(key, to_heads, to_tokens, places, group)
+    value = Travel.apply(value, to_heads, to_tokens, places, group)
+    read = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    return Travel.apply(read, to_tokens, to_heads, places, group)
+
+
+ATTENTION = {"ring": RingAttention.apply, "ulysses": ulysses_attention}
 
 
 def embed_own_tokens(embedding, mine, images):
@@ -248,7 +309,7 @@ class FromOwner(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         """Return the gradient on the owner, and zeros on other ranks, whose logits are not used."""
-        # NEW: zeros, and not None, so that autograd continues to attention, whose backward() sends.
+        # NEW: zeros, and not None, because the hooks of add_up_gradients() take tensors.
         if not ctx.is_owner:
             gradient = torch.zeros_like(gradient)
         return gradient, None, None
@@ -274,7 +335,8 @@ def add_up_gradients(model, group):
         """Return the sum of the parts of all ranks."""
         total = gradient.clone()
         dist.all_reduce(total, group=group)
-        return total  # NEW: the sum, and not its mean, because the loss is that of all tokens
+        # NEW: the sum, and not its mean. All ranks have one loss, and each a part of its gradient.
+        return total
 
     # A gradient is added up before it is added to .grad. So batches can be accumulated, too.
     for parameter in model.parameters():
@@ -330,65 +392,6 @@ def show_tokens(model, places, loader, device, args):
     dist.all_gather_object(table, row)
     if rank == 0:
         print(*table, sep="\n", flush=True)
-
-
-def exchange(parts, shapes, group):
-    """Send parts[i] to rank i. Return what arrives: from rank i, a tensor of shape shapes[i]."""
-    sent = torch.cat([part.flatten() for part in parts])
-    send_sizes = [part.numel() for part in parts]
-    receive_sizes = [torch.Size(shape).numel() for shape in shapes]
-    received = sent.new_empty(sum(receive_sizes))
-    dist.all_to_all_single(received, sent, receive_sizes, send_sizes, group=group)
-    chunks = received.split(receive_sizes)
-    return [chunk.view(shape) for chunk, shape in zip(chunks, shapes, strict=True)]
-
-
-def to_heads(tensor, places, group):
-    """Turn (N, all heads, own tokens, size) into (N, own heads, all tokens, size)."""
-    world_size = dist.get_world_size(group)
-    images, heads, _, size = tensor.shape
-    shapes = [(images, heads // world_size, len(theirs), size) for theirs in places]
-    received = torch.cat(exchange(tensor.chunk(world_size, dim=1), shapes, group), dim=2)
-    in_order = torch.empty_like(received)
-    in_order[:, :, torch.cat(places)] = received  # each token at its place, as is_causal=True needs
-    return in_order
-
-
-def to_tokens(tensor, places, group):
-    """Turn (N, own heads, all tokens, size) into (N, all heads, own tokens, size)."""
-    images, heads, _, size = tensor.shape
-    mine = places[dist.get_rank(group)]
-    shapes = [(images, heads, len(mine), size)] * len(places)
-    parts = [tensor[:, :, theirs] for theirs in places]
-    return torch.cat(exchange(parts, shapes, group), dim=1)
-
-
-class Travel(torch.autograd.Function):
-    """to_heads or to_tokens, with a backward(), because all_to_all_single has no gradient."""
-
-    @staticmethod
-    def forward(ctx, tensor, there, back, places, group):
-        """Return there(tensor, places, group)."""
-        ctx.back = partial(back, places=places, group=group)
-        return there(tensor, places, group)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        """Let the gradient travel back."""
-        return ctx.back(gradient), None, None, None, None
-
-
-def ulysses_attention(query, key, value, places, group):
-    """Return the same as RingAttention, by all_to_alls (https://arxiv.org/abs/2309.14509)."""
-    # NEW: a head needs no other head, so with all tokens this is the attention of a single process.
-    query = Travel.apply(query, to_heads, to_tokens, places, group)
-    key = Travel.apply(key, to_heads, to_tokens, places, group)
-    value = Travel.apply(value, to_heads, to_tokens, places, group)
-    read = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-    return Travel.apply(read, to_tokens, to_heads, places, group)
-
-
-ATTENTION = {"ring": RingAttention.apply, "ulysses": ulysses_attention}
 
 
 def add_flags(parser):
@@ -497,7 +500,7 @@ def main():
     args = parser.parse_args()
     parser.check_torchrun(args)  # an error of one line if torchrun has not started this
     check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
-    # Before there is a group: the ranks of a node take turns, and the first one downloads.
+    # There is no group yet, so a download may take long. One process of each node does it.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 

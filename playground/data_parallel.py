@@ -56,8 +56,8 @@ class Replicas(nn.Module):
     """Computes a batch in parts, one part with each replica of a model, as nn.DataParallel does.
 
     Args:
-        module: the model, on the first of the devices. Its buffers, which are not trained, such as
-            the averages of batch norm, are not copied in each step, nor copied back to it.
+        module: the model, on the first of the devices. Its buffers (tensors that are not trained,
+            such as the averages of batch norm) are copied once, and never back.
         devices: where the replicas compute, one for each part of a batch.
     """
 
@@ -148,8 +148,8 @@ def loaders(args):
     # These data sets return a batch at once, so nothing is left to collate. For your own, leave
     # collate_fn out, and set num_workers. From pinned memory, a GPU copies while Python continues.
     options = {"collate_fn": whole_batch, "pin_memory": args.device != "cpu"}
-    # An epoch leaves out its last, incomplete batch: 96 images of MNIST.
     sampler = RandomSampler(train_set, generator=torch.Generator())
+    # Drop_last leaves out the last, incomplete batch of an epoch: 96 images of MNIST.
     train_loader = DataLoader(
         train_set, args.batch_size, sampler=sampler, drop_last=True, **options
     )

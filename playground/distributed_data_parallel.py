@@ -26,8 +26,8 @@ Try breaking it, in a copy (cp playground/distributed_data_parallel.py playgroun
      Compare the losses of the second epoch.
   2. Let only rank 0 test: write `if rank == 0:` before `_, test_correct, test_images = ...`. Where
      does each rank wait?
-  3. Add `model.unused = torch.nn.Linear(1, 1)` after `model = make_model(args)...`. What does DDP
-     complain about, and what does it suggest?
+  3. Add `model.unused = torch.nn.Linear(1, 1).to(device)` after `model = make_model(args)...`. What
+     does DDP complain about, and what does it suggest?
 Now write `exact_accuracy.py`, and repair `fault_same_order.py`, `fault_too_many_images.py` and
 `fault_cannot_load.py`, in playground/exercises/.
 Builds on: overlapped_data_parallel.py
@@ -161,6 +161,7 @@ def fit(model, optimizer, train_loader, test_loader, device, args):
 
 def save(args, epoch, model, optimizer):
     """Write a checkpoint, whole or not at all."""
+    # NEW: if this fails, for example because the disk is full, the last checkpoint stays.
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     state |= {"epoch": epoch, "args": vars(args)}
     unfinished = Path(f"{args.savefile}.unfinished")

@@ -17,8 +17,8 @@ Read this lesson if your project uses detectron2, by Facebook AI Research, or ha
 launch and comm. A new project does not need them.
 
 `launch` replaces two steps of `distributed_data_parallel.py`: it starts the processes of this node,
-and it joins each of them to the process group. `comm` offers ranks and collectives under short
-names, most of which also work in a single process that has no process group.
+and it joins each of them to the process group. `comm` has short functions for ranks and
+collectives. Most of them also work in a single process that has no process group.
 
 Try breaking it, in a copy (cp playground/distributed_data_parallel2.py playground/broken.py):
   1. Call `comm.reduce_dict` with `average=True`, and print `images` below it. This number is wrong
@@ -179,9 +179,8 @@ def visible_gpus(args):
     else:
         numbers = [str(number) for number in range(torch.cuda.device_count())]
     # NEW: launch uses NCCL if it finds a GPU, so --device cpu hides all GPUs. And launch joins the
-    # group before it selects a GPU. If n GPUs are visible then, NCCL takes GPU number rank % n.
-    # This is the local rank if n is the number of ranks on this node, so only that many stay
-    # visible.
+    # group before it selects a GPU, so NCCL takes GPU number rank % n of the n visible ones. With
+    # one visible GPU for each rank of this node, that number is the local rank.
     needed = args.gpus if args.device == "cuda" else 0
     return ",".join(numbers[:needed])
 

@@ -12,7 +12,7 @@ It prints (numbers differ a little, and random images cannot be recognized):
     global batch 128 = 2 ranks x 64 images, on each rank in 4 micro-batches
     epoch 1/3  loss 2.6088  train 10.16%  test 8.00%  9.71 s  185 images/s
 
-Run it on GPUs that you choose. Local ranks 0, 1, 2 get GPUs 1, 6, 3. (3 ranks divide 126.)
+Run it on GPUs that you choose. Local ranks 0, 1, 2 get GPUs 1, 6, 3. (126 is 3 x 42.)
     torchrun --standalone --nproc-per-node 3 \
         playground/distributed_data_parallel_resnet.py --gpu_ids 1,6,3 --batch_size 126
 

@@ -88,7 +88,7 @@ def main():
     args = parser.parse_args()
     parser.check_torchrun(args)  # NEW: an error of one line if torchrun has not started this
     check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
-    # Before there is a group: the ranks of a node take turns, and the first one downloads.
+    # There is no group yet, so a download may take long. One process of each node does it.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 
@@ -106,6 +106,10 @@ def train(args):
     # DDP refers to the group, so delete DDP first. Otherwise the process may hang.
     del model
     dist.destroy_process_group()
+
+
+# ---------- Nearly as in distributed_data_parallel.py ----------
+# If you have read that lesson, you can stop here. If you copy this one, copy everything.
 
 
 def loaders(args, rank, world_size):

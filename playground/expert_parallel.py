@@ -90,8 +90,8 @@ class Mixture(torch.nn.Module):
     """`count` experts on all ranks together. The first is the MLP that was there before.
 
     With two ranks, rank 0 has the experts A and B, and rank 1 has C and D. A1 is a token of rank 1
-    whose expert is A. A bar separates the tokens for rank 0 from those for rank 1. After
-    all_to_all, it separates those that come from rank 0 from those that come from rank 1:
+    whose expert is A. A bar separates the tokens by the rank that they go to, and after all_to_all
+    by the rank that they come from:
 
         tokens               rank 0: C0 A0 B0 A0       rank 1: D1 A1 D1 C1
         sorted by expert     rank 0: A0 A0 B0 | C0     rank 1: A1 | C1 D1 D1
@@ -217,13 +217,12 @@ def average_gradients(model):
 def balance_loss(model):
     """Return the mean over the blocks of: number of experts * sum(fraction * mean score).
 
-    An expert's fraction is the part of all tokens that it gets. With an even load it is 1.
+    An expert's fraction is the part of all tokens that it gets. With an even load the result is 1.
     """
     mixtures = mixtures_of(model)
     load = torch.stack([mixture.load for mixture in mixtures])
-    # NEW: the fractions must be those of all ranks, because the loss multiplies them by the mean
-    # scores. The mean scores may stay local, because the loss is linear in them:
-    # average_gradients() averages their gradients.
+    # NEW: the loss multiplies fractions by mean scores, so the fractions must be those of all
+    # ranks. The mean scores may stay local: average_gradients() averages what comes of them.
     dist.all_reduce(load)
     fractions = load / load.sum(dim=1, keepdim=True)
     # Counts have no gradients, but scores have. The more tokens an expert gets, the more its scores
@@ -326,7 +325,7 @@ def main():
     args = parser.parse_args()
     parser.check_torchrun(args)  # an error of one line if torchrun has not started this
     check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
-    # Before there is a group: the ranks of a node take turns, and the first one downloads.
+    # There is no group yet, so a download may take long. One process of each node does it.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 

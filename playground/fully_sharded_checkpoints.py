@@ -85,8 +85,8 @@ def load_shards(path, args, model, optimizer):
     dcp.load(progress, checkpoint_id=path)
     compare(path, progress["args"], args)
     # NEW: here the dict has the shards of this rank, and dcp.load() writes into them. Adam has no
-    # state before its first step, so get_state_dict() makes one with zero gradients. Loading
-    # restores Adam's count of steps. In a new run nothing does, so do not call it there.
+    # state before its first step, so get_state_dict() makes a step with zero gradients. Adam counts
+    # it, and loading corrects the count. A new run must not call get_state_dict() before training.
     model_state, optimizer_state = get_state_dict(model, optimizer)
     dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
     set_model_state_dict(model, model_state)
@@ -102,7 +102,7 @@ def train(args):
     model = make_model(args)
     for layer in model.modules():
         if isinstance(layer, torch.nn.Dropout):
-            layer.p = args.dropout  # in the other lessons it is 0
+            layer.p = args.dropout  # 0 by default
     shard(model, args)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
     done = resume(args, model, optimizer, device)
@@ -226,9 +226,8 @@ def fit(model, optimizer, train_loader, test_loader, device, args, done):
     writing = None  # the future of a checkpoint that a thread writes
     for epoch in range(done, args.epochs):
         train_loader.sampler.set_epoch(epoch)
-        # NEW: with --dropout, each rank drops different neurons in each epoch, because it has
-        # different images. Resumed with as many ranks, a run drops the same neurons as without a
-        # break.
+        # NEW: the seed depends on epoch and rank only. So with --dropout, a run that is resumed
+        # with as many ranks drops the same neurons as one without a break.
         torch.manual_seed(args.seed + epoch * world_size + rank)
         start = time.perf_counter()
         bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)
@@ -253,7 +252,7 @@ def fit(model, optimizer, train_loader, test_loader, device, args, done):
 
 
 def save_file(args, epoch, model, optimizer):
-    """Write one file with whole tensors, whole or not at all."""
+    """Write one file with whole tensors. If this fails, an older file stays."""
     # NEW: full_state_dict gathers the shards of one tensor after the other. cpu_offload moves each
     # whole tensor to the CPU of rank 0. The other ranks keep none, and get empty dicts.
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -357,7 +356,7 @@ def main():
     args = parser.parse_args()
     parser.check_torchrun(args)  # an error of one line if torchrun has not started this
     check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
-    # Before there is a group: the ranks of a node take turns, and the first one downloads.
+    # There is no group yet, so a download may take long. One process of each node does it.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 

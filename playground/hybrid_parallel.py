@@ -24,7 +24,7 @@ Here each row shards the whole model, so a rank keeps half of it, 29,605 paramet
 column have the same shards, and average their gradients with an all_reduce.
 
 The rows of the mesh should lie inside nodes, because every layer waits for their messages. They do
-if their length divides the ranks of a node, because torchrun numbers these consecutively.
+if the number of ranks of a node is a multiple of a row's length.
 
 Try breaking it, in a copy:
   1. Before `optimizer.step()`, write `torch.nn.utils.clip_grad_norm_(model.parameters(), 1)`. Does
@@ -246,7 +246,7 @@ def main():
     args = parser.parse_args()
     parser.check_torchrun(args)  # an error of one line if torchrun has not started this
     check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
-    # Before there is a group: the ranks of a node take turns, and the first one downloads.
+    # There is no group yet, so a download may take long. One process of each node does it.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 

@@ -115,7 +115,7 @@ def loaders(args, rank, world_size):
 
 
 def average_in_one_bucket(model):
-    """Do what average_gradients does with a bucket: one tensor that contains all gradients."""
+    """Average all gradients in one message, with a bucket: one tensor that contains them all."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     bucket = torch.cat([gradient.flatten() for gradient in gradients])
     dist.all_reduce(bucket)

@@ -78,15 +78,15 @@ class ShardedLayer:
         self.shard = torch.nn.Parameter(shard.clone())
         # As in the previous lesson, the parameters become views. Autograd saves some of these views
         # for backward(). They share the memory of `whole`, so after the next gather() they have the
-        # right numbers again. Autograd never notices the gap, because it does not count writes to
-        # what was assigned to .data.
+        # right numbers again. Autograd notices nothing, because it does not see what is written
+        # through `whole`.
         start = 0
         for parameter in self.parameters:
             end = start + parameter.numel()
             parameter.data = self.whole[start:end].view(parameter.shape)
             start = end
         self.bytes = self.whole.nbytes
-        self.gradients_due = len(self.parameters)  # of a step, those still missing
+        self.gradients_due = len(self.parameters)  # gradients that this step still lacks
         self.free()
         # NEW: the four moments. These hooks return nothing, because PyTorch would use what a hook
         # returns in place of the layer's inputs, output or gradients.
@@ -285,7 +285,7 @@ def main():
     args = parser.parse_args()
     parser.check_torchrun(args)  # an error of one line if torchrun has not started this
     check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
-    # Before there is a group: the ranks of a node take turns, and the first one downloads.
+    # There is no group yet, so a download may take long. One process of each node does it.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 

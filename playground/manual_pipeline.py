@@ -64,7 +64,7 @@ def gpipe(rank, world_size, micro_batches):
 
 def one_forward_one_backward(rank, world_size, micro_batches):
     """Return the passes of a rank: each backward pass as early as possible."""
-    # NEW: from rank r on, a micro-batch passes p - r of p ranks before its gradient can come back.
+    # NEW: a micro-batch must go through ranks r to p - 1 before its gradient comes back to rank r.
     # So rank r computes p - r forward passes first.
     ahead = min(world_size - rank, micro_batches)
     passes = [f"F{number}" for number in range(ahead)]
@@ -144,7 +144,8 @@ class Pipeline(torch.nn.Module):
             inputs = images.new_empty(len(images), *self.shape)  # of the same dtype
             dist.recv(inputs, src=self.rank - 1, group=self.activations)
             inputs.requires_grad_(self.training)  # NEW: backward() then fills inputs.grad
-        # Under autocast, a stage may return bfloat16, but the next rank expects the images' dtype.
+        # In mixed precision (autocast), a stage may return bfloat16, but the next rank expects the
+        # images' dtype.
         output = self.stage(inputs).to(images.dtype)
         if self.rank < self.last_rank:
             # A message has only numbers: no autograd graph, and no strides.
@@ -281,7 +282,10 @@ def add_flags(parser):
 
 
 def check_flags(parser, args, world_size):
-    """Refuse more stages than layers, and passes that cannot work. Ranks do not split a batch."""
+    """Refuse more stages than layers, and passes that cannot work.
+
+    Every rank reads the whole batch, so its size need not fit the number of ranks.
+    """
     with torch.device("meta"):  # layers without memory
         most = len(with_parameters(make_layers(args)))
     if world_size > most:
@@ -381,7 +385,7 @@ def main():
     args = parser.parse_args()
     parser.check_torchrun(args)  # an error of one line if torchrun has not started this
     check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
-    # Before there is a group: the ranks of a node take turns, and the first one downloads.
+    # There is no group yet, so a download may take long. One process of each node does it.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 

@@ -4,8 +4,8 @@ Run it, first with DDP:
     torchrun --standalone --nproc-per-node 2 playground/mixed_precision.py
 
 It prints, on a CPU (the dtype of a layer is that of its output):
-    bfloat16: 1 + 0.001 is 1; a gradient of 1e-9 is 1e-09, with the loss x 65536 1e-09
-    float16: 1 + 0.001 is 1.001; a gradient of 1e-9 is 0, with the loss x 65536 1e-09
+    bfloat16: 1 + 0.001 is 1; a gradient of 1e-9 becomes 1e-09, scaled by 65536 and back 1e-09
+    float16: 1 + 0.001 is 1.001; a gradient of 1e-9 becomes 0, scaled by 65536 and back 1e-09
     epoch 1/3  loss 0.5946  train 81.69%  test 93.40%  21.81 s  2,747 images/s
     bfloat16: Linear, Attention, GELU, LastToken, Transformer
     float32: Tokens, LayerNorm, Block, Autocast, parameters, gradients, Adam's averages
@@ -13,12 +13,14 @@ It prints, on a CPU (the dtype of a layer is that of its output):
 In float32 (--precision full), the loss is 0.5944. On GPUs, products of matrices are much faster in
 16 bits, and most activations take half of the memory. On a CPU, the speed depends on the processor.
 
-bfloat16 has the range of float32, but only two to three digits. Most of Adam's steps would be lost
-in it, so the parameters stay in float32, and each layer computes with converted copies. float16 has
-one digit more, and a small range: 6e-8 to 65,504. There, small gradients become 0 unless the loss
-is multiplied by a large factor, so --precision float16 needs a `GradScaler`.
+bfloat16 has the range of float32, but only two to three digits. In it, a small step of Adam's often
+changes nothing, so the parameters stay in float32, and each layer computes with converted copies
+(autocast). float16 has one digit more, and a small range: 6e-8 to 65,504. There, small gradients
+become 0 unless the loss is multiplied by a large factor, so --precision float16 needs a
+`GradScaler`.
 
-With FSDP, a policy takes the place of autocast. It converts whole layers, LayerNorm included:
+With FSDP, a policy (`mp_policy`) takes the place of autocast. It converts whole layers, LayerNorm
+included:
     torchrun --standalone --nproc-per-node 2 playground/mixed_precision.py --sharded --clip 1
     bfloat16: Linear, Tokens, LayerNorm, Attention, GELU, Block, LastToken
     float32: Transformer, parameters, gradients, Adam's averages
@@ -83,8 +85,8 @@ def shard(model, dtype, args):
     # The group of a mesh may have PyTorch's own timeout: 30 minutes (gloo) or 10 (NCCL).
     mesh.get_group().set_timeout(timedelta(seconds=args.timeout))
     wide = torch.float64 if args.double else torch.float32
-    # NEW: FSDP converts the shards before it gathers them, which halves the bytes, and also the
-    # layer's inputs. Gradients are computed in 16 bits too, and added up in 32 bits.
+    # NEW: FSDP converts the layer's inputs, and also the shards before it gathers them, which
+    # halves the bytes. Gradients are computed in 16 bits, too, and added up in 32 bits.
     inside = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=wide)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=inside)
@@ -170,7 +172,7 @@ def show_limits():
         total = (torch.ones((), dtype=DTYPES[name]) + 0.001).item()
         gradient = small_gradient(DTYPES[name], factor=1)
         scaled = small_gradient(DTYPES[name], factor=65536)
-        made = f"a gradient of 1e-9 is {gradient:.1g}, with the loss x 65536 {scaled:.1g}"
+        made = f"a gradient of 1e-9 becomes {gradient:.1g}, scaled by 65536 and back {scaled:.1g}"
         print(f"{name}: 1 + 0.001 is {total:.4g}; {made}", flush=True)
 
 
@@ -300,7 +302,7 @@ def main():
     args = parser.parse_args()
     parser.check_torchrun(args)  # an error of one line if torchrun has not started this
     check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
-    # Before there is a group: the ranks of a node take turns, and the first one downloads.
+    # There is no group yet, so a download may take long. One process of each node does it.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 

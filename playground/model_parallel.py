@@ -148,8 +148,8 @@ def loaders(args):
     # These data sets return a batch at once, so nothing is left to collate. For your own, leave
     # collate_fn out, and set num_workers. From pinned memory, a GPU copies while Python continues.
     options = {"collate_fn": whole_batch, "pin_memory": args.device != "cpu"}
-    # An epoch leaves out its last, incomplete batch: 96 images of MNIST.
     sampler = RandomSampler(train_set, generator=torch.Generator())
+    # Drop_last leaves out the last, incomplete batch of an epoch: 96 images of MNIST.
     train_loader = DataLoader(
         train_set, args.batch_size, sampler=sampler, drop_last=True, **options
     )

@@ -4,14 +4,14 @@ Run it:
     python playground/nonblocking_p2p.py    # two processes; -g 4: a ring of four
 
 Each rank sends two numbers and computes for a second, and rank 0 starts half a second late. After a
-table of the ranks, it prints on CPUs (the lists are the buffer, or in the ring the rank's tensor,
-before and after):
+table of the ranks, it prints on CPUs (each list is the receive buffer, and in the ring the rank's
+tensor, before and after):
     blocking, rank 0: [-1.0, -1.0] -> [1.0, 1.0], waited 0.0 s, 1.0 s in all
     blocking, rank 1: [-1.0, -1.0] -> [0.0, 0.0], waited 0.5 s, 1.5 s in all
     nonblocking, rank 0: [-1.0, -1.0] -> [1.0, 1.0], waited 0.0 s, 1.0 s in all
     nonblocking, rank 1: [-1.0, -1.0] -> [0.0, 0.0], waited 0.0 s, 1.0 s in all
-    ring, rank 0: [0.0, 1.0, 2.0, 3.0, 4.0] -> [0.0, 3.0, 6.0, 9.0, 12.0], = dist.all_reduce: True
-    ring, rank 1: [0.0, 2.0, 4.0, 6.0, 8.0] -> [0.0, 3.0, 6.0, 9.0, 12.0], = dist.all_reduce: True
+    ring, rank 0: [0.0, 1.0, 2.0, 3.0, 4.0] -> [0.0, 3.0, 6.0, 9.0, 12.0], all_reduce agrees: True
+    ring, rank 1: [0.0, 2.0, 4.0, 6.0, 8.0] -> [0.0, 3.0, 6.0, 9.0, 12.0], all_reduce agrees: True
 
 `isend` and `irecv` only start a message. Each returns a request at once, and `request.wait()`
 blocks until the message is complete. So rank 1 computes while it would otherwise wait for rank 0
@@ -19,7 +19,8 @@ blocks until the message is complete. So rank 1 computes while it would otherwis
 neighbour until all ranks have the sum of their tensors, which is called an all-reduce
 (`playground/figures/ring.png`).
 
-Because no rank blocks, all of them may send first, which was a deadlock in `blocking_p2p.py`:
+On CPUs no rank blocks, so all of them may send first, which was a deadlock in `blocking_p2p.py`.
+`batch_isend_irecv` starts several messages together, which is safe with NCCL, too:
     python playground/nonblocking_p2p.py --deadlock
     rank 0: isend and irecv: received 1
     rank 1: isend and irecv: received 0
@@ -143,7 +144,7 @@ def ring_all_reduce(tensor):
 
 
 def isend_and_irecv(mine, theirs, right, left):
-    """Do the same with two calls. With NCCL, isend itself may wait, and so all ranks could."""
+    """Do what start_exchange does, with two calls. (NCCL's isend may wait: a deadlock again.)"""
     to_right = dist.isend(mine, dst=right)
     from_left = dist.irecv(theirs, src=left)
     return [to_right, from_left]
@@ -179,7 +180,7 @@ def show_ring(rank, device):
     dist.all_reduce(expected)
     ring_all_reduce(numbers)
     equal = numbers.equal(expected)
-    report(f"ring, rank {rank}: {before} -> {numbers.tolist()}, = dist.all_reduce: {equal}")
+    report(f"ring, rank {rank}: {before} -> {numbers.tolist()}, all_reduce agrees: {equal}")
 
 
 def show_cures(rank, device, right, left):

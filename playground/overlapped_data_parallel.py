@@ -14,12 +14,12 @@ three ways to average the gradients (times differ much from run to run):
     1     buckets     2.48           1.16          3.64
 
 `manual_data_parallel.py` sends the gradients after backward(), and no rank computes while they
-travel ("waiting"). But it completes the last layers' gradients first, so these can travel while it
-computes the rest (`playground/figures/overlap.png`). That takes a hook, a function that backward()
-calls as soon as a gradient is complete, and `all_reduce(..., async_op=True)`, which starts a
-message without waiting for it. With "each", every gradient has a message of its own. A bucket sends
-several gradients in one message. On CPUs gloo's threads use the same cores as backward(), which
-then takes longer, so "each" gains little, and on busy cores nothing.
+travel ("afterwards"). But backward() completes the last layers' gradients first, so these can
+travel while it computes the rest (`playground/figures/overlap.png`). That takes a hook, a function
+that backward() calls as soon as a gradient is complete, and `all_reduce(..., async_op=True)`, which
+starts a message without waiting for it. With "each", every gradient has a message of its own. A
+bucket sends several gradients in one message. On CPUs gloo's threads use the same cores as
+backward(), which then takes longer, so "each" gains little, and on busy cores nothing.
 
 All ranks must start the same messages in the same order. Here they do, because every parameter gets
 a gradient, and backward() completes the gradients in the same order on all ranks.
@@ -81,7 +81,7 @@ class EachGradient:
 def train(local_rank, args):
     """As one of the ranks, train, and then compare three ways to average the gradients."""
     rank, device = join(local_rank, args)
-    # loaders() stands in common/data.py, too, as it was in manual_data_parallel.py.
+    # The loaders() of manual_data_parallel.py. From here on it is imported from common/data.py.
     train_loader, test_loader = loaders(args, rank, dist.get_world_size())
     torch.manual_seed(args.seed + rank)
     model = make_model(args).to(device)
@@ -147,7 +147,7 @@ class Buckets:
     def __init__(self, model, bucket_cap_mb):
         self.buckets = []
         parameters = []
-        # NEW: from the last layer on, because backward() completes the gradients in this order.
+        # NEW: the last layer comes first, because backward() completes the gradients in this order.
         for parameter in reversed(list(model.parameters())):
             parameters.append(parameter)
             if sum(each.nbytes for each in parameters) >= bucket_cap_mb * 2**20:  # full
@@ -209,8 +209,8 @@ def add_flags(parser):
     add = parser.add_argument
     ways = ["each", "buckets", "afterwards"]
     add("--by", choices=ways, default="buckets", help="how to train; the table has all three")
-    # PyTorch's own (the next lesson) begins with a bucket of 1 MiB. The default model has 0.2 MiB
-    # of gradients. In one bucket, they would be complete only when backward() ends.
+    # DDP, the next lesson, begins with 1 MiB. The default model has 0.2 MiB of gradients. In a
+    # single bucket, they would be complete only when backward() ends.
     add("--bucket_cap_mb", type=flags.rate, default=0.01, help="MiB of gradients in a bucket")
 
 

@@ -20,7 +20,8 @@ which sends and receives, and one of four schedules says when a rank computes wh
                          but a rank keeps the activations of p micro-batches at most, instead of m.
   Interleaved1F1B        gives each rank two stages of half the size. So the first micro-batch
                          reaches the last rank in half the time, which makes the bubble about half
-                         as large, for twice as many messages (https://arxiv.org/abs/2104.04473).
+                         as large, for more messages: with two ranks, three times as many
+                         (https://arxiv.org/abs/2104.04473).
   InterleavedZeroBubble  also splits each backward pass: first the input's gradient, for which the
                          previous rank waits, and later, when a rank would wait, those of the
                          parameters (https://arxiv.org/abs/2401.10241).
@@ -132,8 +133,8 @@ def possible_starts(layers):
     starts = []
     for index, layer in enumerate(layers):
         if list(layer.parameters()):
-            # NEW: a stage must not end with a view, such as Flatten's output. A backward pass in
-            # two parts would change it in place, which PyTorch forbids.
+            # NEW: InterleavedZeroBubble changes a stage's output in place, which PyTorch forbids if
+            # it is a view, such as Flatten's output. So Flatten begins the next stage.
             after_flatten = index > 0 and isinstance(layers[index - 1], torch.nn.Flatten)
             starts.append(index - 1 if after_flatten else index)
     return starts
@@ -222,7 +223,7 @@ def add_flags(parser):
 
 
 def check_flags(parser, args, world_size):
-    """Refuse what a schedule cannot run. Micro-batches divide the batch, and ranks do not."""
+    """Refuse what a schedule cannot run. Only micro-batches must divide the batch."""
     count = args.micro_batches
     several = STAGES_PER_RANK[args.schedule] > 1
     if several and world_size == 1:
@@ -306,7 +307,7 @@ def main():
     args = parser.parse_args()
     parser.check_torchrun(args)  # an error of one line if torchrun has not started this
     check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
-    # Before there is a group: the ranks of a node take turns, and the first one downloads.
+    # There is no group yet, so a download may take long. One process of each node does it.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 

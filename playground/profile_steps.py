@@ -16,7 +16,7 @@ how long messages travelled while the rank computed, so it is no part of the sum
 steps slower, so compare the parts of a step, and not images/s.
 
 DDP hides a part of its messages, because it sends a bucket as soon as all of its gradients are
-complete. (On CPUs they slow the computing a little, because both use the same cores.)
+complete. On CPUs, messages slow the computing a little, because both use the same cores.
 (`pictures.md` draws a step with several buckets, and one with a single bucket.) Add one of these
 flags to the command, and almost nothing is hidden:
     --bucket_cap_mb 1000    a single bucket of DDP, which is complete only when backward() ends
@@ -117,10 +117,10 @@ def step_times(trace):
         else:
             messages = covered(events, step, "user_annotation gloo:")
             # backward() is in the trace even while a rank only waits in it. So look for the
-            # operations named aten::..., which run only while the rank computes. (The loader calls
-            # operations, too.)
+            # operations named aten::..., which run only while the rank computes. (Those that the
+            # loader calls are in `data`.)
             computing = covered(events, step, r"cpu_op aten::|user_annotation Optimizer\.") & ~data
-        # NEW: a rank waits in the part of a message during which it does not compute.
+        # NEW: a rank waits while a message travels and it does not compute.
         waiting = messages & ~computing
         hidden = messages & computing
         only_data = data & ~messages & ~computing
@@ -280,7 +280,7 @@ def main():
     args = parser.parse_args()
     parser.check_torchrun(args)  # an error of one line if torchrun has not started this
     check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
-    # Before there is a group: the ranks of a node take turns, and the first one downloads.
+    # There is no group yet, so a download may take long. One process of each node does it.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 

@@ -12,8 +12,8 @@ command, these are 10,224,640 bytes; with the second:
 
 A head of attention uses its own columns of query, key and value, and no others. So the ranks split
 these three layers by columns and the output layer by rows: a pair, as in `tensor_parallel.py`. The
-two layers of the MLP are another pair. Between the pairs, a block adds its input and computes a
-LayerNorm, and every rank does so for all tokens.
+two layers of the MLP are another pair. Between the pairs, a block adds the pair's input to its
+output and computes a LayerNorm, and every rank does so for all tokens.
 
 With --sequence, each rank does so for its own tokens only. A pair then begins with an all_gather,
 which gives every rank all tokens. It ends with a reduce_scatter, which adds up the terms of all
@@ -21,8 +21,8 @@ ranks, and gives each rank the sums for its own tokens (https://arxiv.org/abs/22
 are the halves of an all_reduce, as in `collectives.py`. --sequence saves only a tenth here,
 because the first layer of a pair keeps its input, which is all tokens.
 
-With --by dtensor, PyTorch's DTensor does the same. What `tensor_parallel.py` says about clipping
-gradients holds here, too.
+With --by dtensor, PyTorch's DTensor does the same. To clip gradients, add up squares as
+`tensor_parallel.py` says, with --by dtensor, too.
 
 Try breaking it, in a copy, with --double, and compare the losses:
   1. With --sequence, leave out the line with `register_hook`. Is there an error?
@@ -152,7 +152,7 @@ class SplitBlock(torch.nn.Module):
     """A block of a transformer. Each rank has some heads, and some columns of the MLP.
 
     The block has norm1, attention (with the layers query, key, value and output), norm2 and mlp
-    (whose layers 0 and 2 are linear). Attention computes as many heads as its query layer returns.
+    (whose layers 0 and 2 are linear). With fewer columns in the query layer, it has fewer heads.
     """
 
     def __init__(self, block, sequence, group):
@@ -210,8 +210,8 @@ class AllTokens(torch.nn.Module):
     def forward(self, tokens):
         """Turn the tokens of this rank into all tokens, (N, tokens, width)."""
         chunks = list(cut(gather(tokens.detach(), self.group), 1, self.group))
-        # NEW: only this rank's own tokens are connected to autograd. Each rank computes all that
-        # follows, so their gradient is whole already.
+        # NEW: only this rank's own tokens are connected to autograd. Every rank computes all that
+        # follows, so it already has the whole gradient of its own tokens.
         chunks[dist.get_rank(self.group)] = tokens
         return torch.cat(chunks, dim=1)
 
@@ -424,7 +424,7 @@ def main():
     args = parser.parse_args()
     parser.check_torchrun(args)  # an error of one line if torchrun has not started this
     check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
-    # Before there is a group: the ranks of a node take turns, and the first one downloads.
+    # There is no group yet, so a download may take long. One process of each node does it.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 

@@ -16,7 +16,7 @@ shards these over the n ranks in three stages: first the averages, as here, whic
 bytes; then the gradients, too (4 + 12/n); then the parameters as well (16/n, the next lesson). For
 7 billion parameters on 8 GPUs, the stages need 63, 38.5 and 14 GB a GPU, and DDP 112.
 
-All parameters become parts of one flat tensor, and each rank updates one of its n shards. In a
+All parameters become parts of one flat tensor of n shards, and each rank updates one of them. In a
 step, a reduce_scatter gives each rank the mean gradient of its shard, the rank's optimizer updates
 the shard, and an all_gather sends the new shards to all ranks. The two collectives do the work of
 DDP's all_reduce. In a ring, the two send as many bytes as an all_reduce; gloo, on CPUs, sends 1.5
@@ -232,7 +232,7 @@ def main():
     args = parser.parse_args()
     parser.check_torchrun(args)  # an error of one line if torchrun has not started this
     check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
-    # Before there is a group: the ranks of a node take turns, and the first one downloads.
+    # There is no group yet, so a download may take long. One process of each node does it.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 

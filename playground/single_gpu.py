@@ -52,9 +52,9 @@ def train(args):
     torch.manual_seed(args.seed)
     model = make_model(args).to(device)
     # NEW: fused=True updates all parameters in one pass, which is faster. Adam divides by the size
-    # of the gradient plus eps. With PyTorch's default, 1e-8, a gradient that is only a rounding
-    # error would cause a full step, and the lessons would print different losses. Keep PyTorch's
-    # eps in your own project.
+    # of the gradient plus eps, which is 1e-8 by default. Then even a gradient that is only a
+    # rounding error would cause a full step, and the lessons would print different losses. In your
+    # own project, keep the default.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
     fit(model, optimizer, train_loader, test_loader, device, args)
 
@@ -66,8 +66,8 @@ def loaders(args):
     # These data sets return a batch at once, so nothing is left to collate. For your own, leave
     # collate_fn out, and set num_workers. From pinned memory, a GPU copies while Python continues.
     options = {"collate_fn": whole_batch, "pin_memory": args.device != "cpu"}
-    # NEW: an epoch leaves out its last, incomplete batch: 96 images of MNIST.
     sampler = RandomSampler(train_set, generator=torch.Generator())
+    # NEW: drop_last leaves out the last, incomplete batch of an epoch: 96 images of MNIST.
     train_loader = DataLoader(
         train_set, args.batch_size, sampler=sampler, drop_last=True, **options
     )

@@ -1,6 +1,6 @@
 """Tensor parallelism: each rank keeps and computes a part of every pair of linear layers.
 
-Run it (with --by dtensor added, PyTorch splits the layers instead of this file):
+Run it (add --by dtensor, and PyTorch splits the layers):
     torchrun --standalone --nproc-per-node 2 playground/tensor_parallel.py
 
 It prints the same numbers as `single_gpu.py`, up to rounding (with --double all twelve digits
@@ -20,12 +20,12 @@ message in between, and then an all_reduce adds up the terms:
                                          [2 0]
 
 backward() needs a second all_reduce, where the pair begins. All ranks read the same images, so each
-shard gets the gradient that it would get in a single process, and nothing is averaged. Every layer
+shard gets the gradient that it would get in a single process, and nothing is averaged. Every pair
 waits for these messages, so keep the ranks in one node (https://arxiv.org/abs/1909.08053).
 
 With shards made by hand, `clip_grad_norm_` finds a different norm on each rank, so the parameters
 that are not split drift apart. Add up the shards' squares over all ranks, and count parameters that
-are not split only once, or use --by dtensor.
+are not split only once. (With the MLP, --by dtensor does this.)
 
 Try breaking it, in a copy, with --double. Compare the losses, and what the ranks keep:
   1. In ColumnLinear, replace `AddGradients.apply(inputs)` with `inputs`. What goes wrong?
@@ -137,8 +137,8 @@ class RowLinear(torch.nn.Module):
         output = AddTerms.apply(F.linear(inputs, self.weight))
         if self.bias is None:
             return output
-        # The bias is added once, after the sum over the ranks. With autocast the output may be
-        # bfloat16, and adding a float32 bias would turn it into float32.
+        # The bias is added once, after the sum over the ranks. With mixed precision (autocast) the
+        # output may be bfloat16, and adding a float32 bias would turn it into float32.
         return output + self.bias.to(output.dtype)
 
 
@@ -316,7 +316,7 @@ def main():
     args = parser.parse_args()
     parser.check_torchrun(args)  # an error of one line if torchrun has not started this
     check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
-    # Before there is a group: the ranks of a node take turns, and the first one downloads.
+    # There is no group yet, so a download may take long. One process of each node does it.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 

@@ -207,12 +207,12 @@ def test_the_example_of_the_comment():
     m = s1.max()
     total = (2 ** (s1 - m)).sum()
     read = 2 ** (s1 - m) @ v1
-    assert f"block 1: m = {m:.0f}, total = 1 + 1 = {total:.0f}, read = 6 + 0 = {read:.0f}" in lines
+    assert f"chunk 1: m = {m:.0f}, total = 1 + 1 = {total:.0f}, read = 6 + 0 = {read:.0f}" in lines
     larger = torch.maximum(m, s2.max())
     total = total * 2 ** (m - larger) + (2 ** (s2 - larger)).sum()
     read = read * 2 ** (m - larger) + 2 ** (s2 - larger) @ v2
     sums = f"total = 1 + 1 + 1 = {total:.0f}, read = 3 + 3 + 6 = {read:.0f}"
-    assert f"block 2: m = {larger:.0f}, so both are halved: {sums}" in lines
+    assert f"chunk 2: m = {larger:.0f}, so both are halved: {sums}" in lines
     scores = torch.cat([s1, s2])
     mean = (2**scores @ torch.cat([v1, v2])) / (2**scores).sum()
     assert f"read / total = {read:.0f} / {total:.0f} = {mean:.0f}" in lines
@@ -235,7 +235,7 @@ def test_flags_that_cannot_work(processes, flags, words, main):
     one_line(main(LESSON, *DIGITS, *flags, env=env), *words)
 
 
-SUM = "        return total  # NEW"
+SUM = "        return total\n"
 ZEROS = """        if not ctx.is_owner:
             gradient = torch.zeros_like(gradient)
 """

@@ -31,7 +31,7 @@ def test_training_on_two_nodes(lesson, nodes):
 
 def test_messages_between_two_nodes(nodes):
     """What rank 0 sends arrives on the other node, in blocking_p2p and in nonblocking_p2p."""
-    ring = "[0.0, 2.0, 4.0, 6.0, 8.0] -> [0.0, 3.0, 6.0, 9.0, 12.0], = dist.all_reduce: True"
+    ring = "[0.0, 2.0, 4.0, 6.0, 8.0] -> [0.0, 3.0, 6.0, 9.0, 12.0], all_reduce agrees: True"
     for lesson, line in (
         ("blocking_p2p", "rank 1: [0.0, 0.0, 0.0, 0.0] -> [0.0, 1.0, 2.0, 3.0], "),
         ("nonblocking_p2p", ring),
