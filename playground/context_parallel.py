@@ -56,7 +56,8 @@ from common.models import HEADS, TOKENS, Attention, Tokens, make_model
 
 
 # Here and below, places[r] has the places of rank r's tokens in the sequence, in ascending order.
-# `group` has the ranks that split a sequence: all ranks in this lesson.
+# `group` has the ranks that split a sequence. None means all ranks, as in this lesson. (If a model
+# kept the group itself, Python might abort at exit.)
 def plain(tokens, world_size):
     """Return the places of each rank's tokens: one part of the sequence after another."""
     return list(torch.arange(tokens).tensor_split(world_size))
@@ -352,7 +353,7 @@ def train(args):
     torch.manual_seed(args.seed)  # the same seed on all ranks, because each keeps the whole model
     model = make_model(args).to(device)
     places = ORDERS[args.order](model.stage1[0].tokens, dist.get_world_size())
-    group = dist.group.WORLD
+    group = None  # all ranks
     split_tokens(model, ATTENTION[args.by], places, group)
     share_logits(model, places, group)
     add_up_gradients(model, group)

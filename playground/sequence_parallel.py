@@ -63,7 +63,8 @@ from common.data import fetch, loaders
 from common.models import HEADS, TOKENS, make_model
 
 
-# Here and below, `group` has the ranks that split a block: all ranks in this lesson.
+# Here and below, `group` has the ranks that split a block. None means all ranks, as in this lesson.
+# (If a model kept the group itself, Python might abort at exit.)
 def cut(tensor, dim, group):
     """Return equal chunks of a tensor along a dimension, one for each rank."""
     world_size = dist.get_world_size(group)
@@ -243,7 +244,7 @@ def train(args):
     torch.manual_seed(args.seed)
     model = make_model(args)
     if args.by == "hand":
-        split_by_hand(model, args.sequence, dist.group.WORLD)
+        split_by_hand(model, args.sequence, group=None)
     else:
         mesh = dist.init_device_mesh(args.device, (dist.get_world_size(),))  # all ranks, in a row
         # The group of a mesh may have PyTorch's own timeout: 30 minutes (gloo) or 10 (NCCL).
