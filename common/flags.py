@@ -71,6 +71,8 @@ class Parser(argparse.ArgumentParser):
             self.error(f"-nr {args.nr}: the number of a node is 0 to {args.nodes - 1}")
         if args.nodes > 1 and not (args.ip or getattr(args, "init_method", None)):
             self.error(f"-n {args.nodes} needs -ip, the address of node 0")
+        if args.ip and not args.ip.isprintable():  # as from a file that was written on Windows
+            self.error(f"-ip {args.ip!r} has a character that is no part of an address")
         self.check_gpus(args.device, args.gpus, "-g")
         backend = getattr(args, "backend", None)
         if backend and not dist.is_backend_available(backend):

@@ -22,7 +22,7 @@ Try breaking it, in a copy (cp playground/collectives.py playground/broken.py). 
 with --timeout 5. Then run it again with TORCH_DISTRIBUTED_DEBUG=DETAIL in front of the command,
 because PyTorch then compares the calls of the ranks.
   1. Let rank 1 skip a call: in the function `all_reduce`, write `if rank != 1:` before the line
-     that calls `dist.all_reduce`. Where does each rank wait?
+     that calls `dist.all_reduce`. Where does each rank wait? (`watch.py`, in README, shows it.)
   2. Change the order: in `all_reduce`, add `ones = torch.ones_like(mine)`. Let rank 0 reduce `mine`
      and then `ones`, and the other ranks `ones` and then `mine`. What are the sums?
   3. Change the size: let rank 0 pass only `mine[:1]`, first in `broadcast`, then in `all_reduce`.

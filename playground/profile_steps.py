@@ -6,9 +6,9 @@ Run it:
 
 It prints the same numbers as `single_gpu.py` with these flags, up to rounding, then the mean time
 of ten steps and of their parts for each rank. Here only rank 0 is shown (times differ):
-    epoch 1/1  loss 0.2961  train 90.87%  test 95.73%  5.64 s  10,620 images/s
+    epoch 1/1  loss 0.2960  train 90.87%  test 95.68%  7.95 s  7,533 images/s
     rank  step (ms)   = data      + computing + messages    messages hidden
-    0     54.90       0.39        41.10       13.42         8.71
+    0     69.22       0.30        59.94       8.97          8.77
 
 In "data", a rank only reads a batch. In "messages", it only waits, for a message or for a late
 rank. "computing" is the rest of the step, with most of Python's own overhead. "messages hidden" is

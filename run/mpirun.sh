@@ -15,6 +15,7 @@ SSH=${SSH:-ssh}                    # or "ssh -p 2222"
 PYTHON=${PYTHON:-.venv/bin/python} # runs the lesson on the nodes
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # ------------
+HOSTS=${HOSTS//$'\r'/} # as in a file that was written on Windows
 
 fail() { echo "error: $2" >&2 && exit "$1"; }
 [ $# -gt 0 ] || fail 2 "no lesson: $0 playground/distributed_data_parallel_torchrun.py"

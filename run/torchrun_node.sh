@@ -17,6 +17,7 @@ WAIT=${WAIT:-120}              # seconds to wait for the other nodes
 PYTHON=${PYTHON:-.venv/bin/python}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # threads of each process; 1 is torchrun's default
 # ------------
+NODE0=${NODE0//$'\r'/} # as in a file that was written on Windows
 
 fail() { echo "error: $2" >&2 && exit "$1"; }
 if [ $# -eq 0 ] || [ -z "$NODE0" ]; then
@@ -67,7 +68,9 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 command=("$PYTHON" -m torch.distributed.run --nnodes "$NODES" --nproc-per-node "$GPUS"
     --max-restarts "$RESTARTS" --rdzv-backend c10d --rdzv-id "$RDZV_ID"
     --rdzv-endpoint "$NODE0:$PORT" --local-addr "$address"
-    --rdzv-conf "is_host=$is_host,join_timeout=$WAIT,read_timeout=$WAIT" "$@")
+    --rdzv-conf "is_host=$is_host,join_timeout=$WAIT,read_timeout=$WAIT"
+    # The system ends a rank whose torchrun has ended, also by kill -9.
+    --no-python setpriv --pdeathsig KILL "$PYTHON" -u "$@")
 echo "+ ${command[*]}" >&2
 
 # torchrun has a session of its own, so Ctrl-C reaches only this script. The script then asks

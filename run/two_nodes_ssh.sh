@@ -18,6 +18,7 @@ SSH=${SSH:-ssh}                     # or "ssh -p 2222"
 CHECKOUT=${CHECKOUT:-$PWD}          # the project's folder on the nodes
 PYTHON=${PYTHON:-.venv/bin/python}  # runs the lesson there
 # ------------
+HOSTS=${HOSTS//$'\r'/} # as in a file that was written on Windows
 
 fail() {
     echo "error: $*" >&2

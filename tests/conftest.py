@@ -20,7 +20,8 @@ from nodes import HOSTS, Nodes
 from warm import Warm
 
 ROOT = Path(__file__).resolve().parents[1]
-LESSONS = sorted(path.stem for path in (ROOT / "playground").glob("*.py"))
+TOOLS = {"watch"}  # scripts beside the lessons
+LESSONS = sorted({path.stem for path in (ROOT / "playground").glob("*.py")} - TOOLS)
 # Folders in which MNIST may be, in torchvision's layout: first that of the lessons. Tests that need
 # it are skipped if it is in neither.
 MNIST_FOLDERS = [ROOT / "data", ROOT.parent / "shared" / "mnist"]

@@ -22,6 +22,8 @@ TROUBLES = PAGES[Path("playground/troubleshooting.md")]
 TESTS_README = PAGES[Path("tests/README.md")]
 DOCSTRINGS = {}
 for path in sorted((ROOT / "playground").glob("*.py")):
+    if path.stem == "watch":  # a tool, not a lesson
+        continue
     DOCSTRINGS[path.stem] = ast.get_docstring(ast.parse(path.read_text()))
 FILES = set()
 for folder in ("common", "playground", "tests"):

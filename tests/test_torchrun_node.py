@@ -5,6 +5,7 @@ import re
 import signal
 import socket
 import sys
+from pathlib import Path
 
 import pytest
 from conftest import LONG, ROOT, SHORT, Job, epochs, free_port, one_line, one_process
@@ -58,6 +59,21 @@ def test_the_end_of_one_node_ends_the_other(sign, nodes):
     assert sorted(re.findall("^(rank .*), flags", printed, re.M)) == PLACES
     os.killpg(one.process.pid, sign)
     assert [zero.wait().returncode, one.wait().returncode] == [1, 128 + sign]
+    assert nodes.left() == []
+
+
+def test_no_rank_outlives_torchrun(nodes):
+    """kill -9 of torchrun leaves no rank on its node, although torchrun cannot end them."""
+    zero, one = (start(nodes, index, ADDRESSES[0], LIGHT, "--wait", GPUS="2") for index in range(2))
+    for job in (zero, one):
+        read_until(job, r"^rank \d waits$", 2)
+    for pid in nodes.pids(1):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        if words[2:3] == [b"torch.distributed.run"]:
+            os.kill(pid, signal.SIGKILL)
+    assert one.wait().returncode == 128 + signal.SIGKILL
+    os.killpg(zero.process.pid, signal.SIGINT)
+    zero.wait()
     assert nodes.left() == []
 
 

@@ -1,0 +1,119 @@
+r"""Shows where the ranks of any script are when they hang.
+
+Write watch.py in front of the script, which needs no change:
+    python playground/watch.py playground/blocking_p2p.py -g 3
+    torchrun --standalone --nproc-per-node 2 playground/watch.py my_script.py --its --own --flags
+
+If a rank stays in one call for 20 seconds (--hang), watch.py prints for each rank of this node the
+line of the script at which it is, and the last collectives that it has called. It does the same
+when you press Ctrl-C. The script runs on. It may start its ranks by mp.spawn, or be started by
+torchrun, srun or mpirun. On several nodes, each node shows its own ranks.
+"""
+
+import argparse
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+# Behind all other folders, so that nothing of the script's own is hidden.
+sys.path[:] = [*(folder for folder in sys.path if folder != str(HERE)), str(HERE)]
+# PyTorch reads this when a group is made. Its recorder keeps so many calls of each rank.
+os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "200")
+
+import torch.multiprocessing as mp
+from watching.ranks import Alive, Noted, Rank
+
+
+def read_flags():
+    """Return the flags of this program. All that comes after the script is the script's."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    seconds = "seconds without progress after which it shows where the ranks are"
+    parser.add_argument("--hang", type=float, default=20, metavar="SECONDS", help=seconds)
+    parser.add_argument("script", type=lambda path: str(Path(path).resolve()))
+    parser.add_argument("flags", nargs=argparse.REMAINDER, help="flags of the script")
+    args = parser.parse_args()
+    if not Path(args.script).is_file():
+        parser.error(f"there is no script {args.script}")
+    return args
+
+
+def folder_of_node():
+    """Return a folder for what the ranks of this node note: the same one in all of them."""
+    if "RANK" not in os.environ:
+        return Path(tempfile.mkdtemp(prefix="watch-"))
+    # The ranks of a node have the same parent, and one that torchrun has restarted has a new count.
+    names = [os.getuid(), os.environ.get("MASTER_PORT"), os.getppid()]
+    names.append(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    folder = Path(tempfile.gettempdir(), "-".join(["watch", *map(str, names)]))
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+def start_observer(args, folder):
+    """Start the process that shows where the ranks are. It ends when all of them have ended."""
+    command = [sys.executable, HERE / "watching" / "observer.py", folder, args.script]
+    # In a session of its own, so that Ctrl-C does not end it before it has shown the ranks.
+    return subprocess.Popen([*command, str(args.hang)], stdout=sys.stderr, start_new_session=True)
+
+
+def note_children(folder, rank):
+    """Let mp.spawn start ranks that are noted. This process then is no rank, and only waits."""
+
+    def noting(start):
+        def start_ranks(fn, *rest, **named):
+            rank.stop()
+            return start(Noted(fn, folder), *rest, **named)
+
+        return start_ranks
+
+    mp.spawn = noting(mp.spawn)
+    mp.start_processes = noting(mp.start_processes)
+
+
+def ask_first(folder):
+    """At Ctrl-C, let the observer show where the ranks are, before they are ended."""
+
+    def on_interrupt(number, frame):
+        (folder / "ask").touch()
+        patience = time.monotonic() + 3
+        while (folder / "ask").exists() and time.monotonic() < patience:
+            time.sleep(0.05)
+        signal.default_int_handler(number, frame)
+
+    signal.signal(signal.SIGINT, on_interrupt)
+
+
+def main():
+    """Run the script as `python script flags` would, and watch its ranks."""
+    args = read_flags()
+    folder = folder_of_node()
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    by_launcher = "RANK" in os.environ
+    if not by_launcher:
+        ask_first(folder)
+    rank = Rank(folder, local_rank)
+    if not by_launcher:
+        note_children(folder, rank)
+    if local_rank == 0:
+        alive = Alive(folder / "main")  # the observer ends after this process, too
+        observer = start_observer(args, folder)
+    sys.argv = [args.script, *args.flags]
+    sys.path.insert(0, str(Path(args.script).parent))
+    try:
+        runpy.run_path(args.script, run_name="__main__")
+    finally:
+        rank.stop()
+        if not by_launcher:
+            alive.end()
+            observer.wait()
+
+
+if __name__ == "__main__":
+    main()

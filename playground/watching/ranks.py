@@ -1,0 +1,145 @@
+"""What runs in a rank: it notes where the rank is, and what it has called last."""
+
+import contextlib
+import faulthandler
+import fcntl
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+
+class Alive:
+    """A lock on a file. The system releases it when this process ends, in whatever way.
+
+    Args:
+        path: of the file, which is made.
+    """
+
+    def __init__(self, path):
+        self.file = open(path, "w")  # noqa: SIM115, it stays open
+        fcntl.lockf(self.file, fcntl.LOCK_EX)
+
+    def end(self):
+        """Release the lock."""
+        self.file.close()
+
+
+class Rank(threading.Thread):
+    """A thread that notes where the main thread of this process is.
+
+    It writes a file twice a second: since when the main thread has been at one place, and the last
+    calls of the recorder. At a signal, faulthandler writes the stack to another file, even if the
+    main thread waits in C++, or does not let other threads of Python run.
+
+    Args:
+        folder: of all files.
+        index: number of this rank on its node, which names its files.
+    """
+
+    def __init__(self, folder, index):
+        super().__init__(daemon=True)
+        self.notes = Path(folder, f"{index}.json")
+        self.rank = int(os.environ.get("RANK", index))
+        self.place = None
+        self.since = time.time()
+        self.calls = []
+        self.stopped = threading.Event()
+        self.alive = Alive(Path(folder, f"{index}.alive"))
+        self.stack = open(Path(folder, f"{index}.stack"), "w")  # noqa: SIM115
+        faulthandler.register(signal.SIGUSR2, self.stack)
+        # Afterwards the signal does what it would have done.
+        self.interrupted = open(Path(folder, f"{index}.interrupted"), "w")  # noqa: SIM115
+        faulthandler.register(signal.SIGINT, self.interrupted, chain=True)
+        self.write()
+        self.start()
+
+    def run(self):
+        """Note where the main thread is until this process ends."""
+        while not self.stopped.wait(0.1):
+            place = place_of_main_thread()
+            if place != self.place:
+                self.place = place
+                self.since = time.time()
+                self.calls = []
+            elif time.time() - self.since > 1:
+                calls = last_calls()
+                if self.calls and calls != self.calls:  # a loop that is always met in one line
+                    self.since = time.time()
+                self.calls = calls
+            if time.time() - self.written > 0.5:
+                self.write()
+
+    def write(self):
+        """Write what is known of this rank, whole or not at all."""
+        if dist.is_available() and dist.is_initialized():
+            self.rank = dist.get_rank()
+        notes = {"pid": os.getpid(), "rank": self.rank, "since": self.since, "calls": self.calls}
+        part = self.notes.with_suffix(".part")
+        # The observer may have removed the folder, because it saw the end of the last rank.
+        with contextlib.suppress(FileNotFoundError):
+            part.write_text(json.dumps(notes))
+            part.replace(self.notes)
+        self.written = time.time()
+
+    def stop(self):
+        """End the notes, because the script has ended, or because other processes are the ranks."""
+        if not self.stopped.is_set():
+            self.stopped.set()
+            self.join()
+            faulthandler.unregister(signal.SIGINT)
+            faulthandler.unregister(signal.SIGUSR2)
+            self.notes.unlink(missing_ok=True)
+            self.alive.end()
+
+
+class Noted:
+    """What mp.spawn gets in place of a function: it calls the function, and notes the rank."""
+
+    def __init__(self, function, folder):
+        self.function = function
+        self.folder = folder
+
+    def __call__(self, index, *rest):
+        """Run the function as a rank."""
+        rank = Rank(self.folder, index)
+        self.function(index, *rest)
+        rank.stop()
+
+
+def place_of_main_thread():
+    """Return the code and the instruction of each function that the main thread is in."""
+    frame = sys._current_frames().get(threading.main_thread().ident)
+    place = []
+    while frame:
+        place.append((frame.f_code, frame.f_lasti))
+        frame = frame.f_back
+    return place
+
+
+def last_calls():
+    """Return the last three collectives of this rank: their number, group, name, shapes and state.
+
+    PyTorch's recorder keeps them, but no public function reads it where the backend is gloo. It
+    does not keep send and recv.
+    """
+    recorded = json.loads(torch._C._distributed_c10d._dump_fr_trace_json())
+    calls = []
+    for entry in recorded.get("entries", [])[-3:]:
+        group = entry["process_group"][1]
+        shapes = ", ".join("x".join(map(str, shape)) for shape in entry["input_sizes"])
+        words = [
+            f"#{entry['collective_seq_id']}",
+            "" if group == "default_pg" else group,
+            entry["profiling_name"].rpartition(":")[2],
+            f"({shapes})",
+            "" if entry["retired"] else "not done",
+        ]
+        calls.append(" ".join(word for word in words if word))
+    return calls

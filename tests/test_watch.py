@@ -1,0 +1,138 @@
+"""playground/watch.py in front of scripts: what it shows of a hang, and that it changes nothing."""
+
+import os
+import re
+import signal
+import sys
+import time
+
+import pytest
+from conftest import DIGITS, ROOT, Job, epochs, lesson_path, one_process
+
+WATCH = ROOT / "playground" / "watch.py"
+HANGING = ROOT / "tests" / "hanging.py"
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+ALL_REDUCE = "dist.all_reduce(torch.ones(4))"
+# For each fault: what stands below rank 1, and below the other ranks.
+SHOWN = {
+    "early": (("dist.barrier()", "#5 barrier () not done"), (ALL_REDUCE, "#5 all_reduce (4) not")),
+    "root": (("dist.barrier()", "#2 barrier () not done"),) * 2,
+    "test": (("dist.barrier()", "#9 barrier () not done"),) * 2,
+    "peer": (("request.wait()",), ("dist.recv(torch.empty(4), left)", "now in recv, ")),
+    "shape": (("#2 all_reduce (5) not done",), ("#2 all_reduce (4), #3 all_reduce (4) not done",)),
+    "shard": ((ALL_REDUCE, "#8 all_reduce (4) not done"), ("#8 all_gather (10) not done",)),
+    "loader": (("in loader: for ", "in __getitem__: time.sleep(60)"), ("all_reduce(batch)",)),
+    "frozen": (('in frozen: re.match("(a+)+$"', "now in match, "), (ALL_REDUCE, "in all_reduce, ")),
+}
+# What stands below rank 0, if it is not what stands below rank 2.
+RANK_0 = {
+    "root": ("in root: dist.all_reduce(", "#2 all_reduce (4) not done"),
+    "test": ("in test: model(torch.ones(8, 4))", "#9 broadcast (3) not done"),
+}
+
+
+def report_of(job):
+    """Read stderr until watch.py has reported. Returns the reason, and what each rank shows."""
+    for line in job.process.stderr:
+        if line.startswith("watch: "):
+            break
+    else:
+        raise AssertionError("watch.py has shown nothing")
+    time.sleep(0.5)  # it is written at once
+    job.kill()
+    shown, heads = {}, []
+    for row in job.process.stderr.read().splitlines():
+        head = re.fullmatch(r"rank (\d) \(process \d+\) (.*)", row)
+        if head:
+            if heads and shown[heads[-1]]:
+                heads = []
+            heads.append(int(head[1]))
+            shown[heads[-1]] = []
+        elif row.startswith("    ") and heads:
+            for rank in heads:
+                shown[rank].append(row)
+        else:
+            break
+    return line, {rank: "\n".join(rows) for rank, rows in shown.items()}
+
+
+@pytest.mark.parametrize("fault", SHOWN)
+def test_a_hang(fault, tmp_path):
+    """It shows at which line each rank is, and what it has called last."""
+    command = (sys.executable, WATCH, "--hang", 2, HANGING, fault, 120)
+    job = Job(*command, env={"TMPDIR": str(tmp_path)})  # it is killed, so it leaves its files
+    line, shown = report_of(job)
+    assert re.match(r"watch: no progress of rank \d for [2-9] s\. The ranks of this node:", line)
+    one, others = SHOWN[fault]
+    expected = {0: RANK_0.get(fault, others), 1: one, 2: others}
+    for rank, words in expected.items():
+        for word in words:
+            assert word in shown[rank], f"rank {rank}: {shown}"
+
+
+def test_a_hang_under_torchrun(tmp_path):
+    """There, too, each rank of the node is shown, once for all of them."""
+    command = (*TORCHRUN, 3, WATCH, "--hang", 2, HANGING, "early", 120)
+    job = Job(*command, env={"TMPDIR": str(tmp_path)})
+    _, shown = report_of(job)
+    assert sorted(shown) == [0, 1, 2]
+    assert "in early: dist.barrier()" in shown[1]
+    assert f"in early: {ALL_REDUCE}" in shown[0] == shown[2]
+
+
+def test_a_killed_rank_ends_the_script():
+    """PyTorch names the signal, and nothing is left: no rank, and no process of watch.py."""
+    done = Job(sys.executable, WATCH, HANGING, "killed", 120).wait()
+    assert done.returncode == 1
+    assert "SIGKILL" in done.stderr
+
+
+@pytest.mark.parametrize("to_all", [True, False])
+def test_ctrl_c(to_all):
+    """At Ctrl-C it shows where the ranks are. The lesson ends as it does without it.
+
+    The signal goes to all processes of a terminal, or only to the first one.
+    """
+    flags = (*DIGITS, "-g", 2, "--epochs", 10_000)
+    job = Job(sys.executable, WATCH, lesson_path("distributed_data_parallel"), *flags)
+    for line in job.process.stdout:
+        if line.startswith("epoch 2/"):
+            break
+    end = os.killpg if to_all else os.kill
+    end(job.process.pid, signal.SIGINT)
+    done = job.wait()
+    assert done.returncode == 130
+    assert done.stderr.startswith("watch: interrupted. The ranks of this node:\n")
+    assert len(re.findall(r"^rank [01] \(process \d+\) ", done.stderr, re.M)) == 2
+    assert "in fit: " in done.stderr
+
+
+def test_a_script_prints_what_it_prints_without():
+    """Its flags, its output and its status are its own, also if it starts no other process."""
+    flags = (*DIGITS, "--epochs", 2)
+    done = Job(sys.executable, WATCH, lesson_path("single_gpu"), *flags).wait()
+    assert (done.returncode, done.stderr) == (0, "")
+    assert epochs(done.stdout) == one_process(*flags)
+    done = Job(sys.executable, WATCH, lesson_path("single_gpu"), "--lr", "x").wait()
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("single_gpu.py: error: argument --lr: ")
+    done = Job(sys.executable, WATCH, "nowhere.py").wait()
+    assert done.returncode == 2
+    assert "there is no script" in done.stderr.splitlines()[-1]
+
+
+def test_the_example_of_readme(change):
+    """README shows what a hang in an exercise of collectives.py looks like."""
+    readme = (ROOT / "README.md").read_text()
+    shown = re.search(r"^    (watch: .*\n)((?:    .*\n)+)", readme, re.M)
+    skipping = ("    dist.all_reduce(mine)", "    if rank != 1:\n        dist.all_reduce(mine)")
+    path = change("collectives", skipping)
+    flags = ("-g", 2, "--timeout", 120, "--device", "cpu")
+    job = Job(sys.executable, WATCH, "--hang", 3, path, *flags)
+    line, of_ranks = report_of(job)
+    assert line == shown[1]
+    rows = "".join(line.removeprefix("    ") for line in shown[2].splitlines(keepends=True))
+    for rank, text in of_ranks.items():
+        expected = rows.partition(f"rank {rank} ")[2].split("\n", 1)[1].partition("\nrank ")[0]
+        plain = re.compile(r"distributed_c10d\.py:\d+|all_gather \(\d+\)")  # depends on versions
+        assert plain.sub("", text).strip() == plain.sub("", expected).strip()
