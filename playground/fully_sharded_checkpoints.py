@@ -139,7 +139,7 @@ def resume(args, model, optimizer, device):
             reason, _ = next(iter(error.failures.values()))
             raise ValueError(
                 f"{path} cannot be read ({type(reason).__name__}: {reason}):"
-                " delete it to resume from an older one"
+                " move it away to resume from an older one"
             ) from None
     else:
         done = load_file(path, args, model, optimizer, device)
