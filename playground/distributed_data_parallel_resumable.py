@@ -14,10 +14,11 @@ The command with --epochs 5 prints where it resumes (times differ):
     epoch 4/5  loss 0.0952  train 97.12%  test 96.53%  0.41 s  146,442 images/s
 
 Rank 0 keeps a folder with the last three checkpoints, a log, and curves for TensorBoard. (Give each
-run a folder of its own, by --run_dir.) When a rank dies, torchrun ends the others and starts all of them again, and they resume from the newest
-checkpoint. An epoch that was not finished is repeated from its beginning. Ranks find each other's
-addresses in a small server, the store. The variable before the first command gives each restart a
-new store, because in an old one the ranks might find the addresses of dead ranks.
+run a folder of its own, by --run_dir.) When a rank dies, torchrun ends the others and starts all of
+them again, and they resume from the newest checkpoint. An epoch that was not finished is repeated
+from its beginning. Ranks find each other's addresses in a small server, the store. The variable
+before the first command gives each restart a new store, because in an old one the ranks might find
+the addresses of dead ranks.
 
 On one or two nodes, run this on each (NODES=1:2 means at least one node, and at most two):
     NODE0=<ip> NODES=1:2 RESTARTS=3 \
