@@ -1,13 +1,19 @@
-r"""Shows where the ranks of any script are when they hang.
+r"""Shows what the ranks of any script send each other, who waits for whom, and where they hang.
 
 Write watch.py in front of the script, which needs no change:
     python playground/watch.py playground/blocking_p2p.py -g 3
     torchrun --standalone --nproc-per-node 2 playground/watch.py my_script.py --its --own --flags
 
-If a rank stays in one call for 20 seconds (--hang), watch.py prints for each rank of this node the
-line of the script at which it is, and the last collectives that it has called. It does the same
-when you press Ctrl-C. The script runs on. It may start its ranks by mp.spawn, or be started by
-torchrun, srun or mpirun. On several nodes, each node shows its own ranks.
+The script may start its ranks by mp.spawn, or be started by torchrun, srun or mpirun. On several
+nodes, each node shows its own ranks. (On GPUs, the tables have not been tried.)
+
+A script that trains is recorded for a few steps, after the first ones, which are slower. A step
+ends when the optimizer has changed the parameters. A script without an optimizer is recorded from
+its beginning to its end. Bytes are those of the tensors that a rank passes to its calls.
+
+If a rank stays in one call for 20 seconds, watch.py prints for each rank of this node the line of
+the script at which it is, and the last collectives that it has called. It does the same when you
+press Ctrl-C. With --hang SECONDS it does nothing else, so the script runs at its full speed.
 """
 
 import argparse
@@ -23,7 +29,8 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 # Behind all other folders, so that nothing of the script's own is hidden.
 sys.path[:] = [*(folder for folder in sys.path if folder != str(HERE)), str(HERE)]
-# PyTorch reads this when a group is made. Its recorder keeps so many calls of each rank.
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise the profiler logs when it starts
+# PyTorch reads this when a group is made: its recorder keeps the last 200 calls.
 os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "200")
 
 import torch.multiprocessing as mp
@@ -34,13 +41,17 @@ def read_flags():
     """Return the flags of this program. All that comes after the script is the script's."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    seconds = "seconds without progress after which it shows where the ranks are"
-    parser.add_argument("--hang", type=float, default=20, metavar="SECONDS", help=seconds)
+    seconds = "record nothing, and show where the ranks are if one makes no progress so long"
+    parser.add_argument("--hang", type=float, metavar="SECONDS", help=seconds)
     parser.add_argument("script", type=lambda path: str(Path(path).resolve()))
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="flags of the script")
     args = parser.parse_args()
     if not Path(args.script).is_file():
         parser.error(f"there is no script {args.script}")
+    args.recorded = args.script if args.hang is None else None
+    if args.recorded and "profiler.profile(" in Path(args.script).read_text():
+        print("watch: only for hangs, because this script uses the profiler itself", flush=True)
+        args.recorded = None
     return args
 
 
@@ -58,18 +69,19 @@ def folder_of_node():
 
 def start_observer(args, folder):
     """Start the process that shows where the ranks are. It ends when all of them have ended."""
-    command = [sys.executable, HERE / "watching" / "observer.py", folder, args.script]
+    command = [sys.executable, HERE / "watching" / "show.py", folder, args.script]
     # In a session of its own, so that Ctrl-C does not end it before it has shown the ranks.
-    return subprocess.Popen([*command, str(args.hang)], stdout=sys.stderr, start_new_session=True)
+    return subprocess.Popen([*command, str(args.hang or 20)], start_new_session=True)
 
 
-def note_children(folder, rank):
+def note_children(args, folder, rank):
     """Let mp.spawn start ranks that are noted. This process then is no rank, and only waits."""
 
     def noting(start):
         def start_ranks(fn, *rest, **named):
+            rank.stop_recorder(keep=False)
             rank.stop()
-            return start(Noted(fn, folder), *rest, **named)
+            return start(Noted(fn, folder, args.recorded), *rest, **named)
 
         return start_ranks
 
@@ -98,9 +110,9 @@ def main():
     by_launcher = "RANK" in os.environ
     if not by_launcher:
         ask_first(folder)
-    rank = Rank(folder, local_rank)
+    rank = Rank(folder, local_rank, args.recorded)
     if not by_launcher:
-        note_children(folder, rank)
+        note_children(args, folder, rank)
     if local_rank == 0:
         alive = Alive(folder / "main")  # the observer ends after this process, too
         observer = start_observer(args, folder)
@@ -109,6 +121,7 @@ def main():
     try:
         runpy.run_path(args.script, run_name="__main__")
     finally:
+        rank.stop_recorder()
         rank.stop()
         if not by_launcher:
             alive.end()

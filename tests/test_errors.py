@@ -343,10 +343,10 @@ def test_nodes_with_different_lessons():
 
 
 @pytest.mark.parametrize("lesson", ["distributed_data_parallel", *BY_TORCHRUN[:1]])
-def test_nodes_with_different_data(lesson, tmp_path):
+def test_nodes_with_different_data(lesson, mnist, tmp_path):
     """Node 0 has MNIST. Node 1 has none and cannot fetch it, so it would train on the digits."""
     no_network = {"https_proxy": "http://127.0.0.1:1", "http_proxy": "http://127.0.0.1:1"}
-    zero = ("--device", "cpu", "--data_dir", fake_mnist(tmp_path / "zero"))
+    zero = ("--device", "cpu", "--data_dir", mnist)
     one = ("--device", "cpu", "--data_dir", tmp_path / "one")
     if by_torchrun(lesson):
         meet = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -360,18 +360,6 @@ def test_nodes_with_different_data(lesson, tmp_path):
         last = node.stderr.strip().splitlines()[-1]
         assert last == "ValueError: the nodes differ in --dataset: digits, mnist"
         assert "epoch" not in node.stdout
-
-
-def fake_mnist(folder):
-    """Make files that have MNIST's names and sizes."""
-    from common.data import MNIST_FILES
-
-    raw = folder / "MNIST" / "raw"
-    raw.mkdir(parents=True)
-    for name, size in MNIST_FILES.items():
-        with open(raw / name, "wb") as file:
-            file.truncate(size)
-    return folder
 
 
 @pytest.mark.parametrize("lesson", BY_TORCHRUN)

@@ -239,7 +239,7 @@ def test_a_file_is_missing_or_damaged(damage, file, words, broken):
     damage(broken / "epoch-0002" / file)
     flags = (*SHORT, "--epochs", 2, "--double", "--run_dir", broken)
     line = last_line(failed(*flags, processes=2))
-    for word in ("ValueError: ", "epoch-0002 cannot be read (", "): delete it", *words):
+    for word in ("ValueError: ", "epoch-0002 cannot be read (", "): move it away", *words):
         assert word in line
     shutil.rmtree(broken / "epoch-0002")
     assert epochs(train(LESSON, *flags, processes=2).stdout) == epochs_of_two()[1:]
@@ -541,4 +541,4 @@ def test_a_missing_file_as_a_user_sees_it(broken):
     done = torchrun(LESSON, *SHORT, "--double", "--run_dir", broken).wait()
     assert done.returncode == 1
     report = done.stderr.partition("Root Cause")[2]
-    assert re.search("ValueError: .*epoch-0002 cannot be read .*__0_0.distcp.*delete it", report)
+    assert re.search("ValueError: .*epoch-0002 cannot be read .*__0_0.distcp.*move it away", report)

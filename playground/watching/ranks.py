@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from watching.record import Recorder
 
 
 class Alive:
@@ -41,10 +42,12 @@ class Rank(threading.Thread):
     Args:
         folder: of all files.
         index: number of this rank on its node, which names its files.
+        script: its path, if a few of its steps are to be recorded, too.
     """
 
-    def __init__(self, folder, index):
+    def __init__(self, folder, index, script=None):
         super().__init__(daemon=True)
+        self.recorder = Recorder(script, Path(folder, f"{index}.record")) if script else None
         self.notes = Path(folder, f"{index}.json")
         self.rank = int(os.environ.get("RANK", index))
         self.place = None
@@ -62,19 +65,28 @@ class Rank(threading.Thread):
 
     def run(self):
         """Note where the main thread is until this process ends."""
-        while not self.stopped.wait(0.1):
-            place = place_of_main_thread()
-            if place != self.place:
-                self.place = place
+        looked = 0
+        while not self.stopped.wait(0.001 if self.recorder and self.recorder.profiler else 0.1):
+            frame = sys._current_frames().get(threading.main_thread().ident)
+            if self.recorder:
+                self.recorder.note_line(frame)
+            if time.time() - looked > 0.1:
+                looked = time.time()
+                self.note(place_of(frame))
+
+    def note(self, place):
+        """Note since when the main thread has been at one place, and its last calls."""
+        if place != self.place:
+            self.place = place
+            self.since = time.time()
+            self.calls = []
+        elif time.time() - self.since > 1:
+            calls = last_calls()
+            if self.calls and calls != self.calls:  # a loop that is always met in one line
                 self.since = time.time()
-                self.calls = []
-            elif time.time() - self.since > 1:
-                calls = last_calls()
-                if self.calls and calls != self.calls:  # a loop that is always met in one line
-                    self.since = time.time()
-                self.calls = calls
-            if time.time() - self.written > 0.5:
-                self.write()
+            self.calls = calls
+        if time.time() - self.written > 0.5:
+            self.write()
 
     def write(self):
         """Write what is known of this rank, whole or not at all."""
@@ -87,6 +99,11 @@ class Rank(threading.Thread):
             part.write_text(json.dumps(notes))
             part.replace(self.notes)
         self.written = time.time()
+
+    def stop_recorder(self, keep=True):
+        """Write what is recorded, because the script has ended, or forget it."""
+        if self.recorder:
+            self.recorder.stop(keep)
 
     def stop(self):
         """End the notes, because the script has ended, or because other processes are the ranks."""
@@ -102,20 +119,23 @@ class Rank(threading.Thread):
 class Noted:
     """What mp.spawn gets in place of a function: it calls the function, and notes the rank."""
 
-    def __init__(self, function, folder):
+    def __init__(self, function, *places):
         self.function = function
-        self.folder = folder
+        self.places = places  # the folder, and the script
 
     def __call__(self, index, *rest):
         """Run the function as a rank."""
-        rank = Rank(self.folder, index)
-        self.function(index, *rest)
+        folder, script = self.places
+        rank = Rank(folder, index, script)
+        try:
+            self.function(index, *rest)
+        finally:
+            rank.stop_recorder()
         rank.stop()
 
 
-def place_of_main_thread():
-    """Return the code and the instruction of each function that the main thread is in."""
-    frame = sys._current_frames().get(threading.main_thread().ident)
+def place_of(frame):
+    """Return the code and the instruction of each function that a thread is in."""
     place = []
     while frame:
         place.append((frame.f_code, frame.f_lasti))

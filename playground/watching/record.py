@@ -1,0 +1,276 @@
+"""Records a few steps of a rank: its messages, when it computes, and at which line it is.
+
+Three of PyTorch's own tools do this. An optimizer's hook tells when a step ends. A
+TorchDispatchMode sees each operation before it runs, so it knows the group, the bytes and the line
+of each message. It makes small operations slower, so the step in which messages are noted is not
+timed. In the next steps, torch.profiler records when operations and messages begin and end.
+"""
+
+import json
+import os
+import sys
+import time
+from bisect import bisect
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+SKIPPED = 3  # steps before the one whose messages are noted; the first ones are slower
+TIMED = 3  # steps that the profiler records
+MOST = 300_000  # operations of a script without an optimizer, which is recorded from its beginning
+NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
+KINDS = {  # a part of the names of PyTorch's operations, and what they are called in Python
+    "allreduce": "all_reduce",
+    "allgather": "all_gather",
+    "reducescatter": "reduce_scatter",
+    "alltoall": "all_to_all",
+    "broadcast": "broadcast",
+    "scatter": "scatter",
+    "gather": "gather",
+    "reduce": "reduce",
+    "send": "send",
+    "recv": "recv",
+    "barrier": "barrier",
+}
+# c10d's other operations have first what a rank receives, and then what it gives to the call.
+GIVEN_FIRST = ("all_reduce", "broadcast", "reduce", "send", "recv")
+
+
+def kind_of(name):
+    """Return which message an operation such as "allreduce_" is, or None."""
+    plain = name.lower().replace("_", "")
+    for part, kind in KINDS.items():
+        if part in plain:
+            return kind
+    return None
+
+
+def bytes_of(value):
+    """Return the bytes of a tensor, of a list of tensors, or of a list of such lists."""
+    if isinstance(value, Tensor):
+        return value.nbytes
+    return sum(map(bytes_of, value)) if isinstance(value, (list, tuple)) else 0
+
+
+class Messages(TorchDispatchMode):
+    """While this is active, it notes the messages of this rank.
+
+    Args:
+        script: path of the script. A message belongs to the innermost of its lines.
+    """
+
+    def __init__(self, script):
+        super().__init__()
+        self.script = script
+        self.operations = 0
+        self.rank = None  # of the process that notes, once it is in a group
+        self.noted = []
+
+    @classmethod
+    def _should_skip_dynamo(cls):
+        """PyTorch asks this when the class is made. True would import its compiler."""
+        return False
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        """PyTorch calls this in place of each operation."""
+        if any(each.__name__ == "DTensor" for each in types):
+            return NotImplemented  # it becomes operations on plain tensors
+        self.operations += 1
+        kind = kind_of(operation._schema.name) if operation.namespace in NAMESPACES else None
+        if kind and self.operations < MOST:
+            self.note(kind, operation.namespace, args)
+        return operation(*args, **(kwargs or {}))
+
+    def note(self, kind, namespace, args):
+        """Note a message before it starts."""
+        self.rank = dist.get_rank()
+        given = args[0] if kind in GIVEN_FIRST or namespace != "c10d" else args[1]
+        message = {"kind": kind, "bytes": 0 if kind == "barrier" else bytes_of(given)}
+        message.update(group=args[-1], ranks=[], axis="")  # DTensor passes only a group's name
+        for value in args:
+            if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
+                value = dist.ProcessGroup.unbox(value)
+            if isinstance(value, dist.ProcessGroup):
+                message["group"] = value.group_name
+                message["ranks"] = dist.get_process_group_ranks(value)
+                if value.group_desc.startswith("mesh_"):
+                    message["axis"] = value.group_desc.removeprefix("mesh_")
+        if kind in ("send", "recv") and isinstance(args[2], int):
+            message["peer"] = message["ranks"][args[2]]
+        message["line"] = line_of(sys._getframe(), self.script)
+        self.noted.append(message)
+
+
+def line_of(frame, script):
+    """Return the innermost line of the script that a frame was called from, or 0."""
+    while frame and frame.f_code.co_filename != script:
+        frame = frame.f_back
+    return frame.f_lineno if frame else 0
+
+
+class Recorder:
+    """Records this rank. What it has recorded is written once, to a file.
+
+    If there is no optimizer, it records from its beginning until stop().
+
+    Args:
+        script: path of the script.
+        path: of the file.
+    """
+
+    def __init__(self, script, path):
+        self.path = Path(path)
+        self.messages = Messages(script)
+        self.done = False
+        self.noting = False
+        self.profiler = None
+        self.trace = ""  # the path of what the profiler has recorded
+        self.optimizer = None  # the number (id) of the first one that made a step
+        self.borders = []  # when it made its steps, in microseconds
+        self.lines = []  # when the main thread came to a line, and the line
+        self.beginning = None  # trace, messages and lines until the first step
+        self.held = {}
+        self.hook = register_optimizer_step_post_hook(self.after_optimizer)
+        self.start_noting()
+        self.start_profiler()
+
+    def after_optimizer(self, optimizer, args, kwargs):
+        """PyTorch calls this when an optimizer has made a step. Here the next step begins."""
+        self.optimizer = self.optimizer or id(optimizer)
+        if self.done or id(optimizer) != self.optimizer:
+            return
+        self.borders.append(time.time_ns() / 1000)
+        number = len(self.borders)
+        if number == 1:
+            self.pause()
+            self.beginning = self.trace, self.messages.noted, self.lines
+            self.messages.noted, self.lines = [], []
+        if number == SKIPPED:
+            self.start_noting()
+        if number == SKIPPED + 1:
+            self.pause()
+            self.held = held_by(optimizer)
+            self.start_profiler()
+        # The first step with the profiler is not used, because not all ranks begin it together.
+        if number == SKIPPED + 2 + TIMED:
+            self.stop()
+
+    def note_line(self, frame):
+        """Note at which line of the script the main thread is. Another thread calls this."""
+        if self.profiler:
+            line = line_of(frame, self.messages.script)
+            if not self.lines or self.lines[-1][1] != line:
+                self.lines.append([time.time_ns() / 1000, line])
+
+    def start_noting(self):
+        """Start to note messages."""
+        self.messages.operations = 0
+        self.messages.__enter__()
+        self.noting = True
+
+    def start_profiler(self):
+        """Start to record when operations begin and end."""
+        self.profiler = torch.profiler.profile()
+        self.profiler.start()
+
+    def pause(self):
+        """End both, and keep what the profiler has recorded in a file."""
+        if self.noting:
+            self.noting = False
+            self.messages.__exit__(None, None, None)
+        if self.profiler:
+            self.profiler.stop()
+            self.trace = f"{self.path}.trace{len(self.borders)}"
+            self.profiler.export_chrome_trace(self.trace)
+            self.profiler = None
+
+    def stop(self, keep=True):
+        """Write the record, if there is one and it is to be kept."""
+        if self.done:
+            return
+        self.done = True
+        self.hook.remove()
+        self.pause()
+        if not keep:
+            return
+        trace, noted, lines = self.trace, self.messages.noted, self.lines
+        part = "all of it"
+        borders = self.borders[SKIPPED + 1 :]
+        if self.borders and len(borders) < 2:
+            trace, noted, lines = self.beginning
+            part = "until its first step, because it has fewer than 8"
+            borders = []
+        rank = self.messages.rank
+        if rank is None:  # it has sent no message
+            rank = int(os.environ.get("RANK", self.path.stem))
+        record = {"script": self.messages.script, "rank": rank, "part": part, "held": self.held}
+        record |= {"borders": borders, "noted": noted, "lines": lines} | read_trace(trace)
+        unfinished = self.path.with_suffix(".part")
+        unfinished.write_text(json.dumps(record))
+        unfinished.replace(self.path)  # so that nobody reads half of it
+
+
+def held_by(optimizer):
+    """Return the bytes that this rank holds of what an optimizer handles. DTensors are shards."""
+    held = {"parameters": 0, "gradients": 0, "the optimizer's state": 0}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state[parameter].values()
+            for name, tensors in zip(held, ([parameter], [parameter.grad], state), strict=True):
+                for tensor in tensors:
+                    own = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+                    held[name] += bytes_of(own)
+    return held
+
+
+def read_trace(path):
+    """Return when this rank computed, its calls, and when the message of each was complete.
+
+    Times are lists [begin, end] in microseconds, on the clock of this node.
+    """
+    trace = json.loads(Path(path).read_text())
+    base = trace.get("baseTimeNanoseconds", 0) / 1000
+    events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+    events.sort(key=lambda event: event["ts"])
+    # gloo's threads run operations, too, which are no computing of the rank.
+    callers = {event["tid"] for event in events if "c10d::" in event["name"]}
+    gloos = {event["tid"] for event in events if event["name"].startswith("gloo:")} - callers
+    computing, calls, carried = [], [], []
+    returned = 0
+    for event in events:
+        name = event["name"]
+        begin = base + event["ts"]
+        span = [begin, begin + event["dur"]]
+        if name.startswith("gloo:"):
+            carried.append([*span, name])
+        elif name.startswith("aten::") and event["tid"] not in gloos:
+            computing.append(span)
+        elif name.startswith("c10d::") and kind_of(name[6:]) and begin > returned:
+            # While messages are noted, an operation is in the trace twice, one in the other.
+            calls.append({"kind": kind_of(name[6:]), "span": span})
+            returned = span[1]
+    # An operation on DTensors has messages inside, in which the rank may only wait.
+    begins = [call["span"][0] for call in calls]
+    inner = [span for span in computing if bisect(begins, span[0]) == bisect(begins, span[1])]
+    find_ends(calls, carried)
+    return {"computing": inner, "calls": calls}
+
+
+def find_ends(calls, carried):
+    """Find out when the message of each call was complete.
+
+    gloo's threads carry out the messages of a group in the order of the calls.
+    """
+    for call in calls:
+        kinds = [call["kind"], None]
+        if call["kind"] == "reduce_scatter":
+            kinds.append("all_reduce")  # which gloo uses for it
+        for number, (begin, end, name) in enumerate(carried):
+            if begin >= call["span"][0] and kind_of(name) in kinds:
+                call["span"] = [call["span"][0], end]
+                del carried[number]
+                break

@@ -1,0 +1,386 @@
+"""The process beside the ranks of a node: it shows where they hang, and what they have recorded.
+
+Times in records are in microseconds on the clock of the node. A span is a list [begin, end].
+"""
+
+import contextlib
+import fcntl
+import json
+import linecache
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from itertools import pairwise
+from pathlib import Path
+
+COLUMNS = 88  # of a timeline
+PYTHON = 1000  # shorter pauses between operations are Python's own work
+
+
+def is_held(path):
+    """Return whether the process that has locked a file is still there."""
+    with open(path, "r+") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False
+
+
+def read_notes(folder):
+    """Return what the ranks of this node have noted, in the order of their ranks."""
+    ranks = []
+    for path in folder.glob("*.json"):
+        with contextlib.suppress(FileNotFoundError):  # it has ended just now
+            notes = json.loads(path.read_text())
+            notes["path"] = path
+            notes["alive"] = is_held(path.with_suffix(".alive"))
+            # A rank that lets no thread of Python run writes no notes. On a busy machine they may
+            # only be late.
+            written = path.stat().st_mtime
+            late = time.time() - written > 5
+            notes["still"] = (time.time() if late else written) - notes["since"]
+            ranks.append(notes)
+    return sorted(ranks, key=lambda notes: notes["rank"])
+
+
+def stacks_of(ranks):
+    """Return the stack of each rank, as faulthandler writes it to the rank's file at a signal."""
+    for notes in ranks:
+        notes["stack"] = notes["path"].with_suffix(".stack")
+        notes["before"] = notes["stack"].stat().st_size
+        if notes["alive"]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(notes["pid"], signal.SIGUSR2)
+    time.sleep(0.3)
+    stacks = []
+    for notes in ranks:
+        at_interrupt = notes["path"].with_suffix(".interrupted").read_text()
+        stacks.append(at_interrupt or notes["stack"].read_text()[notes["before"] :])
+    return stacks
+
+
+def own_lines(stack, script):
+    """Return the lines of the script's own files in a stack, and in which function they wait."""
+    main_thread = stack.rpartition("most recent call first")[2]  # it is the last one
+    frames = re.findall(r'File "(.*)", line (\d+) in (.*)', main_thread)
+    own = []
+    for path, number, function in reversed(frames):
+        file = Path(path)
+        installed = script.parent not in file.parents or "site-packages" in file.parts
+        ours = file.parent.name == "watching" or file.name == "watch.py"
+        if installed or ours or function == "<module>":
+            continue
+        where = function if file == script else f"{function} in {file.name}"
+        own.append(f"line {number} in {where}: {linecache.getline(path, int(number)).strip()}")
+    if not frames:
+        return ["no function of Python: it is ending"]
+    path, number, function = frames[0]
+    return own[-4:] + [f"now in {function}, {Path(path).name}:{number}"]
+
+
+def show_ranks(ranks, reason, script):
+    """Print where the ranks are. Those that are at the same place share their lines."""
+    ranks_at = {}
+    for notes, stack in zip(ranks, stacks_of(ranks), strict=True):
+        lines = own_lines(stack, script)
+        if notes["calls"]:
+            lines.append("last calls: " + ", ".join(notes["calls"]))
+        head = f"rank {notes['rank']} (process {notes['pid']})"
+        if not notes["alive"]:
+            head += " has ended"
+        elif notes["still"] < 1:
+            head += " is running"
+        else:
+            head += f" has been here for {notes['still']:.0f} s"
+        ranks_at.setdefault(tuple(lines), []).append(head)
+    text = [f"watch: {reason}"]
+    for lines, heads in ranks_at.items():
+        text += [*heads, *(f"    {line}" for line in lines)]
+    print(*text, sep="\n", file=sys.stderr, flush=True)
+
+
+def show_records(paths):
+    """Print what the ranks have recorded."""
+    records = sorted(
+        (json.loads(path.read_text()) for path in paths), key=lambda each: each["rank"]
+    )
+    for record in records:
+        find_steps(record)
+    records = [record for record in records if record["steps"]]
+    if not records:
+        return
+    calls_of = match_calls(records)
+    for record in records:
+        find_waits(record, calls_of)
+    number, begin, end = typical_step(records)
+    trains = bool(records[0]["borders"])
+    what = records[0]["part"]
+    if trains:
+        what = f"step {number + 1} of the {len(records[0]['steps'])} that were recorded"
+    print(f"\nwatch: {Path(records[0]['script']).name}, {what}, {(end - begin) / 1000:.2f} ms")
+    if any("group" not in call for record in records for call in record["calls"]):
+        print(
+            "(The calls differ from step to step, so bytes, groups and lines of some are unknown.)"
+        )
+    show_messages(records, number)
+    show_times(records)
+    show_letters(records, begin, end)
+    show_waits(records)
+
+
+def find_steps(record):
+    """Find the steps of a rank, and what is known of each call in them."""
+    borders = record["borders"]
+    record["steps"] = [list(pair) for pair in pairwise(borders)]
+    spans = [call["span"] for call in record["calls"]] + record["computing"]
+    if spans and not borders:  # there is no optimizer, so all is one step
+        record["steps"] = [[min(spans)[0], max(end for _, end in spans)]]
+    kept = []
+    for begin, end in record["steps"]:
+        calls = [call for call in record["calls"] if begin <= call["span"][0] <= end]
+        if [call["kind"] for call in calls] == [noted["kind"] for noted in record["noted"]]:
+            for call, noted in zip(calls, record["noted"], strict=True):
+                call.update(noted)
+        kept += calls
+    record["calls"] = kept
+
+
+def match_calls(records):
+    """Return for each message the call of each rank. Each call gets the name of its message."""
+    calls_of = defaultdict(dict)
+    users = defaultdict(set)  # the ranks of each group
+    for record in records:
+        count = Counter()
+        for call in record["calls"]:
+            if "group" in call:
+                name = call["group"]
+                if "peer" in call:
+                    pair = [record["rank"], call["peer"]]
+                    name += f" {pair if call['kind'] == 'send' else pair[::-1]}"
+                count[name] += 1
+                call["message"] = f"{name} {count[name]}"
+                calls_of[call["message"]][record["rank"]] = call
+                users[call["group"]] |= {record["rank"], *call["ranks"]}
+    for record in records:
+        for call in record["calls"]:
+            call["size"] = len(users[call.get("group")])
+    return calls_of
+
+
+def find_waits(record, calls_of):
+    """Find when a rank waits, and for whom: [begin, end, late rank or "message", call].
+
+    A rank that waits for a message continues when the message is complete. So it waits if a message
+    becomes complete while the rank does not compute.
+    """
+    found = []
+    computing = joined(record["computing"])
+    starts = [begin for begin, _ in computing]
+    for call in record["calls"]:
+        begin, end = call["span"]
+        before = bisect_right(starts, end)  # so many operations began before the end
+        # The end may be noted shortly after the rank continues.
+        while before and starts[before - 1] > max(begin, end - PYTHON):
+            before -= 1
+            end = starts[before]
+        if before:
+            begin = max(begin, computing[before - 1][1])
+        late, arrival = last_to_call(record["rank"], call, calls_of)
+        if late != record["rank"] and begin < min(arrival, end):
+            found.append([begin, min(arrival, end), late, call])
+            begin = arrival
+        if begin < end:
+            found.append([begin, end, "message", call])
+    # Two messages may be complete in the same pause. A late rank is the better explanation.
+    record["waits"] = []
+    for *span, late, call in sorted(found, key=lambda wait: (wait[2] == "message", wait[:2])):
+        for part in without([span], [wait[:2] for wait in record["waits"]]):
+            record["waits"].append([*part, late, call])
+    longer = joined([begin, end + PYTHON] for begin, end in computing)
+    busy = [[begin, end - PYTHON] for begin, end in longer]
+    record["computing"] = without(busy, [wait[:2] for wait in record["waits"]])
+    travelling = [call["span"] for call in record["calls"]]
+    record["hidden"] = without(travelling, without(travelling, record["computing"]))
+
+
+def last_to_call(rank, call, calls_of):
+    """Return the rank that was the last to make its call of a message, and when."""
+    others = calls_of.get(call.get("message"), {})
+    if "peer" in call and call["peer"] not in others:
+        return call["peer"], call["span"][1]  # it never made the call
+    # A rank that calls when the message is complete here has not been waited for.
+    times = {each: one["span"][0] for each, one in others.items()}
+    times = {each: begin for each, begin in times.items() if begin < call["span"][1]}
+    late = max(times, key=times.get, default=rank)
+    return late, times.get(late, 0)
+
+
+def joined(spans):
+    """Return spans in order of time, those that touch or overlap as one."""
+    merged = []
+    for begin, end in sorted(spans):
+        if merged and begin <= merged[-1][1]:
+            merged[-1][1] = max(end, merged[-1][1])
+        else:
+            merged.append([begin, end])
+    return merged
+
+
+def without(spans, others):
+    """Return the parts of spans that none of the others covers."""
+    left = joined(spans)
+    for first, last in joined(others):
+        parts = [[begin, min(end, first)] for begin, end in left if begin < first]
+        left = parts + [[max(begin, last), end] for begin, end in left if end > last]
+    return sorted(left)
+
+
+def inside(spans, begin, end):
+    """Return how long spans last between two moments."""
+    return sum(max(0, min(span[1], end) - max(span[0], begin)) for span in spans)
+
+
+def typical_step(records):
+    """Return the number of the step with the median time, and when it begins and ends."""
+    windows = []
+    for number, steps in enumerate(zip(*(record["steps"] for record in records), strict=False)):
+        begins, ends = zip(*steps, strict=True)
+        windows.append([max(ends) - min(begins), number, min(begins), max(ends)])
+    return sorted(windows)[len(windows) // 2][1:]
+
+
+def code_of(record, line):
+    """Return a line of the script: its number, and its text without comment."""
+    text = linecache.getline(record["script"], line).split("  #")[0].strip()
+    return f"{line}: {text}" if text else ""
+
+
+def show_messages(records, number):
+    """Print what the ranks pass to their calls in a step, and what they hold."""
+    ranks_of = defaultdict(list)
+    for record in records:
+        begin, end = record["steps"][number]
+        sizes = defaultdict(list)
+        for call in record["calls"]:
+            if begin <= call["span"][0] <= end:
+                group = f"{call['size']} {call.get('axis', '')}"
+                key = call["kind"], group, code_of(record, call.get("line", 0))
+                sizes[key].append(call.get("bytes", 0))
+        for (kind, group, line), each in sizes.items():
+            row = f"{kind:<16}{group:<12}{len(each):<7}{sum(each):<12,}{line}"
+            ranks_of[row].append(record["rank"])
+        parts = [f"{name} {size:,}" for name, size in record["held"].items()]
+        if parts:
+            ranks_of["holds, in bytes: " + ", ".join(parts)].append(record["rank"])
+    print("ranks  call            group       count  bytes       called in line")
+    for row, ranks in sorted(ranks_of.items(), key=lambda item: item[0].startswith("holds")):
+        every = "all" if len(ranks) == len(records) else ",".join(map(str, ranks))
+        print(f"{every:<7}{row}")
+
+
+def show_times(records):
+    """Print where the time of each rank goes, as the mean over its steps."""
+    print("\nmilliseconds")
+    print("rank  all     = computing + waiting for a rank + for a message + other   hidden")
+    for record in records:
+        steps = record["steps"]
+        for_rank = [wait[:2] for wait in record["waits"] if wait[2] != "message"]
+        for_message = [wait[:2] for wait in record["waits"] if wait[2] == "message"]
+        times = []
+        for spans in (steps, record["computing"], for_rank, for_message, record["hidden"]):
+            times.append(sum(inside(spans, *step) for step in steps) / 1000 / len(steps))
+        whole, computing, ranks, messages, hidden = times
+        other = whole - computing - ranks - messages
+        row = f"{record['rank']:<6}{whole:<10.1f}{computing:<12.1f}{ranks:<21.1f}{messages:<16.1f}"
+        print(f"{row}{other:<8.1f}{hidden:.1f}")
+
+
+def show_letters(records, begin, end):
+    """Print a row of letters for each rank, from the beginning of a step to its end."""
+    column = (end - begin) / COLUMNS
+    print()
+    for record in records:
+        spans_of = defaultdict(list, {"C": record["hidden"]})
+        spans_of["c"] = without(record["computing"], record["hidden"])
+        for *span, late, _ in record["waits"]:
+            spans_of["t" if late == "message" else str(late)[-1]].append(span)
+        row = ""
+        for number in range(COLUMNS):
+            edges = [begin + number * column, begin + (number + 1) * column]
+            parts = {letter: inside(spans, *edges) for letter, spans in spans_of.items()}
+            parts["."] = column - sum(parts.values())
+            row += max(parts, key=parts.get)
+        print(f"rank {record['rank']:<3}|{row}|")
+    print("c: computes, C: while a message travels; 0 to 9: waits for this rank; t: waits while a")
+    print("message travels; a dot: anything else")
+
+
+def show_waits(records):
+    """Print the longest waits: which rank, for which, where, and what the late rank does then."""
+    record_of = {record["rank"]: record for record in records}
+    spans_of = defaultdict(list)
+    for record in records:
+        for *span, late, call in record["waits"]:
+            if late in record_of:
+                line = code_of(record, call.get("line", 0))
+                spans_of[record["rank"], late, call["kind"], line].append(span)
+    rows = sorted(spans_of.items(), key=lambda item: -sum(end - begin for begin, end in item[1]))
+    steps = len(records[0]["steps"])
+    print("\nwho waits for whom, in milliseconds" + (" for each step" if steps > 1 else ""))
+    for (rank, late, kind, line), spans in rows[:6]:
+        total = sum(end - begin for begin, end in spans)
+        print(f"rank {rank} waits {total / 1000 / steps:.1f} for rank {late} in {kind}, {line}")
+        doing = lines_during(record_of[late], spans)
+        for where, duration in doing.most_common(2):
+            text = code_of(record_of[late], where) or "no line of the script"
+            if duration > total / 10:
+                print(f"    meanwhile rank {late} is {duration / 1000 / steps:.1f} in {text}")
+
+
+def lines_during(record, spans):
+    """Return how long a rank is at each line of the script in some spans of time."""
+    times = Counter()
+    last = record["steps"][-1][1]
+    for (begin, line), (end, _) in pairwise([*record["lines"], [last, 0]]):
+        times[line] += sum(inside([[begin, end]], *span) for span in spans)
+    return times
+
+
+def main():
+    """Look at the notes ten times a second, until no rank is left."""
+    folder, script, seconds = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
+    shown = set()  # which ranks have been shown, and since when they had been at one place
+    was_interrupted = False
+    recorded = []
+    while any(is_held(path) for path in [folder / "main", *folder.glob("*.alive")]):
+        time.sleep(0.1)
+        ranks = read_notes(folder)
+        stuck = [notes for notes in ranks if notes["alive"] and notes["still"] > seconds]
+        new = [notes for notes in stuck if (notes["path"], notes["since"]) not in shown]
+        interrupted = (folder / "ask").exists()
+        interrupted |= any(path.stat().st_size for path in folder.glob("*.interrupted"))
+        if interrupted and not was_interrupted:
+            was_interrupted = True
+            show_ranks(ranks, "interrupted. The ranks of this node:", script)
+            (folder / "ask").unlink(missing_ok=True)
+        elif new and not was_interrupted:
+            reason = f"no progress of rank {new[0]['rank']} for {new[0]['still']:.0f} s."
+            show_ranks(ranks, f"{reason} The ranks of this node:", script)
+            shown |= {(notes["path"], notes["since"]) for notes in ranks}
+        records = list(folder.glob("*.record"))
+        if records and not recorded and len(records) == len(list(folder.glob("*.alive"))):
+            recorded = records
+            show_records(records)
+    if not recorded:
+        show_records(folder.glob("*.record"))
+    shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()
