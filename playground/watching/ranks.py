@@ -73,6 +73,7 @@ class Rank(threading.Thread):
             if time.time() - looked > 0.1:
                 looked = time.time()
                 self.note(place_of(frame))
+            del frame  # it would keep what the script has deleted, such as DDP
 
     def note(self, place):
         """Note since when the main thread has been at one place, and its last calls."""
