@@ -200,14 +200,15 @@ def test_a_script_prints_what_it_prints_without():
     assert "there is no script" in done.stderr.splitlines()[-1]
 
 
-def test_the_example_of_readme(change):
+def test_the_example_of_readme(change, tmp_path):
     """README shows what a hang in an exercise of collectives.py looks like."""
     readme = (ROOT / "README.md").read_text()
     shown = re.search(r"^    (watch: .*\n)((?:    .*\n)+)", readme, re.M)
     skipping = ("    dist.all_reduce(mine)", "    if rank != 1:\n        dist.all_reduce(mine)")
     path = change("collectives", skipping)
     flags = ("-g", 2, "--timeout", 120, "--device", "cpu")
-    job = Job(sys.executable, WATCH, "--hang", 3, path, *flags)
+    command = (sys.executable, WATCH, "--hang", 3, path, *flags)
+    job = Job(*command, env={"TMPDIR": str(tmp_path)})
     line, of_ranks = report_of(job)
     assert re.sub(r"rank \d", "rank 0", line) == shown[1]  # which rank is noticed first, varies
     rows = "".join(line.removeprefix("    ") for line in shown[2].splitlines(keepends=True))
