@@ -149,7 +149,7 @@ def loaders(args):
     # collate_fn out, and set num_workers. From pinned memory, a GPU copies while Python continues.
     options = {"collate_fn": whole_batch, "pin_memory": args.device != "cpu"}
     sampler = RandomSampler(train_set, generator=torch.Generator())
-    # Drop_last leaves out the last, incomplete batch of an epoch: 96 images of MNIST.
+    # The last, incomplete batch of an epoch is left out (drop_last): 96 images of MNIST.
     train_loader = DataLoader(
         train_set, args.batch_size, sampler=sampler, drop_last=True, **options
     )

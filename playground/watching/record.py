@@ -211,7 +211,7 @@ class Recorder:
         record |= {"borders": borders, "noted": noted, "lines": lines} | read_trace(trace)
         unfinished = self.path.with_suffix(".part")
         unfinished.write_text(json.dumps(record))
-        unfinished.replace(self.path)  # so that nobody reads half of it
+        unfinished.replace(self.path)  # so that half of it is never read
 
 
 def held_by(optimizer):
