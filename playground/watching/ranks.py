@@ -94,7 +94,7 @@ class Rank(threading.Thread):
         if dist.is_available() and dist.is_initialized():
             self.rank = dist.get_rank()
         notes = {"pid": os.getpid(), "rank": self.rank, "since": self.since, "calls": self.calls}
-        part = self.notes.with_suffix(".part")
+        part = Path(f"{self.notes}.part")
         # The observer may have removed the folder, because it saw the end of the last rank.
         with contextlib.suppress(FileNotFoundError):
             part.write_text(json.dumps(notes))

@@ -209,7 +209,7 @@ class Recorder:
             rank = int(os.environ.get("RANK", self.path.stem))
         record = {"script": self.messages.script, "rank": rank, "part": part, "held": self.held}
         record |= {"borders": borders, "noted": noted, "lines": lines} | read_trace(trace)
-        unfinished = self.path.with_suffix(".part")
+        unfinished = Path(f"{self.path}.part")
         unfinished.write_text(json.dumps(record))
         unfinished.replace(self.path)  # so that half of it is never read
 
