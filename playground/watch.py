@@ -14,6 +14,8 @@ its beginning to its end. Bytes are those of the tensors that a rank passes to i
 If a rank stays in one call for 20 seconds, watch.py prints for each rank of this node the line of
 the script at which it is, and the last collectives that it has called. It does the same when you
 press Ctrl-C. With --hang SECONDS it does nothing else, so the script runs at its full speed.
+
+With --html FILE, it also writes a page in which you can look at each moment of a step.
 """
 
 import argparse
@@ -43,11 +45,19 @@ def read_flags():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     seconds = "record nothing, and show where the ranks are if one makes no progress so long"
     parser.add_argument("--hang", type=float, metavar="SECONDS", help=seconds)
+    page = "show what is recorded in this page, too, over time"
+    parser.add_argument("--html", type=Path, metavar="FILE", help=page)
     parser.add_argument("script", type=lambda path: str(Path(path).resolve()))
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="flags of the script")
     args = parser.parse_args()
     if not Path(args.script).is_file():
         parser.error(f"there is no script {args.script}")
+    if args.html:
+        args.html = args.html.expanduser().resolve()
+        if args.hang is not None:
+            parser.error("with --hang nothing is recorded that --html could show")
+        if args.html.is_dir() or not os.access(args.html.parent, os.W_OK):
+            parser.error(f"cannot write {args.html}")
     args.recorded = args.script if args.hang is None else None
     if args.recorded and "profiler.profile(" in Path(args.script).read_text():
         print("watch: only for hangs, because this script uses the profiler itself", flush=True)
@@ -70,8 +80,9 @@ def folder_of_node():
 def start_observer(args, folder):
     """Start the process that shows where the ranks are. It ends when all of them have ended."""
     command = [sys.executable, HERE / "watching" / "show.py", folder, args.script]
+    command += [str(args.hang or 20), args.html or ""]
     # In a session of its own, so that Ctrl-C does not end it before it has shown the ranks.
-    return subprocess.Popen([*command, str(args.hang or 20)], start_new_session=True)
+    return subprocess.Popen(command, start_new_session=True)
 
 
 def note_children(args, folder, rank):

@@ -24,7 +24,7 @@ def run(rank, where, steps, fails):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(steps):
         if rank == 1:
-            time.sleep(0.1)
+            time.sleep(0.2)
         loss = model(torch.ones(8, 8)).sum()
         loss.backward()
         if fails and rank == 1 and step == 2:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -86,8 +87,9 @@ def test_messages_of_a_lesson(lesson):
     rows = re.findall(r"^all    (\w+) +2 +(\d+) +([\d,]+) +\d+: \S", done.stdout, re.M)
     given = [(kind, int(count), int(size.replace(",", ""))) for kind, count, size in rows]
     assert sorted(given) == GIVEN[lesson]
-    held = re.findall(r"parameters ([\d,]+), gradients ([\d,]+),", done.stdout)
-    both = [int(size.replace(",", "")) for size, gradients in held if size == gradients]
+    # Of parameters and of their gradients.
+    held = re.findall(r"^(?:all|[01]) +([\d,]+) +\1 +[\d,]+$", done.stdout, re.M)
+    both = [int(size.replace(",", "")) for size in held]
     # Below, tensor parallelism replicates 74 biases, and a pipeline's ranks hold different parts.
     whole = {"manual_data_parallel": PARAMETERS, "tensor_parallel": HALF + 4 * 37}
     if lesson == "pipeline_parallel":
@@ -97,18 +99,46 @@ def test_messages_of_a_lesson(lesson):
 
 
 @pytest.mark.parametrize("start", [(sys.executable,), (*TORCHRUN, 2)])
-def test_who_waits_for_whom(start):
-    """Rank 0 waits for rank 1, which is slow. Both lines are shown."""
-    done = Job(*start, WATCH, SLOW, 12).wait()
+def test_who_waits_for_whom(start, tmp_path):
+    """Rank 0 waits for rank 1, which is slow. Both lines are shown, also by the page."""
+    page = tmp_path / "page.html"
+    done = Job(*start, WATCH, "--html", page, SLOW, 12).wait()
     assert done.returncode == 0, done.stderr
     assert "watch: slow_rank.py, step " in done.stdout
     longest, meanwhile = done.stdout.partition("who waits for whom")[2].splitlines()[1:3]
     assert re.fullmatch(
-        r"rank 0 waits [\d.]+ for rank 1 in all_reduce, \d+: loss\.backward\(\)", longest
+        r"rank 0 waits [\d.]+ ms for rank 1 in all_reduce, \d+: loss\.backward\(\)", longest
     )
-    assert re.fullmatch(r"    meanwhile rank 1 is [\d.]+ in \d+: time\.sleep\(0\.1\)", meanwhile)
+    assert re.fullmatch(r"    meanwhile rank 1 is [\d.]+ ms in \d+: time\.sleep\(0\.2\)", meanwhile)
     letters = dict(re.findall(r"^rank (\d)  \|(.*)\|$", done.stdout, re.M))
     assert letters["0"].count("1") > 44 > letters["1"].count("0")  # of 88
+    shown = in_browser(page)
+    assert f"<span>{longest}</span><span>{meanwhile.strip()}</span>" in shown
+    for words in ("waits for rank 1", "rank 0", "rank 1", "27: time.sleep(0.2)"):
+        assert re.search(f"<text [^>]*>{re.escape(words)}</text>", shown)
+
+
+def in_browser(page):
+    """Return the elements of a page after its script has run."""
+    names = ("chromium", "chromium-browser", "google-chrome")
+    browser = next(filter(None, map(shutil.which, names)), None)
+    if not browser:
+        pytest.skip(f"needs one of {', '.join(names)}")
+    flags = ("--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={page.parent}/user")
+    done = Job(browser, *flags, "--window-size=1300,900", "--dump-dom", page.as_uri()).wait()
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_page_that_cannot_be_written():
+    """One line says so, before anything starts."""
+    for flags, reason in (
+        (("--html", "/nowhere/page.html"), "cannot write /nowhere/page.html"),
+        (("--hang", 5, "--html", "page.html"), "with --hang nothing is recorded"),
+    ):
+        done = Job(sys.executable, WATCH, *flags, SLOW, 12).wait()
+        assert (done.returncode, done.stdout) == (2, "")
+        assert f"watch.py: error: {reason}" in done.stderr.splitlines()[-1]
 
 
 def test_few_steps():

@@ -16,6 +16,7 @@ import time
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 
 COLUMNS = 88  # of a timeline
@@ -105,8 +106,8 @@ def show_ranks(ranks, reason, script):
     print(*text, sep="\n", file=sys.stderr, flush=True)
 
 
-def show_records(paths):
-    """Print what the ranks have recorded."""
+def show_records(paths, page):
+    """Print what the ranks have recorded, and write it to a page, if there is a path for it."""
     records = sorted(
         (json.loads(path.read_text()) for path in paths), key=lambda each: each["rank"]
     )
@@ -123,15 +124,30 @@ def show_records(paths):
     what = records[0]["part"]
     if trains:
         what = f"step {number + 1} of the {len(records[0]['steps'])} that were recorded"
-    print(f"\nwatch: {Path(records[0]['script']).name}, {what}, {(end - begin) / 1000:.2f} ms")
+    title = f"{Path(records[0]['script']).name}, {what}, {(end - begin) / 1000:.2f} ms"
+    print(f"\nwatch: {title}")
     if any("group" not in call for record in records for call in record["calls"]):
         print(
             "(The calls differ from step to step, so bytes, groups and lines of some are unknown.)"
         )
-    show_messages(records, number)
-    show_times(records)
+    tables = {
+        "messages": rows_of_calls(records, number),
+        "bytes that the ranks hold": rows_of_bytes(records),
+        "milliseconds" + (" of a step" if trains else ""): rows_of_times(records),
+    }
+    for caption, rows in tables.items():
+        if len(rows) > 1:
+            print(f"\n{caption}")
+            print_table(rows)
     show_letters(records, begin, end)
-    show_waits(records)
+    waits = longest_waits(records)
+    print("\nwho waits for whom" + (" in a step" if trains else ""))
+    for wait in waits:
+        print(*wait["text"], sep="\n    ")
+    if not waits:
+        print("No rank waits long for another one.")
+    if page:
+        write_page(page, title, records, [begin, end], tables, waits)
 
 
 def find_steps(record):
@@ -174,39 +190,46 @@ def match_calls(records):
 
 
 def find_waits(record, calls_of):
-    """Find when a rank waits, and for whom: [begin, end, late rank or "message", call].
+    """Find when a rank waits, and for whom: [begin, end, late rank or "message", number of call].
 
     A rank that waits for a message continues when the message is complete. So it waits if a message
     becomes complete while the rank does not compute.
     """
     found = []
     computing = joined(record["computing"])
-    starts = [begin for begin, _ in computing]
-    for call in record["calls"]:
-        begin, end = call["span"]
-        before = bisect_right(starts, end)  # so many operations began before the end
-        # The end may be noted shortly after the rank continues.
-        while before and starts[before - 1] > max(begin, end - PYTHON):
-            before -= 1
-            end = starts[before]
-        if before:
-            begin = max(begin, computing[before - 1][1])
+    for number, call in enumerate(record["calls"]):
+        begin, end = pause_at_end(call["span"], computing)
         late, arrival = last_to_call(record["rank"], call, calls_of)
         if late != record["rank"] and begin < min(arrival, end):
-            found.append([begin, min(arrival, end), late, call])
+            found.append([begin, min(arrival, end), late, number])
             begin = arrival
         if begin < end:
-            found.append([begin, end, "message", call])
+            found.append([begin, end, "message", number])
     # Two messages may be complete in the same pause. A late rank is the better explanation.
     record["waits"] = []
-    for *span, late, call in sorted(found, key=lambda wait: (wait[2] == "message", wait[:2])):
+    for *span, late, number in sorted(found, key=lambda wait: (wait[2] == "message", wait[:2])):
         for part in without([span], [wait[:2] for wait in record["waits"]]):
-            record["waits"].append([*part, late, call])
+            record["waits"].append([*part, late, number])
     longer = joined([begin, end + PYTHON] for begin, end in computing)
     busy = [[begin, end - PYTHON] for begin, end in longer]
     record["computing"] = without(busy, [wait[:2] for wait in record["waits"]])
     travelling = [call["span"] for call in record["calls"]]
     record["hidden"] = without(travelling, without(travelling, record["computing"]))
+
+
+def pause_at_end(span, computing):
+    """Return the pause in which a message became complete: it lies inside the message's span.
+
+    Its end may have been noted after the rank continued, and later so on a busy machine. So it may
+    be an earlier pause that is long compared to what came after it.
+    """
+    first = bisect_right(computing, span[0], key=itemgetter(1))
+    last = bisect_right(computing, span[1], key=itemgetter(0))
+    pauses = without([span], computing[first:last])
+    likely = [
+        [begin, end] for begin, end in pauses if span[1] - end <= max(PYTHON, (end - begin) / 10)
+    ]
+    return max(likely, key=lambda pause: pause[1] - pause[0], default=[0, 0])
 
 
 def last_to_call(rank, call, calls_of):
@@ -261,33 +284,45 @@ def code_of(record, line):
     return f"{line}: {text}" if text else ""
 
 
-def show_messages(records, number):
-    """Print what the ranks pass to their calls in a step, and what they hold."""
+def rows_of_calls(records, number):
+    """Return what the ranks pass to their calls in a step: rows of words, below their heads."""
     ranks_of = defaultdict(list)
     for record in records:
         begin, end = record["steps"][number]
         sizes = defaultdict(list)
         for call in record["calls"]:
             if begin <= call["span"][0] <= end:
-                group = f"{call['size']} {call.get('axis', '')}"
+                group = f"{call['size']} {call.get('axis', '')}".strip()
                 key = call["kind"], group, code_of(record, call.get("line", 0))
                 sizes[key].append(call.get("bytes", 0))
         for (kind, group, line), each in sizes.items():
-            row = f"{kind:<16}{group:<12}{len(each):<7}{sum(each):<12,}{line}"
-            ranks_of[row].append(record["rank"])
-        parts = [f"{name} {size:,}" for name, size in record["held"].items()]
-        if parts:
-            ranks_of["holds, in bytes: " + ", ".join(parts)].append(record["rank"])
-    print("ranks  call            group       count  bytes       called in line")
-    for row, ranks in sorted(ranks_of.items(), key=lambda item: item[0].startswith("holds")):
-        every = "all" if len(ranks) == len(records) else ",".join(map(str, ranks))
-        print(f"{every:<7}{row}")
+            ranks_of[kind, group, str(len(each)), f"{sum(each):,}", line].append(record["rank"])
+    rows = [["ranks", "call", "group", "count", "bytes", "called in line"]]
+    return rows + by_ranks(ranks_of, len(records))
 
 
-def show_times(records):
-    """Print where the time of each rank goes, as the mean over its steps."""
-    print("\nmilliseconds")
-    print("rank  all     = computing + waiting for a rank + for a message + other   hidden")
+def rows_of_bytes(records):
+    """Return how many bytes the ranks hold of what the optimizer handles."""
+    ranks_of = defaultdict(list)
+    for record in records:
+        ranks_of[tuple(f"{size:,}" for size in record["held"].values())].append(record["rank"])
+    if not records[0]["held"]:  # there is no optimizer
+        return []
+    return [["ranks", *records[0]["held"]], *by_ranks(ranks_of, len(records))]
+
+
+def by_ranks(ranks_of, count):
+    """Return rows that begin with the ranks for which they hold."""
+    rows = []
+    for words, ranks in ranks_of.items():
+        rows.append(["all" if len(ranks) == count else ",".join(map(str, ranks)), *words])
+    return rows
+
+
+def rows_of_times(records):
+    """Return where the time of each rank goes, as the mean over its steps."""
+    head = ["rank", "all", "= computing", "+ waiting for a rank", "+ for a message", "+ other"]
+    rows = [[*head, "hidden by computing"]]
     for record in records:
         steps = record["steps"]
         for_rank = [wait[:2] for wait in record["waits"] if wait[2] != "message"]
@@ -295,10 +330,16 @@ def show_times(records):
         times = []
         for spans in (steps, record["computing"], for_rank, for_message, record["hidden"]):
             times.append(sum(inside(spans, *step) for step in steps) / 1000 / len(steps))
-        whole, computing, ranks, messages, hidden = times
-        other = whole - computing - ranks - messages
-        row = f"{record['rank']:<6}{whole:<10.1f}{computing:<12.1f}{ranks:<21.1f}{messages:<16.1f}"
-        print(f"{row}{other:<8.1f}{hidden:.1f}")
+        times.insert(4, times[0] - sum(times[1:4]))
+        rows.append([str(record["rank"]), *(f"{each:.1f}" for each in times)])
+    return rows
+
+
+def print_table(rows):
+    """Print words in columns."""
+    widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("".join(f"{word:<{width}}" for word, width in zip(row, widths, strict=True)).rstrip())
 
 
 def show_letters(records, begin, end):
@@ -321,26 +362,35 @@ def show_letters(records, begin, end):
     print("message travels; a dot: anything else")
 
 
-def show_waits(records):
-    """Print the longest waits: which rank, for which, where, and what the late rank does then."""
+def longest_waits(records):
+    """Return the longest waits: which rank, for which, where, and what the late rank does then."""
     record_of = {record["rank"]: record for record in records}
     spans_of = defaultdict(list)
     for record in records:
-        for *span, late, call in record["waits"]:
+        for *span, late, number in record["waits"]:
             if late in record_of:
+                call = record["calls"][number]
                 line = code_of(record, call.get("line", 0))
                 spans_of[record["rank"], late, call["kind"], line].append(span)
-    rows = sorted(spans_of.items(), key=lambda item: -sum(end - begin for begin, end in item[1]))
-    steps = len(records[0]["steps"])
-    print("\nwho waits for whom, in milliseconds" + (" for each step" if steps > 1 else ""))
-    for (rank, late, kind, line), spans in rows[:6]:
-        total = sum(end - begin for begin, end in spans)
-        print(f"rank {rank} waits {total / 1000 / steps:.1f} for rank {late} in {kind}, {line}")
-        doing = lines_during(record_of[late], spans)
+    total = {key: sum(end - begin for begin, end in spans) for key, spans in spans_of.items()}
+    steps = records[0]["steps"]
+    long = sum(end - begin for begin, end in steps) / 100
+    waits = []
+    for key in sorted(total, key=total.get, reverse=True)[:4]:
+        if total[key] < long:
+            break
+        rank, late, kind, line = key
+        time = total[key] / 1000 / len(steps)
+        text = [f"rank {rank} waits {time:.1f} ms for rank {late} in {kind}, {line}"]
+        doing = lines_during(record_of[late], spans_of[key])
         for where, duration in doing.most_common(2):
-            text = code_of(record_of[late], where) or "no line of the script"
-            if duration > total / 10:
-                print(f"    meanwhile rank {late} is {duration / 1000 / steps:.1f} in {text}")
+            if duration > total[key] / 10:
+                line = code_of(record_of[late], where) or "no line of the script"
+                time = duration / 1000 / len(steps)
+                text.append(f"meanwhile rank {late} is {time:.1f} ms in {line}")
+        longest = max(spans_of[key], key=lambda span: span[1] - span[0])
+        waits.append({"text": text, "span": longest})
+    return waits
 
 
 def lines_during(record, spans):
@@ -352,9 +402,26 @@ def lines_during(record, spans):
     return times
 
 
+def write_page(path, title, records, step, tables, waits):
+    """Write a page that shows all ranks over time."""
+    kept = ("rank", "steps", "computing", "waits", "calls", "lines")
+    ranks = [{name: record[name] for name in kept} for record in records]
+    lines = {line for record in records for _, line in record["lines"]}
+    lines |= {call.get("line", 0) for record in records for call in record["calls"]}
+    text_of = {line: code_of(records[0], line) for line in lines}
+    data = {"title": title, "ranks": ranks, "step": step, "tables": list(tables.items())}
+    words = json.dumps(data | {"longest": waits, "text_of": text_of}, separators=(",", ":"))
+    # A line of the script may hold "</script>", which would end the page's.
+    words = words.replace("</", "<\\/")
+    page = Path(__file__).with_name("page.html").read_text()
+    Path(path).write_text(page.replace("/*DATA*/ null", words))
+    print(f"\nwatch: {path} shows this over time")
+
+
 def main():
     """Look at the notes ten times a second, until no rank is left."""
-    folder, script, seconds = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
+    folder, script = Path(sys.argv[1]), Path(sys.argv[2])
+    seconds, page = float(sys.argv[3]), sys.argv[4]
     shown = set()  # which ranks have been shown, and since when they had been at one place
     was_interrupted = False
     recorded = []
@@ -376,9 +443,9 @@ def main():
         records = list(folder.glob("*.record"))
         if records and not recorded and len(records) == len(list(folder.glob("*.alive"))):
             recorded = records
-            show_records(records)
+            show_records(records, page)
     if not recorded:
-        show_records(folder.glob("*.record"))
+        show_records(folder.glob("*.record"), page)
     shutil.rmtree(folder)
 
 
