@@ -24,6 +24,7 @@ Along an axis, a gradient is summed, private to each rank, or already the same e
     all other parameters        summed      summed                      the same
     the input of a pair         private     private                     summed (BeginPair)
     a rank's keys and values    private     summed around the ring      private
+`playground/watch.py` in front of the script counts the messages along each axis.
 
 Try breaking it, in a copy (cp playground/three_axes.py playground/broken.py):
   1. In compute_gradients, delete `if not has_last:` and the line below it. What is trained?

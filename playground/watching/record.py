@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -90,19 +91,25 @@ class Messages(TorchDispatchMode):
         self.rank = dist.get_rank()
         given = args[0] if kind in GIVEN_FIRST or namespace != "c10d" else args[1]
         message = {"kind": kind, "bytes": 0 if kind == "barrier" else bytes_of(given)}
-        message.update(group=args[-1], ranks=[], axis="")  # DTensor passes only a group's name
-        for value in args:
-            if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
-                value = dist.ProcessGroup.unbox(value)
-            if isinstance(value, dist.ProcessGroup):
-                message["group"] = value.group_name
-                message["ranks"] = dist.get_process_group_ranks(value)
-                if value.group_desc.startswith("mesh_"):
-                    message["axis"] = value.group_desc.removeprefix("mesh_")
+        group = group_of(args)
+        message["group"] = group.group_name
+        message["ranks"] = dist.get_process_group_ranks(group)
+        if group.group_desc.startswith("mesh_"):
+            message["axis"] = group.group_desc.removeprefix("mesh_")
         if kind in ("send", "recv") and isinstance(args[2], int):
             message["peer"] = message["ranks"][args[2]]
         message["line"] = line_of(sys._getframe(), self.script)
         self.noted.append(message)
+
+
+def group_of(args):
+    """Return the process group among the arguments of an operation."""
+    for value in args:
+        if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
+            value = dist.ProcessGroup.unbox(value)
+        if isinstance(value, dist.ProcessGroup):
+            return value
+    return _resolve_process_group(args[-1])  # DTensor passes only the group's name
 
 
 def line_of(frame, script):
