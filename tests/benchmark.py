@@ -59,6 +59,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from lessons import FOLDERS, PATHS, ROOT
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Subset
@@ -66,15 +67,13 @@ from torchvision import transforms
 from torchvision.datasets import MNIST
 from tqdm import tqdm
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/ and playground/
-sys.path.append(str(Path(__file__).resolve().parents[1] / "playground"))  # find the lessons
+sys.path += map(str, [ROOT, *FOLDERS])  # find common/ and the lessons
 from context_parallel import RingAttention
 from single_gpu import run_epoch
 
 from common.data import DATA_DIR, Images, fetch, load, whole_batch
 from common.models import MODELS
 
-ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
 EPOCHS = 3  # the lessons' defaults
 BATCH_SIZE = 128
@@ -159,8 +158,8 @@ def threads_of(ranks: int) -> str:
 def run_lesson(
     name: str, data_dir: str, *flags: str, ranks: int = 0, **variables: str
 ) -> tuple[float, str]:
-    """Run a lesson on the CPU and MNIST, by its name in playground/. Returns as `run`."""
-    path = ROOT / "playground" / f"{name}.py"
+    """Run a lesson on the CPU and MNIST, by its name. Returns as `run`."""
+    path = PATHS[name]
     data = ("--device", "cpu", "--dataset", "mnist", "--data_dir", data_dir)
     return run(*torchrun(ranks), path, *data, "--epochs", str(EPOCHS), *flags, **variables)
 

@@ -16,12 +16,10 @@ import uuid
 from pathlib import Path
 
 import pytest
+from lessons import PATHS, ROOT
 from nodes import HOSTS, Nodes
 from warm import Warm
 
-ROOT = Path(__file__).resolve().parents[1]
-TOOLS = {"watch"}  # scripts beside the lessons
-LESSONS = sorted({path.stem for path in (ROOT / "playground").glob("*.py")} - TOOLS)
 # Folders in which MNIST may be, in torchvision's layout: first that of the lessons. Tests that need
 # it are skipped if it is in neither.
 MNIST_FOLDERS = [ROOT / "data", ROOT.parent / "shared" / "mnist"]
@@ -187,7 +185,7 @@ class Job:
 
 def lesson_path(name):
     """Return the path of a lesson that is named by its file in playground/ or by a path."""
-    return Path(name) if Path(name).is_absolute() else ROOT / "playground" / f"{name}.py"
+    return Path(name) if Path(name).is_absolute() else PATHS[name]
 
 
 def python_path(path):
@@ -361,13 +359,14 @@ def change(tmp_path):
         ignored = shutil.ignore_patterns("__pycache__")
         for folder in ("playground", "common"):
             shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored, dirs_exist_ok=True)
-        file = tmp_path / (path or f"playground/{lesson}.py")
+        copy = tmp_path / lesson_path(lesson).relative_to(ROOT)
+        file = tmp_path / path if path else copy
         docstring, code = re.fullmatch(r'(r?""".*?""")(.*)', file.read_text(), re.S).groups()
         for old, new in pairs:
             assert code.count(old) == 1, f"{old!r} is there {code.count(old)} times"
             code = code.replace(old, new)
         file.write_text(docstring + code)
-        return tmp_path / "playground" / f"{lesson}.py"
+        return copy
 
     return changed
 

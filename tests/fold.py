@@ -16,8 +16,9 @@ import re
 import sys
 from pathlib import Path
 
-PLAYGROUND = Path(__file__).resolve().parents[1] / "playground"
-FOLD = re.compile(r"^# -{10} Unchanged from (\w+\.py) -{10}\n((?:# .*\n)+)", re.M)
+from lessons import LESSONS, PATHS
+
+FOLD = re.compile(r"^# -{10} Unchanged from (\w+)\.py -{10}\n((?:# .*\n)+)", re.M)
 END = 'if __name__ == "__main__":\n    main()\n'
 
 
@@ -45,14 +46,14 @@ def folded(text: str) -> str:
     fold = FOLD.search(text)
     if fold is None:
         return text
-    parts = definitions((PLAYGROUND / fold[1]).read_text())
+    parts = definitions(PATHS[fold[1]].read_text())
     below = [parts[name] for name in re.findall(r"(\w+)\(\)", fold[2])]
     return text[: fold.end()] + "\n\n" + "\n\n\n".join([*below, END])
 
 
 def main() -> None:
     """Write the folds of the lessons that were given, or of all lessons."""
-    for path in map(Path, sys.argv[1:] or sorted(map(str, PLAYGROUND.glob("*.py")))):
+    for path in map(Path, sys.argv[1:] or [PATHS[lesson] for lesson in LESSONS]):
         text = path.read_text()
         if folded(text) != text:
             path.write_text(folded(text))

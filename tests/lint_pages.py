@@ -12,23 +12,22 @@ import re
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from lessons import LESSONS, PATHS, ROOT
+
 PAGES = {}
 for pattern in ("*.md", "playground/**/*.md", "run/*.md", "tests/*.md", ".github/*.md"):
     for path in sorted(ROOT.glob(pattern)):
         PAGES[path.relative_to(ROOT)] = path.read_text()
 README = PAGES[Path("README.md")]
-TROUBLES = PAGES[Path("playground/troubleshooting.md")]
+TROUBLES = PAGES[Path("playground/pages/troubleshooting.md")]
 TESTS_README = PAGES[Path("tests/README.md")]
 DOCSTRINGS = {}
-for path in sorted((ROOT / "playground").glob("*.py")):
-    if path.stem == "watch":  # a tool, not a lesson
-        continue
-    DOCSTRINGS[path.stem] = ast.get_docstring(ast.parse(path.read_text()))
+for lesson in LESSONS:
+    DOCSTRINGS[lesson] = ast.get_docstring(ast.parse(PATHS[lesson].read_text()))
 FILES = set()
 for folder in ("common", "playground", "tests"):
     FILES |= {path.name for path in (ROOT / folder).rglob("*.py")}
-NAMES = r"(?:playground(?:/figures|/exercises)?|run|common|tests)/\w+\.(?:py|sh|sbatch)\b"
+NAMES = r"(?:playground(?:/\w+)?|run|common|tests)/\w+\.(?:py|sh|sbatch)\b"
 MADE_BY_THE_READER = ("playground/broken.py",)
 NOT_ON_A_PAGE = ("setup.sh",)  # only other scripts use it
 OUTSIDE = r"https://[^\s)>]*"
@@ -102,7 +101,8 @@ def faults_of_scripts():
 
 def faults_of_lessons():
     """Find what a docstring lacks. README lists the lessons in the order of their docstrings."""
-    listed = re.findall(r"^\| ★? ?\[`(\w+)\.py`\]\(playground/\1\.py\) \| .+ \|$", README, re.M)
+    link = r"\[`(\w+)\.py`\]\(playground/(?:\w+/)?\1\.py\)"
+    listed = re.findall(rf"^\| ★? ?{link} \| .+ \|$", README, re.M)
     if sorted(listed) != sorted(DOCSTRINGS):
         yield "README.md does not list each lesson once"
     for lesson, following in zip(listed, [*listed[1:], None], strict=True):

@@ -14,9 +14,9 @@ import re
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from lessons import LESSONS, PATHS, ROOT
+
 COMMAND = r"^    ((?:[A-Z_]+=\S+ )*(?:python|torchrun) .*)$"
 NEEDS = ("--pretrained", "--gpu_ids")  # a download, or GPUs
 
@@ -26,7 +26,7 @@ def first_command(lesson):
 
     It is the first command of the docstring that needs nothing, on the CPU.
     """
-    text = (ROOT / "playground" / f"{lesson}.py").read_text()
+    text = PATHS[lesson].read_text()
     docstring = ast.get_docstring(ast.parse(text))
     in_one_line = re.sub(r" *\\\n +", " ", docstring)
     for command in re.findall(COMMAND, in_one_line, re.M):
@@ -52,10 +52,7 @@ def first_command(lesson):
 def main():
     """Run the lessons one after another. Returns how many have failed."""
     failed = 0
-    names = sys.argv[1:] or sorted(path.stem for path in (ROOT / "playground").glob("*.py"))
-    for name in names:
-        if name == "watch":  # a tool, not a lesson
-            continue
+    for name in sys.argv[1:] or LESSONS:
         if name == "distributed_data_parallel2" and not importlib.util.find_spec("detectron2"):
             print(f"{name}: left out, because detectron2 is not installed", flush=True)
             continue

@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import DIGITS, ROOT, fails, losses, one_line, single_gpu, train
+from conftest import DIGITS, fails, lesson_path, losses, one_line, single_gpu, train
 from forked import in_group
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -115,7 +115,7 @@ def test_dropout(change):
 
 def test_only_the_mlp(change, right):
     """Exercise 2: half of the bytes of a block stay, and the numbers are the same."""
-    text = (ROOT / "playground" / f"{LESSON}.py").read_text()
+    text = lesson_path(LESSON).read_text()
     before = re.search(r"^    for stage in .*?Checkpointed\(layer\)$", text, re.M | re.S)[0]
     after = "    for block in chosen:\n        block.mlp = Checkpointed(block.mlp)"
     out = train(change(LESSON, (before, after)), *SMALL, "--double", processes=1).stdout

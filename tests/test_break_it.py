@@ -1,4 +1,4 @@
-"""The exercises in the docstrings end as playground/answers.md says. Each is done on a copy.
+"""The exercises in the docstrings end as playground/pages/answers.md says. Each is done on a copy.
 
 One of model_parallel.py needs a GPU, so it is in test_gpu.py.
 """
@@ -20,7 +20,6 @@ from conftest import (
     ASLEEP,
     DIGITS,
     FEWER,
-    LESSONS,
     ROOT,
     by_torchrun,
     each_epoch,
@@ -32,6 +31,7 @@ from conftest import (
     train,
     wait_for_epoch,
 )
+from lessons import LESSONS
 
 TWO_EPOCHS = (*DIGITS, "--epochs", 2)
 # The rows of the table of profile_steps.py.
@@ -58,16 +58,16 @@ def reference():
 
 
 def test_each_exercise_has_an_answer():
-    """playground/answers.md answers as many exercises of each lesson as its docstring has."""
-    answers = (ROOT / "playground" / "answers.md").read_text()
-    for lesson in [*LESSONS, "figures/compare"]:
-        docstring = (ROOT / "playground" / f"{lesson}.py").read_text().split('"""')[1]
+    """playground/pages/answers.md answers as many exercises of each lesson as its docstring has."""
+    answers = (ROOT / "playground" / "pages" / "answers.md").read_text()
+    for path in [*map(lesson_path, LESSONS), ROOT / "playground" / "figures" / "compare.py"]:
+        docstring = path.read_text().split('"""')[1]
         exercises = re.split("Try breaking it|Break it", docstring, maxsplit=1)[1]
-        heading = rf"^## `{lesson.split('/')[-1]}\.py`\n"
+        heading = rf"^## `{path.stem}\.py`\n"
         given = re.search(rf"{heading}(.*?)(?=^## |\Z)", answers, re.M | re.S)
-        assert exercises and given, lesson
+        assert exercises and given, path
         numbers = set(re.findall(r"^  (\d)\. |\((\d)\) ", exercises, re.M))
-        assert len(re.findall(r"^\d\. ", given[1], re.M)) >= max(1, len(numbers)), lesson
+        assert len(re.findall(r"^\d\. ", given[1], re.M)) >= max(1, len(numbers)), path
 
 
 def test_a_buffer_that_is_too_short(change):
@@ -146,7 +146,7 @@ def test_replicas_with_parameters_of_their_own(change):
 def test_manual_data_parallel_needs_both_parts(change, call, second):
     """Without the parameters of rank 0, or without averaging, the second loss is not 1.4064."""
     copy = change("manual_data_parallel", (call, "    pass  #"))
-    broken = losses(copy, "--batch_size", 120)  # as in playground/answers.md
+    broken = losses(copy, "--batch_size", 120)  # as in playground/pages/answers.md
     assert broken[1] == pytest.approx(second, abs=1e-3)
 
 
@@ -309,7 +309,7 @@ def test_a_start_without_the_optimizer(change, tmp_path):
     """Adam's averages start at zero again, so the loss of the next epoch differs."""
     name = "distributed_data_parallel_resumable"
     load = '    optimizer.load_state_dict(state["optimizer"])\n'
-    lesson = ROOT / "playground" / f"{name}.py"
+    lesson = lesson_path(name)
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     ends(lesson, "--run_dir", cut, processes=1)
     shutil.copytree(cut, whole)

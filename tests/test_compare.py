@@ -17,7 +17,8 @@ import time
 
 import matplotlib.image
 import pytest
-from conftest import DIGITS, LESSONS, ROOT, Lesson, alive, by_torchrun, epochs, one_process, talks
+from conftest import DIGITS, ROOT, Lesson, alive, by_torchrun, epochs, one_process, talks
+from lessons import LESSONS
 
 from playground.figures import compare as tool
 from playground.figures import processes

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import DIGITS, ROOT, losses, one_line, ranks, single_gpu, train
+from conftest import DIGITS, ROOT, lesson_path, losses, one_line, ranks, single_gpu, train
 from forked import in_group
 from torch.nn import functional as F
 
@@ -189,7 +189,7 @@ def long_sequence(rank, path):
 
 def test_a_long_sequence(tmp_path):
     """With 784 tokens, four ranks keep what sharding.md says: each a fourth of one rank's bytes."""
-    page = (ROOT / "playground" / "sharding.md").read_text()
+    page = (ROOT / "playground" / "pages" / "sharding.md").read_text()
     [one, _, four] = re.search(r"^\| 784 \| (.*) \|$", page, re.M)[1].split(" | ")
     in_group(long_sequence, 4, tmp_path)
     found = rows((tmp_path / "rank0").read_text())
@@ -200,7 +200,7 @@ def test_a_long_sequence(tmp_path):
 
 def test_the_example_of_the_comment():
     """Its numbers are those of attention, with powers of two."""
-    text = (ROOT / "playground" / f"{LESSON}.py").read_text()
+    text = lesson_path(LESSON).read_text()
     example = re.search(r"s = (.*) \| (.*) and v = (.*) \| (.*):\n((?: +# .*\n){3})", text)
     *numbers, lines = example.groups()
     s1, s2, v1, v2 = [torch.tensor(list(map(float, each.split()))) for each in numbers]

@@ -11,17 +11,8 @@ import re
 
 import pytest
 import torch
-from conftest import (
-    DETECTRON2,
-    LESSONS,
-    ROOT,
-    STANDIN,
-    by_torchrun,
-    lesson_path,
-    one_line,
-    run,
-    talks,
-)
+from conftest import DETECTRON2, ROOT, STANDIN, by_torchrun, lesson_path, one_line, run, talks
+from lessons import LESSONS
 
 from common.data import loaders
 from common.models import MODELS

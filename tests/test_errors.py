@@ -13,9 +13,7 @@ import torch.distributed as dist
 from conftest import (
     DETECTRON2,
     DIGITS,
-    LESSONS,
     LONG,
-    ROOT,
     SHORT,
     Lesson,
     alive,
@@ -27,6 +25,7 @@ from conftest import (
     talks,
     torchrun,
 )
+from lessons import LESSONS
 from nodes import small_disk
 
 pytestmark = pytest.mark.quick
@@ -472,7 +471,7 @@ BUGS = {
 @pytest.mark.parametrize("lesson", ["single_gpu", "distributed_data_parallel"])
 def test_the_lessons_own_errors_keep_their_traceback(lesson, kind, tmp_path):
     """A mistake in a learner's copy is shown once, with its place, whatever it sounds like."""
-    text = (ROOT / "playground" / f"{lesson}.py").read_text()
+    text = lesson_path(lesson).read_text()
     line = "            logits = model(images)\n"
     assert text.count(line) == 1
     text = text.replace(line, f"            {BUGS[kind]}\n{line}")

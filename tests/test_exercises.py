@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Job
+from conftest import ROOT, Job, lesson_path
 
 FOLDER = ROOT / "playground" / "exercises"
 CHECK = FOLDER / "check.py"
@@ -145,7 +145,7 @@ def test_the_task(name):
     assert "playground/exercises/answers/" in task
     commands = re.findall(r"^    python (\S+)", task, re.M)
     assert set(commands) == {f"playground/exercises/{name}.py"}
-    lesson = re.search(r"^Lesson: (\w+\.py)\.$", task, re.M)
+    lesson = re.search(r"^Lesson: ([\w/]+\.py)\.$", task, re.M)
     assert (ROOT / "playground" / lesson[1]).exists()
     goals = ["Your answer passes if"]
     if is_fault(name):
@@ -401,7 +401,7 @@ def test_what_the_lesson_has(name, tmp_path):
 
 def test_the_lesson_of_seeded_dropout():
     """It seeds with the same number as the answer above."""
-    text = (ROOT / "playground" / "fully_sharded_checkpoints.py").read_text()
+    text = lesson_path("fully_sharded_checkpoints").read_text()
     assert "torch.manual_seed(args.seed + epoch * world_size + rank)" in text
 
 
@@ -878,9 +878,9 @@ def test_where_the_exercises_stand():
     lessons = re.findall(r"^\| (?:★ )?\[`(\w+)\.py`\]", readme, re.M)
     positions = []
     for name in check_order():
-        lesson = re.search(r"^Lesson: (\w+)\.py\.$", source(name), re.M)[1]
+        lesson = re.search(r"^Lesson: (?:\w+/)?(\w+)\.py\.$", source(name), re.M)[1]
         positions.append(lessons.index(lesson))
-        text = (ROOT / "playground" / f"{lesson}.py").read_text()
+        text = lesson_path(lesson).read_text()
         assert f"{name}.py" in ast.get_docstring(ast.parse(text)), (name, lesson)
         part = readme.partition(f"[`{lesson}.py`]")[2].partition("\n## ")[0].partition("\n### ")[0]
         assert f"[`{name}`](playground/exercises/{name}.py)" in part, (name, lesson)

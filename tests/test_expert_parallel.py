@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import DIGITS, ROOT, epochs, fails, losses, one_line, single_gpu, train
+from conftest import DIGITS, epochs, fails, lesson_path, losses, one_line, single_gpu, train
 from forked import in_group
 from torch import nn
 
@@ -82,7 +82,7 @@ def test_flags_that_cannot_work(ranks, flags, words, main):
 
 def test_the_example_in_the_docstring():
     """The rows follow from the tokens."""
-    text = (ROOT / "playground" / f"{LESSON}.py").read_text()
+    text = lesson_path(LESSON).read_text()
     rows = {}
     example = r"^        (\w.*?)  +rank 0: (.*?)  +rank 1: (.*)$"
     for name, left, right in re.findall(example, text, re.M):

@@ -23,6 +23,7 @@ from conftest import (
     each_epoch,
     epochs,
     free_port,
+    lesson_path,
     one_process,
     ranks,
     run,
@@ -225,7 +226,7 @@ def assert_as_on_the_cpu(out, flags):
 
 def changed(lesson, folder, old, new):
     """Return the path of a copy of a lesson in which a line has been replaced."""
-    text = (ROOT / "playground" / f"{lesson}.py").read_text()
+    text = lesson_path(lesson).read_text()
     assert text.count(old) == 1
     path = folder / "changed.py"
     path.write_text(text.replace(old, new))

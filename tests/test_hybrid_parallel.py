@@ -7,7 +7,19 @@ import textwrap
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import DIGITS, ROOT, epochs, fails, losses, one_line, ranks, run, single_gpu, train
+from conftest import (
+    DIGITS,
+    ROOT,
+    epochs,
+    fails,
+    lesson_path,
+    losses,
+    one_line,
+    ranks,
+    run,
+    single_gpu,
+    train,
+)
 from forked import in_group
 
 from common.models import MLP
@@ -71,7 +83,7 @@ def test_the_mesh_that_is_shown(flags, names, keeps):
     for rank in range(4):
         places.append(f"rank {rank}  {names[0]} {rank // 2}  {names[1]} {rank % 2}")
     assert rows == [(place, f"{keeps:,}") for place in places]
-    text = (ROOT / "playground" / f"{LESSON}.py").read_text().split('"""')[1]
+    text = lesson_path(LESSON).read_text().split('"""')[1]
     assert f"{keeps:,}" in text
 
 
@@ -166,7 +178,7 @@ def test_clipping_where_some_parameters_are_on_one_axis(change):
 
 def test_clipping_with_convolutions_replicated_along_tp(change):
     """Exercise 1: the cure in its answer. The numbers are those of one process that clips."""
-    answers = (ROOT / "playground" / "answers.md").read_text()
+    answers = (ROOT / "playground" / "pages" / "answers.md").read_text()
     [cure] = re.findall(r"^( {7}def to_dtensor.*?\n)\n\d\. ", answers, re.M | re.S)
     cure = textwrap.indent(textwrap.dedent(cure), "    ")
     plan = "    parallelize_module(model, mesh, plan)\n"

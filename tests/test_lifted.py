@@ -9,7 +9,6 @@ import sys
 import pytest
 from conftest import (
     FEWER,
-    LESSONS,
     SHORT,
     Lesson,
     by_torchrun,
@@ -20,6 +19,7 @@ from conftest import (
     ranks,
     talks,
 )
+from lessons import LESSONS
 
 # Between them, these lessons import and use all of PyTorch that the lessons use. After a run, so
 # many groups are still held: by comm, or by DTensor's caches. (Modules of the last two would hold

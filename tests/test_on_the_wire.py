@@ -58,7 +58,7 @@ def bytes_of_a_step(lesson):
 
 def numbers_of_the_page():
     """Return what sharding.md shows for each lesson: given, by a ring, on the wire."""
-    text = (ROOT / "playground" / "sharding.md").read_text()
+    text = (ROOT / "playground" / "pages" / "sharding.md").read_text()
     section = text[text.index("## Three words for three numbers") :]
     rows = re.findall(r"^\| (DDP|ZeRO 1|FSDP) \| (.*) \|$", section, re.M)
     shown = {}

@@ -3,17 +3,8 @@
 import re
 
 import pytest
-from conftest import (
-    LESSONS,
-    ROOT,
-    SHORT,
-    by_torchrun,
-    epochs,
-    lesson_path,
-    one_process,
-    talks,
-    train,
-)
+from conftest import ROOT, SHORT, by_torchrun, epochs, lesson_path, one_process, talks, train
+from lessons import LESSONS
 from smoke import first_command
 
 WORKFLOW = ROOT / ".github" / "workflows" / "tests.yml"
@@ -34,7 +25,7 @@ def test_the_oldest_pytorch():
 def test_the_smoke_run_of_a_lesson(lesson):
     """Its command starts the lesson on the CPU, and a lesson that trains does it for an epoch."""
     words, _ = first_command(lesson)
-    assert f"playground/{lesson}.py" in words
+    assert str(lesson_path(lesson).relative_to(ROOT)) in words
     assert words[words.index("--device") + 1] == "cpu"
     assert ("--epochs" in words) != talks(lesson)
     if not talks(lesson):

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import DIGITS, LESSONS, epochs, one_process, run, single_gpu, talks, train
+from conftest import DIGITS, epochs, one_process, run, single_gpu, talks, train
 from forked import in_group
+from lessons import LESSONS
 from parameters import largest_difference
 from torch import nn
 from torch.nn import functional as F

@@ -177,7 +177,7 @@ def test_the_activations_of_1f1b():
 
 def test_the_bytes_of_a_mesh():
     """sharding.md has those of a step with 120 images. The picture has 128."""
-    page = " ".join((ROOT / "playground" / "sharding.md").read_text().split())
+    page = " ".join((ROOT / "playground" / "pages" / "sharding.md").read_text().split())
     pattern = r"with 120 images takes ([\d,]+) bytes of each rank along tp and ([\d,]+) along dp"
     [said] = re.findall(pattern, page)
     tp, dp = [int(number.replace(",", "")) for number in said]

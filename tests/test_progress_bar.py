@@ -9,7 +9,7 @@ import sys
 import termios
 
 import pytest
-from conftest import ROOT, run
+from conftest import lesson_path, run
 
 FLAGS = ("--dataset", "digits", "--device", "cpu", "--epochs", "1", "--batch_size", "120")
 
@@ -22,7 +22,7 @@ def test_one_bar_on_a_terminal_and_none_in_a_file(lesson, processes):
     terminal, stderr = pty.openpty()
     size = struct.pack("HHHH", 30, 100, 0, 0)  # rows and columns
     fcntl.ioctl(stderr, termios.TIOCSWINSZ, size)
-    command = [sys.executable, ROOT / "playground" / f"{lesson}.py", *FLAGS, *processes]
+    command = [sys.executable, lesson_path(lesson), *FLAGS, *processes]
     env = os.environ | {"OMP_NUM_THREADS": "1"}  # other tests use the cores, too
     process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=stderr)
     os.close(stderr)

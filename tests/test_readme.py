@@ -14,7 +14,6 @@ import pytest
 from conftest import (
     DETECTRON2,
     FEWER,
-    LESSONS,
     ROOT,
     STANDIN,
     Job,
@@ -25,6 +24,7 @@ from conftest import (
     single_gpu,
     talks,
 )
+from lessons import LESSONS
 from nodes import need
 
 from common.models import MODELS
@@ -32,11 +32,11 @@ from common.models import MODELS
 LAUNCHERS = "run/README.md"
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text()
-    for pattern in ("README.md", "playground/*.md", "run/README.md", "tests/README.md")
-    for path in sorted(ROOT.glob(pattern))
+    for folder in ("", "playground", "playground/pages", "run", "tests")
+    for path in sorted((ROOT / folder).glob("*.md"))
 }
 README = PAGES["README.md"]
-MEASURED = PAGES["playground/measured.md"]
+MEASURED = PAGES["playground/pages/measured.md"]
 BLOCK = r"^```console\n(.*?)^```$"
 BLOCKS = [
     pytest.param(block, id=f"{page}: {block.partition('$ ')[2].splitlines()[0][:60]}")
@@ -220,7 +220,7 @@ def run_command(lesson, path, command, *flags, folder):
         name, _, value = words.pop(0).partition("=")
         env[name] = value
     program = words.pop(0)
-    words[words.index(f"playground/{lesson}.py")] = str(path)
+    words[words.index(str(lesson_path(lesson).relative_to(ROOT)))] = str(path)
     if program == "torchrun":
         words = ["-m", "torch.distributed.run", *words]
     done = Job(*words, *flags, env=env, cwd=folder, cold=False).wait()
@@ -325,7 +325,7 @@ def test_the_whole_parity_table():
         assert float(difference) < 1e-12
 
 
-@pytest.mark.parametrize("page", ["README.md", "playground/measured.md"])
+@pytest.mark.parametrize("page", ["README.md", "playground/pages/measured.md"])
 def test_the_twelve_digits(page):
     """A page shows losses in float64 as single_gpu.py prints them with the flags given there."""
     text = " ".join(PAGES[page].split())

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, SHORT, Job, epochs, one_process
+from conftest import ROOT, SHORT, Job, epochs, lesson_path, one_process
 from nodes import ADDRESSES, HOSTS, PATIENT, Nodes, need
 from slurm import Slurm
 from sshd import Sshd
@@ -169,4 +169,4 @@ def test_which_lesson_with_which_launcher():
     for names, itself, launcher in rows:
         kinds = ["itself"] * (itself == "yes") + ["launcher"] * (launcher == "yes")
         for lesson in re.findall(r"`(\w+)\.py`", names):
-            assert kind(ROOT / "playground" / f"{lesson}.py") == kinds, lesson
+            assert kind(lesson_path(lesson)) == kinds, lesson

@@ -5,7 +5,8 @@ import shutil
 import subprocess
 
 import pytest
-from conftest import LESSONS, ROOT, epochs
+from conftest import ROOT, epochs, lesson_path
+from lessons import LESSONS
 
 
 @pytest.fixture
@@ -169,7 +170,7 @@ def test_the_kind_of_each_lesson():
             expected.append("itself")
         if lesson not in single | spawning:
             expected.append("launcher")
-        assert kind(ROOT / "playground" / f"{lesson}.py") == expected, lesson
+        assert kind(lesson_path(lesson)) == expected, lesson
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,9 @@ import ast
 import re
 
 import pytest
-from conftest import LESSONS, ROOT, by_torchrun, run
+from conftest import ROOT, by_torchrun, lesson_path, run
 from fold import FOLD, folded
+from lessons import LESSONS
 
 READING_ORDER = [
     "blocking_p2p",
@@ -62,7 +63,7 @@ NOT_IN_A_LESSON = [
 
 def source(lesson):
     """Return the text of a lesson."""
-    return (ROOT / "playground" / f"{lesson}.py").read_text()
+    return lesson_path(lesson).read_text()
 
 
 def functions(lesson):
@@ -89,7 +90,7 @@ def test_what_stands_below_the_fold(lesson, record_property):
     assert (fold is None) == (lesson in IN_FULL)
     if fold is None:
         return
-    assert folded(text) == text, f"run: python tests/fold.py playground/{lesson}.py"
+    assert folded(text) == text, f"run: python tests/fold.py {lesson_path(lesson)}"
     assert READING_ORDER.index(fold[1].removesuffix(".py")) < READING_ORDER.index(lesson)
     above = text[: fold.start()]
     assert "# NEW: " in above and "# NEW: " not in text[fold.end() :]

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import DIGITS, ROOT, epochs, fails, losses, one_line, single_gpu, train
+from conftest import DIGITS, epochs, fails, lesson_path, losses, one_line, single_gpu, train
 from forked import in_group
 from torch import nn
 
@@ -102,7 +102,7 @@ def test_flags_that_cannot_work(ranks, flags, words, main):
 
 def test_the_example_in_the_docstring():
     """Its numbers are those that PyTorch computes, and ReLU changes one of them."""
-    text = (ROOT / "playground" / f"{LESSON}.py").read_text().split('"""')[1]
+    text = lesson_path(LESSON).read_text().split('"""')[1]
     x = torch.tensor([1, 2])
     a = torch.tensor([[1, 0, 2, 1], [0, 1, 1, -2]])
     b = torch.tensor([[1, 0], [0, 1], [1, 1], [2, 0]])

@@ -1,6 +1,6 @@
 """A block that keeps only its input for backward(), and computes the rest again there.
 
-Lesson: activation_checkpointing.py.
+Lesson: transformer/activation_checkpointing.py.
 
 Write the autograd function CheckpointBlock. It does what PyTorch's checkpoint() does for a block,
 which is any module with one input and one output. It gets the parameters of the block, too, because

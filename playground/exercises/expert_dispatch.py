@@ -1,6 +1,6 @@
 """Send each token to the rank of its expert, and bring back what the expert computes.
 
-Lesson: expert_parallel.py.
+Lesson: transformer/expert_parallel.py.
 
 Write expert_dispatch(tokens, expert, experts). Each rank calls it with
 - tokens:  (T, width), the tokens of this rank. T may differ from rank to rank, and may be 0;

@@ -1,6 +1,6 @@
 """Find the fault: the experts of all ranks change by the same numbers.
 
-Lesson: expert_parallel.py.
+Lesson: transformer/expert_parallel.py.
 
 train(model, tokens, goals, steps) trains a mixture of experts. Each rank has the same number of
 tokens. model.shared is a layer of which each rank has a replica, and model.experts are those of

@@ -1,6 +1,6 @@
 """A layer whose parameters are whole only while it computes, as in stage 3 of ZeRO and in FSDP.
 
-Lesson: manual_fully_sharded.py.
+Lesson: sharded/manual_fully_sharded.py.
 
 Write the autograd function GatherLayer. Each rank has one shard of a layer's parameters: 1/n of the
 numbers, in the order of the ranks. Each rank also has inputs of its own.

@@ -1,6 +1,6 @@
 """A pipeline in the order of GPipe, with send and recv.
 
-Lesson: manual_pipeline.py.
+Lesson: split/manual_pipeline.py.
 
 In the lesson, gpipe returns a list of passes, and Pipeline computes them. Here one function does
 both, for stages that the lesson's Pipeline cannot train.

@@ -1,6 +1,6 @@
 """The order of 1F1B with little memory: which passes a rank of a pipeline computes.
 
-Lesson: manual_pipeline.py.
+Lesson: split/manual_pipeline.py.
 
 Write order_1f1b(rank, world_size, micro_batches, most). It returns the passes that this rank
 computes in one step, in order, as a list of strings. "F2" is the forward pass of micro-batch 2, and

@@ -1,6 +1,6 @@
 """Attention whose tokens are on several ranks: keys and values travel around a ring.
 
-Lesson: context_parallel.py.
+Lesson: transformer/context_parallel.py.
 
 Write ring_attention(query, key, value, places). Each rank has the queries, keys and values of its
 own tokens, each of the shape (N, heads, tokens of this rank, size). places[r] has the places of

@@ -1,6 +1,6 @@
 """Dropout that differs between the ranks, and is the same after a restart.
 
-Lesson: fully_sharded_checkpoints.py.
+Lesson: sharded/fully_sharded_checkpoints.py.
 
 Write seeded_dropout(inputs, p, seed, step). It returns a new tensor like `inputs`, in which each
 number is replaced by 0 with probability p, and is divided by 1 - p otherwise. Which numbers are

@@ -1,6 +1,6 @@
 """Shard the state of an optimizer: each rank updates one shard of the parameters (ZeRO, stage 1).
 
-Lesson: sharded_optimizer.py.
+Lesson: sharded/sharded_optimizer.py.
 
 Write the class ShardedOptimizer. ShardedOptimizer(model, make_optimizer) is made once on each rank,
 with a copy of the same model. make_optimizer(tensors) returns an optimizer for a list of tensors.

@@ -1,6 +1,6 @@
 """A pair of linear layers that is split between the ranks, forward and backward.
 
-Lesson: tensor_parallel.py.
+Lesson: split/tensor_parallel.py.
 
 Write the autograd function SplitPair. It computes linear(relu(linear(inputs))), and each rank has a
 shard of the parameters. A single process would compute the following. Here g is the gradient of the

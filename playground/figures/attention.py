@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 PLAYGROUND = Path(__file__).resolve().parents[1]
-sys.path.append(str(PLAYGROUND))  # find the lessons from any working directory
+sys.path += [str(PLAYGROUND / part) for part in ("split", "transformer")]  # find the lessons
 sys.path.append(str(PLAYGROUND.parent))  # find common/
 import context_parallel
 import tensor_parallel

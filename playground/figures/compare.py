@@ -295,7 +295,7 @@ def command(run, args, folder):
         value = getattr(args, name)
         if value is not None:
             passed_on.append(f"--{name}={value}")
-    lesson = str(PLAYGROUND / f"{run['lesson']}.py")
+    lesson = str(next(PLAYGROUND.rglob(f"{run['lesson']}.py")))
     return [*start, lesson, *passed_on, *run["words"], *run.get("flags", []), *keep], variables
 
 

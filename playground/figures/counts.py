@@ -31,7 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 PLAYGROUND = Path(__file__).resolve().parents[1]
-sys.path.append(str(PLAYGROUND))  # find the lessons from any working directory
+for part in ("", "sharded", "split", "transformer"):
+    sys.path.append(str(PLAYGROUND / part))  # find the lessons
 sys.path.append(str(PLAYGROUND.parent))  # find common/
 import blocking_p2p
 import context_parallel

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 PLAYGROUND = Path(__file__).resolve().parents[1]
-sys.path.append(str(PLAYGROUND))  # find the lessons from any working directory
+sys.path.append(str(PLAYGROUND / "transformer"))  # find the lesson
 sys.path.append(str(PLAYGROUND.parent))  # find common/
 import expert_parallel
 import numpy

@@ -1,8 +1,8 @@
 """Sequence parallelism: the ranks split the heads of a transformer, and then its tokens as well.
 
 Run it, with the heads split, and then with heads and tokens:
-    torchrun --standalone --nproc-per-node 2 playground/sequence_parallel.py
-    torchrun --standalone --nproc-per-node 2 playground/sequence_parallel.py --sequence
+    torchrun --standalone --nproc-per-node 2 playground/transformer/sequence_parallel.py
+    torchrun --standalone --nproc-per-node 2 playground/transformer/sequence_parallel.py --sequence
 
 It prints the same numbers as `single_gpu.py --model transformer`, up to rounding (with --double all
 twelve digits agree), and then what autograd keeps for backward() on each rank. With the first
@@ -24,7 +24,7 @@ because the first layer of a pair keeps its input, which is all tokens.
 With --by dtensor, PyTorch's DTensor does the same. To clip gradients, add up squares as
 `tensor_parallel.py` says, with --by dtensor, too.
 
-Try breaking it, in a copy, with --double, and compare the losses:
+Try breaking it, in a copy beside it, with --double, and compare the losses:
   1. With --sequence, leave out the line with `register_hook`. Is there an error?
   2. In AllTokens, return `BeginPair.apply(tokens, True, self.group)`. Which gradients are wrong?
   3. On rank r, let keep_shard keep the columns or rows r, r + n, r + 2n, ... Is the MLP right?
@@ -57,7 +57,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # find common/ from any folder
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # find common/ from any folder
 from common import flags
 from common.data import fetch, loaders
 from common.models import HEADS, TOKENS, make_model

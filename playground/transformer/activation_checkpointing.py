@@ -1,8 +1,9 @@
-"""Activation checkpointing: keep only the input of a block, and compute the rest again.
+r"""Activation checkpointing: keep only the input of a block, and compute the rest again.
 
 Run it with DDP, or with FSDP:
-    torchrun --standalone --nproc-per-node 2 playground/activation_checkpointing.py
-    torchrun --standalone --nproc-per-node 2 playground/activation_checkpointing.py --sharded
+    torchrun --standalone --nproc-per-node 2 playground/transformer/activation_checkpointing.py
+    torchrun --standalone --nproc-per-node 2 \
+        playground/transformer/activation_checkpointing.py --sharded
 
 Both print the same numbers as `single_gpu.py --model transformer`, up to rounding; with --double
 all twelve digits agree. Before they train, they show what rank 0 keeps in a step if no block is
@@ -22,7 +23,7 @@ at a time. The price is a second forward pass, about a third more computing. (Me
 a step took 1.4 times as long.) With FSDP it adds no messages, because FSDP gathers a layer in
 `backward()` anyway.
 
-Try breaking it, in a copy:
+Try breaking it, in a copy beside it:
   1. Add `preserve_rng_state=False`, and use --dropout. Are the losses those of --checkpoint none?
   2. In `build`, replace the last loop: `for block in chosen: block.mlp = Checkpointed(block.mlp)`.
      How many bytes are kept?
@@ -49,7 +50,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # find common/ from any folder
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # find common/ from any folder
 from common import flags
 from common.data import fetch, loaders
 from common.models import Block, make_model

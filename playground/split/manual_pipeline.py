@@ -1,7 +1,7 @@
 r"""A pipeline by hand: each rank keeps some of the layers, and computes a list of passes.
 
 Run it:
-    torchrun --standalone --nproc-per-node 2 playground/manual_pipeline.py \
+    torchrun --standalone --nproc-per-node 2 playground/split/manual_pipeline.py \
         --schedule 1F1B --micro_batches 4
 
 It prints the same numbers as `single_gpu.py`, up to rounding (with --double all twelve digits
@@ -25,7 +25,7 @@ rank r of p keeps the activations of at most p - r micro-batches.
 A pipeline gains time if each rank has a core of its own and large layers. With --width 512
 --layers 8 --batch_size 2048, an epoch took 6.3 s on 2 cores, and 9.5 s in `single_gpu.py` on one.
 
-Try breaking it, in a copy:
+Try breaking it, in a copy beside it:
   1. In `forward_pass()`, leave out `* len(labels) / self.batch_size`. How many times too large are
      the gradients then, and why does Adam hardly notice?
   2. No copy is needed: add --timeout 10 --schedule F0,B0,F1,B1 F0,F1,B0,B1. What does each rank
@@ -49,7 +49,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn import functional as F
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # find common/ from any folder
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # find common/ from any folder
 from common import flags
 from common.data import fetch, loaders
 from common.models import make_layers

@@ -1,7 +1,7 @@
 """Sharded parameters, by hand: each rank stores 1/n of every layer.
 
 Run it:
-    torchrun --standalone --nproc-per-node 2 playground/manual_fully_sharded.py
+    torchrun --standalone --nproc-per-node 2 playground/sharded/manual_fully_sharded.py
 
 It prints the same numbers as `single_gpu.py`, up to rounding (with --double all twelve digits
 agree), and then what rank 0 holds: 8 bytes for each of 59,210 parameters. DDP would hold 16:
@@ -24,7 +24,7 @@ bytes of DDP's all_reduce. With --keep_weights, a layer stays whole from forward
 4 all_gathers are enough, and in a ring a step takes as many bytes as DDP's. Here nothing computes
 while a message travels. FSDP, the next lesson, gathers a layer while another one computes.
 
-Try breaking it, in a copy (cp playground/manual_fully_sharded.py playground/broken.py):
+Try breaking it, in a copy beside it:
   1. Comment out the forward hook with `self.free`. Which number of the output changes?
   2. Give the optimizer `model.parameters()`. Is there an error? How does the loss change?
   3. Seed with `args.seed + rank` before `model = ...`. Which rank's parameters are trained?
@@ -47,7 +47,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn import functional as F
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # find common/ from any folder
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # find common/ from any folder
 from common import flags
 from common.data import fetch, loaders
 from common.models import make_model

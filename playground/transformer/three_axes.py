@@ -1,8 +1,9 @@
-"""Three axes: data, context and tensor parallelism of a transformer, on one mesh of ranks.
+r"""Three axes: data, context and tensor parallelism of a transformer, on one mesh of ranks.
 
 Run it:
-    torchrun --standalone --nproc-per-node 8 playground/three_axes.py
-    torchrun --standalone --nproc-per-node 4 playground/three_axes.py --mesh 1x2x2 --fsdp --clip 1
+    torchrun --standalone --nproc-per-node 8 playground/transformer/three_axes.py
+    torchrun --standalone --nproc-per-node 4 \
+        playground/transformer/three_axes.py --mesh 1x2x2 --fsdp --clip 1
 
 Without --clip, it prints the same numbers as `single_gpu.py --model transformer`, up to rounding;
 with --double all twelve digits agree. It prints first:
@@ -26,7 +27,7 @@ Along an axis, a gradient is summed, private to each rank, or already the same e
     a rank's keys and values    private     summed around the ring      private
 `playground/watch.py` in front of the script counts the messages along each axis.
 
-Try breaking it, in a copy (cp playground/three_axes.py playground/broken.py):
+Try breaking it, in a copy beside it:
   1. In compute_gradients, delete `if not has_last:` and the line below it. What is trained?
   2. In train, leave the cp group out of `groups`. Is there an error?
   3. With --clip 0.1, leave out the all_reduce along tp. What differs in a tp group then?
@@ -51,7 +52,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # find common/ from any folder
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # find common/ from any folder
 
 # NEW: from the lessons before.
 from context_parallel import RingAttention, split_tokens, zigzag

@@ -1,7 +1,7 @@
 """Tensor parallelism: each rank keeps and computes a part of every pair of linear layers.
 
 Run it (add --by dtensor, and PyTorch splits the layers):
-    torchrun --standalone --nproc-per-node 2 playground/tensor_parallel.py
+    torchrun --standalone --nproc-per-node 2 playground/split/tensor_parallel.py
 
 It prints the same numbers as `single_gpu.py`, up to rounding (with --double all twelve digits
 agree). Then it shows what each rank keeps: half of 59,210 parameters, plus 37, because the second
@@ -27,7 +27,7 @@ With shards made by hand, `clip_grad_norm_` finds a different norm on each rank,
 that are not split drift apart. Add up the shards' squares over all ranks, and count parameters that
 are not split only once. (With the MLP, --by dtensor does this.)
 
-Try breaking it, in a copy, with --double. Compare the losses, and what the ranks keep:
+Try breaking it, in a copy beside it, with --double. Compare the losses, and what the ranks keep:
   1. In ColumnLinear, replace `AddGradients.apply(inputs)` with `inputs`. What goes wrong?
   2. Before `model = ...`, seed with `args.seed + rank`. Is there an error? Try --by dtensor, too.
   3. In fit(), write `set_epoch(epoch + rank)`. Is there an error?
@@ -51,7 +51,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional as F
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # find common/ from any folder
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # find common/ from any folder
 from common import flags
 from common.data import fetch, loaders
 from common.models import WIDTH, make_model

@@ -1,8 +1,8 @@
 """Context parallelism: each rank computes some of the tokens of each sequence.
 
 Run it, with attention by a ring, and then by all_to_alls:
-    torchrun --standalone --nproc-per-node 2 playground/context_parallel.py
-    torchrun --standalone --nproc-per-node 2 playground/context_parallel.py --by ulysses
+    torchrun --standalone --nproc-per-node 2 playground/transformer/context_parallel.py
+    torchrun --standalone --nproc-per-node 2 playground/transformer/context_parallel.py --by ulysses
 
 It prints the same numbers as `single_gpu.py --model transformer`, up to rounding (with --double all
 twelve digits agree), and then how many tokens each rank has, and how many bytes it keeps for
@@ -23,7 +23,7 @@ With --by ulysses, three all_to_alls give each rank all tokens of some heads, an
 results back. It sends less than the ring, with two ranks half as much, but the number of
 ranks must divide the heads. The ring works for any number, and could compute while it sends.
 
-Try breaking it, in a copy, with --double, and compare the losses:
+Try breaking it, in a copy beside it, with --double, and compare the losses:
   1. In add_up_gradients, return `total / dist.get_world_size()`. Why does Adam hardly notice?
   2. In FromOwner, leave out the two lines that replace the gradient with zeros. Is there an error?
   3. Leave out `total_of_rows *= correction`. When would this be no fault?
@@ -49,7 +49,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn import functional as F
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # find common/ from any folder
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # find common/ from any folder
 from common import flags
 from common.data import fetch, loaders
 from common.models import HEADS, TOKENS, Attention, Tokens, make_model

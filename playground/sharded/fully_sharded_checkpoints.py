@@ -1,9 +1,9 @@
 r"""Checkpoints of a sharded model: each rank writes its shards, and any number of ranks resumes.
 
 Run it, then resume it with more ranks, and make one file:
-    torchrun --standalone --nproc-per-node 2 playground/fully_sharded_checkpoints.py \
+    torchrun --standalone --nproc-per-node 2 playground/sharded/fully_sharded_checkpoints.py \
         --run_dir runs/fsdp
-    torchrun --standalone --nproc-per-node 4 playground/fully_sharded_checkpoints.py \
+    torchrun --standalone --nproc-per-node 4 playground/sharded/fully_sharded_checkpoints.py \
         --run_dir runs/fsdp --epochs 5 --savefile runs/fsdp.pt
 
 It prints where it resumes. This is the second command, with four processes on two cores:
@@ -11,7 +11,7 @@ It prints where it resumes. This is the second command, with four processes on t
     epoch 4/5  loss 0.0952  train 97.09%  test 96.52%  34.88 s  1,717 images/s
 
 Start from this file, or from one that `distributed_data_parallel.py --savefile` has written:
-    torchrun --standalone --nproc-per-node 2 playground/fully_sharded_checkpoints.py \
+    torchrun --standalone --nproc-per-node 2 playground/sharded/fully_sharded_checkpoints.py \
         --load runs/fsdp.pt --epochs 6
 
 With --run_dir, all ranks write their shards to a folder after each epoch, so none needs memory for
@@ -23,7 +23,7 @@ thread writes this copy while the next epoch trains.
 With --savefile, the ranks gather one tensor at a time, and rank 0 writes a file that a plain model
 and optimizer can load. With --load, rank 0 reads such a file, and sends one tensor at a time.
 
-Try breaking it, in a copy (cp playground/fully_sharded_checkpoints.py playground/broken.py):
+Try breaking it, in a copy beside it:
   1. Delete the file .metadata in the newest folder. Where does the next run resume, and why?
   2. Leave out `process_group=group`, and run it with --async_save. What goes wrong, and why?
   3. Comment out the second `torch.manual_seed(...)`. With --model cnn --dropout 0.5, train two
@@ -55,7 +55,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # find common/ from any folder
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # find common/ from any folder
 from common import flags
 from common.data import fetch, loaders
 from common.models import make_model

@@ -1,8 +1,8 @@
 r"""A pipeline with torch.distributed.pipelining, and four of its schedules.
 
 Run it, with one stage on each rank, and with two:
-    torchrun --standalone --nproc-per-node 2 playground/pipeline_parallel.py
-    torchrun --standalone --nproc-per-node 2 playground/pipeline_parallel.py \
+    torchrun --standalone --nproc-per-node 2 playground/split/pipeline_parallel.py
+    torchrun --standalone --nproc-per-node 2 playground/split/pipeline_parallel.py \
         --schedule Interleaved1F1B
 
 Both print the same numbers as `single_gpu.py`, up to rounding (with --double all twelve digits
@@ -26,7 +26,7 @@ which sends and receives, and one of four schedules says when a rank computes wh
                          previous rank waits, and later, when a rank would wait, those of the
                          parameters (https://arxiv.org/abs/2401.10241).
 
-Try breaking it, in a copy:
+Try breaking it, in a copy beside it:
   1. Leave out `, target=labels` in `self.schedule.step(...)`. Which rank fails, and why only that
      one?
   2. Try --micro_batches 2, 4, 16 and 64. The bubble of the formula shrinks. Do the images/s rise?
@@ -52,7 +52,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # find common/ from any folder
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # find common/ from any folder
 from common import flags
 from common.data import fetch, loaders
 from common.models import make_layers

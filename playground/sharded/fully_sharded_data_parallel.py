@@ -1,7 +1,7 @@
 """Fully sharded data parallelism (FSDP): each rank stores 1/n of every layer.
 
 Run it:
-    torchrun --standalone --nproc-per-node 2 playground/fully_sharded_data_parallel.py
+    torchrun --standalone --nproc-per-node 2 playground/sharded/fully_sharded_data_parallel.py
 
 It prints the same numbers as `single_gpu.py`, up to rounding (with --double all twelve digits
 agree), and then what rank 0 holds: 8 bytes for each of 59,210 parameters. DDP would hold 16:
@@ -25,7 +25,7 @@ With gloo, on CPUs, FSDP sends about twice as much as DDP (`sharding.md`). With
 
 At the start, each rank makes the whole model for a moment. With --meta, only rank 0 makes it.
 
-Try breaking it, in a copy (cp playground/fully_sharded_data_parallel.py playground/broken.py):
+Try breaking it, in a copy beside it:
   1. Make the optimizer before `shard(model, args)`. How far do the parameters move?
   2. Shard only the whole model, and no layers. Which line of the output changes?
   3. Before `model = ...`, seed with `args.seed + rank`. Which rank's parameters are trained?
@@ -49,7 +49,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # find common/ from any folder
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # find common/ from any folder
 from common import flags
 from common.data import fetch, loaders
 from common.models import make_model

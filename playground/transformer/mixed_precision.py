@@ -1,7 +1,7 @@
-"""Mixed precision: compute in 16 bits, and keep parameters and Adam's averages in 32 bits.
+r"""Mixed precision: compute in 16 bits, and keep parameters and Adam's averages in 32 bits.
 
 Run it, first with DDP:
-    torchrun --standalone --nproc-per-node 2 playground/mixed_precision.py
+    torchrun --standalone --nproc-per-node 2 playground/transformer/mixed_precision.py
 
 It prints, on a CPU (the dtype of a layer is that of its output):
     bfloat16: 1 + 0.001 is 1; a gradient of 1e-9 becomes 1e-09, scaled by 65536 and back 1e-09
@@ -21,12 +21,13 @@ become 0 unless the loss is multiplied by a large factor, so --precision float16
 
 With FSDP, a policy (`mp_policy`) takes the place of autocast. It converts whole layers, LayerNorm
 included:
-    torchrun --standalone --nproc-per-node 2 playground/mixed_precision.py --sharded --clip 1
+    torchrun --standalone --nproc-per-node 2 \
+        playground/transformer/mixed_precision.py --sharded --clip 1
     bfloat16: Linear, Tokens, LayerNorm, Attention, GELU, Block, LastToken
     float32: Transformer, parameters, gradients, Adam's averages
     norm of the last gradients: 1.0000, of what rank 0 has: 0.7109
 
-Try breaking it, in a copy:
+Try breaking it, in a copy beside it:
   1. Write `make_model(args).bfloat16()`. With --lr 1e-5, what changes in the losses and dtypes?
   2. In `Autocast`, return `logits` as they are. How many digits of the loss are left?
   3. Leave out `scaler.unscale_(optimizer)`. With --precision float16 --clip 1, is there an error?
@@ -53,7 +54,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # find common/ from any folder
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # find common/ from any folder
 from common import flags
 from common.data import fetch, loaders
 from common.models import make_model

@@ -1,7 +1,7 @@
 """Two kinds of parallelism at once, along the two axes of a mesh of ranks.
 
 Run it, with tensor parallelism and FSDP:
-    torchrun --standalone --nproc-per-node 4 playground/hybrid_parallel.py
+    torchrun --standalone --nproc-per-node 4 playground/split/hybrid_parallel.py
 
 It prints the same numbers as `single_gpu.py`, up to rounding (with --double all twelve digits
 agree). Each rank keeps half of what it keeps in `tensor_parallel.py` with two ranks:
@@ -18,7 +18,7 @@ different images, and shard the half of each layer that all ranks of the column 
 layer's 64 outputs, a rank keeps the parameters of 32 after splitting, and of 16 after sharding.
 
 Hybrid sharded data parallelism (HSDP) shards along one axis, and keeps replicas along the other:
-    torchrun --standalone --nproc-per-node 4 playground/hybrid_parallel.py --kind hsdp
+    torchrun --standalone --nproc-per-node 4 playground/split/hybrid_parallel.py --kind hsdp
 
 Here each row shards the whole model, so a rank keeps half of it, 29,605 parameters. The ranks of a
 column have the same shards, and average their gradients with an all_reduce. With
@@ -27,7 +27,7 @@ column have the same shards, and average their gradients with an all_reduce. Wit
 The rows of the mesh should lie inside nodes, because every layer waits for their messages. They do
 if the number of ranks of a node is a multiple of a row's length.
 
-Try breaking it, in a copy:
+Try breaking it, in a copy beside it:
   1. Before `optimizer.step()`, write `torch.nn.utils.clip_grad_norm_(model.parameters(), 1)`. Does
      it work with --model mlp, and with --model cnn?
   2. In fit(), write `set_epoch(epoch + rank)`. Which ranks must read the same images?
@@ -53,7 +53,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional as F
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # find common/ from any folder
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # find common/ from any folder
 from common import flags
 from common.data import fetch, loaders
 from common.models import WIDTH, make_model

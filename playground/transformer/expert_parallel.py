@@ -1,7 +1,7 @@
 """Expert parallelism: each token travels to the rank of its expert, and back.
 
 Run it:
-    torchrun --standalone --nproc-per-node 2 playground/expert_parallel.py
+    torchrun --standalone --nproc-per-node 2 playground/transformer/expert_parallel.py
 
 It prints the same losses with 1, 2 and 4 ranks, up to rounding, and in the end to which experts the
 tokens of the last test batch went:
@@ -21,11 +21,11 @@ back. All other parameters are replicas, whose gradients are averaged.
 Nothing makes the router spread the load (the tokens of each expert). With --balance, a term is
 added to the loss (https://arxiv.org/abs/2101.03961). On MNIST, the load becomes nearly even. (On
 the digits, which have fewer steps, the experts get 16% to 33%.)
-    torchrun --standalone --nproc-per-node 2 playground/expert_parallel.py --balance 0.1
+    torchrun --standalone --nproc-per-node 2 playground/transformer/expert_parallel.py --balance 0.1
     block 1: its experts get 27%, 26%, 26%, 21% of the tokens
     block 2: its experts get 24%, 25%, 23%, 28% of the tokens
 
-Try breaking it, in a copy, with --double --dataset digits --batch_size 120 --timeout 10:
+Try breaking it, in a copy beside it, with --double --dataset digits --batch_size 120 --timeout 10:
   1. In `compute`, replace the first or the second `Exchange.apply` with `all_to_all`. What is lost?
   2. In `average_gradients`, write `if True:`, so experts are averaged, too. Is there an error?
   3. In `balance_loss`, delete the all_reduce. Compare 1 and 2 ranks with --balance 0.1.
@@ -48,7 +48,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn import functional as F
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # find common/ from any folder
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # find common/ from any folder
 from common import flags
 from common.data import fetch, loaders
 from common.models import Block, make_model

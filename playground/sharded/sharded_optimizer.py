@@ -1,7 +1,7 @@
 """A sharded optimizer, by hand: each rank keeps Adam's averages of 1/n of the parameters.
 
 Run it:
-    torchrun --standalone --nproc-per-node 2 playground/sharded_optimizer.py
+    torchrun --standalone --nproc-per-node 2 playground/sharded/sharded_optimizer.py
 
 It prints the same numbers as `single_gpu.py`, up to rounding (with --double all twelve digits
 agree), and then what rank 0 holds. With DDP, Adam's averages would take 473,680 bytes:
@@ -22,7 +22,7 @@ the shard, and an all_gather sends the new shards to all ranks. The two collecti
 DDP's all_reduce. In a ring, the two send as many bytes as an all_reduce; gloo, on CPUs, sends 1.5
 times as many (`sharding.md`).
 
-Try breaking it, in a copy (cp playground/sharded_optimizer.py playground/broken.py):
+Try breaking it, in a copy beside it:
   1. Write `make_optimizer([self.flat])`. What is trained now? Which line of the output shows it?
   2. Comment out the all_gather. Which parameters does each rank train then?
   3. Comment out the two lines of the broadcast, and write `torch.manual_seed(args.seed + rank)`
@@ -46,7 +46,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn import functional as F
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # find common/ from any folder
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # find common/ from any folder
 from common import flags
 from common.data import fetch, loaders
 from common.models import make_model
