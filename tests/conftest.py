@@ -184,13 +184,16 @@ class Job:
 
 
 def lesson_path(name):
-    """Return the path of a lesson that is named by its file in playground/ or by a path."""
-    return Path(name) if Path(name).is_absolute() else PATHS[name]
+    """Return the path of a lesson, or of another script by its name in playground/ or its path."""
+    if Path(name).is_absolute():
+        return Path(name)
+    return PATHS.get(name, ROOT / "playground" / f"{name}.py")
 
 
 def python_path(path):
     """Return the PYTHONPATH with which a lesson, or a changed copy, finds what it imports."""
-    folders = [] if (path.parents[1] / "common").is_dir() else [str(ROOT), str(ROOT / "playground")]
+    finds = any((folder / "common").is_dir() for folder in path.parents)
+    folders = [] if finds else [str(ROOT), str(ROOT / "playground")]
     if "detectron2" in path.read_text() and DETECTRON2 != "the real detectron2":
         folders.append(str(STANDIN))
     return os.pathsep.join(folders)
