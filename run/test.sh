@@ -1,11 +1,17 @@
 #!/usr/bin/env bash
-# Runs the tests, four at a time, because many of them wait. Flags are passed to pytest:
-#   run/test.sh -k parity
+# Runs tests, four at a time, because many of them wait:
+#   run/test.sh                # the quick ones, in a few minutes
+#   run/test.sh --all          # all of them
+#   run/test.sh -k parity      # flags are passed to pytest, which then selects from all tests
 # The tests of several nodes need root and some Debian packages. Without these they are skipped.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 run/setup.sh tests/requirements.txt
 where=(tests)
+case ${1-} in
+    "") set -- -m quick ;;
+    --all) shift ;;
+esac
 for word in "$@"; do
     [[ $word != tests/* ]] || where=() # a file of tests was given, or a test in it
 done

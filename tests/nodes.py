@@ -65,7 +65,7 @@ def need(*programs: str) -> None:
     if missing:
         pytest.skip(f"missing: sudo apt-get install --no-install-recommends {' '.join(missing)}")
     if os.geteuid() != 0:
-        pytest.skip("not root: sudo -E run/test.sh")
+        pytest.skip("not root: sudo -E run/test.sh --all")
 
 
 def sh(*command) -> str:

@@ -110,21 +110,22 @@ def test_a_second_run_installs_nothing_and_passes_flags(checkout):
     assert "Installing" not in done.stderr
 
 
-def test_one_file_of_tests(checkout):
-    """run/test.sh runs all tests, unless a file of tests is given."""
+def test_which_tests(checkout):
+    """run/test.sh runs the quick tests, all, or what is given."""
     python = checkout / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text('#!/bin/sh\necho "$*"\n')
     python.chmod(0o755)
     pretend_to_install(checkout)
-    for flags, tests in (
-        (("-x",), "tests "),
-        (("tests/test_data.py", "-x"), ""),
-        (("-k", "parity"), "tests "),
+    for words, where, flags in (
+        ("", "tests ", " -m quick"),
+        ("--all", "tests ", ""),
+        ("--all -x", "tests ", " -x"),
+        ("tests/test_data.py -x", "", " tests/test_data.py -x"),
+        ("-k parity", "tests ", " -k parity"),
     ):
-        done = script(checkout / "run" / "test.sh", *flags)
-        options = f"-n 4 --dist worksteal {' '.join(flags)}"
-        assert done.stdout == f"-m pytest {tests}{options}\n", done.stderr
+        done = script(checkout / "run" / "test.sh", *words.split())
+        assert done.stdout == f"-m pytest {where}-n 4 --dist worksteal{flags}\n", done.stderr
 
 
 @pytest.mark.parametrize(("gpus", "device"), [(0, "--device cpu "), (1, "--device cpu "), (2, "")])
