@@ -18,13 +18,14 @@ parts. Each run is a process of its own, which is started by the command line of
 In the parts scaling and widths, each process computes with one thread.
 
 Run it:
+    pip install -r playground/figures/requirements.txt
     python playground/figures/compare.py
     python playground/figures/compare.py --dataset digits --epochs 2
     python playground/figures/compare.py --only scaling --processes 1 2 4 8 --model cnn \
         --batch_size 512
     python playground/figures/compare.py --only widths --widths 64 256 1024 4096 --out wide
 
-The first command takes many minutes without a GPU, the second one some minutes.
+The second command takes many minutes without a GPU, the third one some minutes.
 
 It prints a table and some sentences for each part (numbers will differ):
     | lesson                                      | images/s | start-up s | peak memory MiB | ...
