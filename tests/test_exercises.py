@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, Job, lesson_path
+from lessons import FOLDERS
 
 FOLDER = ROOT / "playground" / "exercises"
 CHECK = FOLDER / "check.py"
@@ -22,11 +23,9 @@ WRONG = ROOT / "tests" / "wrong_answers"
 JUDGE_ANSWERS = ROOT / "tests" / "judge_answers.py"
 EXERCISES = sorted(path.stem for path in (JUDGING / "checks").glob("*.py"))
 RIGHT = "RIGHT with 1, 2, 3, 4 and 5 ranks"
-# With append=True, what common/ ignores is still ignored.
-STRICT = """
-import warnings
-warnings.filterwarnings("error", category=FutureWarning, append=True)
-"""
+QUICK = ("all_gather", "average_gradients", "fault_same_order")  # one of each kind
+NAMES = [pytest.param(name, marks=[pytest.mark.quick] * (name in QUICK)) for name in EXERCISES]
+ANSWERED = sorted(path.stem for path in WRONG.glob("*.py"))
 
 
 def source(name):
@@ -36,9 +35,9 @@ def source(name):
 
 def check_of(name):
     """Return the module that checks an exercise."""
-    sys.path.insert(0, str(JUDGING))
+    sys.path.insert(0, str(FOLDER))
     try:
-        return importlib.import_module(f"checks.{name}")
+        return importlib.import_module(f"judging.checks.{name}")
     finally:
         sys.path.pop(0)
 
@@ -114,7 +113,7 @@ def judged(tmp_path, name, answers):
     """
     empty = tmp_path / "empty"
     empty.mkdir()
-    request = [[str(file), *rest] for file, *rest in answers]
+    request = [[file and str(file), *rest] for file, *rest in answers]
     words = [JUDGE_ANSWERS, json.dumps([name, request])]
     done = Job(*words, env={"TMPDIR": str(empty)}, cwd=empty, cold=False).wait(300)
     assert not list(empty.iterdir())
@@ -160,21 +159,28 @@ def test_the_task(name):
 
 @pytest.mark.parametrize("name", EXERCISES)
 def test_hints_and_the_solution(name):
-    """There are three hints. The solution is short, and --answer shows it."""
-    solution = FOLDER / "solutions" / f"{name}.py"
-    written = functions(solution)[function_of(name)]
+    """There are three hints. The solution is short, and says why it is right."""
+    assert len(check_of(name).HINTS.strip().split("\n\n")) == 3
+    written = functions(JUDGING / "checks" / f"{name}.py")[function_of(name)]
+    assert ast.get_docstring(written).startswith("Why: ")
     if isinstance(written, ast.FunctionDef):
-        assert written.end_lineno - written.lineno < 25
-    hints = (FOLDER / "hints" / f"{name}.txt").read_text().rstrip().split("\n\n")
-    assert len(hints) == 3
-    if name == "ring_all_reduce":
-        for number, hint in enumerate(hints, start=1):
-            shown = Job(CHECK, name, "--hint", number, cold=False).wait().stdout
-            assert shown == f"{hint}\n"
-        assert Job(CHECK, name, "--answer", cold=False).wait().stdout == solution.read_text()
+        assert written.end_lineno - written.lineno < 32
 
 
-@pytest.mark.parametrize("name", EXERCISES)
+def test_what_is_shown():
+    """--hint and --answer print what stands in the check, with the solution's helper."""
+    exercise = check_of("ring_attention")
+    for number, hint in enumerate(exercise.HINTS.strip().split("\n\n"), start=1):
+        shown = Job(CHECK, "ring_attention", "--hint", number, cold=False).wait().stdout
+        assert shown == f"{hint}\n"
+    answer = Job(CHECK, "ring_attention", "--answer", cold=False).wait().stdout
+    source = (JUDGING / "checks" / "ring_attention.py").read_text()
+    assert [each.name for each in ast.parse(answer).body] == ["pass_on", "ring_attention"]
+    for part in answer.strip().split("\n\n\n"):
+        assert f"\n{part}\n" in source
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_the_task_is_not_solved(name, tmp_path):
     """It is a stub, or a program whose fault the verdict shows."""
     verdict = getattr(check_of(name), "FAULT", "your turn")
@@ -183,16 +189,24 @@ def test_the_task_is_not_solved(name, tmp_path):
     assert begins("\n".join(lines), verdict), lines
 
 
-@pytest.mark.parametrize("name", EXERCISES)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_solution(name, tmp_path):
-    """It is right, and prints nothing in its ranks. PyTorch's FutureWarning would be an error."""
-    text = (FOLDER / "solutions" / f"{name}.py").read_text()
-    solution = tmp_path / f"{name}.py"
-    solution.write_text(f"{text}\n\n{STRICT}")
-    assert judged(tmp_path, name, [[solution, None, None, None]]) == [[right_with(name)]]
+    """It is right, and prints nothing in its ranks."""
+    assert judged(tmp_path, name, [[None, None, None, None]]) == [[right_with(name)]]
 
 
-@pytest.mark.parametrize("name", EXERCISES)
+@pytest.mark.parametrize("name", [name for name in EXERCISES if name not in ANSWERED])
+def test_the_mistakes(name, tmp_path):
+    """Each typical mistake gets the words that are told on it. The others are listed."""
+    mistakes = list(check_of(name).MISTAKES)
+    assert len(mistakes) >= 3
+    found = judged(tmp_path, name, [[None, words, 4, None] for words in mistakes])
+    pairs = zip(mistakes, found, strict=True)
+    differing = [[words, lines] for words, lines in pairs if words not in " ".join(lines)]
+    assert not differing
+
+
+@pytest.mark.parametrize("name", ANSWERED)
 def test_the_wrong_answers(name, tmp_path):
     """Each gets the verdict of its docstring. The others are listed with both verdicts."""
     answers = []
@@ -211,7 +225,7 @@ def test_the_wrong_answers(name, tmp_path):
     assert not differing, "\n\n".join(differing)
 
 
-@pytest.mark.parametrize("name", EXERCISES)
+@pytest.mark.parametrize("name", ANSWERED)
 def test_typical_wrong_answers_have_words_of_their_own(name):
     """There are at least three, and no two get the same verdict."""
     verdicts = list(wrong_answers(name).values())
@@ -388,7 +402,7 @@ def test_what_the_lesson_has(name, tmp_path):
     sizes = sizes_of(name)[:3]
     for number, text in enumerate(OF_LESSONS[name]):
         file = tmp_path / f"answer{number}.py"
-        folders = [str(ROOT), str(ROOT / "playground")]
+        folders = [str(ROOT), *map(str, FOLDERS)]
         file.write_text(f"import sys\nsys.path[:0] = {folders}\n{text}")
         answers.append([file, None, None, sizes])
     right = [right_with(name, "", sizes)]
@@ -677,7 +691,9 @@ def test_ctrl_c(tmp_path):
 
 def test_some_numbers_of_ranks(tmp_path):
     """--ranks checks with these only."""
-    words = ["all_gather", "--file", FOLDER / "solutions" / "all_gather.py", "--ranks"]
+    file = tmp_path / "solution.py"
+    file.write_text(solved(FOLDER, "all_gather"))
+    words = ["all_gather", "--file", file, "--ranks"]
     assert checked(tmp_path, *words, 2, 4) == ("RIGHT with 2 and 4 ranks\n", 0)
     done = Job(CHECK, *words, 0, cold=False).wait()
     assert done.returncode == 2
@@ -703,9 +719,12 @@ def run(path, *words, cwd=None, cold=False):
 
 def solved(folder, name):
     """Return the solution of an exercise as a file that checks itself."""
-    solution = (folder / "solutions" / f"{name}.py").read_text().partition('"""\n')[2]
-    last = '\n\nif __name__ == "__main__":\n    check(__file__)\n'
-    return f"from check import check\n{solution}{last}"
+    text = (folder / "judging" / "checks" / f"{name}.py").read_text()
+    imports = re.findall(r"^(?:import torch.*|from (?!judging).* import .*)\n", text, re.M)
+    nodes = functions(folder / "judging" / "checks" / f"{name}.py")
+    solution = ast.get_source_segment(text, nodes[name])
+    last = 'if __name__ == "__main__":\n    check(__file__)\n'
+    return "\n\n".join(["from check import check\n" + "".join(imports), solution, last])
 
 
 def test_where_a_learner_writes(copy, tmp_path):
@@ -735,6 +754,33 @@ def test_a_program_to_repair(copy):
     assert not run(copy / "check.py", "fault_never_returns")[0].startswith("your turn")
 
 
+def test_answers_that_cannot_be_written(copy):
+    """One line says so."""
+    (copy / "answers").touch()
+    done = Job(copy / "check.py", "all_gather", cold=False).wait()
+    assert (done.returncode, done.stdout) == (1, "")
+    where = os.path.relpath(copy / "answers")
+    assert done.stderr == f"error: your answers cannot be written to {where}: File exists\n"
+
+
+def test_an_error_of_the_check_itself(copy):
+    """It is no verdict on the answer, and none is kept. A low limit of the user is no error."""
+    run(copy / "check.py", "all_gather")
+    (copy / "answers" / "all_gather.py").write_text(solved(copy, "all_gather"))
+    command = f"ulimit -f 50000 && exec {sys.executable} {copy}/check.py all_gather --ranks 2"
+    done = Job("bash", "-c", command).wait()
+    assert (done.stdout, done.stderr) == ("RIGHT with 2 ranks\n", "")
+    ranks = copy / "judging" / "ranks.py"
+    ranks.write_text(
+        ranks.read_text().replace('if part == "join":', 'if part == "join" and 1 / 0:')
+    )
+    done = Job(copy / "check.py", "all_gather", cold=False).wait()
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "ZeroDivisionError" in done.stderr
+    assert done.stderr.endswith("RuntimeError: the check itself has failed\n")
+    assert not (copy / "answers" / "verdicts.json").exists()
+
+
 def test_git_ignores_the_answers():
     """git does not see what a learner writes."""
     answer = "playground/exercises/answers/all_gather.py"
@@ -762,7 +808,9 @@ def test_reset(copy):
 
 def test_trace(copy):
     """--trace shows each message in its step."""
-    words = ["ring_all_reduce", "--file", copy / "solutions" / "ring_all_reduce.py", "--trace"]
+    file = copy / "solution.py"
+    file.write_text(solved(copy, "ring_all_reduce"))
+    words = ["ring_all_reduce", "--file", file, "--trace"]
     lines = run(copy / "check.py", *words)[0].splitlines()
     assert lines[:2] == [RIGHT, "who sends what to whom, with 3 ranks:"]
     assert re.fullmatch(r"  step 1:  0 -> 1: \[.*\]   1 -> 2: \[.*\]   2 -> 0: \[.*\]", lines[2])

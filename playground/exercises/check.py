@@ -43,7 +43,6 @@ FOLDER = Path(__file__).resolve().parent
 ANSWERS = FOLDER / "answers"
 KEPT = ANSWERS / "verdicts.json"
 JUDGING = FOLDER / "judging"
-sys.path.append(str(JUDGING))
 # The exercises in the order of the lessons. A name without a file is not listed.
 ORDER = [
     "swap_with_neighbour",
@@ -126,13 +125,16 @@ def begin(name):
 
     Returns whether it was copied.
     """
-    ANSWERS.mkdir(exist_ok=True)
-    link = ANSWERS / "check.py"  # an answer that is run imports check from its own folder
-    if not link.exists():
-        link.symlink_to("../check.py")
-    if answer_to(name).exists():
-        return False
-    shutil.copyfile(task_of(name), answer_to(name))
+    try:
+        ANSWERS.mkdir(exist_ok=True)
+        link = ANSWERS / "check.py"  # an answer that is run imports check from its own folder
+        if not link.exists():
+            link.symlink_to("../check.py")
+        if answer_to(name).exists():
+            return False
+        shutil.copyfile(task_of(name), answer_to(name))
+    except OSError as error:
+        sys.exit(f"error: your answers cannot be written to {shown(ANSWERS)}: {error.strerror}")
     return True
 
 
@@ -156,9 +158,30 @@ def is_unwritten(name):
     return same and not name.startswith("fault_")
 
 
+def parts_of(name):
+    """Return the parts of an exercise's check, by name: functions, classes and constants."""
+    found = {}
+    for node in ast.parse((JUDGING / "checks" / f"{name}.py").read_text()).body:
+        if isinstance(node, ast.Assign):
+            found[node.targets[0].id] = node.value
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found[node.name] = node
+    return found
+
+
 def hint(name, number):
-    """Return hint 1, 2 or 3. There are empty lines between them in the file."""
-    return (FOLDER / "hints" / f"{name}.txt").read_text().rstrip().split("\n\n")[number - 1]
+    """Return hint 1, 2 or 3. There are empty lines between them."""
+    return parts_of(name)["HINTS"].value.strip().split("\n\n")[number - 1]
+
+
+def solution_to(name):
+    """Return the text of the solution and of its HELPERS, without importing PyTorch."""
+    parts = parts_of(name)
+    names = ast.literal_eval(parts["HELPERS"]) if "HELPERS" in parts else []
+    names = [*names, parts["NAME"].value if "NAME" in parts else name]
+    lines = (JUDGING / "checks" / f"{name}.py").read_text().splitlines()
+    shown = [lines[parts[each].lineno - 1 : parts[each].end_lineno] for each in names]
+    return "\n\n\n".join("\n".join(each) for each in shown)
 
 
 def key_of(name):
@@ -196,7 +219,7 @@ def state_of(name):
     key = key_of(name)
     state = kept_states().get(key)
     if not isinstance(state, str):
-        import judge  # imports torch, which takes longer than all else here
+        from judging import judge  # imports torch, which takes longer than all else here
 
         state = judge.in_one_line(name, judge.verdicts_on(name, answer_to(name)))
         keep(name, key, state)
@@ -240,7 +263,7 @@ def show(name, args):
             print(your_turn(name), flush=True)
         if unwritten:
             return False
-    import judge  # see state_of
+    from judging import judge  # see state_of
 
     file = args.file or answer_to(name)
     key = None
@@ -306,7 +329,7 @@ def main():
         print(hint(name, args.hint))
         return 0
     if args.answer:
-        print((FOLDER / "solutions" / f"{name}.py").read_text(), end="")
+        print(solution_to(name))
         return 0
     if args.reset:
         reset(name)

@@ -132,8 +132,8 @@ def empty_micro_batches(model, images, labels, count):
 
 
 def a_message_for_each_parameter(model, images, labels, count):
-    """COSTLY with 1 rank, 7 images in 3 ... rank 0 sends 8 messages; 6 are enough DDP puts many
-    gradients into one message if you call model(...)"""
+    """COSTLY with 1 rank, 7 images in 3 ... rank 0 makes the calls of 8 messages; 6 are enough DDP
+    puts many gradients into one message if you call model(...)"""
     parts = _parts(images, labels, count)
     for part, part_labels in parts:
         loss = F.cross_entropy(model.module(part), part_labels)

@@ -1,15 +1,12 @@
 """The memory that a rank takes while the learner's function runs, and what of it stays taken."""
 
 import gc
-import sys
 import time
-from pathlib import Path
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # find figures/
 from figures.messages import flat as tensors_in
 
 SECONDS_TO_FREE = 2

@@ -1,14 +1,13 @@
-"""Starts the ranks on which an exercise is tried, watches them, and ends what they have started.
+"""Starts the ranks on which an answer is tried, watches them, and ends what they have started.
 
-A world is a number of ranks that form a process group. `with started(world) as go:` runs an
-exercise in one world:
+`with started(attempt, run, size) as go:` starts a process for each rank:
 
-1. It forks a process for each rank. The process that forks has imported torch and computed nothing,
-   so a rank starts in a few milliseconds.
+1. It is forked from a process that has imported torch and computed nothing, so this takes a few
+   milliseconds.
 2. The ranks go through the same parts together: they join the group, they import the learner's
    file, and they run one case after another. A rank starts a part when all ranks have finished the
    part before. So the time of a part is counted from when all ranks are there.
-3. A rank that fails, that ends, or that does not finish a part in time ends the world. It says by
+3. A rank that fails, that ends, or that does not finish a part in time ends the run. It says by
    faulthandler at which line it is. This works in C++ code, too.
 
 Nothing of the learner is imported here: only in the ranks.
@@ -32,18 +31,16 @@ import time
 import traceback
 from dataclasses import dataclass, field
 from datetime import timedelta
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from traffic import Forbidden, Message, counting
 
-sys.path.append(str(Path(__file__).resolve().parents[3]))  # find common/
 import common  # noqa: F401, it silences a warning that PyTorch 2.13 and 2.14 print in the ranks
+from judging.traffic import Counting, Forbidden, Message
 
-SECONDS_TO_JOIN = 10
-SECONDS_FOR_A_CASE = 8  # from when all ranks have started it; also for importing the file
+SECONDS_TO_JOIN = 30  # a busy machine may need many
 GIGABYTE = 2**30
 MEMORY = GIGABYTE  # what a rank may take in addition to what `import torch` has taken
 FILE_SIZE = GIGABYTE // 10
@@ -71,21 +68,36 @@ class Crash:
 
 @dataclass
 class Trial:
-    """What happened on all ranks in one case.
+    """What happened in one part on all ranks, and what should have.
 
     Attributes:
-        results: what the check's function has returned on each rank; no entry if it did not return.
-        later: the results again, a moment after the function has returned, where they have changed.
+        world_size: the number of ranks.
         messages: a list of Messages for each rank.
+        results: what run() has returned on each rank; no entry if it did not return. A tuple has
+            become a list.
+        later: the results again, a moment after the function has returned, where they have changed.
         crashes: a Crash for each rank that has failed.
         places: for each rank that did not finish in time, where it is.
+        verdict: "" (right), "WRONG", "COSTLY", "CRASH", "HANG" or "your turn".
+        case: the arguments of the case, a dict.
+        expected: what expected() has returned, for each rank.
+        rank: the first rank at fault.
     """
 
+    world_size: int
+    messages: list[list[Message]]
     results: dict[int, object] = field(default_factory=dict)
     later: dict[int, object] = field(default_factory=dict)
-    messages: dict[int, list[Message]] = field(default_factory=dict)
     crashes: dict[int, Crash] = field(default_factory=dict)
     places: dict[int, str] = field(default_factory=dict)
+    verdict: str = ""
+    case: dict = field(default_factory=dict)
+    expected: dict[int, object] = field(default_factory=dict)
+    rank: int = 0
+
+    def of_rank(self):
+        """Return what the rank at fault has, and what it should have."""
+        return self.results[self.rank], self.expected[self.rank]
 
 
 @dataclass
@@ -94,100 +106,79 @@ class Rank:
 
     number: int
     process: multiprocessing.Process
-    connection: multiprocessing.connection.Connection
+    connection: Connection
     output: int  # the end of a pipe, from which this process reads what the rank prints
     stack: Path  # where the rank writes its stack when it gets SIGUSR1
     printed: bytes = b""
 
+    def read_output(self):
+        """Read what the rank has printed, and keep its beginning. It must not wait to print."""
+        with contextlib.suppress(BlockingIOError):
+            for _ in range(100):
+                text = os.read(self.output, 65536)
+                if not text:
+                    break
+                self.printed += text[: PRINTED - len(self.printed)]
 
-@dataclass
-class World:
-    """A number of ranks, and what they run.
-
-    Attributes:
-        size: the number of ranks.
-        file: the learner's file.
-        name: the name of the learner's function in it.
-        run: the check's function, called on each rank as run(the learner's function, **case).
-        cases: the arguments of `run`, a dict for each case.
-        folder: where case number i runs in the folder case<i>. So what a learner writes is there,
-            and another world with the same folder can read it.
-        join: whether the ranks form a process group before the learner's function is called.
-        only: the kinds of messages that are allowed; None: all. See Counting.
-        instead: what to use instead of the others.
-        seconds: the time for a case, from when all ranks have started it.
-        port: a free port, and `meeting` is where the ranks find each other. Set at the start.
-        printed: what each rank has printed. Set at the end.
-    """
-
-    size: int
-    file: str
-    name: str
-    run: object
-    cases: list[dict]
-    folder: Path
-    join: bool = True
-    only: tuple[str, ...] | None = None
-    instead: str = ""
-    seconds: float = SECONDS_FOR_A_CASE
-    port: int = 0
-    meeting: str = ""
-    printed: list[str] = field(default_factory=list)
+    def text(self):
+        """Return the beginning of what the rank has printed."""
+        return self.printed.decode(errors="replace")
 
 
 @contextlib.contextmanager
-def started(world):
-    """Start the ranks of a world. At the end, end them and whatever they have started.
+def started(attempt, run, size):
+    """Start the ranks of an attempt. At the end, end them and whatever they have started.
+
+    Args:
+        attempt: the Attempt. It gets what the ranks have printed.
+        run: the check's function, called on each rank as run(the learner's function, **case).
+        size: the number of ranks.
 
     Yields:
         a function that lets all ranks go through a part and returns a Trial. The parts are "join",
-        "import", and the numbers of the cases.
+        "import", and (a number of attempt.functions, a number of attempt.cases).
     """
-    world.port = free_port()
-    world.meeting = f"file://{world.folder}/meet{world.port}"
-    for number in range(len(world.cases)):
-        (world.folder / f"case{number}").mkdir(exist_ok=True)
-    ranks = [start_rank(world, number) for number in range(world.size)]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]  # it is free
+    ranks = []
+    for number in range(size):
+        ours, theirs = fork.Pipe()
+        output, write = os.pipe()
+        os.set_blocking(output, False)
+        stack = attempt.folder / f"stack{port}-{number}"
+        settings = attempt, run, size, number, port
+        process = fork.Process(target=be_a_rank, args=(settings, theirs, write, stack))
+        process.start()
+        theirs.close()
+        os.close(write)
+        ranks.append(Rank(number, process, ours, output, stack))
     try:
-        yield functools.partial(go_through, world, ranks)
+        yield functools.partial(go_through, attempt, ranks)
     finally:
         end_children()
         for rank in ranks:
-            read_output(rank)
+            rank.read_output()
             os.close(rank.output)
-        world.printed = [rank.printed.decode(errors="replace") for rank in ranks]
+        attempt.printed = [rank.text() for rank in ranks]
 
 
-def start_rank(world, number):
-    """Fork the process of one rank. Returns the Rank."""
-    ours, theirs = fork.Pipe()
-    output, write = os.pipe()
-    os.set_blocking(output, False)
-    stack = world.folder / f"stack{world.port}-{number}"
-    process = fork.Process(target=be_a_rank, args=(world, number, theirs, write, stack))
-    process.start()
-    theirs.close()
-    os.close(write)
-    return Rank(number, process, ours, output, stack)
-
-
-def go_through(world, ranks, part):
+def go_through(attempt, ranks, part):
     """Let all ranks go through one part. Returns a Trial."""
-    seconds = SECONDS_TO_JOIN if part == "join" else world.seconds
-    file = world.file
-    trial = Trial(messages={rank.number: [] for rank in ranks})
+    if isinstance(part, tuple):
+        attempt.place_of(*part).mkdir(exist_ok=True)
+    trial = Trial(len(ranks), [[] for _ in ranks])
     for rank in ranks:
         with contextlib.suppress(OSError):  # it has ended; this is noticed below
             rank.connection.send(part)
     waiting = {rank.number for rank in ranks}
-    end = time.monotonic() + seconds
+    end = time.monotonic() + (SECONDS_TO_JOIN if part == "join" else attempt.seconds)
     while waiting and time.monotonic() < end:
-        listen(ranks, waiting, trial, end - time.monotonic(), file)
+        listen(ranks, waiting, trial, end - time.monotonic(), attempt.file)
         if trial.crashes:
             # The other ranks may fail for the same reason. This moment tells which rank was first.
-            end = min(end, time.monotonic() + 0.3)
+            end = min(end, time.monotonic() + attempt.seconds_for_others)
     if waiting and not trial.crashes:
-        trial.places = places([rank for rank in ranks if rank.number in waiting], file)
+        trial.places = places([rank for rank in ranks if rank.number in waiting], attempt.file)
     return trial
 
 
@@ -201,7 +192,7 @@ def listen(ranks, waiting, trial, seconds, file):
     ready = wait(sources, min(seconds, 0.1))
     for rank in ranks:
         if rank.output in ready:
-            read_output(rank)
+            rank.read_output()
         if rank.number not in waiting:
             continue
         with contextlib.suppress(EOFError, OSError):  # it has ended
@@ -210,7 +201,7 @@ def listen(ranks, waiting, trial, seconds, file):
                 note(kind, news, rank.number, waiting, trial)
         if rank.number in waiting and rank.process.sentinel in ready:
             rank.process.join()
-            read_output(rank)
+            rank.read_output()
             place = place_in(rank.stack, file)
             frames = [f"your {place}"] if place else []
             trial.crashes[rank.number] = Crash(ending(rank), frames, "ended")
@@ -224,29 +215,18 @@ def note(kind, news, rank, waiting, trial):
     elif kind == "crash":
         trial.crashes[rank] = news
         waiting.discard(rank)
-    elif kind == "result":
-        trial.results[rank] = load(news)
-    elif kind == "later":
-        trial.later[rank] = load(news)
     elif kind == "finished":
         waiting.discard(rank)
-
-
-def read_output(rank):
-    """Read what a rank has printed, and keep its beginning. The rank must not wait to print."""
-    with contextlib.suppress(BlockingIOError):
-        for _ in range(100):
-            text = os.read(rank.output, 65536)
-            if not text:
-                break
-            rank.printed += text[: PRINTED - len(rank.printed)]
+    else:
+        # Only plain data is read, no objects of the learner.
+        value = torch.load(io.BytesIO(news), weights_only=True)
+        {"result": trial.results, "later": trial.later}[kind][rank] = value
 
 
 def ending(rank):
     """Return how the process of a rank has ended, in words."""
     status = rank.process.exitcode
-    printed = rank.printed.decode(errors="replace")
-    sizes = re.search(r"op.preamble.length <= op.nbytes. (\d+) vs (\d+)", printed)
+    sizes = re.search(r"op.preamble.length <= op.nbytes. (\d+) vs (\d+)", rank.text())
     if sizes:
         rank.printed = b""  # gloo has printed the same in its own words
         return f"its buffer has {sizes[2]} bytes, but the message that arrived has {sizes[1]}"
@@ -264,7 +244,10 @@ def places(ranks, file):
     for _ in range(5):
         time.sleep(0.1)
         for rank in ranks:
-            running[rank.number] += is_running(rank.process.pid)
+            # "R": it computes, or would if a core were free. False where there is no /proc.
+            with contextlib.suppress(OSError):
+                status = Path(f"/proc/{rank.process.pid}/stat").read_text()
+                running[rank.number] += status.rsplit(")", 1)[1].split()[0] == "R"
     found = {}
     for rank in ranks:
         does = "computes" if running[rank.number] >= 3 else "waits"
@@ -282,42 +265,36 @@ def place_in(stack, file):
     return ""
 
 
-def is_running(pid):
-    """Return whether a process computes, or would if a core were free. False where unknown."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except OSError:
-        return False
-    return state == "R"
-
-
-def be_a_rank(world, number, connection, output, stack):
+def be_a_rank(settings, connection, output, stack):
     """Go through the parts on one rank. Runs in a process of its own."""
-    prepare_process(world, number, stack)
+    attempt, run, size, number, port = settings
+    prepare_process(attempt, size, number, port, stack)
     # A process that the learner forks must not report as if it were this rank.
     os.register_at_fork(after_in_child=connection.close)
-    function = None
+    functions = list(attempt.functions)
     while True:
         part = connection.recv()
         try:
             if part == "join":
-                if world.join:
-                    join(world, number)
+                if getattr(attempt.exercise, "JOIN", True):
+                    meeting = f"file://{attempt.folder}/meet{port}"
+                    timeout = timedelta(seconds=60)
+                    dist.init_process_group("gloo", meeting, timeout, size, number)
                 # From here on, what is printed is the learner's.
                 os.dup2(output, 1)
                 os.dup2(output, 2)
             elif part == "import":
-                function = load_function(world)
+                functions = functions or [load_function(attempt)]
             else:
-                run_case(world, number, function, part, connection)
+                run_case(attempt, run, functions[part[0]], part, number, connection)
         except BaseException as error:
-            crash = Crash(describe(error), own_frames(error, world.file), kind_of(error))
-            connection.send(("crash", crash))
+            frames = own_frames(error, attempt.file)
+            connection.send(("crash", Crash(describe(error), frames, kind_of(error))))
         sys.stdout.flush()
         connection.send(("finished", None))
 
 
-def prepare_process(world, number, stack):
+def prepare_process(attempt, size, number, port, stack):
     """Limit what this process may take, and connect its output and its stack."""
     os.setsid()  # Ctrl-C in the terminal reaches only the check, which ends the ranks
     die_with_parent()
@@ -325,52 +302,47 @@ def prepare_process(world, number, stack):
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=False)
     faulthandler.enable(file)  # C++ code may end the process by a signal
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_SIZE, FILE_SIZE))
+    limit(resource.RLIMIT_FSIZE, FILE_SIZE)
     if sys.platform == "linux":
         status = Path("/proc/self/status").read_text()
         taken = int(re.search(r"VmData:\s+(\d+) kB", status)[1]) * 1024
-        resource.setrlimit(resource.RLIMIT_DATA, (taken + MEMORY, taken + MEMORY))
+        limit(resource.RLIMIT_DATA, taken + MEMORY)
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):  # gloo prints when it connects, and this is not the learner's
         os.dup2(nothing, stream)
     sys.stdout = open(1, "w", buffering=1, errors="replace", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, errors="replace", closefd=False)  # noqa: SIM115
-    os.environ["TMPDIR"] = str(world.folder)
+    os.environ["TMPDIR"] = str(attempt.folder)
     # What torchrun sets. A learner's program that joins by itself reads it.
-    os.environ["RANK"] = str(number)
-    os.environ["LOCAL_RANK"] = str(number)
-    os.environ["WORLD_SIZE"] = str(world.size)
+    numbers = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": size, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in numbers.items()})
     os.environ["MASTER_ADDR"] = "127.0.0.1"
-    os.environ["MASTER_PORT"] = str(world.port)
 
 
-def join(world, number):
-    """Form the process group. The ranks of a world find each other by a file."""
-    dist.init_process_group(
-        "gloo",
-        init_method=world.meeting,
-        rank=number,
-        world_size=world.size,
-        timeout=timedelta(seconds=60),
-    )
+def limit(what, most):
+    """Set a limit of this process, unless the user has set a lower one."""
+    hard = resource.getrlimit(what)[1]
+    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(what, (most, most))
 
 
-def load_function(world):
+def load_function(attempt):
     """Import the learner's file in this rank and return the function."""
-    spec = importlib.util.spec_from_file_location("your_file", world.file)
+    spec = importlib.util.spec_from_file_location("your_file", attempt.file)
     module = importlib.util.module_from_spec(spec)
     sys.modules["your_file"] = module
     # Python itself finds the modules beside a file that it runs.
-    sys.path.append(str(Path(world.file).parent))
+    sys.path.append(str(Path(attempt.file).parent))
     spec.loader.exec_module(module)
-    if not hasattr(module, world.name):
-        raise AttributeError(f"there is no {world.name} in {Path(world.file).name}")
-    return getattr(module, world.name)
+    if not hasattr(module, attempt.name):
+        raise AttributeError(f"there is no {attempt.name} in {Path(attempt.file).name}")
+    return getattr(module, attempt.name)
 
 
-def run_case(world, number, function, part, connection):
+def run_case(attempt, run, function, part, number, connection):
     """Run one case in its folder and send what comes of it."""
-    os.chdir(world.folder / f"case{part}")
+    os.chdir(attempt.place_of(*part))
+    name, case = list(attempt.exercise.CASES.items())[part[1]]
     count = 0
 
     def report(message):
@@ -379,16 +351,19 @@ def run_case(world, number, function, part, connection):
         if count <= MESSAGES:
             connection.send(("message", message))
 
+    only = getattr(attempt.exercise, "ONLY", None)
+    instead = getattr(attempt.exercise, "INSTEAD", "")
     # In every second case the odd ranks are late, in the others the even ones.
-    late = number % 2 == part % 2
-    with counting(world.file, report, world.only, world.instead, late):
-        result = world.run(function, **world.cases[part])
+    late = number % 2 == part[1] % 2
+    with Counting(attempt.file, report, only, instead, late):
+        result = run(function, **case)
         saved = save(result)
         connection.send(("result", saved))
-        time.sleep(LATER)
-        later = save(result)
-        if later != saved:
-            connection.send(("later", later))
+        if attempt.later:
+            time.sleep(attempt.later)
+            later = save(result)
+            if later != saved:
+                connection.send(("later", later))
 
 
 def save(result):
@@ -396,11 +371,6 @@ def save(result):
     file = io.BytesIO()
     torch.save(plain(result), file)
     return file.getvalue()
-
-
-def load(saved):
-    """Return the result that was saved. Only plain data is read, no objects of the learner."""
-    return torch.load(io.BytesIO(saved), weights_only=True)
 
 
 def plain(value):
@@ -445,12 +415,6 @@ def own_frames(error, file):
     if len(frames) > 4:
         frames = [*frames[:2], "...", *frames[-2:]]
     return frames
-
-
-def free_port():
-    """Return a port that is free now."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def die_with_parent():

@@ -1,15 +1,12 @@
 """What each rank sends: it is counted, and an exercise may forbid some messages."""
 
 import contextlib
-import sys
 import time
 import traceback
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch.distributed as dist
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # find figures/
 from figures.messages import Messages, kept_bytes, passed, process_group
 from figures.messages import sent_bytes as sent_in_a_ring
 
@@ -27,8 +24,7 @@ class Message:
         line: the line of the learner's file; None if it is not known.
         peer: the other rank; None for a collective, and for a recv from any rank.
         numel: how many numbers are in the tensors that this rank sends (or receives, for a recv).
-        nbytes: how many bytes this rank sends. For a collective these are the bytes of a ring; see
-            sent_bytes.
+        nbytes: how many bytes this rank sends; for a collective, in a ring.
         tag: the tag of a send or recv.
         numbers: the first numbers that are sent, as text.
     """
@@ -51,16 +47,18 @@ class Forbidden(BaseException):
 
 
 class Counting(Messages):
-    """Reports each message of this rank, and refuses those that an exercise forbids.
+    """Reports each message of this rank inside `with`, and refuses those that are forbidden.
 
     Args:
-        file: the learner's file. Its frames tell the lines.
+        file: the learner's file. Its frames tell what is called.
         report: called with each Message before it starts.
         only: the kinds that are allowed; None: all.
         instead: what to use instead, such as "use isend and irecv".
         late: whether this rank starts each message SECONDS_LATE later. A learner who does not wait
             for a message then sees wrong numbers.
     """
+
+    paused = False
 
     def __init__(self, file, report, only=None, instead="", late=False):
         super().__init__()
@@ -69,20 +67,21 @@ class Counting(Messages):
         self.only = only
         self.instead = instead
         self.late = late
-        self.pause = False
 
     def note(self, kind, operation, args):
         """Report a message before it starts, or refuse it."""
-        if self.pause:
+        if Counting.paused:
             return
         message = describe(kind, operation, args, self.file)
         if self.only is not None and kind not in self.only:
             words = f"dist.{message.call} is what this exercise builds: {self.instead}"
             raise Forbidden(words)
         self.report(message)
-        if message.peer == dist.get_rank():  # gloo would say that the connection is lost
-            raise ValueError(to_itself(message))
         last = dist.get_world_size() - 1
+        if message.peer == dist.get_rank():  # gloo would say that the connection is lost
+            does = "sends to" if kind == "send" else "receives from"
+            alone = "" if last else ": there is no other rank"
+            raise ValueError(f"rank {message.peer} {does} itself{alone}")
         if message.peer is not None and not 0 <= message.peer <= last:  # gloo would end the process
             raise ValueError(f"there is no rank {message.peer}: the last one is {last}")
         if self.late:
@@ -92,29 +91,11 @@ class Counting(Messages):
 @contextlib.contextmanager
 def uncounted():
     """Inside `with uncounted():`, all messages are allowed and none is counted. A check uses it."""
-    modes = [mode for mode in _active if not mode.pause]
-    for mode in modes:
-        mode.pause = True
+    Counting.paused = True
     try:
         yield
     finally:
-        for mode in modes:
-            mode.pause = False
-
-
-_active = []
-
-
-@contextlib.contextmanager
-def counting(*args, **kwargs):
-    """Report the messages of what runs inside `with`; the arguments are those of Counting."""
-    mode = Counting(*args, **kwargs)
-    _active.append(mode)
-    try:
-        with mode:
-            yield mode
-    finally:
-        _active.remove(mode)
+        Counting.paused = False
 
 
 def describe(kind, operation, args, file):
@@ -128,21 +109,18 @@ def describe(kind, operation, args, file):
             peer = dist.get_global_rank(group, args[2])
         tag = args[-1]
     call, line = called(file)
-    numel = sum(tensor.numel() for tensor in tensors)
     nbytes = sum(tensor.nbytes for tensor in tensors)
-    numbers = "" if kind == "recv" else first_numbers(tensors)
     kept = kept_bytes(kind, operation, args, nbytes, group)
-    sent = sent_bytes(kind, nbytes, group.size(), kept)
-    return Message(kind, call or kind, line, peer, numel, sent, tag, numbers)
-
-
-def to_itself(message):
-    """Return what is wrong with a message of this rank to or from this rank, in words."""
-    does = "sends to" if message.kind == "send" else "receives from"
-    words = f"rank {message.peer} {does} itself"
-    if dist.get_world_size() == 1:
-        words += ": there is no other rank"
-    return words
+    return Message(
+        kind,
+        call or kind,
+        line,
+        peer,
+        sum(tensor.numel() for tensor in tensors),
+        sent_bytes(kind, nbytes, group.size(), kept),
+        tag,
+        "" if kind == "recv" else first_numbers(tensors),
+    )
 
 
 def sent_bytes(kind, nbytes, size, kept=0):
@@ -161,7 +139,7 @@ def first_numbers(tensors):
 
 
 def called(file):
-    """Return which function the learner's file has called, and at which line; None: unknown."""
+    """Return which function of torch.distributed a file has called, and at which line, or None."""
     call = None
     for frame, line in traceback.walk_stack(None):
         if frame.f_code.co_filename == file:
@@ -253,7 +231,7 @@ def skip(todo, clocks, sent):
 
 
 def trace(messages, most=14):
-    """Return lines that tell who sent what to whom, step by step.
+    """Return at most so many lines that tell who sent what to whom, step by step.
 
     Args:
         messages: a list of Messages for each rank.

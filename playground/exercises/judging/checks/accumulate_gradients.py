@@ -1,15 +1,17 @@
 """How accumulate_gradients is checked."""
 
 import weakref
+from contextlib import nullcontext
 
 import torch
 import torch._dynamo  # DDP imports it: here, before the ranks are forked
 import torch.distributed as dist
+from judging.attempt import Rung
+from judging.traffic import sent_bytes, uncounted
+from judging.words import difference
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from traffic import sent_bytes, uncounted
-from verdicts import Rung, difference
 
 
 class Kept:
@@ -76,6 +78,19 @@ CALLS = (1, 2)
 LARGEST = "images in the largest micro-batch"
 EMPTY = "empty micro-batches"
 IN_MEMORY = "micro-batches in memory at a time"
+HINTS = """
+Each backward() adds to parameter.grad. Which number must each micro-batch's loss be multiplied by,
+so that these sums are the gradient of the mean? And which backward() has to send?
+
+images.tensor_split(count) splits into parts of almost the same size. `with model.no_sync():` keeps
+DDP from sending, if both forward() and backward() are inside.
+
+count = at most one micro-batch for each image
+for each micro-batch:
+    inside no_sync(), unless it is the last one:
+        loss = F.cross_entropy of the micro-batch
+        (loss * its fraction of the images).backward()
+"""
 
 
 def model_of():
@@ -163,31 +178,42 @@ def limits(rank, world_size, images, count):
     return {"bytes": len(CALLS) * nbytes, "messages": len(CALLS) * messages}
 
 
-def explain_crash(crash):
-    """Put typical errors into words."""
-    if "mark" in crash.error and "ready" in crash.error:
-        return "Each forward() of DDP needs its backward() before the next forward()."
-    return None
+def accumulate_gradients(model, images, labels, count):
+    """Why: weighted losses add up to the mean of the batch, and only the last backward() sends."""
+    count = min(count, len(labels))  # so no micro-batch is empty
+    micro_batches = zip(images.tensor_split(count), labels.tensor_split(count), strict=True)
+    for number, (micro_images, micro_labels) in enumerate(micro_batches, start=1):
+        # DDP decides in forward() whether backward() averages the gradients.
+        context = model.no_sync() if number < count else nullcontext()
+        with context:
+            loss = F.cross_entropy(model(micro_images), micro_labels)
+            fraction = len(micro_labels) / len(labels)
+            (loss * fraction).backward()
 
 
-def explain(outcome):
+WORDS = {
+    "CRASH.*mark.*ready": "Each forward() of DDP needs its backward() before the next forward()."
+}
+
+
+def explain(trial):
     """Put typical mistakes into words."""
-    if outcome.verdict == "COSTLY":
-        if all(each.kind != "broadcast" for each in outcome.messages[outcome.rank]):
+    if trial.verdict == "COSTLY":
+        if all(each.kind != "broadcast" for each in trial.messages[trial.rank]):
             return (
                 "DDP puts many gradients into one message if you call model(...), and not "
                 "model.module(...)."
             )
-        calls = [each for each in outcome.messages[outcome.rank] if each.kind == "all_reduce"]
+        calls = [each for each in trial.messages[trial.rank] if each.kind == "all_reduce"]
         if len({each.line for each in calls}) > 1:
             return (
                 "DDP already averages the gradients in the last backward(). "
                 "Are all the other forward() calls inside no_sync(), too?"
             )
         return "Is each forward() but the last one inside no_sync(), with its backward()?"
-    if outcome.verdict == "HANG":
+    if trial.verdict == "HANG":
         return None
-    actual, right = outcome.of_rank()
+    actual, right = trial.of_rank()
     wrong = [name for name in right if differs(actual[name], right[name])]
     if wrong[0] == LARGEST:
         return "A micro-batch is too large, so it may not fit into memory."
@@ -201,7 +227,7 @@ def explain(outcome):
     if wrong[0].startswith("call 2"):
         return "The first call is right. What is left behind for the next one?"
     found = {name: value for name, value in actual.items() if name.startswith("call 1")}
-    for words, gradients in mistaken(outcome, **outcome.case):
+    for words, gradients in mistaken(trial, **trial.case):
         if not differs(found, gradients):
             return words
     return None
@@ -212,9 +238,9 @@ def differs(left, right):
     return difference(left, right, {"rtol": 1e-5, "atol": 1e-6}) is not None
 
 
-def mistaken(outcome, images, count):
+def mistaken(trial, images, count):
     """Return words for typical mistakes, and the gradients that each of them gives."""
-    ranks = range(outcome.world_size)
+    ranks = range(trial.world_size)
     # There are two ways to split. chunk() may return fewer parts than it is asked for.
     positions = torch.arange(images)
     splits = [positions.tensor_split(min(count, images)), positions.chunk(count)]
@@ -237,7 +263,7 @@ def mistaken(outcome, images, count):
     if size and images % count:
         equal = [(slice(start, start + size), 1 / count) for start in range(0, size * count, size)]
         found.append(("The last images are missing, because `count` does not divide them.", equal))
-    own = gradients_of_parts([outcome.rank], 1, images, [(slice(images), 1)])
+    own = gradients_of_parts([trial.rank], 1, images, [(slice(images), 1)])
     words = "The gradients are not averaged over the ranks. Is the last micro-batch in no_sync()?"
     result = [(words, own)]
     for words, parts in found:

@@ -1,10 +1,12 @@
 """How average_gradients is checked."""
 
+from collections import defaultdict
+
 import torch
 import torch.distributed as dist
+from judging.attempt import Rung
+from judging.traffic import sent_bytes
 from torch import nn
-from traffic import sent_bytes
-from verdicts import Rung, contributions, difference
 
 
 class Plain(nn.Module):
@@ -65,7 +67,21 @@ RUNG_1 = Rung(
     then="in one message, and for any model, such as one with a frozen parameter.",
 )
 SLACK = 8  # bytes that each parameter may cost in addition
-EXACT = {"rtol": 0, "atol": 0}
+IMITATED = True
+HINTS = """
+All ranks must send messages of the same length, but a rank does not know which gradients the others
+have. So it sends zeros for a gradient that it lacks. How can the ranks find out whether any of them
+has it?
+
+model.parameters() yields a tied parameter once. torch.cat joins tensors with one axis, and
+flatten() gives any gradient one axis. dist.all_reduce(message) adds up. message.split(sizes)
+returns the parts as views, and part.view_as(parameter) gives a part its shape.
+
+for the trained parameters of each dtype:
+    message = the gradients, or zeros, and a flag for each of them (1: this rank has it)
+    divide the message by n, and all_reduce it
+    for each parameter: if its flag is above 0, keep its part of the message as its gradient
+"""
 
 
 def gradient_of(name, parameter, rank, world_size):
@@ -128,88 +144,91 @@ def limits(rank, world_size, model_class):
     return {"messages": len(dtypes) + 1, "bytes": sent_bytes("all_reduce", nbytes, world_size)}
 
 
-def explain_crash(crash):
-    """Put typical errors into words."""
-    if "NoneType" in crash.error:
-        return "A gradient is None if the parameter is frozen, or if forward() did not use it."
-    if "its buffer has" in crash.error:
-        return "The ranks send messages of different lengths. Do some ranks lack a gradient?"
-    if "assign" in crash.error and "grad" in crash.error:
-        return "All numbers of a message have the same dtype. Use one message for each dtype."
-    if "not compatible" in crash.error:
-        return "view() needs numbers in the order of their indices. flatten() copies if needed."
-    return None
+def average_gradients(model):
+    """Why: all ranks send zeros for a missing gradient, so their messages have the same length."""
+    buckets = defaultdict(list)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            buckets[parameter.dtype].append(parameter)
+    for parameters in buckets.values():
+        parts = []
+        flags = []  # 1 where this rank has a gradient
+        for parameter in parameters:
+            missing = parameter.grad is None
+            gradient = torch.zeros_like(parameter) if missing else parameter.grad
+            parts.append(gradient.flatten())
+            flags.append(0.0 if missing else 1.0)
+        message = torch.cat([*parts, parts[0].new_tensor(flags)])
+        message /= dist.get_world_size()  # before the sum, which may be too large for float16
+        dist.all_reduce(message)
+        sizes = [len(part) for part in parts]
+        *means, flags = message.split([*sizes, len(sizes)])
+        for parameter, mean, flag in zip(parameters, means, flags.tolist(), strict=True):
+            if flag > 0:
+                parameter.grad = mean.view_as(parameter)
 
 
-def explain(outcome):
-    """Put typical mistakes into words."""
-    if outcome.verdict == "HANG":
-        if outcome.case["model_class"] is Unused:
-            return "All ranks must send the same messages, even those that lack a gradient."
-        return None
-    if outcome.verdict == "COSTLY":
-        return explain_costs(outcome)
-    actual, right = outcome.of_rank()
-    for name, mean in right.items():
-        if difference(actual[name], mean, {"rtol": 1e-5, "atol": 1e-6}):
-            if not name.startswith("the gradient of "):
-                return f"{name} has changed. Only the gradients may change."
-            parameter_name = name.removeprefix("the gradient of ")
-            return explain_gradient(outcome, parameter_name, actual[name], mean)
-    return None
+def one_by_one(model):
+    """Send a message for each gradient."""
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad /= dist.get_world_size()
+            dist.all_reduce(parameter.grad)
 
 
-def explain_gradient(outcome, name, actual, mean):
-    """Put a wrong gradient into words."""
-    size = outcome.world_size
-    if mean is None:
-        if name == "unused":
-            return "No rank has this gradient, so it stays None: the optimizer must skip it."
-        return "This parameter is frozen, so it has no gradient."
-    if actual is None and name == "zeros_on_rank_0":
-        return "Rank 0 has this gradient, although all its numbers are 0. Test whether it is None."
-    if actual is None:
-        return "Another rank has this gradient, so all ranks get the mean."
-    if actual.dtype != mean.dtype or actual.shape != mean.shape:
-        return None
-    if not actual.isfinite().all():
-        return "The sum is too large for float16. Divide before the numbers are added."
-    parameter = dict(outcome.case["model_class"]().named_parameters())[name]
-    gradients = [gradient_of(name, parameter, rank, size) for rank in range(size)]
-    existing = [gradient.double() for gradient in gradients if gradient is not None]
-    alone = sum(existing) / len(existing)
-    if len(existing) < size and torch.allclose(actual.double(), alone):
-        return "Divide by the number of ranks. A rank without this gradient counts as zero."
-    own = gradients[outcome.rank]
-    if own is not None and not difference(actual, own, EXACT):
-        return "This is the rank's own gradient. Is the mean copied into parameter.grad?"
-    parts = [0 if gradient is None else gradient.flatten()[0].item() for gradient in gradients]
-    counts = contributions(actual.flatten()[0].item() * size, parts)
-    if counts is not None and 0 in counts and all(parts):
-        return f"Rank {counts.index(0)}'s gradient is missing."
-    return None
-
-
-def explain_costs(outcome):
-    """Put it into words if too much is sent."""
-    mine = outcome.messages[outcome.rank]
-    kinds = {message.kind for message in mine}
-    if kinds != {"all_reduce"}:
-        return None
-    model = outcome.case["model_class"]()
-    allowed = limits(outcome.rank, outcome.world_size, **outcome.case)
-    if len(mine) > allowed["messages"]:
-        return "Join the gradients of one dtype with torch.cat, and send them in one message."
-    if outcome.case["model_class"] is Dtypes:
-        return (
-            "A message has a larger dtype than the gradients. Does torch.cat join several dtypes?"
-        )
-    numbers = sum(message.numel for message in mine)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-    needed = sum(parameter.numel() for parameter in trained)
-    if frozen and numbers >= needed + sum(parameter.numel() for parameter in frozen):
-        return "The frozen parameters travel as well. They have no gradient on any rank."
-    if frozen and numbers >= needed + model.embedding.weight.numel():
-        return "The tied parameter travels twice. model.parameters() yields it once."
-    return None
+WORDS = {
+    "CRASH.*NoneType": "A gradient is None if the parameter is frozen, or if forward() did not use "
+    "it.",
+    "its buffer has|HANG, missing": "The ranks send different messages. Do some ranks lack a "
+    "gradient?",
+    "CRASH.*assign.*grad": "All numbers of a message have the same dtype. Use one message for each "
+    "dtype.",
+    "CRASH.*not compatible": "view() needs numbers in the order of their indices. flatten() copies "
+    "if needed.",
+    "messages;": "Join the gradients of one dtype with torch.cat, and send them in one message.",
+    "dtypes.* bytes;": "A message has a larger dtype than the gradients. Does torch.cat join "
+    "several dtypes?",
+    "frozen.* bytes;": "Do frozen parameters travel, which have no gradient? Or does the tied one "
+    "travel twice? model.parameters() yields it once.",
+    "unused: .*expected +None": "No rank has this gradient, so it stays None: the optimizer must "
+    "skip it.",
+    "expected +None": "This parameter is frozen, so it has no gradient.",
+    "zeros_on_rank_0: None": "Rank 0 has this gradient, although all its numbers are 0. Test "
+    "whether it is None.",
+    "gradient of .*: None": "Another rank has this gradient, so all ranks get the mean.",
+    "float16.*: \\[inf": "The sum is too large for float16. Divide before the numbers are added.",
+    "rank ., (?!the gradient)": "Only the gradients may change.",
+}
+FLAG = "if flag > 0:"
+MEAN = "mean.view_as(parameter)"
+DIVIDE = "message /= dist.get_world_size()"
+REDUCE = "dist.all_reduce(message)"
+MISTAKES = {
+    WORDS["CRASH.*NoneType"]: ("torch.zeros_like(parameter) if missing else ", ""),
+    WORDS["its buffer has|HANG, missing"]: (
+        "parameter.requires_grad",
+        "parameter.grad is not None",
+    ),
+    WORDS["CRASH.*assign.*grad"]: ("buckets[parameter.dtype]", "buckets[None]"),
+    WORDS["CRASH.*not compatible"]: ("gradient.flatten()", "gradient.view(-1)"),
+    WORDS["messages;"]: one_by_one,
+    WORDS["dtypes.* bytes;"]: (
+        *("buckets[parameter.dtype]", "buckets[None]"),
+        *(MEAN, f"{MEAN}.to(parameter.dtype)"),
+    ),
+    WORDS["frozen.* bytes;"]: ("if parameter.requires_grad:", "if True:"),
+    WORDS["unused: .*expected +None"]: (FLAG, "if True:"),
+    WORDS["expected +None"]: ("if parameter.requires_grad:", "if True:", FLAG, "if True:"),
+    WORDS["zeros_on_rank_0: None"]: (
+        *("parameter.grad is None", "parameter.grad is None or not parameter.grad.any()"),
+    ),
+    WORDS["gradient of .*: None"]: (FLAG, "if parameter.grad is not None:"),
+    WORDS["float16.*: \\[inf"]: (DIVIDE, "pass", REDUCE, f"{REDUCE}; {DIVIDE}"),
+    WORDS["rank ., (?!the gradient)"]: (MEAN, f"{MEAN}; parameter.data.add_(1)"),
+    "This is the rank's own gradient. Is the mean copied into parameter.grad?": (
+        *(f"parameter.grad = {MEAN}", "pass"),
+    ),
+    "Divide by the number of ranks. A rank without this gradient counts as zero.": (
+        *(MEAN, f"{MEAN} / flag"),
+    ),
+}

@@ -5,9 +5,10 @@ import gc
 import torch
 import torch.distributed as dist
 import torch.fx.experimental.symbolic_shapes  # backward(gradient) imports it: see ranks.py
-from kept import Watching
+from judging.attempt import Rung
+from judging.kept import Watching
+from judging.words import TOLERANCE, difference, times
 from torch import nn
-from verdicts import TOLERANCE, Rung, difference, times
 
 NAME = "CheckpointBlock"
 WORLD_SIZES = (1, 2)
@@ -29,6 +30,23 @@ WIDTH = 16
 ENOUGH = "the inputs only"
 BEFORE = "random numbers before backward"
 AFTER = "random numbers after backward"
+HINTS = """
+backward() has the inputs and the block, but no graph. What must it do to get one? And from which
+tensor must this graph begin, so that it ends at the inputs, and not at the layers before them?
+
+Inside `with torch.enable_grad():`, autograd records. Begin with inputs.detach() and
+requires_grad_(...). torch.autograd.grad(output, tensors, gradient) returns the gradients of a list
+of tensors, and adds nothing to any .grad. ctx.save_for_backward(...) keeps the inputs.
+
+forward: save inputs, block and the state of the random numbers; return block(inputs)
+backward: keep the state as it is now, and set the saved one
+          inputs = a detached copy that requires a gradient if it needs one
+          with torch.enable_grad(): output = block(inputs)
+          set the state that was kept
+          learned = those of [inputs, *parameters] that need a gradient
+          gradients = torch.autograd.grad(output, learned, gradient)
+          return None for the block, and then for each tensor its gradient or None
+"""
 
 
 def is_tensor(value):
@@ -155,16 +173,55 @@ def limits(rank, world_size, **case):
     return {"messages": 0}
 
 
-def explain(outcome):
+class CheckpointBlock(torch.autograd.Function):
+    """Why: backward() computes the block again from its input, with the same random numbers."""
+
+    @staticmethod
+    def forward(ctx, block, inputs, *parameters):
+        """Return block(inputs). `parameters` are those of the block, in order."""
+        ctx.save_for_backward(inputs)
+        ctx.block = block
+        ctx.parameters = parameters  # they are in memory anyway
+        ctx.random_state = torch.get_rng_state()
+        return block(inputs)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """Return None for the block, and the gradients of the inputs and of each parameter."""
+        (inputs,) = ctx.saved_tensors
+        # A new leaf: hooks on the inputs themselves must not run a second time.
+        inputs = inputs.detach().requires_grad_(ctx.needs_input_grad[1])
+        state_now = torch.get_rng_state()
+        torch.set_rng_state(ctx.random_state)
+        with torch.enable_grad():
+            output = ctx.block(inputs)
+        torch.set_rng_state(state_now)
+        tensors = [inputs, *ctx.parameters]
+        learned = [tensor for tensor in tensors if tensor.requires_grad]
+        # allow_unused: the gradient of a parameter that the block does not use is None.
+        gradients = iter(torch.autograd.grad(output, learned, gradient, allow_unused=True))
+        return None, *(next(gradients) if tensor.requires_grad else None for tensor in tensors)
+
+
+WORDS = {
+    "CRASH.*does not require grad": "autograd records nothing inside backward(), unless it "
+    "computes inside `with torch.enable_grad():`. And some tensors need no gradient: see "
+    "ctx.needs_input_grad.",
+    "CRASH.*an incorrect number of gradients": "backward() returns one value for each argument of"
+    " forward(), after ctx.",
+}
+
+
+def explain(trial):
     """Put typical mistakes into words."""
-    if outcome.verdict != "WRONG":
+    if trial.verdict != "WRONG":
         return None
-    actual, right = outcome.of_rank()
+    actual, right = trial.of_rank()
     wrong = [name for name in right if difference(actual[name], right[name], TOLERANCE)]
     if "kept until backward" in wrong:
         return "What the block has computed stays in memory until backward. Keep only the inputs."
     if "the output" in wrong or BEFORE in wrong:
-        if outcome.case["kind"] == "dropout":
+        if trial.case["kind"] == "dropout":
             return "forward() must draw the random numbers that block(inputs) would draw."
         return None
     if wrong == [AFTER]:
@@ -181,19 +238,6 @@ def explain(outcome):
             "2 times what is expected. If backward() calls backward(), this adds to each .grad, "
             "and autograd then adds what you return. Use torch.autograd.grad."
         )
-    if outcome.case["kind"] == "dropout":
+    if trial.case["kind"] == "dropout":
         return "backward() drops other numbers than forward() has dropped."
-    return None
-
-
-def explain_crash(crash):
-    """Put typical errors into words."""
-    if "does not require grad" in crash.error:
-        return (
-            "autograd records nothing inside backward(), unless it computes inside "
-            "`with torch.enable_grad():`. And some tensors need no gradient: see "
-            "ctx.needs_input_grad."
-        )
-    if "an incorrect number of gradients" in crash.error:
-        return "backward() returns one value for each argument of forward(), after ctx."
     return None

@@ -2,10 +2,10 @@
 
 import torch
 import torch.distributed as dist
+from judging.attempt import Rung
+from judging.traffic import sent_bytes
 from torch import nn
 from torch.nn import functional as F
-from traffic import sent_bytes
-from verdicts import Rung
 
 CASES = {
     "as many images on each rank": {"empty": None, "dtype": torch.float32, "equal": True},
@@ -21,6 +21,18 @@ RUNG_1 = Rung(
 SIZES = [[2, 2, 1], [3], [2, 2], [1], [2, 4]]  # the images in the batches of each rank
 CLASSES = 3
 RESULT = "the mean loss and the accuracy"
+HINTS = """
+A mean of means counts each batch the same, although some batches have fewer images. Which three
+sums over all images of all ranks give both results?
+
+F.cross_entropy(logits, labels, reduction="sum") adds up the losses of a batch.
+dist.all_reduce(totals) adds up over the ranks. Test with model.eval() and torch.no_grad().
+
+totals = three zeros of float64, on the model's device
+for images, labels in batches: add to them the losses, the recognized images and all images
+all_reduce the totals, even on a rank without batches
+return the first two, each divided by the third
+"""
 
 
 class Model(nn.Module):
@@ -111,23 +123,41 @@ def limits(rank, world_size, **case):
     return {"messages": 1, "bytes": sent_bytes("all_reduce", 3 * 8, world_size)}
 
 
-def explain_crash(crash):
-    """Put typical errors into words."""
-    if "ZeroDivisionError" in crash.error:
-        return "A rank without images has nothing to divide. Add up over the ranks first."
-    return None
+@torch.no_grad()
+def exact_accuracy(model, batches):
+    """Why: sums over all images are exact, however the images are divided; means of means are
+    not.
+    """
+    model.eval()
+    # A rank may have no images, so the model tells the device. NCCL cannot send CPU tensors.
+    device = next(model.parameters()).device
+    totals = torch.zeros(3, dtype=torch.float64, device=device)  # losses, recognized, all images
+    for images, labels in batches:
+        logits = model(images)
+        totals[0] += F.cross_entropy(logits, labels, reduction="sum")
+        totals[1] += (logits.argmax(dim=1) == labels).sum()
+        totals[2] += len(labels)
+    dist.all_reduce(totals)
+    loss_sum, hits, seen = totals.tolist()
+    return loss_sum / seen, hits / seen
 
 
-def explain(outcome):
+WORDS = {
+    "CRASH.*ZeroDivisionError": "A rank without images has nothing to divide. Add up over the "
+    "ranks first."
+}
+
+
+def explain(trial):
     """Put typical mistakes into words."""
-    if outcome.verdict == "HANG":
-        return explain_hang(outcome)
-    if outcome.verdict == "COSTLY":
-        mine = outcome.messages[outcome.rank]
+    if trial.verdict == "HANG":
+        return explain_hang(trial)
+    if trial.verdict == "COSTLY":
+        mine = trial.messages[trial.rank]
         if all(message.numel > 1 for message in mine):
             return "Is this a message for each batch? Other ranks may have more batches, or fewer."
         return "Put the sums into one tensor, and add it up over the ranks once."
-    actual, right = outcome.of_rank()
+    actual, right = trial.of_rank()
     if actual["autograd"] == "on":
         return "Autograd records each operation for backward(). Turn it off with torch.no_grad()."
     returned = actual[RESULT]
@@ -135,7 +165,7 @@ def explain(outcome):
         return "Return two numbers: the mean loss, and the accuracy."
     if not returned.isfinite().all():
         return "A rank without images has nothing to divide. Add up over the ranks first."
-    for words, numbers in mistaken(outcome).items():
+    for words, numbers in mistaken(trial).items():
         if torch.allclose(returned, numbers):
             return words
     for number in (0, 1):
@@ -146,12 +176,12 @@ def explain(outcome):
     return None
 
 
-def explain_hang(outcome):
+def explain_hang(trial):
     """Put it into words if the ranks do not send the same messages."""
-    size = outcome.world_size
-    counts = [len(messages) for messages in outcome.messages]
+    size = trial.world_size
+    counts = [len(messages) for messages in trial.messages]
     for rank in range(size):
-        if counts[rank] == 0 and not batches_of(rank, size, **outcome.case):
+        if counts[rank] == 0 and not batches_of(rank, size, **trial.case):
             return (
                 f"Rank {rank} has no images, but it must call the same collectives as the others."
             )
@@ -160,26 +190,26 @@ def explain_hang(outcome):
     return None
 
 
-def mistaken(outcome):
+def mistaken(trial):
     """Return the numbers that typical mistakes give, and words for each of them."""
-    case = outcome.case
+    case = trial.case
     dtype = case["dtype"]
     of_ranks = []
     of_batches = []
-    for rank in range(outcome.world_size):
-        batches = batches_of(rank, outcome.world_size, **case)
+    for rank in range(trial.world_size):
+        batches = batches_of(rank, trial.world_size, **case)
         if batches:
             of_ranks.append(losses_and_hits(batches, dtype).mean(dim=1))
         for batch in batches:
             of_batches.append(losses_and_hits([batch], dtype).mean(dim=1))
-    own = losses_and_hits(batches_of(outcome.rank, outcome.world_size, **case), dtype)
-    sums = losses_and_hits(all_batches(outcome.world_size, **case), dtype).sum(dim=1)
+    own = losses_and_hits(batches_of(trial.rank, trial.world_size, **case), dtype)
+    sums = losses_and_hits(all_batches(trial.world_size, **case), dtype).sum(dim=1)
     ranks = torch.stack(of_ranks)
     mean_of_ranks = ranks.mean(dim=0)
-    mean_with_zeros = ranks.sum(dim=0) / outcome.world_size
+    mean_with_zeros = ranks.sum(dim=0) / trial.world_size
     mean_of_batches = torch.stack(of_batches).mean(dim=0)
     by_own_images = sums / own.shape[1]
-    by_ranks = sums / outcome.world_size
+    by_ranks = sums / trial.world_size
     return {
         "These are the numbers of this rank's own images.": own.mean(dim=1),
         "This is the mean over batches, but a smaller batch must count less.": mean_of_batches,

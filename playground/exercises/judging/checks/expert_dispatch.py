@@ -4,7 +4,7 @@ import torch
 import torch._dynamo  # the first all_to_all_single_autograd() imports it: see ranks.py
 import torch.distributed as dist
 import torch.fx.experimental.symbolic_shapes  # backward(gradient) imports it: see ranks.py
-from verdicts import difference
+from judging.words import difference
 
 CASES = {
     "an expert on each rank": {"here": 1, "kind": "even"},
@@ -19,6 +19,21 @@ CASES = {
 WIDTH = 3
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 TOLERANCE = CLOSE
+HELPERS = ("Exchange",)
+HINTS = """
+Sort the tokens by expert: then the tokens for a rank stand together. Which numbers must the ranks
+exchange before they can make a buffer for the tokens? And how do gradients get from rank to rank?
+
+expert.argsort() sorts, and torch.bincount(expert, minlength=...) counts. An all_to_all_single with
+lists of counts has uneven parts. It has no gradient, so put it into a torch.autograd.Function.
+outputs[order] = rows puts rows back, and autograd follows.
+
+sort the tokens; count those of each expert; exchange the counts with all_to_all_single
+add up the counts of each rank's experts: what this rank sends to each rank, and what it receives
+exchange the tokens; let each expert compute its rows, also if there are none
+exchange the outputs, with the two lists of counts swapped; put them back in the order of the tokens
+backward of an exchange: the same exchange of the gradient, with the lists swapped
+"""
 
 
 def inputs_of(rank, world_size, here, kind, dtype=torch.float32):
@@ -121,18 +136,67 @@ def limits(rank, world_size, here, kind, dtype=torch.float32):
     return {"bytes": rows + counts, "messages": 6 * max(1, world_size - 1)}
 
 
-def explain(outcome):
+class Exchange(torch.autograd.Function):
+    """An all_to_all with uneven parts, and with a gradient."""
+
+    @staticmethod
+    def forward(ctx, rows, sent, received):
+        """Send rows, so many to each rank. Returns the rows that arrive."""
+        ctx.sent = sent
+        ctx.received = received
+        arrived = rows.new_empty(sum(received), rows.shape[1])
+        dist.all_to_all_single(arrived, rows.contiguous(), received, sent)
+        return arrived
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """Send the gradients back."""
+        back = gradient.new_empty(sum(ctx.sent), gradient.shape[1])
+        dist.all_to_all_single(back, gradient.contiguous(), ctx.sent, ctx.received)
+        return back, None, None
+
+
+def expert_dispatch(tokens, expert, experts):
+    """Why: counts tell each rank how large its buffer must be, and a gradient travels the way
+    back.
+    """
+    world_size = dist.get_world_size()
+    here = len(experts)
+    order = expert.argsort()
+    counts = torch.bincount(expert, minlength=world_size * here)
+    arriving = torch.empty_like(counts)
+    dist.all_to_all_single(arriving, counts)
+    sent = counts.view(world_size, here).sum(1).tolist()
+    received = arriving.view(world_size, here).sum(1).tolist()
+    arrived = Exchange.apply(tokens[order], sent, received)
+    number = torch.arange(here, device=tokens.device)
+    number = number.repeat(world_size).repeat_interleave(arriving)
+    computed = torch.empty_like(arrived)
+    for index, compute in enumerate(experts):
+        computed[number == index] = compute(arrived[number == index])
+    outputs = torch.empty_like(tokens)
+    outputs[order] = Exchange.apply(computed, received, sent)
+    return outputs
+
+
+WORDS = {
+    "CRASH.*(?i:split sizes)": "The counts that a rank sends must be those with which the other "
+    "rank receives."
+}
+
+
+def explain(trial):
     """Put typical mistakes into words."""
-    if outcome.verdict == "COSTLY":
+    if trial.verdict == "COSTLY":
         return "A token is needed by its expert only, and its output by its own rank only."
-    if outcome.verdict == "HANG":
-        return explain_hang(outcome)
-    actual, right = outcome.of_rank()
+    if trial.verdict == "HANG":
+        return explain_hang(trial)
+    actual, right = trial.of_rank()
     outputs = actual["the outputs"]
     if not isinstance(outputs, torch.Tensor):
         return "Return the outputs of this rank's tokens as one tensor."
     if difference(outputs, right["the outputs"], CLOSE):
-        return explain_outputs(outcome, outputs, right["the outputs"])
+        return explain_outputs(trial, outputs, right["the outputs"])
     if difference(actual["the gradient of tokens"], right["the gradient of tokens"], CLOSE):
         experts = [name for name in right if name.startswith("the gradient of expert")]
         if any(actual[name] is None for name in experts):
@@ -141,34 +205,34 @@ def explain(outcome):
     return "The outputs are right. Which ranks have the gradients that an expert needs?"
 
 
-def explain_outputs(outcome, outputs, right):
+def explain_outputs(trial, outputs, right):
     """Say what is wrong with the outputs."""
-    tokens, expert, _ = inputs_of(outcome.rank, outcome.world_size, **outcome.case)
+    tokens, expert, _ = inputs_of(trial.rank, trial.world_size, **trial.case)
     if outputs.shape != right.shape:
         return None
     if not difference(outputs, right[expert.argsort(stable=True)], CLOSE):
         return "The outputs are in the order of the experts. Return them in that of the tokens."
     computed_by = []  # for each token, the expert whose output it has
     for token, output in zip(tokens, outputs, strict=True):
-        computed_by.append(who_has_computed(token, output, outcome))
+        computed_by.append(who_has_computed(token, output, trial))
     for index, (number, wanted) in enumerate(zip(computed_by, expert.tolist(), strict=True)):
         if number is not None and number != wanted:
             return f"Token {index} was computed by expert {number}, and not by expert {wanted}."
     return None
 
 
-def who_has_computed(token, output, outcome):
+def who_has_computed(token, output, trial):
     """Return the number of the expert that computes this output of a token; None: there is none."""
-    for number in range(outcome.world_size * outcome.case["here"]):
+    for number in range(trial.world_size * trial.case["here"]):
         expert = make_expert(number, token.dtype)
         if not difference(output.detach(), expert(token).detach(), CLOSE):
             return number
     return None
 
 
-def explain_hang(outcome):
+def explain_hang(trial):
     """Say which ranks have called less than the others."""
-    calls = [len(mine) for mine in outcome.messages]
+    calls = [len(mine) for mine in trial.messages]
     if len(set(calls)) == 1:
         return None
     fewest = calls.index(min(calls))
@@ -176,10 +240,3 @@ def explain_hang(outcome):
         f"Rank {fewest} has called {min(calls)} collectives, and another rank {max(calls)}. A rank "
         "without tokens must call all of them, also those of backward()."
     )
-
-
-def explain_crash(crash):
-    """Put typical errors into words."""
-    if "split sizes" in crash.error.lower():
-        return "The counts that a rank sends must be those with which the other rank receives."
-    return None

@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 import torch._dynamo  # DDP imports it: here, before the ranks are forked
 import torch.distributed as dist
+from judging.words import TOLERANCE, difference
 from torch.nn import functional as F
-from verdicts import TOLERANCE, difference
+from torch.nn.parallel import DistributedDataParallel
 
 NAME = "train"
 FAULT = "WRONG with 1 rank, two layers ... has no key `0.weight`, but `module.0.weight`"
@@ -20,6 +21,15 @@ CASES = {
 }
 PATH = "checkpoint.pt"
 RIGHT = "can be loaded"
+HINTS = """
+Which keys does the state of the plain model have, and which does the state of the trained model
+have? What kind of object is the model that is trained?
+
+DistributedDataParallel is a model of its own, which contains the plain model as an attribute called
+`module`. So each of its keys begins with `module.`.
+
+state = {"model": the state_dict() of the model inside DDP}
+"""
 
 
 class Buffered(torch.nn.Module):
@@ -122,19 +132,35 @@ def expected(rank, world_size, kind):
     return {"the checkpoint": RIGHT, "the loaded model": trained(kind, range(world_size))}
 
 
-def explain(outcome):
+def train(model, images, labels, path):
+    """Why: model.module is the model inside DDP, so its keys are those of the plain model."""
+    model = DistributedDataParallel(model)
+    for _ in range(2):
+        model.zero_grad()
+        F.cross_entropy(model(images), labels).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter -= 0.1 * parameter.grad
+    if dist.get_rank() == 0:
+        state = {"model": model.module.state_dict()}
+        torch.save(state, path)
+    dist.barrier()  # no rank returns before the file is there
+
+
+def explain(trial):
     """Put typical mistakes into words."""
-    if outcome.verdict != "WRONG":
+    if trial.verdict != "WRONG":
         return None
-    state = outcome.results[outcome.rank]["the loaded model"]
-    kind = outcome.case["kind"]
+    state = trial.results[trial.rank]["the loaded model"]
+    kind = trial.case["kind"]
     if state is None:
-        if outcome.rank > 0:
-            return f"Rank {outcome.rank} returned before rank 0 had written the file."
+        if trial.rank > 0:
+            return f"Rank {trial.rank} returned before rank 0 had written the file."
         return None
     if not difference(state, trained(kind, [], steps=0), TOLERANCE):
         return "This is the model before training."
-    for rank in range(outcome.world_size):
+    for rank in range(trial.world_size):
         if not difference(state, trained(kind, [rank]), TOLERANCE):
             return f"This model has learned from the images of rank {rank} only."
     return None

@@ -2,7 +2,8 @@
 
 import torch
 import torch.distributed as dist
-from traffic import uncounted
+from judging.traffic import uncounted
+from torch.nn import functional as F
 
 NAME = "train"
 FAULT = "WRONG with 2 ranks, images of its own on each rank ... rank 1's parameter `weight` differs"
@@ -12,6 +13,17 @@ RIGHT = {
     "the noise": "different in all steps and on all ranks",
     "the seed": "decides which model is made",
 }
+HINTS = """
+Which random numbers does the program draw, and which of them must be equal on all ranks?
+
+torch.manual_seed(number) sets the numbers that are drawn after it, and can be called again.
+dist.broadcast(tensor, src=0) would also give all ranks the numbers of rank 0.
+
+the same seed on all ranks
+make the model
+a different seed on each rank
+train
+"""
 
 
 class Recorded(torch.nn.Module):
@@ -113,11 +125,30 @@ def words_on_seed(last):
     return RIGHT["the seed"]
 
 
-def explain(outcome):
+def train(make_model, images, seed):
+    """Why: all ranks draw the same model, and only then does each rank get a seed of its own."""
+    torch.manual_seed(seed)
+    model = make_model()
+    # Each rank needs noise of its own.
+    torch.manual_seed(seed + dist.get_rank())
+    for _ in range(3):
+        noise = 0.1 * torch.randn(images.shape)
+        model.zero_grad()
+        F.mse_loss(model(images + noise), images).backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+    return model
+
+
+def explain(trial):
     """Put typical mistakes into words."""
-    if outcome.verdict != "WRONG":
+    if trial.verdict != "WRONG":
         return None
-    models = outcome.results[outcome.rank]["the models"]
+    models = trial.results[trial.rank]["the models"]
     if "in step 2" in models or "in step 3" in models:
         return "The models were equal in step 1. Does each rank take the same step?"
     if "buffer" in models:

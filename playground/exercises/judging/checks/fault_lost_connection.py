@@ -11,6 +11,16 @@ JOIN = False
 FAULT = "CRASH with 2 ranks ... all_reduce ... has left the group"
 CASES = {"limit 1": {"limit": 1.0}, "limit 0.5": {"limit": 0.5}}
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
+HINTS = """
+After how many steps does each rank leave the group, and which number decides this?
+
+dist.all_reduce can also add up the losses. Then every rank knows the loss of the global batch, and
+all of them take the same decision.
+
+after each step:
+    mean_loss = the mean of the ranks' losses, the same on all ranks
+    if mean_loss < limit: break
+"""
 
 
 def make_model():
@@ -66,13 +76,39 @@ def expected(rank, world_size, limit):
     return {"the number of steps": steps, **parameters, "the group, which this rank": "has left"}
 
 
-def explain(outcome):
+def train(model, images, labels, limit):
+    """Why: the mean of the losses is the same on all ranks, so all leave the group at the same
+    step.
+    """
+    dist.init_process_group("gloo")
+    steps = 0
+    while steps < 20:
+        steps += 1
+        model.zero_grad()
+        loss = F.mse_loss(model(images), labels)
+        loss.backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+        mean_loss = loss.detach()
+        dist.all_reduce(mean_loss)
+        mean_loss /= dist.get_world_size()
+        if mean_loss < limit:
+            break
+    dist.destroy_process_group()
+    return steps
+
+
+def explain(trial):
     """Put typical mistakes into words."""
-    if outcome.verdict == "HANG":
+    if trial.verdict == "HANG":
         return None
-    result, _ = outcome.of_rank()
-    size = outcome.world_size
-    steps = [outcome.results[rank]["the number of steps"] for rank in range(size)]
+    result, _ = trial.of_rank()
+    size = trial.world_size
+    steps = [trial.results[rank]["the number of steps"] for rank in range(size)]
     if result["the group, which this rank"] == "has not left":
         return "A rank must leave the group before its program ends."
     if len(set(steps)) > 1:
@@ -80,8 +116,8 @@ def explain(outcome):
     if steps[0] == 20:
         return "This is the largest number of steps. Is the limit checked?"
     for rank in range(size):
-        if size > 1 and steps[0] == trained(size, **outcome.case, number=rank)[0]:
+        if size > 1 and steps[0] == trained(size, **trial.case, number=rank)[0]:
             return f"In this step the loss of rank {rank} is below the limit, but the mean is not."
-    if steps[0] == trained(size, **outcome.case, number="sum")[0]:
+    if steps[0] == trained(size, **trial.case, number="sum")[0]:
         return "In this step the sum of the losses is below the limit, but their mean is not."
     return None

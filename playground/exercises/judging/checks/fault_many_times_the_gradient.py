@@ -2,8 +2,8 @@
 
 import torch
 import torch.distributed as dist
+from judging.words import difference
 from torch.nn import functional as F
-from verdicts import difference
 
 NAME = "train"
 FAULT = "WRONG with 2 ranks, 1 step ... Both layers move 2 times as far as they should"
@@ -12,6 +12,17 @@ CASES = {
     "different numbers of tokens, 3 steps": {"each": 2, "more": 3, "steps": 3},
 }
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}
+HINTS = """
+After the all_reduce in Add, what do the ranks compute from the sum, and on how many of them? Of
+which loss is the sum of all ranks' gradients the gradient?
+
+Every rank computes the whole loss. Add's backward() adds up the gradients of all these losses, and
+dist.all_reduce(parameter.grad) adds up what each of them gives to a parameter. So let all losses
+together be one loss.
+
+the loss of each rank = the loss / the number of ranks
+(Or only one rank counts: the others multiply the loss by 0, as in the lesson. Or divide gradients.)
+"""
 
 
 def make_layers():
@@ -86,12 +97,51 @@ def expected(rank, world_size, **case):
     return trained(world_size, case)
 
 
-def explain(outcome):
+class Add(torch.autograd.Function):
+    """Adds up a tensor over the ranks. Each rank then computes with the sum."""
+
+    @staticmethod
+    def forward(ctx, term):
+        """Return the sum of the terms of all ranks."""
+        total = term.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """Return the sum of the gradients of all ranks, because all of them use the term."""
+        total = gradient.clone()
+        dist.all_reduce(total)
+        return total
+
+
+def train(layer, head, tokens, labels, count, steps):
+    """Why: all ranks compute the same loss. The sum over the ranks is the gradient of n losses."""
+    parameters = [*layer.parameters(), *head.parameters()]
+    for _ in range(steps):
+        layer.zero_grad()
+        head.zero_grad()
+        total = Add.apply(layer(tokens).tanh().sum(dim=1))
+        loss = F.cross_entropy(head(total / count), labels)
+        loss = loss / dist.get_world_size()  # the losses of all ranks are then one loss
+        loss.backward()
+        with torch.no_grad():
+            for parameter in parameters:
+                dist.all_reduce(parameter.grad)  # each rank has the part of its own tokens
+                parameter -= 0.1 * parameter.grad
+
+
+WORDS = {
+    "CRASH.*NoneType": "A rank that does not call backward() has no gradients: its grad is None."
+}
+
+
+def explain(trial):
     """Put typical mistakes into words."""
-    if outcome.verdict != "WRONG" or outcome.world_size == 1:
+    if trial.verdict != "WRONG" or trial.world_size == 1:
         return None
-    n = outcome.world_size
-    rank = outcome.rank
+    n = trial.world_size
+    rank = trial.rank
     guesses = {
         f"Both layers move {n} times as far as they should. How many ranks compute the loss?": {
             "of_layer": n,
@@ -116,15 +166,8 @@ def explain(outcome):
             "only": rank,
         },
     }
-    actual = outcome.results[rank]
+    actual = trial.results[rank]
     for words, factors in guesses.items():
-        if not difference(actual, trained(n, outcome.case, **factors), TOLERANCE):
+        if not difference(actual, trained(n, trial.case, **factors), TOLERANCE):
             return words
-    return None
-
-
-def explain_crash(crash):
-    """Put typical errors into words."""
-    if "NoneType" in crash.error:
-        return "A rank that does not call backward() has no gradients: its grad is None."
     return None

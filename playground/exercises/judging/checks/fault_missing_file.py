@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from judging.traffic import uncounted
 from torch.nn import functional as F
-from traffic import uncounted
 
 NAME = "train"
 FAULT = "CRASH with 3 ranks, 2 ranks on each node ... rank 2: FileNotFoundError"
@@ -18,6 +18,16 @@ RIGHT = "each image is used once"
 IMAGES = 60  # a multiple of every number of ranks, so all parts are equal
 SECONDS_HALF_THERE = 0.2  # a rank that looks for the file every 0.1 s finds the first half
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}
+HINTS = """
+On which nodes is the file downloaded, and which rank does it there?
+
+os.environ["LOCAL_RANK"] is the number of a process on its own node, as text. dist.get_rank() is its
+number over all nodes.
+
+local_rank = the number of this process on its node
+if it is the first process of its node: download the file
+wait for all ranks
+"""
 
 
 def make_data():
@@ -120,26 +130,43 @@ def expected(rank, world_size, ranks):
     return result | trained()
 
 
-def explain(outcome):
+def train(model, download):
+    """Why: the first rank of each node has local rank 0, and only node 0 has rank 0."""
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    local_rank = int(os.environ["LOCAL_RANK"])
+    if local_rank == 0:
+        download("images.pt")
+    dist.barrier()
+    images, labels = torch.load("images.pt")
+    loss = F.cross_entropy(model(images[rank::world_size]), labels[rank::world_size])
+    loss.backward()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= world_size
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= 0.1 * parameter.grad
+
+
+WORDS = {
+    "CRASH.*(PytorchStreamReader|EOFError)": "The file is there, but download() has not returned, "
+    "so a part of it is missing.",
+    "CRASH.*images.pt": "The file is not in the folder of this rank's node at this moment.",
+}
+
+
+def explain(trial):
     """Put typical mistakes into words."""
-    if outcome.verdict != "WRONG":
+    if trial.verdict != "WRONG":
         return None
-    size = outcome.world_size
-    ranks = outcome.case["ranks"]
-    result = outcome.results[outcome.rank]
+    size = trial.world_size
+    ranks = trial.case["ranks"]
+    result = trial.results[trial.rank]
     for node in range(nodes(size, ranks)):
         count = result[f"downloads on node {node}"]
         if count > 1:
             return f"{count} ranks of node {node} have downloaded the file."
         if count == 0:
             return f"No rank of node {node} has downloaded the file."
-    return None
-
-
-def explain_crash(crash):
-    """Put typical errors into words."""
-    if "images.pt" in crash.error:
-        return "The file is not in the folder of this rank's node at this moment."
-    if "PytorchStreamReader" in crash.error or "EOFError" in crash.error:
-        return "The file is there, but download() has not returned, so a part of it is missing."
     return None

@@ -4,8 +4,8 @@ import itertools
 
 import torch
 import torch.distributed as dist
+from judging.words import difference
 from torch.nn import functional as F
-from verdicts import difference
 
 NAME = "train"
 FAULT = "WRONG with 2 ranks, two layers of the same size ... changes by rank 1's gradient of"
@@ -14,6 +14,16 @@ CASES = {
     "frozen, tied and unused parameters": {"kind": "special", "steps": 3},
 }
 LR = 0.01
+HINTS = """
+The first all_reduce of a rank meets the first all_reduce of the other ranks, the second one meets
+the second one, and so on. Which parameter is the first on each rank?
+
+A collective knows nothing of parameters, only of the order of the calls. So the order must depend
+on something that is equal on all ranks, such as model.parameters() or numel().
+
+for parameter in the parameters with a gradient, in an order that is equal on all ranks:
+    add up and divide its gradient
+"""
 
 
 class Special(torch.nn.Module):
@@ -88,18 +98,39 @@ def expected(rank, world_size, kind, steps):
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def explain(outcome):
+def train(model, images, labels, steps):
+    """Why: numel() is the same on all ranks, so all ranks send the gradients in the same order."""
+    for _ in range(steps):
+        model.zero_grad()
+        F.mse_loss(model(images), labels).backward()
+        trained = [parameter for parameter in model.parameters() if parameter.grad is not None]
+        # The gradients with the most numbers travel first.
+        trained.sort(key=lambda parameter: parameter.numel(), reverse=True)
+        for parameter in trained:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+        with torch.no_grad():
+            for parameter in trained:
+                parameter -= 0.01 * parameter.grad
+
+
+WORDS = {
+    "CRASH.*NoneType": "A parameter that is frozen or not used has no gradient: its grad is None."
+}
+
+
+def explain(trial):
     """Put typical mistakes into words."""
-    if outcome.verdict == "HANG" or outcome.case["kind"] != "square":
+    if trial.verdict == "HANG" or trial.case["kind"] != "square":
         return None
-    size = outcome.world_size
+    size = trial.world_size
     model = make_model("square")
     own = [gradients(model, [rank]) for rank in range(size)]
-    kinds = [call.kind for call in outcome.messages[outcome.rank]]
+    kinds = [call.kind for call in trial.messages[trial.rank]]
     for name, parameter in model.named_parameters():
-        now = outcome.results[outcome.rank][name]
+        now = trial.results[trial.rank][name]
         change = (parameter.detach() - now) / LR
-        found = words_on(name, change, own, outcome.rank)
+        found = words_on(name, change, own, trial.rank)
         if found and "barrier" in kinds:
             return f"{found} A barrier does not change which calls meet."
         if found and len(kinds) == 1 and "gradient of" in found:
@@ -140,10 +171,3 @@ def words_on(name, change, own, mine):
 def close(tensor, other):
     """Return whether two gradients are equal, up to rounding."""
     return difference(tensor, other, {"rtol": 1e-3, "atol": 1e-3}) is None
-
-
-def explain_crash(crash):
-    """Put typical errors into words."""
-    if "NoneType" in crash.error:
-        return "A parameter that is frozen or not used has no gradient: its grad is None."
-    return None

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from verdicts import difference
+from judging.words import difference
 
 NAME = "train"
 FAULT = "WRONG with 2 ranks, 1 step ... the parameters that rank 1 has after its own step"
@@ -14,6 +14,17 @@ CASES = {"1 step": {"shape": (2,), "steps": 1}, "5 steps": {"shape": (2, 3), "st
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
 PATIENCE = 2  # seconds for which rank 0 waits for rank 1 at most
 WHEN = "rank 1 takes its first step"
+HINTS = """
+When do the numbers of a message leave the tensor: in isend, or later? What has happened to the
+tensor until then?
+
+Until wait() has returned for each request, the tensor that isend sends must not change. A clone()
+of it can travel while the tensor itself changes.
+
+message = a copy of the parameters
+start to send the copy and to receive, in one batch
+take a step, and wait for each request, as before
+"""
 
 
 def start(rank, shape):
@@ -80,26 +91,51 @@ def limits(rank, world_size, shape, steps):
     return {"messages": steps, "bytes": steps * start(rank, shape).nbytes}
 
 
-def explain(outcome):
+def train(parameters, gradient, steps):
+    """Why: isend only starts the message, so it gets a copy that does not change while it
+    travels.
+    """
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    right = (rank + 1) % world_size
+    left = (rank - 1) % world_size
+    received = torch.empty_like(parameters)
+    for _ in range(steps):
+        message = parameters.clone()
+        # With NCCL, the messages of two ranks share one communicator and run in order, so both
+        # ranks could wait for ever if both send first. A batch starts its operations together.
+        operations = [
+            dist.P2POp(dist.isend, message, right),
+            dist.P2POp(dist.irecv, received, left),
+        ]
+        requests = dist.batch_isend_irecv(operations)
+        parameters -= 0.5 * gradient(parameters)
+        for request in requests:
+            request.wait()
+        parameters += received
+        parameters /= 2
+
+
+def explain(trial):
     """Put typical mistakes into words."""
-    if outcome.verdict != "WRONG":
+    if trial.verdict != "WRONG":
         return None
-    rank = outcome.rank
-    shape = outcome.case["shape"]
-    result = outcome.results[rank]
+    rank = trial.rank
+    shape = trial.case["shape"]
+    result = trial.results[rank]
     actual = result["the parameters"]
-    left = (rank - 1) % outcome.world_size
+    left = (rank - 1) % trial.world_size
     mine = start(rank, shape)
     theirs = start(left, shape)
     if result["what is returned"] is not None:
         return "Change the parameters in place, and return nothing."
     if not difference(actual, mine, TOLERANCE):
         return "The tensor of the caller has not changed. Are the new numbers in another tensor?"
-    if any(message.kind == "barrier" for message in outcome.messages[rank]):
+    if any(message.kind == "barrier" for message in trial.messages[rank]):
         return "After a barrier all ranks have called isend, but the numbers may not have left."
     if not difference(actual, own_step((mine + theirs) / 2, rank, shape), TOLERANCE):
         return "This would be right if the mean came first, and the step after it."
-    if not difference(actual, trained(outcome.world_size, **outcome.case)[rank], TOLERANCE):
+    if not difference(actual, trained(trial.world_size, **trial.case)[rank], TOLERANCE):
         return "The step comes before wait() and recv(), so that no rank waits before it computes."
     newer = (own_step(mine, rank, shape) + own_step(theirs, left, shape)) / 2
     if not difference(actual, newer, TOLERANCE):

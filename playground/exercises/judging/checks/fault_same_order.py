@@ -4,15 +4,27 @@ import random
 
 import torch
 import torch.distributed as dist
+from judging.traffic import uncounted
 from torch.nn import functional as F
-from torch.utils.data import Dataset
-from traffic import uncounted
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 NAME = "train"
 FAULT = "WRONG with 1 rank, 13 images ... all epochs have the same order"
 CASES = {"13 images": {"length": 13, "epochs": 3}, "16 images": {"length": 16, "epochs": 7}}
 RIGHT = "each epoch has an order of its own"
 BATCH = 2  # images of a rank in a step
+IMITATED = True
+HINTS = """
+Which object chooses the order of an epoch, and how does it know the epoch?
+
+DistributedSampler draws its order with the seed `seed + epoch`. It cannot know the epoch by itself.
+sampler.set_epoch(number) tells it.
+
+for epoch in range(epochs):
+    tell the sampler the number of this epoch
+    for images, labels in loader:
+        ...
+"""
 
 
 class Recorded(Dataset):
@@ -123,21 +135,46 @@ def words_on_model(model, orders, length, epochs):
     return "as of a single process"
 
 
-def explain(outcome):
-    """Put typical mistakes into words."""
-    if outcome.verdict != "WRONG":
-        return None
-    words = outcome.of_rank()[0]["the order of the images"]
-    if "has read" in words:
-        return (
-            "Every rank reads its part of the images. An epoch has len(dataset) // n images of it."
-        )
-    if "more than once" in words:
-        return "Do all ranks have the same order, and does each take different positions?"
-    if "but not all" in words:
-        if words.startswith("epoch 2 has"):
-            return "A new number takes effect when the next epoch starts. Is it set too late?"
-        return "Each epoch needs a number that no earlier epoch has had."
-    if "the same images" in words:
-        return "A rank's own images are shuffled. But which images a rank has must change, too."
-    return None
+def train(model, dataset, epochs):
+    """Why: the sampler's order depends on the epoch, and set_epoch tells the sampler the epoch."""
+    sampler = DistributedSampler(dataset, seed=0, drop_last=True)
+    loader = DataLoader(dataset, batch_size=2, sampler=sampler)
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        for images, labels in loader:
+            model.zero_grad()
+            loss = F.cross_entropy(model(images), labels)
+            loss.backward()
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= dist.get_world_size()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.1 * parameter.grad
+
+
+WORDS = {
+    "has read": "Every rank reads its part of the images. An epoch has len(dataset) // n images of "
+    "it.",
+    "more than once": "Do all ranks have the same order, and does each take different positions?",
+    "epoch 2 has": "A new number takes effect when the next epoch starts. Is it set too late?",
+    "but not all": "Each epoch needs a number that no earlier epoch has had.",
+    "the same images": "A rank's own images are shuffled. But which images a rank has must change, "
+    "too.",
+}
+SAMPLER = "DistributedSampler(dataset, seed=0, drop_last=True)"
+OWN = "dist.get_rank() * (n := len(dataset) // dist.get_world_size())"
+SET = "sampler.set_epoch(epoch)"
+MISTAKES = {
+    "all epochs have the order that set_epoch(1) gives": (SET, "sampler.set_epoch(1)"),
+    "all epochs have the order of the data set": ("seed=0", "shuffle=False"),
+    "the trained model: differs from": ("dist.all_reduce(parameter.grad)", "pass"),
+    WORDS["has read"]: (SAMPLER, "torch.utils.data.RandomSampler(dataset)", SET, "pass"),
+    WORDS["more than once"]: ("seed=0", "seed=dist.get_rank()"),
+    WORDS["epoch 2 has"]: ("range(epochs):", "[0, *range(epochs - 1)]:"),
+    WORDS["but not all"]: ("(epoch)", "(epoch % 3)"),
+    WORDS["the same images"]: (
+        *(SAMPLER, f"torch.utils.data.SubsetRandomSampler(range({OWN}, {OWN} + n))"),
+        *(SET, "pass"),
+    ),
+}

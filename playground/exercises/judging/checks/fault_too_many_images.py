@@ -2,14 +2,24 @@
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import Dataset
-from traffic import uncounted
+from judging.traffic import uncounted
+from torch.utils.data import DataLoader, Dataset
 
 NAME = "test"
 FAULT = "WRONG with 2 ranks, 11 images ... image 0 is read on ranks 0 and 1 ... count 12 images"
 CASES = {"11 images": {"length": 11}, "3 images": {"length": 3}, "20 images": {"length": 20}}
 RIGHT = "each image is read on one rank"
 EQUAL = "the numbers of images differ by at most one"
+HINTS = """
+How many images does each rank read, and how many images are there in all? Which images are read
+twice?
+
+DistributedSampler gives all ranks the same number of images. To do so, it repeats some images, or
+leaves some out. A DataLoader takes any list of indices as its sampler.
+
+indices = rank r, r + n, r + 2n, ... below len(dataset)
+loader = a DataLoader with these indices as its sampler
+"""
 
 
 class Recorded(Dataset):
@@ -85,11 +95,26 @@ def words_on_parts(read):
     return EQUAL
 
 
-def explain(outcome):
+def test(model, dataset):
+    """Why: DistributedSampler repeats images to make the parts equal, and a range repeats none."""
+    sampler = range(dist.get_rank(), len(dataset), dist.get_world_size())
+    loader = DataLoader(dataset, batch_size=4, sampler=sampler)
+    device = next(model.parameters()).device
+    counts = torch.zeros(2, dtype=torch.int64, device=device)  # NCCL cannot send CPU tensors
+    with torch.no_grad():
+        for images, labels in loader:
+            predictions = model(images.to(device)).argmax(dim=1)
+            counts[0] += (predictions == labels.to(device)).sum()
+            counts[1] += len(labels)
+    dist.all_reduce(counts)
+    return counts.tolist()
+
+
+def explain(trial):
     """Put typical mistakes into words."""
-    if outcome.verdict != "WRONG":
+    if trial.verdict != "WRONG":
         return None
-    result, right = outcome.of_rank()
+    result, right = trial.of_rank()
     counts = result["hits and images"]
     hits, length = right["hits and images"]
     whole = isinstance(counts, list) and len(counts) == 2

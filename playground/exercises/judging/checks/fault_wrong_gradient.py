@@ -3,7 +3,6 @@
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
-from verdicts import difference
 
 NAME = "train"
 FAULT = "WRONG with 2 ranks, 1 step ... This is the mean of the ranks' gradients"
@@ -13,6 +12,19 @@ CASES = {
     "no images on some ranks": {"lengths": (4, 0, 3, 0, 1), "steps": 2},
 }
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}
+IMITATED = True
+HINTS = """
+How much does one image of a rank with few images count in the mean over the ranks, and how much an
+image of a rank with many?
+
+F.cross_entropy(logits, labels, reduction="sum") adds up the losses of the images, even if there are
+none. dist.all_reduce can also add up how many images the ranks have. NCCL cannot send CPU tensors,
+so make this number a tensor on the device of the images.
+
+all_images = the number of images of all ranks
+loss = the sum over this rank's images
+the gradient = the sum of the ranks' gradients / all_images
+"""
 
 
 def make_model():
@@ -35,71 +47,67 @@ def run(train, lengths, steps):
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def trained(world_size, lengths, steps, weights=None):
-    """Return the parameters after training in a single process.
-
-    Args:
-        weights: for each rank, how much one of its images counts; None: as in the mean.
-    """
-    images = [part(rank, lengths)[0] for rank in range(world_size)]
-    labels = [part(rank, lengths)[1] for rank in range(world_size)]
-    weights = weights or [1 / sum(lengths[:world_size])] * world_size
-    counts = torch.tensor(weights).repeat_interleave(torch.tensor(lengths[:world_size]))
+def expected(rank, world_size, lengths, steps):
+    """Return the parameters after training in a single process."""
+    parts = [part(rank, lengths) for rank in range(world_size)]
+    images = torch.cat([images for images, _ in parts])
+    labels = torch.cat([labels for _, labels in parts])
     model = make_model()
     for _ in range(steps):
         model.zero_grad()
-        losses = F.cross_entropy(model(torch.cat(images)), torch.cat(labels), reduction="none")
-        (losses * counts).sum().backward()
+        F.cross_entropy(model(images), labels).backward()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter -= 0.1 * parameter.grad
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def expected(rank, world_size, lengths, steps):
-    """Return what run() should return."""
-    return trained(world_size, lengths, steps)
+def train(model, images, labels, steps):
+    """Why: the ranks add up sums and divide by all images, so each image counts the same."""
+    all_images = torch.tensor(len(labels), device=labels.device)  # NCCL cannot send CPU tensors
+    dist.all_reduce(all_images)
+    for _ in range(steps):
+        model.zero_grad()
+        loss = F.cross_entropy(model(images), labels, reduction="sum")
+        loss.backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= all_images
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
 
 
-def explain(outcome):
-    """Put typical mistakes into words."""
-    if outcome.verdict != "WRONG":
-        return None
-    actual = outcome.results[outcome.rank]
-    size = outcome.world_size
-    lengths = outcome.case["lengths"][:size]
-    total = sum(lengths)
-    longest = max(lengths)
-    shortest = min(lengths)
-    if shortest == 0:
-        return None
-    guesses = {
-        "This is the mean of the ranks' gradients, in which each rank counts the same.": [
-            1 / length / size for length in lengths
-        ],
-        "This is the sum of the ranks' gradients. What must it be divided by?": [
-            1 / length for length in lengths
-        ],
-        "This is the sum over all images. What must it be divided by?": [1] * size,
-        "This is the sum over all images, divided by the number of ranks.": [1 / size] * size,
-        f"This is {size} times too small: divided by the images and by the ranks.": [
-            1 / total / size
-        ]
-        * size,
-        f"This is the result if each rank had {longest} images.": [1 / longest / size] * size,
-        "This is the step with this rank's own gradient only.": [
-            1 / length if rank == outcome.rank else 0 for rank, length in enumerate(lengths)
-        ],
-    }
-    for words, weights in guesses.items():
-        guess = trained(size, outcome.case["lengths"], outcome.case["steps"], weights)
-        if not difference(actual, guess, TOLERANCE):
-            return words
-    return None
-
-
-def explain_crash(crash):
-    """Put typical errors into words."""
-    if "NoneType" in crash.error:
-        return "A parameter has no gradient until backward() has been called: its grad is None."
-    return None
+SUM = ', reduction="sum"'
+DIVIDE = "/= all_images"
+MEAN = (SUM, "", DIVIDE, "/= dist.get_world_size()")
+WORDS = {
+    "CRASH.*NoneType": "A parameter has no gradient until backward() has been called: its grad is "
+    "None."
+}
+MISTAKES = {
+    WORDS["CRASH.*NoneType"]: ("        loss.backward", "        len(labels) and loss.backward"),
+    "This is the mean of the ranks' gradients, in which each rank counts the same.": MEAN,
+    "This is the sum of the ranks' gradients. What must it be divided by?": (
+        SUM,
+        "",
+        DIVIDE,
+        "/= 1",
+    ),
+    "This is the sum over all images. What must it be divided by?": (DIVIDE, "/= 1"),
+    "This is the sum over all images, divided by the number of ranks.": (
+        *(DIVIDE, "/= dist.get_world_size()"),
+    ),
+    "This is divided by the images and by the ranks.": (
+        *(DIVIDE, "/= all_images * dist.get_world_size()"),
+    ),
+    "This is the result if each rank had as many images as the one with the most.": (
+        *("dist.all_reduce(all_images)", "dist.all_reduce(all_images, dist.ReduceOp.MAX)"),
+        *(DIVIDE, "/= all_images * dist.get_world_size()"),
+    ),
+    "This is the step with this rank's own gradient only.": (
+        *(SUM, ""),
+        *("            dist.all_reduce(parameter.grad)\n", ""),
+        *(DIVIDE, "/= 1"),
+    ),
+}

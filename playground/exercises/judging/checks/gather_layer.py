@@ -7,10 +7,11 @@ import time
 import torch
 import torch.distributed as dist
 import torch.fx.experimental.symbolic_shapes  # backward(gradient) imports it: see ranks.py
-from kept import Watching
+from judging.attempt import Rung
+from judging.kept import Watching
+from judging.words import difference, times
 from torch import nn
 from torch.func import functional_call
-from verdicts import Rung, difference, times
 
 NAME = "GatherLayer"
 CASES = {
@@ -30,6 +31,21 @@ RUNG_1 = Rung(
 )
 TOLERANCE = {"rtol": 2e-3, "atol": 2e-3}  # for float16
 ENOUGH = "no more than the shard and the inputs"
+HINTS = """
+Do in backward() what forward() has done, but with autograd: gather, compute, and then backward() of
+what was computed. What is the gradient of the whole parameters needed for?
+
+dist.all_gather_into_tensor(flat, shard) and dist.reduce_scatter_tensor(of_shard, of_flat). Inside
+`with torch.enable_grad():`, autograd records. Start from inputs.detach().requires_grad_(True).
+ctx.save_for_backward(...) keeps tensors, and copies none.
+
+forward: save inputs, shard and compute; flat = all shards; return compute(inputs, flat)
+backward: flat = all shards; let inputs and flat require a gradient if they need one
+          with torch.enable_grad(): output = compute(inputs, flat)
+          output.backward(gradient)
+          the gradient of shard = reduce_scatter of flat.grad / n
+          return inputs.grad, the gradient of shard, None
+"""
 
 
 class Twice(nn.Module):
@@ -178,13 +194,56 @@ def limits(rank, world_size, kind, frozen=False, **others):
     return {"messages": messages, "bytes": messages * (world_size - 1) * shard}
 
 
-def explain(outcome):
+class GatherLayer(torch.autograd.Function):
+    """Why: backward() computes the forward pass again, so it needs only the inputs and the
+    shard.
+    """
+
+    @staticmethod
+    def forward(ctx, inputs, shard, compute):
+        """Return compute(inputs, flat), where flat has the shards of all ranks."""
+        ctx.save_for_backward(inputs, shard)
+        ctx.compute = compute
+        flat = shard.new_empty(len(shard) * dist.get_world_size())
+        dist.all_gather_into_tensor(flat, shard)
+        return compute(inputs, flat)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """Return the gradients of inputs and shard, and None for compute."""
+        learn_inputs, learn_shard, _ = ctx.needs_input_grad
+        inputs, shard = ctx.saved_tensors
+        flat = shard.new_empty(len(shard) * dist.get_world_size())
+        dist.all_gather_into_tensor(flat, shard)
+        inputs = inputs.detach().requires_grad_(learn_inputs)
+        flat.requires_grad_(learn_shard)
+        with torch.enable_grad():
+            output = ctx.compute(inputs, flat)
+        torch.autograd.backward(output, gradient)
+        of_shard = None
+        if learn_shard:
+            of_shard = torch.empty_like(shard)
+            dist.reduce_scatter_tensor(of_shard, flat.grad / dist.get_world_size())
+        return inputs.grad, of_shard, None
+
+
+WORDS = {
+    "CRASH.*invalid gradient at index 1": "The gradient of `shard` has as many numbers as the "
+    "shard.",
+    "CRASH.*does not require grad": "autograd records nothing inside backward(), unless it "
+    "computes inside `with torch.enable_grad():`, with tensors that require a gradient.",
+    "CRASH.*floating point": "`inputs` may be integers. ctx.needs_input_grad[0] shows whether "
+    "they need a gradient.",
+}
+
+
+def explain(trial):
     """Put typical mistakes into words."""
-    if outcome.verdict == "COSTLY":
-        return explain_costs(outcome)
-    if outcome.verdict == "HANG":
+    if trial.verdict == "COSTLY":
+        return explain_costs(trial)
+    if trial.verdict == "HANG":
         return None
-    actual, right = outcome.of_rank()
+    actual, right = trial.of_rank()
     wrong = [name for name in right if difference(actual[name], right[name], TOLERANCE)]
     if wrong[0] == "the output":
         return None
@@ -198,7 +257,7 @@ def explain(outcome):
     if actual[wrong[0]] is None:
         return f"backward() has returned None for {wrong[0]}."
     if wrong[0] == "the gradient of its inputs":
-        if outcome.world_size == 1 and times(actual[wrong[0]], right[wrong[0]]):
+        if trial.world_size == 1 and times(actual[wrong[0]], right[wrong[0]]):
             return (
                 "Backward inside backward() has reached the caller's `inputs`, too. Begin with "
                 "inputs.detach()."
@@ -206,34 +265,18 @@ def explain(outcome):
         return "The inputs are this rank's own. Neither add up nor average their gradient."
     if actual[wrong[0]].isinf().any():
         return "The sum over the ranks is too large for float16. Divide before the reduce_scatter."
-    own = own_gradient(outcome.rank, outcome.world_size, **outcome.case)
+    own = own_gradient(trial.rank, trial.world_size, **trial.case)
     factor = times(actual[wrong[0]], own)
     if factor and abs(factor - 1) < 1e-2:
         return "This is a shard of this rank's own gradient. Those of the other ranks are missing."
     return None
 
 
-def explain_costs(outcome):
+def explain_costs(trial):
     """Say which messages are not needed."""
-    kinds = [message.kind for message in outcome.messages[outcome.rank]]
+    kinds = [message.kind for message in trial.messages[trial.rank]]
     if "all_reduce" in kinds:
         return "all_reduce brings each rank the whole gradient. A rank needs its shard of it."
-    if kinds.count("reduce_scatter") == 1 and outcome.case.get("frozen"):
+    if kinds.count("reduce_scatter") == 1 and trial.case.get("frozen"):
         return "The layer is frozen, so its gradient is not needed."
-    return None
-
-
-def explain_crash(crash):
-    """Put typical errors into words."""
-    if "invalid gradient at index 1" in crash.error:
-        return "The gradient of `shard` has as many numbers as the shard."
-    if "does not require grad" in crash.error:
-        return (
-            "autograd records nothing inside backward(), unless it computes inside "
-            "`with torch.enable_grad():`, with tensors that require a gradient."
-        )
-    if "floating point" in crash.error:
-        return (
-            "`inputs` may be integers. ctx.needs_input_grad[0] shows whether they need a gradient."
-        )
     return None

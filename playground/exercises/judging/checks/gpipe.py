@@ -3,9 +3,9 @@
 import torch
 import torch.distributed as dist
 import torch.fx.experimental.symbolic_shapes  # backward(gradient) imports it: see ranks.py
+from judging.attempt import Rung
 from torch import nn
 from torch.nn import functional as F
-from verdicts import Rung, difference
 
 CASES = {
     "2, 2 and 2 rows": {"rows": (2, 2, 2)},
@@ -22,9 +22,23 @@ RUNG_1 = Rung(
 )
 ONLY = ("send", "recv")
 INSTEAD = "use send and recv"
-PASSES = "its forward passes"
 CLASSES = 3
-CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+IMITATED = True
+HINTS = """
+Forward: receive from the previous rank, compute the stage, send to the next rank, for each
+micro-batch. Keep what you have received and computed. Backward: receive the gradient of what you
+have sent, call backward() with it, and send the gradient of what you have received.
+
+dist.recv(buffer, rank - 1) fills a buffer of len(micro_batch) rows. buffer.requires_grad_() lets
+backward() fill buffer.grad. output.backward(gradient) starts with a gradient. F.cross_entropy(...,
+reduction="sum") is a sum that you divide by the rows of the batch.
+
+for each micro-batch: if there is a previous rank, receive into a buffer; compute the stage; if
+    there is a next rank, send the output, otherwise compute its part of the loss
+for each micro-batch: if there is a next rank, receive the gradient of the output; if the output
+    requires a gradient, output.backward(gradient); if there is a previous rank, send the gradient
+    of the buffer
+"""
 
 
 class Twice(nn.Module):
@@ -98,7 +112,7 @@ def data_of(rows, words):
 
 
 def numbers_of(rank, world_size):
-    """Return the numbers of the layers that are the stage of a rank."""
+    """Return the numbers of the layers in the stage of a rank."""
     return torch.arange(5).tensor_split(world_size)[rank].tolist()
 
 
@@ -121,35 +135,24 @@ def run(gpipe, rows, words=False, frozen=(), before=False):
     passes = []
     stage[0].register_forward_hook(lambda *_: passes.append(1))
     gpipe(stage, inputs, labels, example.shape[1:], example.dtype)
-    return gradients(layers, mine) | {PASSES: len(passes)}
+    return results_of(layers, mine, len(passes))
 
 
-def gradients(layers, numbers):
-    """Return the gradients of some layers by name."""
+def results_of(layers, numbers, passes):
+    """Return the gradients of some layers by name, and how many forward passes were computed."""
     found = {}
     for number in numbers:
         for name, parameter in layers[number].named_parameters():
             found[f"the gradient of layer {number}'s {name}"] = parameter.grad
-    return found
+    return found | {"its forward passes": passes}
 
 
-def expected(rank, world_size, rows, **case):
+def expected(rank, world_size, rows, words=False, frozen=(), before=False):
     """Return the gradients of a single process, and how many forward passes a rank computes."""
-    weights = [1 / sum(rows)] * len(rows)
-    found = weighted(weights, numbers_of(rank, world_size), rows, **case)
-    return found | {PASSES: len(rows)}
-
-
-def weighted(weights, numbers, rows, words=False, frozen=(), before=False):
-    """Return gradients of a sum over the micro-batches: a weight times the sum of its losses."""
     layers = layers_of(words, frozen, before)
-    model = nn.Sequential(*layers)
     inputs, labels = data_of(rows, words)
-    for weight, images, targets in zip(weights, inputs, labels, strict=True):
-        loss = weight * F.cross_entropy(model(images), targets, reduction="sum")
-        if loss.requires_grad:
-            loss.backward()
-    return gradients(layers, numbers)
+    F.cross_entropy(nn.Sequential(*layers)(torch.cat(inputs)), torch.cat(labels)).backward()
+    return results_of(layers, numbers_of(rank, world_size), len(rows))
 
 
 def limits(rank, world_size, rows, words=False, frozen=(), before=False):
@@ -167,79 +170,82 @@ def limits(rank, world_size, rows, words=False, frozen=(), before=False):
     return {"messages": len(sends) * len(rows), "bytes": sum(sends), "rounds": rounds}
 
 
-def explain(outcome):
-    """Put typical mistakes into words."""
-    rows = outcome.case["rows"]
-    size = outcome.world_size
-    if outcome.verdict == "COSTLY":
-        sent = [each for each in outcome.messages[outcome.rank] if each.kind == "send"]
-        allowed = limits(outcome.rank, size, **outcome.case)
-        if sum(each.nbytes for each in sent) > allowed["bytes"]:
-            return "Only the stage's output goes forward, and only the gradient of its input back."
-        if sent and size > 2:
-            return (
-                "Does a rank wait for the gradient of a micro-batch before it computes the next "
-                "one? Compute all forward passes first."
-            )
-        return None
-    if outcome.verdict == "HANG":
-        return None
-    actual, right = map(dict, outcome.of_rank())
-    passes = actual.pop(PASSES)
-    del right[PASSES]
-    for name in right:
-        if right[name] is not None and actual[name] is None:
-            return "There is no gradient. Was backward() called on this rank?"
-        if right[name] is None and actual[name] is not None:
-            return "A frozen parameter has got a gradient."
-    count = len(rows)
-    if passes > count and not difference(actual, right, CLOSE):
-        return "One forward pass for each micro-batch is enough: keep its output for backward()."
-    if outcome.case.get("before"):
-        gone = weighted([1 / sum(rows)], numbers_of(outcome.rank, size), rows)
-        if not difference(actual, gone, CLOSE):
-            return "The earlier gradients are gone. backward() adds to what is in parameter.grad."
-    nothing = [0] * (count - 1)
-    share = 1 / sum(rows)
-    smaller = "The last micro-batch has fewer rows, so it must count less."
-    means = [1 / number for number in rows]
-    found = {
-        "These are the gradients of the sum of the micro-batches' mean losses. "
-        "The loss is the mean over all rows.": means,
-        f"These are the gradients of the mean of the micro-batches' mean losses. {smaller}": [
-            mean / count for mean in means
-        ],
-        "These are the gradients of the sum over all rows, not of the mean.": [1] * count,
-        "Only the last micro-batch is in the gradients. backward() adds to parameter.grad, so "
-        "leave it as it is in between.": [*nothing, share],
-        "Only the first micro-batch is in the gradients.": [share, *nothing],
-    }
-    numbers = numbers_of(outcome.rank, size)
-    for words, weights in found.items():
-        if not difference(actual, weighted(weights, numbers, **outcome.case), CLOSE):
-            return words
-    return None
+def gpipe(stage, inputs, labels, shape, dtype):
+    """Why: backward() starts with the gradient from the next rank, so the chain rule holds."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    rows = sum(len(each) for each in labels)
+    received = list(inputs)
+    outputs = []
+    for number, micro_batch in enumerate(inputs):
+        if rank > 0:
+            buffer = torch.empty(len(micro_batch), *shape, dtype=dtype, device=micro_batch.device)
+            dist.recv(buffer, rank - 1)
+            received[number] = buffer.requires_grad_()
+        output = stage(received[number])
+        if rank < n - 1:
+            dist.send(output.detach().contiguous(), rank + 1)
+        else:  # this micro-batch's part of the mean over all rows
+            output = F.cross_entropy(output, labels[number], reduction="sum") / rows
+        outputs.append(output)
+    for number, output in enumerate(outputs):
+        gradient = output.new_ones(output.shape)  # that of the loss itself is 1
+        if rank < n - 1:
+            dist.recv(gradient, rank + 1)
+        if output.requires_grad:  # false in a first stage whose parameters are all frozen
+            output.backward(gradient)
+        if rank > 0:
+            dist.send(received[number].grad, rank - 1)
 
 
-def explain_crash(crash):
-    """Put typical errors into words."""
-    error = crash.error
-    if "only for scalar outputs" in error:
-        return (
-            "Only the last rank has a loss. On the others, backward(gradient) starts with the "
-            "gradient that the next rank has sent."
-        )
-    if "does not require grad" in error:
-        return (
-            "If this stage and all before it are frozen, the output requires no gradient, and "
-            "backward() has nothing to do."
-        )
-    if "NoneType" in error or "Expected Tensor, got" in error or "Invalid function arg" in error:
-        return "Was requires_grad_() called for what was received? Then backward() fills its .grad."
-    if "contiguous" in error:
-        return "send needs a contiguous tensor: output.contiguous()."
-    if "buffer has" in error:
-        return "Has the buffer the shape and the dtype of the message, and its number of rows?"
-    if "floating point" in error or "require gradients" in error:
-        return "The inputs of rank 0 may be integers. They need no gradient."
-    return None
+WORDS = {
+    "CRASH.*only for scalar outputs": "Only the last rank has a loss. On the others, "
+    "backward(gradient) starts with the gradient that the next rank has sent.",
+    "CRASH.*does not require grad": "If this stage and all before it are frozen, the output "
+    "requires no gradient, and backward() has nothing to do.",
+    "CRASH.*(NoneType|Expected Tensor, got)": "Was requires_grad_() called for what was received? "
+    "Then backward() fills its .grad.",
+    "CRASH.*contiguous": "send needs a contiguous tensor: output.contiguous().",
+    "its buffer has": "Has the buffer the shape and the dtype of the message, and its number of "
+    "rows?",
+    "CRASH.*require gradients": "The inputs of rank 0 may be integers. They need no gradient.",
+    "bytes;": "Only the stage's output goes forward, and only the gradient of its input back.",
+    "rounds of messages;": "Does a rank wait for the gradient of a micro-batch before it computes "
+    "the next one? Compute all forward passes first.",
+    "expected +None": "A frozen parameter has got a gradient.",
+    "gradient .*: None": "There is no gradient. Was backward() called on this rank?",
+    "passes: ": "One forward pass for each micro-batch is enough: keep its output for backward().",
+}
+LOSS = ', reduction="sum") / rows'
+FORWARD = "output = stage(received[number])"
+BACKWARD = "output.backward(gradient)"
+MISTAKES = {
+    WORDS["CRASH.*only for scalar outputs"]: (BACKWARD, "output.backward()"),
+    WORDS["CRASH.*does not require grad"]: ("if output.requires_grad:", "if True:"),
+    WORDS["CRASH.*(NoneType|Expected Tensor, got)"]: ("buffer.requires_grad_()", "buffer"),
+    WORDS["CRASH.*contiguous"]: (".contiguous()", ""),
+    WORDS["its buffer has"]: ("dtype=dtype, ", ""),
+    WORDS["CRASH.*require gradients"]: (
+        *("list(inputs)", "[each.requires_grad_() for each in inputs]"),
+    ),
+    WORDS["bytes;"]: (
+        *("output.detach().contiguous()", "torch.cat([output.detach()] * 2)"),
+        *("empty(len(micro_batch),", "empty(2 * len(micro_batch),"),
+        *("buffer.requires_grad_()", "buffer[: len(micro_batch)].clone().requires_grad_()"),
+    ),
+    WORDS["rounds of messages;"]: (
+        *("        outputs.append(output)\n    for number, output in enumerate(outputs):\n", ""),
+    ),
+    WORDS["gradient .*: None"]: (BACKWARD, "pass"),
+    WORDS["passes: "]: (FORWARD, f"stage(received[number]); {FORWARD}"),
+    "These are the gradients of the sum of the micro-batches' mean losses. "
+    "The loss is the mean over all rows.": (LOSS, ")"),
+    "These are the gradients of the mean of the micro-batches' mean losses. "
+    "The last micro-batch has fewer rows, so it must count less.": (LOSS, ") / len(inputs)"),
+    "These are the gradients of the sum over all rows, not of the mean.": (") / rows", ")"),
+    "The earlier gradients are gone. backward() adds to what is in parameter.grad.": (
+        *("outputs = []", "outputs = stage.zero_grad() or []"),
+    ),
+    "Only the last micro-batch is in the gradients. backward() adds to parameter.grad, so "
+    "leave it as it is in between.": (BACKWARD, f"stage.zero_grad(); {BACKWARD}"),
+    "Only the first micro-batch is in the gradients.": (BACKWARD, f"number or {BACKWARD}"),
+}

@@ -4,7 +4,7 @@ import os
 from collections import Counter
 from itertools import pairwise
 
-from verdicts import Rung
+from judging.attempt import Rung
 
 JOIN = False  # so the function can use nothing but its arguments
 WORLD_SIZES = (1, 2, 3, 4, 5, 8)  # with 8 ranks, the warm-up of rank 0 has 7 forward passes
@@ -29,6 +29,17 @@ RUNG_1 = Rung(
     words="for the lesson's 1F1B",
     then="memory for `most` micro-batches only.",
 )
+HINTS = """
+First come forward passes only, then a backward and a forward pass in turn, and then the backward
+passes that are left. How many forward passes come first?
+
+one_forward_one_backward in manual_pipeline.py returns the same order for a rank that has memory for
+all that it wants to keep. Which line decides how much it keeps?
+
+kept = the smallest of: the number of ranks from this one on, most, micro_batches
+F0 to F(kept - 1)
+for each micro-batch: its B, and the next F if there is one left
+"""
 
 
 def run(order_1f1b, micro_batches, most):
@@ -107,22 +118,36 @@ def needed(rank, each, world_size):
     return needs
 
 
-def explain(outcome):
+def order_1f1b(rank, world_size, micro_batches, most):
+    """Why: a rank has time for one forward pass for each rank from it on, if memory allows.
+    With a smaller limit, it starts the backward passes earlier. So the next rank gets its
+    micro-batches later, and waits.
+    """
+    kept = min(world_size - rank, most, micro_batches)
+    order = [f"F{number}" for number in range(kept)]
+    for number in range(micro_batches):
+        order.append(f"B{number}")
+        if kept + number < micro_batches:
+            order.append(f"F{kept + number}")
+    return order
+
+
+def explain(trial):
     """Put typical mistakes into words."""
-    if outcome.verdict == "HANG":
+    if trial.verdict == "HANG":
         return None
-    actual, _ = outcome.of_rank()
+    actual, _ = trial.of_rank()
     if not isinstance(actual, str):
         return 'Return a list of strings, such as ["F0", "B0"].'
-    rank = outcome.rank
-    words = about_passes(actual, outcome.expected[rank])
+    rank = trial.rank
+    words = about_passes(actual, trial.expected[rank])
     if words:
         return words
     orders = []
-    for other in range(outcome.world_size):
-        result = outcome.results[other]
-        if not isinstance(result, str) or about_passes(result, outcome.expected[other]):
-            result = outcome.expected[other]  # the verdict is about the first rank at fault
+    for other in range(trial.world_size):
+        result = trial.results[other]
+        if not isinstance(result, str) or about_passes(result, trial.expected[other]):
+            result = trial.expected[other]  # the verdict is about the first rank at fault
         orders.append(result.split())
     time, positions = duration(orders)
     if time is None:
@@ -132,10 +157,10 @@ def explain(outcome):
                 waits.append(f"rank {number} at {orders[number][position]}")
         return f"The ranks wait for each other for ever: {', '.join(waits)}."
     most = most_kept(orders[rank])
-    right = most_kept(outcome.expected[rank].split())
+    right = most_kept(trial.expected[rank].split())
     if most > right:
         return f"Rank {rank} keeps the activations of {most} micro-batches; {right} is the limit."
-    best, _ = duration([each.split() for each in outcome.expected.values()])
+    best, _ = duration([each.split() for each in trial.expected.values()])
     if time > best:
         return (
             f"If each pass takes 1 ms, all ranks finish after {time} ms. The right order takes "

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from judging.attempt import Rung
+from judging.traffic import Counting, sent_bytes
+from judging.words import difference
 from torch import nn
-from traffic import counting, sent_bytes
-from verdicts import Rung, difference
 
 
 class Plain(nn.Module):
@@ -115,6 +116,19 @@ SECONDS_TO_WAIT = 2
 EARLY = "numbers that travel when backward() comes to the first layer"
 WAITED = "backward() of the other ranks"
 NO_HOOK_WAITS = "no hook waits for a message"
+HINTS = """
+A hook that starts a message must not wait for it. And all ranks must start their messages in the
+same order, although a gradient may be ready at different moments, or never.
+
+parameter.register_post_accumulate_grad_hook(hook) lets backward() call hook(parameter) when
+parameter.grad is complete. dist.all_reduce(message, async_op=True) starts a message and returns a
+request, whose wait() waits for it.
+
+parameters = the trained ones, the last one first
+hook: while the next parameter of this list has its gradient, start its message
+finish: start the messages that are left; for each message: wait, and if its flag is above 0, keep
+    the rest of it as the gradient; forget the messages
+"""
 
 
 def backward(model, rank, step):
@@ -126,7 +140,7 @@ def backward(model, rank, step):
     messages = []
     early = []
     output = model(rank, lambda _: early.extend(messages))
-    with counting(None, messages.append):
+    with Counting(None, messages.append):
         output.square().sum().backward()
     return sum(message.numel for message in early)
 
@@ -229,29 +243,68 @@ def limits(rank, world_size, model_class):
     }
 
 
-def explain_crash(crash):
-    """Put typical errors into words."""
-    if "doesn't require gradient" in crash.error:
-        return "backward() computes no gradient for a frozen parameter, so it can have no hook."
-    if "object is not callable" in crash.error:
-        return "overlap_gradients(model) must return the function finish."
-    if "its buffer has" in crash.error:
-        return "All ranks must start the same messages in the same order. Is a gradient missing?"
-    if "assign" in crash.error and "grad" in crash.error:
-        return "All numbers of a message have the same dtype."
-    return None
+def message_of(parameter):
+    """Return the gradient divided by n, as a tensor with one axis, and a flag at its end.
+
+    A missing gradient counts as zero. The flag is above 0 if this rank has a gradient. When such
+    messages are added up over n ranks, the sum has the mean gradient. Its last number is above 0 if
+    any rank has a gradient.
+    """
+    missing = parameter.grad is None
+    gradient = torch.zeros_like(parameter) if missing else parameter.grad
+    flag = gradient.new_tensor([0.0 if missing else 1.0])
+    return torch.cat([gradient.detach().flatten(), flag]) / dist.get_world_size()
 
 
-def explain(outcome):
+def overlap_gradients(model):
+    """Why: a hook does not wait, and all ranks start messages in one order, from the last
+    parameter.
+    """
+    parameters = [each for each in model.parameters() if each.requires_grad][::-1]
+    started = []  # a message and its request for each of the first parameters
+
+    def start_next():
+        message = message_of(parameters[len(started)])
+        started.append((message, dist.all_reduce(message, async_op=True)))
+
+    def on_gradient(_):
+        while len(started) < len(parameters) and parameters[len(started)].grad is not None:
+            start_next()
+
+    def finish():
+        while len(started) < len(parameters):  # for example if a gradient is missing
+            start_next()
+        for parameter, (message, request) in zip(parameters, started, strict=True):
+            request.wait()
+            if message[-1] > 0:
+                parameter.grad = message[:-1].view_as(parameter)
+        started.clear()
+
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(on_gradient)
+    return finish
+
+
+WORDS = {
+    "CRASH.*doesn't require gradient": "backward() computes no gradient for a frozen parameter, "
+    "so it can have no hook.",
+    "CRASH.*object is not callable": "overlap_gradients(model) must return the function finish.",
+    "CRASH.*its buffer has": "All ranks must start the same messages in the same order. Is a "
+    "gradient missing?",
+    "CRASH.*assign.*grad": "All numbers of a message have the same dtype.",
+}
+
+
+def explain(trial):
     """Put typical mistakes into words."""
-    model_class = outcome.case["model_class"]
-    if outcome.verdict == "HANG":
+    model_class = trial.case["model_class"]
+    if trial.verdict == "HANG":
         if model_class is Branches:
             return "All ranks must send the same messages, even those that lack a gradient."
         return None
-    if outcome.verdict == "COSTLY":
+    if trial.verdict == "COSTLY":
         return None
-    actual, right = outcome.of_rank()
+    actual, right = trial.of_rank()
     wrong = [name for name in right if difference(actual[name], right[name], TOLERANCE)]
     if EARLY in wrong[0] and actual[wrong[0]] > 0:
         return "The means are right, but only some start in time. Does each one have a hook?"
@@ -260,9 +313,9 @@ def explain(outcome):
     if WAITED in wrong[0]:
         return "The means are right, but a hook waits. Start messages with async_op=True."
     step = 2 if wrong[0].startswith("step 2") else 1
-    own = all_gradients(outcome.world_size, model_class, step)[wrong[0]][outcome.rank]
+    own = all_gradients(trial.world_size, model_class, step)[wrong[0]][trial.rank]
     found = actual[wrong[0]]
-    if own is not None and not difference(found, own / outcome.world_size, TOLERANCE):
+    if own is not None and not difference(found, own / trial.world_size, TOLERANCE):
         return "Gradients of other ranks are still missing. Does finish() wait for each message?"
     if step == 2:
         return "Step 1 is right. What has finish() left behind, or not waited for?"

@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from verdicts import contributions, difference
+from judging.words import contributions, difference
 
 CASES = {
     "2 numbers in each chunk": {"chunk": 2, "dtype": torch.float32},
@@ -12,6 +12,17 @@ CASES = {
 ONLY = ("send", "recv", "all_to_all")
 INSTEAD = "use all_to_all_single, or isend and irecv"
 EXACT = {"rtol": 0, "atol": 0}
+HINTS = """
+Rank r needs chunk r of every rank. Which collective sends chunk r of every rank to rank r? What is
+left to do on rank r?
+
+dist.all_to_all_single(output, input) sends chunk r of `input` to rank r. The chunk that came from
+rank s is chunk s of `output`. output.view(n, -1) has one row for each rank.
+
+received = a buffer like tensor
+dist.all_to_all_single(received, tensor)
+return the sum of the n chunks of `received`
+"""
 
 
 def tensor_of(rank, world_size, chunk, dtype):
@@ -45,17 +56,26 @@ def limits(rank, world_size, chunk, dtype):
     return {"messages": max(chunks, 1), "bytes": chunks * chunk * dtype.itemsize}
 
 
-def explain(outcome):
+def reduce_scatter(tensor):
+    """Why: all_to_all brings rank r chunk r of every rank, and rank r adds up what it has
+    received.
+    """
+    received = torch.empty_like(tensor)
+    dist.all_to_all_single(received, tensor)
+    return received.view(dist.get_world_size(), -1).sum(0)
+
+
+def explain(trial):
     """Put typical mistakes into words."""
-    size = outcome.world_size
-    if outcome.verdict == "COSTLY":
-        mine = outcome.messages[outcome.rank]
-        if any(message.numel == size * outcome.case["chunk"] for message in mine):
+    size = trial.world_size
+    if trial.verdict == "COSTLY":
+        mine = trial.messages[trial.rank]
+        if any(message.numel == size * trial.case["chunk"] for message in mine):
             return "Each rank sends its whole tensor. A rank needs one chunk of it."
         return None
-    if outcome.verdict == "HANG":
+    if trial.verdict == "HANG":
         return None
-    actual, right = outcome.of_rank()
+    actual, right = trial.of_rank()
     returned = actual["the returned tensor"]
     if returned is None:
         return "Return the chunk as a new tensor."
@@ -63,7 +83,7 @@ def explain(outcome):
         return "The tensor of the caller has changed. Add up in a separate tensor."
     if not isinstance(returned, torch.Tensor):
         return None
-    whole = total(size, **outcome.case)
+    whole = total(size, **trial.case)
     if not difference(returned, whole, EXACT):
         return "This is the whole sum. Return this rank's chunk of it."
     for rank, chunk in enumerate(whole.chunk(size)):
@@ -71,8 +91,8 @@ def explain(outcome):
             return f"This is chunk {rank} of the sum, which is rank {rank}'s."
     if returned.shape != right["the returned tensor"].shape:
         return None
-    first = outcome.rank * outcome.case["chunk"]
-    parts = [tensor_of(rank, size, **outcome.case)[first].item() for rank in range(size)]
+    first = trial.rank * trial.case["chunk"]
+    parts = [tensor_of(rank, size, **trial.case)[first].item() for rank in range(size)]
     counts = contributions(returned[0].item(), parts)
     if counts is not None and 0 in counts:
         return f"Rank {counts.index(0)}'s numbers are missing."

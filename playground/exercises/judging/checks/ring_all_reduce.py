@@ -2,7 +2,8 @@
 
 import torch
 import torch.distributed as dist
-from verdicts import Rung, contributions
+from judging.attempt import Rung
+from judging.words import contributions
 
 CASES = {
     "60 numbers": {"shape": (60,), "dtype": torch.float32},
@@ -17,6 +18,19 @@ RUNG_1 = Rung(
 )
 ONLY = ("send", "recv")
 INSTEAD = "use batch_isend_irecv"
+HINTS = """
+Split the tensor into one chunk for each rank. First let each chunk travel around the ring and
+collect the numbers of all ranks. Then let the finished sums travel around the ring.
+
+tensor.view(-1).tensor_split(n) returns n views, some of which may be empty.
+dist.batch_isend_irecv([dist.P2POp(dist.isend, chunk, right), dist.P2POp(dist.irecv, buffer, left)])
+starts both messages and returns requests. Call wait() for each of them.
+
+for step in range(n - 1): send chunk (rank - step) % n to the right, receive chunk (rank - step - 1)
+    % n from the left, and add it.
+for step in range(n - 1): send chunk (rank - step + 1) % n, receive chunk (rank - step) % n, and
+    keep it.
+"""
 
 
 def tensor_of(rank, shape, dtype):
@@ -44,34 +58,76 @@ def limits(rank, world_size, shape, dtype):
     return {"messages": messages, "bytes": messages * numbers * dtype.itemsize}
 
 
-def explain(outcome):
-    """Put typical mistakes into words."""
-    size = outcome.world_size
-    mine = outcome.messages[outcome.rank]
-    sent = [message for message in mine if message.kind == "send"]
-    if outcome.verdict == "COSTLY":
-        whole = outcome.expected[0].numel()
-        if all(message.numel == whole for message in sent):
-            return "Each message is the whole tensor. Send one chunk of it, of 1/n of the numbers."
+def ring_all_reduce(tensor):
+    """Why: each rank sends 2(n-1) chunks of 1/n of the tensor, so all links work in every step."""
+    rank = dist.get_rank()
+    n = dist.get_world_size()
+    right = (rank + 1) % n
+    left = (rank - 1) % n
+
+    def exchange(chunk, received):
+        # With NCCL, the messages of two ranks share one communicator and run in order, so both
+        # ranks could wait for ever if both send first. A batch starts its operations together.
+        operations = [dist.P2POp(dist.isend, chunk, right), dist.P2POp(dist.irecv, received, left)]
+        for request in dist.batch_isend_irecv(operations):
+            request.wait()
+
+    chunks = tensor.view(-1).tensor_split(n)
+    for step in range(n - 1):  # reduce-scatter
+        keep = chunks[(rank - step - 1) % n]
+        received = torch.empty_like(keep)
+        exchange(chunks[(rank - step) % n], received)
+        keep.add_(received)
+    for step in range(n - 1):  # all-gather
+        exchange(chunks[(rank - step + 1) % n], chunks[(rank - step) % n])
+
+
+def whole_tensors(tensor):
+    """Let the whole tensors travel."""
+    rank = dist.get_rank()
+    n = dist.get_world_size()
+    travelling = tensor.clone()
+    for _ in range(n - 1):
+        received = torch.empty_like(tensor)
+        request = dist.isend(travelling, (rank + 1) % n)
+        dist.recv(received, (rank - 1) % n)
+        request.wait()
+        tensor.add_(received)
+        travelling = received
+
+
+WORDS = {"bytes;": "Is a message the whole tensor? Send one chunk of it, of 1/n of the numbers."}
+MISTAKES = {
+    "chunk never arrived at position 0: 2(n - 1) = 2 steps, not 0?": (
+        *("(n - 1):  # reduce-scatter", "(n - 2):"),
+        *("(n - 1):  # all-gather", "(n - 2):"),
+    ),
+    "rank 1's numbers are missing at position 0. Is each chunk sent": ("keep.add_", "keep.copy_"),
+    "rank 0's numbers were added twice": ("keep.add_(received)", "keep.add_(2 * received)"),
+    WORDS["bytes;"]: whole_tensors,
+}
+
+
+def explain(trial):
+    """Tell by the digits which ranks' numbers are in the sums."""
+    if trial.verdict != "WRONG":
         return None
-    if outcome.verdict == "HANG":
+    size = trial.world_size
+    actual, right = trial.of_rank()
+    if getattr(actual, "shape", None) != right.shape:
         return None
-    actual, _ = outcome.of_rank()
-    if actual is None or actual.shape != outcome.expected[0].shape:
-        return None
-    parts = [tensor_of(rank, **outcome.case).flatten() for rank in range(size)]
+    steps = sum(message.kind == "send" for message in trial.messages[trial.rank])
+    parts = [tensor_of(rank, **trial.case).flatten().tolist() for rank in range(size)]
     for position, number in enumerate(actual.flatten().tolist()):
-        counts = contributions(number, [part[position].item() for part in parts])
-        if counts is None or min(counts) == max(counts) == 1:
+        counts = contributions(number, [part[position] for part in parts])
+        if not counts or set(counts) == {1}:
             continue
-        missing = [rank for rank, count in enumerate(counts) if count == 0]
-        if missing and len(sent) < 2 * (size - 1):
-            steps = f"2(n - 1) = {2 * (size - 1)} steps, not {len(sent)}?"
-            return f"rank {missing[0]}'s chunk never arrived at position {position}: {steps}"
-        if missing:
-            why = "Is each chunk sent in the right step, and is wait() called for each request?"
-            return f"rank {missing[0]}'s numbers are missing at position {position}. {why}"
-        if max(counts) > 1 and min(counts) == 1:
-            twice = counts.index(max(counts))
-            return f"rank {twice}'s numbers were added twice at position {position}"
+        if 0 in counts and steps < 2 * (size - 1):
+            words = f"rank {counts.index(0)}'s chunk never arrived at position {position}"
+            return f"{words}: 2(n - 1) = {2 * (size - 1)} steps, not {steps}?"
+        if 0 in counts:
+            words = f"rank {counts.index(0)}'s numbers are missing at position {position}. Is each"
+            return f"{words} chunk sent in the right step, and is wait() called for each request?"
+        if 1 in counts:
+            return f"rank {counts.index(2)}'s numbers were added twice at position {position}"
     return None

@@ -2,8 +2,8 @@
 
 import torch
 import torch.distributed as dist
+from judging.words import difference
 from torch.nn import functional as F
-from verdicts import difference
 
 ONLY = ("send", "recv")
 INSTEAD = "send keys and values around a ring, with batch_isend_irecv"
@@ -14,6 +14,25 @@ CASES = {
     "large scores": {"order": "dealt", "each": 2, "scale": 3000.0},
 }
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
+HELPERS = ("pass_on",)
+HINTS = """
+In the first step, a rank has its own keys and values. In each further step, it has those of the
+rank before. Which two sums over the blocks give the mean at the end, and what happens to them when
+a block has a larger score than all blocks before it?
+
+torch.stack([key, value]) travels as one tensor. dist.batch_isend_irecv sends and receives at the
+same time. places[source] > places[rank][:, None] is True where a key is later than a query, and
+masked_fill puts -inf there. torch.maximum(maximum, scores.amax(-1, keepdim=True)) is the new one.
+
+maximum = -inf, total = 0, read = 0
+for each step: source = the rank whose keys are here: (rank - step) % n
+               scores = query @ keys.mT / sqrt(size), -inf where the key is later
+               larger = the maximum so far, with this block
+               weights = exp(scores - larger), shrink = exp(maximum - larger)
+               total = total * shrink + sum of weights; read = read * shrink + weights @ values
+               unless it is the last step: send keys and values to rank + 1
+return read / total
+"""
 
 
 def places_of(order, tokens, world_size):
@@ -68,38 +87,81 @@ def limits(rank, world_size, **case):
     return {"messages": 2 * (world_size - 1), "bytes": tokens * bytes_of_token}
 
 
-def with_mask(outcome, seen, scaled=True):
+def with_mask(trial, seen, scaled=True):
     """Return what a rank has if its tokens read from the tokens that are seen.
 
     Args:
-        outcome: of the case.
+        trial: of the case.
         seen: a function of the places of the queries, (T, 1), and those of the keys, (T,).
         scaled: whether scores are divided by the square root of the size.
     """
-    (query, key, value), places = whole(outcome.world_size, **outcome.case)
-    mine = places[outcome.rank]
+    (query, key, value), places = whole(trial.world_size, **trial.case)
+    mine = places[trial.rank]
     mask = seen(mine[:, None], torch.arange(key.shape[2]), places)
     scale = None if scaled else 1.0
     query = query[:, :, mine]
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
 
 
-def of_rank(outcome, places):
+def of_rank(trial, places):
     """Return a function that says which tokens this rank has."""
-    return torch.isin(torch.arange(sum(map(len, places))), places[outcome.rank])
+    return torch.isin(torch.arange(sum(map(len, places))), places[trial.rank])
 
 
-def explain(outcome):
+def ring_attention(query, key, value, places):
+    """Why: sums over blocks can be added up, if they shrink whenever the maximum becomes larger."""
+    rank = dist.get_rank()
+    n = dist.get_world_size()
+    maximum = torch.full_like(query[..., :1], -torch.inf)
+    total = torch.zeros_like(maximum)
+    read = torch.zeros_like(query)
+    travelling = torch.stack([key, value])
+    for step in range(n):
+        keys, values = travelling
+        later = places[(rank - step) % n] > places[rank][:, None]
+        scores = query @ keys.mT / query.shape[-1] ** 0.5
+        scores = scores.masked_fill(later.to(query.device), -torch.inf)
+        # The first block has each token itself, so from then on no maximum is -inf.
+        larger = torch.maximum(maximum, scores.amax(dim=-1, keepdim=True))
+        weights = (scores - larger).exp()
+        shrink = (maximum - larger).exp()
+        total = total * shrink + weights.sum(dim=-1, keepdim=True)
+        read = read * shrink + weights @ values
+        maximum = larger
+        if step < n - 1:
+            travelling = pass_on(travelling, len(places[(rank - step - 1) % n]))
+    return read / total
+
+
+def pass_on(tensor, tokens):
+    """Send a tensor to the right, and return what arrives from the left, with so many tokens."""
+    rank = dist.get_rank()
+    n = dist.get_world_size()
+    received = tensor.new_empty(*tensor.shape[:-2], tokens, tensor.shape[-1])
+    right = dist.P2POp(dist.isend, tensor, (rank + 1) % n)
+    left = dist.P2POp(dist.irecv, received, (rank - 1) % n)
+    for request in dist.batch_isend_irecv([right, left]):
+        request.wait()
+    return received
+
+
+WORDS = {
+    "CRASH.*(its buffer has|must match the size of tensor)": "Ranks may have different numbers of"
+    " tokens. places tells how many will arrive."
+}
+
+
+def explain(trial):
     """Put typical mistakes into words."""
-    if outcome.verdict == "COSTLY":
+    if trial.verdict == "COSTLY":
         return "After n - 1 steps, each rank has had the keys of all others. The last may stay."
-    if outcome.verdict != "WRONG":
+    if trial.verdict != "WRONG":
         return None
-    actual, right = outcome.of_rank()
+    actual, right = trial.of_rank()
     if not isinstance(actual, torch.Tensor) or actual.shape != right.shape:
         return None
     if not actual.isfinite().all():
-        if outcome.case.get("scale"):
+        if trial.case.get("scale"):
             return "exp() of a large score overflows. Subtract the largest score so far first."
         return (
             "Where a whole block comes later than a token, its largest score is -inf. Is that "
@@ -111,7 +173,7 @@ def explain(outcome):
             True,
         ),
         "Here each token reads from the tokens of its own rank only.": (
-            lambda query, key, places: (key <= query) & of_rank(outcome, places),
+            lambda query, key, places: (key <= query) & of_rank(trial, places),
             True,
         ),
         "Here no token reads from itself.": (lambda query, key, places: key < query, True),
@@ -121,14 +183,14 @@ def explain(outcome):
         ),
     }
     for words, (seen, scaled) in guesses.items():
-        if not difference(actual, with_mask(outcome, seen, scaled), TOLERANCE):
+        if not difference(actual, with_mask(trial, seen, scaled), TOLERANCE):
             return words
-    if not difference(actual, mean_of_blocks(outcome), TOLERANCE):
+    if not difference(actual, mean_of_blocks(trial), TOLERANCE):
         return (
             "This is the mean of the blocks' means. A block counts as much as its weights add up "
             "to, so divide once, at the end."
         )
-    if not difference(actual, without_shrinking(outcome), TOLERANCE):
+    if not difference(actual, without_shrinking(trial), TOLERANCE):
         return (
             "When a block has a larger score, what was added up before must shrink by "
             "exp(the maximum before - the larger one)."
@@ -136,44 +198,37 @@ def explain(outcome):
     return None
 
 
-def blocks(outcome):
+def blocks(trial):
     """Return the scores and values of each block, in the order in which they arrive."""
-    (query, key, value), places = whole(outcome.world_size, **outcome.case)
-    mine = places[outcome.rank]
+    (query, key, value), places = whole(trial.world_size, **trial.case)
+    mine = places[trial.rank]
     found = []
-    for step in range(outcome.world_size):
-        theirs = places[(outcome.rank - step) % outcome.world_size]
+    for step in range(trial.world_size):
+        theirs = places[(trial.rank - step) % trial.world_size]
         scores = query[:, :, mine] @ key[:, :, theirs].mT / query.shape[-1] ** 0.5
         scores = scores.masked_fill(theirs > mine[:, None], -torch.inf)
         found.append((scores, value[:, :, theirs]))
     return found
 
 
-def mean_of_blocks(outcome):
+def mean_of_blocks(trial):
     """Return the mean over the blocks of what a token reads in each, where it reads anything."""
     total = 0
     count = 0
-    for scores, values in blocks(outcome):
+    for scores, values in blocks(trial):
         total = total + scores.softmax(dim=-1).nan_to_num() @ values
         count = count + scores.isfinite().any(dim=-1, keepdim=True).float()
     return total / count
 
 
-def without_shrinking(outcome):
+def without_shrinking(trial):
     """Return what comes of it if the maximum is subtracted, but earlier sums do not shrink."""
     maximum = -torch.inf
     total = 0
     read = 0
-    for scores, values in blocks(outcome):
+    for scores, values in blocks(trial):
         maximum = scores.amax(dim=-1, keepdim=True).clamp(min=maximum)
         weights = (scores - maximum).exp()
         total = total + weights.sum(dim=-1, keepdim=True)
         read = read + weights @ values
     return read / total
-
-
-def explain_crash(crash):
-    """Put typical errors into words."""
-    if "its buffer has" in crash.error or "must match the size of tensor" in crash.error:
-        return "Ranks may have different numbers of tokens. places tells how many will arrive."
-    return None

@@ -8,14 +8,16 @@ import os
 import resource
 import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
 import torch._dynamo  # optimizers import it: here, before the ranks are forked
 import torch.distributed as dist
+from judging.attempt import Rung
+from judging.traffic import uncounted
+from judging.words import difference
 from torch import nn
-from traffic import uncounted
-from verdicts import Rung, difference
 
 CASES = {
     "Adam, no random numbers": {"kind": "adam", "seeded": True},
@@ -37,6 +39,21 @@ IMAGES = 12
 BATCH = 6
 COMPLETE = "complete at any time"
 BIT_FOR_BIT = "restored as it was"
+HINTS = """
+The next epochs depend on five things: parameters, buffers, the optimizer's state, the random
+numbers, and how many epochs are done. All of them belong in the file.
+
+model.state_dict(), optimizer.state_dict() and torch.get_rng_state(); the reverse is
+load_state_dict(...) and torch.set_rng_state(...). torch.save(state, path), torch.load(path),
+os.path.exists(path). os.replace(old, new) renames a file in one step.
+dist.broadcast_object_list([value], src=0) sends what rank 0 has in a list to all ranks.
+
+done = 0
+rank 0 asks whether there is a file, and broadcasts the answer
+if there is: load it on each rank, and restore the five things
+for each epoch from `done` on: train_epoch(epoch)
+    rank 0 saves the five things to another file, and then renames it to `path`
+"""
 
 
 class Killed(BaseException):
@@ -266,11 +283,45 @@ def runs(world_size):
     return [(first, world_size), (again, world_size + 1)]
 
 
-def explain(outcome):
+def save_and_resume(path, model, optimizer, epochs, train_epoch):
+    """Why: os.replace gives the finished file its name in one step, so `path` is always
+    complete.
+    """
+    # In a network folder, ranks may see different files for a moment. So rank 0 decides for all.
+    resumes = [os.path.exists(path)]
+    dist.broadcast_object_list(resumes, src=0)
+    done = 0
+    if resumes[0]:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["random"])
+        done = state["done"]
+    for epoch in range(done, epochs):
+        train_epoch(epoch)
+        if dist.get_rank() == 0:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            state |= {"random": torch.get_rng_state(), "done": epoch + 1}
+            unfinished = f"{path}.{time.time_ns()}"  # a name that no other process uses
+            torch.save(state, unfinished)
+            os.replace(unfinished, path)
+
+
+WORDS = {
+    "CRASH.*(File too large|file write failed|unexpected pos)": "Here, only rank 0 can write "
+    "files. Is the save inside `if dist.get_rank() == 0:`?",
+    "CRASH.*EOFError": "This rank sees an empty file, but rank 0 sees none. Rank 0 must decide "
+    "for all.",
+    "CRASH.*trains epoch": "All ranks must load the file.",
+    "CRASH.*(No such file|FileNotFoundError)": "In the first run there is no file yet.",
+}
+
+
+def explain(trial):
     """Put typical mistakes into words."""
-    if outcome.verdict == "HANG":
+    if trial.verdict == "HANG":
         return None
-    actual, right = outcome.of_rank()
+    actual, right = trial.of_rank()
     wrong = [name for name in right if difference(actual[name], right[name], TOLERANCE)]
     trained = actual["the epochs after the restart"]
     if wrong[0] == "the file":
@@ -303,18 +354,3 @@ def explain(outcome):
         "may be rounded differently.",
     }
     return words.get(wrong[0])
-
-
-def explain_crash(crash):
-    """Put typical errors into words."""
-    # torch.save() says the last two of these if a file cannot be written.
-    words = ("File too large", "file write failed", "unexpected pos")
-    if any(each in crash.error for each in words):
-        return "Here, only rank 0 can write files. Is the save inside `if dist.get_rank() == 0:`?"
-    if "EOFError" in crash.error:
-        return "This rank sees an empty file, but rank 0 sees none. Rank 0 must decide for all."
-    if "trains epoch" in crash.error:
-        return "All ranks must load the file."
-    if "No such file" in crash.error or "FileNotFoundError" in crash.error:
-        return "In the first run there is no file yet."
-    return None

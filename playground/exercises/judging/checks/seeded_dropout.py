@@ -3,8 +3,8 @@
 import torch
 import torch.distributed as dist
 import torch.fx.experimental.symbolic_shapes  # backward(gradient) imports it: see ranks.py
-from traffic import uncounted
-from verdicts import Rung
+from judging.attempt import Rung
+from judging.traffic import uncounted
 
 MAY_SEED = {"p": 0.5, "shape": (20, 30), "dtype": torch.float32, "may_seed": True}
 CASES = {
@@ -22,6 +22,18 @@ RUNG_1 = Rung(
 STEPS = (0, 1, 2, 3, 4, 5, 7, 10, 100, 103, 1003, 10003, 100003, 1000003)
 FIRST = 3  # the step at which the second run starts
 SEED = 7
+HINTS = """
+The lesson seeds PyTorch's random numbers once in each epoch: with which number? Here each call
+needs a seed that no other rank or step has, and random numbers of its own.
+
+torch.Generator().manual_seed(number) makes a generator, and torch.rand(shape, generator=generator)
+draws numbers between 0 and 1 from it. Or: inside `with torch.random.fork_rng():` you may seed,
+because the state of PyTorch's own random numbers is restored afterwards.
+
+own_seed = seed + step * the number of ranks + this rank
+random = torch.rand(...) from a generator with this seed
+return 0 where random < p, and inputs / (1 - p) elsewhere
+"""
 
 
 def inputs_of(shape, dtype):
@@ -194,13 +206,23 @@ def limits(rank, world_size, **case):
     return {"messages": 0}
 
 
-def explain(outcome):
+def seeded_dropout(inputs, p, seed, step):
+    """Why: each rank and step has a seed of its own, and a generator of its own draws the
+    numbers.
+    """
+    own_seed = seed + step * dist.get_world_size() + dist.get_rank()
+    generator = torch.Generator(inputs.device).manual_seed(own_seed)
+    random = torch.rand(inputs.shape, generator=generator, device=inputs.device)
+    return torch.where(random < p, 0, inputs / (1 - p))
+
+
+def explain(trial):
     """Put typical mistakes into words."""
-    if outcome.verdict == "COSTLY":
+    if trial.verdict == "COSTLY":
         return "A rank knows its rank and the step, so it needs no message."
-    if outcome.verdict == "HANG":
+    if trial.verdict == "HANG":
         return None
-    actual, right = outcome.of_rank()
+    actual, right = trial.of_rank()
     wrong = [name for name in right if actual.get(name) != right[name]]
     both = actual.get("dropped in both", "")
     words = {

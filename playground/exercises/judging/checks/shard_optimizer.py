@@ -6,9 +6,10 @@ from operator import itemgetter
 import torch
 import torch._dynamo  # optimizers import it: here, before the ranks are forked
 import torch.distributed as dist
+from judging.attempt import Rung
+from judging.traffic import sent_bytes
+from judging.words import difference
 from torch import nn
-from traffic import sent_bytes
-from verdicts import Rung, difference
 
 
 class Plain(nn.Module):
@@ -74,6 +75,22 @@ STEPS = (1, 2, 3)
 MOMENTS = {torch.optim.SGD: 1, torch.optim.AdamW: 2, torch.optim.Adagrad: 1}
 SLACK = 8  # bytes that each parameter may cost in addition
 STATE = "bytes of the optimizer's state"
+HINTS = """
+An all_reduce is a reduce_scatter and an all_gather. What can a rank do with its shard of the mean
+gradient between the two?
+
+padded(parameter).chunk(n)[rank] is this rank's shard. dist.reduce_scatter_tensor(shard, flat) adds
+flat tensors over the ranks, and each rank gets its shard of the sum.
+dist.all_gather_into_tensor(flat, shard) joins the shards of all ranks. parameter.data.copy_(tensor)
+changes a parameter.
+
+__init__: a shard of each trained parameter; make_optimizer(shards)
+step: find out which gradients exist on any rank (NCCL cannot send CPU tensors, so make the message
+    on the device of the parameters); the others stay None
+    shard.grad = this rank's shard of the mean gradient
+    self.optimizer.step()
+    gather the shards of each parameter, and copy them into it without the padding
+"""
 
 
 def model_of(model_class):
@@ -197,34 +214,72 @@ def limits(rank, world_size, model_class, make_optimizer):
     return {"bytes": len(STEPS) * (sent_bytes("all_reduce", flat, world_size) + used)}
 
 
-def explain_crash(crash):
-    """Put typical errors into words."""
-    if "non-leaf" in crash.error:
-        return "A view of a parameter is part of a graph. Make the shard from parameter.detach()."
-    if "NoneType" in crash.error:
-        return "A gradient is None if the parameter is frozen, or if forward() did not use it."
-    # gloo of PyTorch 2.9 ends the process if the lengths do not fit.
-    if "outputShape" in crash.error or "SIGABRT" in crash.error:
-        return "All shards must have the same length. padded(tensor) sees to that."
-    if "invalid for input of size" in crash.error:
-        return "Cut the padding off before you give the numbers their shape."
-    return None
+def padded(tensor):
+    """Return a copy with one axis, with zeros at its end, so that n divides its length."""
+    flat = tensor.detach().flatten()
+    zeros = flat.new_zeros(-len(flat) % dist.get_world_size())
+    return torch.cat([flat, zeros])
 
 
-def explain(outcome):
+class ShardedOptimizer:
+    """Why: each rank updates 1/n of every parameter; an all_gather then brings it the other
+    shards.
+    """
+
+    def __init__(self, model, make_optimizer):
+        self.parameters = [each for each in model.parameters() if each.requires_grad]
+        self.shards = []
+        for parameter in self.parameters:
+            chunks = padded(parameter).chunk(dist.get_world_size())
+            self.shards.append(chunks[dist.get_rank()].clone())
+        self.optimizer = make_optimizer(self.shards)
+
+    def step(self):
+        """Update the parameters with the mean gradient over all ranks."""
+        has_gradient = [float(each.grad is not None) for each in self.parameters]
+        # NCCL cannot send CPU tensors.
+        counts = torch.tensor(has_gradient, device=self.parameters[0].device)
+        dist.all_reduce(counts)  # on how many ranks each gradient exists
+        for parameter, shard, count in zip(self.parameters, self.shards, counts, strict=True):
+            shard.grad = None
+            if count > 0:
+                missing = parameter.grad is None
+                gradient = torch.zeros_like(parameter) if missing else parameter.grad
+                shard.grad = torch.empty_like(shard)
+                dist.reduce_scatter_tensor(shard.grad, padded(gradient) / dist.get_world_size())
+        self.optimizer.step()
+        for parameter, shard in zip(self.parameters, self.shards, strict=True):
+            whole = padded(parameter)
+            dist.all_gather_into_tensor(whole, shard)
+            parameter.data.copy_(whole[: parameter.numel()].view_as(parameter))
+
+
+WORDS = {
+    "CRASH.*non\\-leaf": "A view of a parameter is part of a graph. Make the shard from "
+    "parameter.detach().",
+    "CRASH.*NoneType": "A gradient is None if the parameter is frozen, or if forward() did not "
+    "use it.",
+    "CRASH.*(outputShape|SIGABRT)": "All shards must have the same length. padded(tensor) sees to"
+    " that.",
+    "CRASH.*invalid for input of size": "Cut the padding off before you give the numbers their "
+    "shape.",
+}
+
+
+def explain(trial):
     """Put typical mistakes into words."""
-    if outcome.verdict == "HANG":
+    if trial.verdict == "HANG":
         return None
-    if outcome.verdict == "COSTLY":
-        return explain_costs(outcome)
-    actual, right = outcome.of_rank()
+    if trial.verdict == "COSTLY":
+        return explain_costs(trial)
+    actual, right = trial.of_rank()
     parameters = {name: value for name, value in right.items() if name != STATE}
     found = {name: actual[name] for name in parameters}
     if not differs(found, parameters):
-        return explain_state(outcome, actual[STATE])
+        return explain_state(trial, actual[STATE])
     if not all(tensor.isfinite().all() for tensor in found.values()):
         return "The sum is too large for float16. Divide before the gradients are added up."
-    for words, numbers in mistaken(outcome):
+    for words, numbers in mistaken(trial):
         if not differs(found, numbers):
             return words
     return None
@@ -235,9 +290,9 @@ def differs(left, right):
     return difference(left, right, {"rtol": 1e-5, "atol": 1e-6}) is not None
 
 
-def explain_state(outcome, nbytes):
+def explain_state(trial, nbytes):
     """Put it into words if the parameters are right, but the state is too large."""
-    whole = allowed_state(1, **outcome.case)
+    whole = allowed_state(1, **trial.case)
     if nbytes > whole:
         return "This is more than a single process keeps. Is the tied parameter sharded twice?"
     if nbytes == whole:
@@ -257,11 +312,11 @@ def joined(states):
     return result
 
 
-def mistaken(outcome):
+def mistaken(trial):
     """Return words for typical mistakes, and the parameters that each of them gives."""
-    size = outcome.world_size
-    case = {**outcome.case, "world_size": size}
-    start = model_of(outcome.case["model_class"]).state_dict()
+    size = trial.world_size
+    case = {**trial.case, "world_size": size}
+    start = model_of(trial.case["model_class"]).state_dict()
 
     def total(gradients):
         average = mean(gradients)
@@ -276,7 +331,7 @@ def mistaken(outcome):
 
     own = [trained_alone(**case, average=itemgetter(rank)) for rank in range(size)]
     one_shard = [start] * size
-    one_shard[outcome.rank] = trained_alone(**case)
+    one_shard[trial.rank] = trained_alone(**case)
     summed = trained_alone(**case, average=total)
     new = trained_alone(**case, anew=True)
     with_zeros = trained_alone(**case, average=zeros)
@@ -288,7 +343,7 @@ def mistaken(outcome):
     return [
         ("The parameters have not changed. Is the result copied into them?", start),
         ("The optimizer gets the sum of the gradients. Divide it by n.", summed),
-        ("The optimizer gets the gradients of this rank only.", own[outcome.rank]),
+        ("The optimizer gets the gradients of this rank only.", own[trial.rank]),
         ("The optimizer gets the gradients of its own rank only.", joined(own)),
         ("Only this rank's shard has changed. The others have to be gathered.", joined(one_shard)),
         ("The state is lost. Make the optimizer once, in __init__().", new),
@@ -298,13 +353,13 @@ def mistaken(outcome):
     ]
 
 
-def explain_costs(outcome):
+def explain_costs(trial):
     """Put it into words if too much is sent."""
-    mine = outcome.messages[outcome.rank]
-    model = model_of(outcome.case["model_class"])
+    mine = trial.messages[trial.rank]
+    model = model_of(trial.case["model_class"])
     most = max(parameter.numel() for parameter in trained(model))
     if any(message.kind == "all_reduce" and message.numel >= most for message in mine):
         return "An all_reduce brings each rank the whole mean. A rank needs only its shard."
-    if outcome.case["model_class"] is TiedAndFrozen:
+    if trial.case["model_class"] is TiedAndFrozen:
         return "Does a frozen parameter travel, or the tied one twice?"
     return None

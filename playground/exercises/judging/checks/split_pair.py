@@ -3,8 +3,8 @@
 import torch
 import torch.distributed as dist
 import torch.fx.experimental.symbolic_shapes  # backward(gradient) imports it: see ranks.py
+from judging.attempt import Rung
 from torch.nn import functional as F
-from verdicts import Rung, difference
 
 NAME = "SplitPair"
 RUNG_1 = Rung(
@@ -24,6 +24,20 @@ WIDTH = 4  # of the inputs
 CLASSES = 3  # the width of the output
 ROWS = 5
 NAMES = ("inputs", "first", "first_bias", "second", "second_bias")
+IMITATED = True
+HINTS = """
+Compute on each rank what the docstring says, with its shards. Which results are then only this
+rank's term of a sum? There is one in forward and one in backward. And which number must be added
+only once, however many ranks there are?
+
+dist.all_reduce(tensor) adds up in place. ctx.save_for_backward(...) keeps tensors for
+ctx.saved_tensors. ctx.needs_input_grad has a boolean for each argument of forward.
+
+forward: hidden = relu(linear(inputs, first, first_bias))
+         output = linear(hidden, second), added up over the ranks
+         add second_bias, once, after the sum
+backward: the six lines of the docstring, and add up the gradient of inputs over the ranks
+"""
 
 
 def whole(hidden, dtype=torch.float32, bias=True, learn_inputs=True, frozen=False):
@@ -101,85 +115,63 @@ def limits(rank, world_size, hidden, dtype=torch.float32, learn_inputs=True, **o
     return {"messages": 2, "bytes": forward + backward}
 
 
-def explain(outcome):
-    """Put typical mistakes into words."""
-    size = outcome.world_size
-    if outcome.verdict == "COSTLY":
-        return explain_costs(outcome)
-    if outcome.verdict == "HANG":
-        return None
-    actual, right = outcome.of_rank()
-    output = actual["the output"]
-    tensors, _ = whole(**outcome.case)
-    inputs, first, first_bias, second, second_bias = (
-        None if tensor is None else tensor.detach() for tensor in tensors
-    )
-    if not isinstance(output, torch.Tensor):
-        return "forward must return the output."
-    if difference(output, right["the output"], {"rtol": 1e-4, "atol": 1e-5}):
-        hidden = F.relu(F.linear(inputs, first, first_bias)).tensor_split(size, 1)
-        columns = second.tensor_split(size, 1)
-        term = F.linear(hidden[outcome.rank], columns[outcome.rank])
-        bias = 0 if second_bias is None else second_bias
-        if equal(output, term + bias):
-            return "This is only this rank's term of the output. Add up over the ranks."
-        if second_bias is not None and equal(output, right["the output"] + (size - 1) * bias):
-            return f"second_bias was added {size} times, once on each rank. Add it after the sum."
-        if second_bias is not None and equal(output, right["the output"] - bias):
-            return "second_bias was not added."
-        return None
-    return explain_gradients(actual, right, size)
+class SplitPair(torch.autograd.Function):
+    """Why: the output is a sum over the ranks, and so is the gradient of the inputs."""
+
+    @staticmethod
+    def forward(ctx, inputs, first, first_bias, second, second_bias):
+        """Return the whole output, (N, out). `inputs` is (N, in), and a bias may be None."""
+        hidden = F.relu(F.linear(inputs, first, first_bias))
+        output = F.linear(hidden, second)  # this rank's term of the output
+        dist.all_reduce(output)
+        ctx.save_for_backward(inputs, first, hidden, second)
+        return output if second_bias is None else output + second_bias
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """Return the gradients of the five arguments, None for a bias that is None."""
+        inputs, first, hidden, second = ctx.saved_tensors
+        of_hidden = torch.where(hidden > 0, gradient @ second, 0)
+        of_inputs = None
+        if ctx.needs_input_grad[0]:
+            of_inputs = of_hidden @ first  # this rank's term
+            dist.all_reduce(of_inputs)
+        of_first_bias = of_hidden.sum(0) if ctx.needs_input_grad[2] else None
+        of_second_bias = gradient.sum(0) if ctx.needs_input_grad[4] else None
+        return of_inputs, of_hidden.T @ inputs, of_first_bias, gradient.T @ hidden, of_second_bias
 
 
-def equal(actual, expected):
-    """Return whether two tensors are equal, apart from rounding."""
-    return actual.shape == expected.shape and torch.allclose(actual, expected, 1e-4, 1e-5)
-
-
-def explain_gradients(actual, right, size):
-    """Say what is wrong with the gradients."""
-    wrong = []
-    for name in NAMES:
-        place = f"the gradient of {name}"
-        if difference(actual[place], right[place], {"rtol": 1e-4, "atol": 1e-5}):
-            wrong.append(name)
-    if any(actual[f"the gradient of {name}"] is None for name in wrong):
-        missing = [name for name in wrong if actual[f"the gradient of {name}"] is None]
-        return f"{missing[0]} has no gradient. backward() returns one for each argument, in order."
-    if wrong == ["inputs"]:
-        return (
-            "All ranks have used `inputs`, each for its own rows of `first`. So its gradient is a "
-            "sum over the ranks."
-        )
-    if all(is_several_times(actual, right, name, size) for name in wrong):
-        return (
-            f"{size} times what is expected, for {', '.join(wrong)}. The gradient g is the same on "
-            "all ranks, so it must not be added up."
-        )
-    return None
-
-
-def is_several_times(actual, right, name, size):
-    """Return whether a gradient is `size` times what it should be."""
-    place = f"the gradient of {name}"
-    return equal(actual[place], size * right[place])
-
-
-def explain_costs(outcome):
-    """Say which messages are not needed."""
-    mine = outcome.messages[outcome.rank]
-    reduced = [message for message in mine if message.kind == "all_reduce"]
-    if len(reduced) == 2 and not outcome.case.get("learn_inputs", True):
-        return "`inputs` needs no gradient here, so backward needs no all_reduce."
-    if len(reduced) > 2:
-        return "One all_reduce is enough in forward, and one in backward."
-    if len(reduced) < len(mine):
-        return "The shards stay where they are. Only terms of a sum have to travel."
-    return None
-
-
-def explain_crash(crash):
-    """Put typical errors into words."""
-    if "NoneType" in crash.error or "gradient different than None" in crash.error:
-        return "first_bias and second_bias may be None. Then backward returns None for them."
-    return None
+SUM = "dist.all_reduce(output)"
+RESULT = "return of_inputs,"
+SUM_IT = "The gradient g is the same on all ranks, so it must not be added up."
+WORDS = {
+    "CRASH.*None": "first_bias and second_bias may be None. Then backward returns None for them.",
+    "without a gradient.*;": "`inputs` needs no gradient here, so backward needs no all_reduce.",
+    "messages;": "One all_reduce is enough in forward, and one in backward.",
+    "bytes;": "The shards stay where they are. Only terms of a sum have to travel.",
+    "the output: None": "forward must return the output.",
+    ": None": "This has no gradient. backward() returns one for each argument, in order.",
+}
+MISTAKES = {
+    WORDS["CRASH.*None"]: ("if ctx.needs_input_grad[2] else None", ""),
+    WORDS["without a gradient.*;"]: ("if ctx.needs_input_grad[0]:", "if True:"),
+    WORDS["bytes;"]: (SUM, f"{SUM}; dist.all_gather_object([0] * dist.get_world_size(), second)"),
+    WORDS[": None"]: ("of_hidden.sum(0) if ctx.needs_input_grad[2] else None", "None"),
+    "All ranks have used `inputs`, each for its own rows of `first`. So its gradient is a sum over "
+    "the ranks.": ("            dist.all_reduce(of_inputs)\n", ""),
+    "This is only this rank's term of the output. Add up over the ranks.": (SUM, "pass"),
+    "second_bias was added on each rank. Add it once, after the sum.": (
+        *("F.linear(hidden, second)", "F.linear(hidden, second, second_bias)"),
+        *("output if second_bias is None else output + second_bias", "output"),
+    ),
+    "second_bias was not added.": (
+        *("output if second_bias is None else output + second_bias", "output"),
+    ),
+    f"{SUM_IT} It is now several times too large.": (
+        *("= ctx.saved_tensors", "= ctx.saved_tensors; dist.all_reduce(gradient)"),
+        *("reduce(of_inputs)", "reduce(of_inputs.div_(dist.get_world_size()))"),
+    ),
+    f"{SUM_IT} So is the gradient of second_bias.": (
+        *(RESULT, f"of_second_bias is None or dist.all_reduce(of_second_bias)\n        {RESULT}"),
+    ),
+}

@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from verdicts import difference
+from judging.words import difference
 
 CASES = {
     "4 numbers": {"shape": (4,), "dtype": torch.float32},
@@ -11,6 +11,17 @@ CASES = {
 ONLY = ("send", "recv")
 INSTEAD = "use send and recv, or isend and irecv"
 EXACT = {"rtol": 0, "atol": 0}
+HINTS = """
+If both neighbours send first, each of them waits until the other one receives. So one of them has
+to receive first, or both have to start their messages without waiting.
+
+torch.empty_like(tensor) makes a buffer of the same shape and dtype. dist.send(tensor, other) and
+dist.recv(buffer, other) block. dist.isend and dist.irecv return a request with wait().
+
+other = rank + 1 if rank is even, otherwise rank - 1.
+If other is not a rank: return tensor.
+If rank is even: send, then receive. Otherwise: receive, then send.
+"""
 
 
 def tensor_of(rank, shape, dtype):
@@ -47,11 +58,27 @@ def limits(rank, world_size, shape, dtype):
     return {"messages": messages, "bytes": messages * tensor_of(rank, shape, dtype).nbytes}
 
 
-def explain(outcome):
+def swap_with_neighbour(tensor):
+    """Why: of two neighbours one sends first and the other receives first, so both calls return."""
+    rank = dist.get_rank()
+    other = rank + 1 if rank % 2 == 0 else rank - 1
+    if other == dist.get_world_size():
+        return tensor
+    received = torch.empty_like(tensor)
+    if rank % 2 == 0:
+        dist.send(tensor, other)
+        dist.recv(received, other)
+    else:
+        dist.recv(received, other)
+        dist.send(tensor, other)
+    return received
+
+
+def explain(trial):
     """Put typical mistakes into words."""
-    if outcome.verdict != "WRONG":
+    if trial.verdict != "WRONG":
         return None
-    actual, right = outcome.of_rank()
+    actual, right = trial.of_rank()
     returned = actual["the returned tensor"]
     sent = actual["the tensor that was sent"]
     own = right["the tensor that was sent"]
@@ -59,13 +86,13 @@ def explain(outcome):
         return "Return the tensor that was received."
     if difference(sent, own, EXACT):
         return "The tensor that was sent has changed. Receive into a separate buffer."
-    if neighbour(outcome.rank, outcome.world_size) == outcome.rank:
-        return f"Rank {outcome.rank} has no neighbour, so it should get its own tensor back."
+    if neighbour(trial.rank, trial.world_size) == trial.rank:
+        return f"Rank {trial.rank} has no neighbour, so it should get its own tensor back."
     if not difference(returned, own, EXACT):
-        return f"Rank {outcome.rank} gets its own tensor back, and not that of its neighbour."
-    if not any(message.kind == "recv" for message in outcome.messages[outcome.rank]):
-        return f"Rank {outcome.rank} receives no message."
-    for rank in range(outcome.world_size):
-        if not difference(returned, tensor_of(rank, **outcome.case), EXACT):
+        return f"Rank {trial.rank} gets its own tensor back, and not that of its neighbour."
+    if not any(message.kind == "recv" for message in trial.messages[trial.rank]):
+        return f"Rank {trial.rank} receives no message."
+    for rank in range(trial.world_size):
+        if not difference(returned, tensor_of(rank, **trial.case), EXACT):
             return f"This is the tensor of rank {rank}."
     return "Is the buffer read before wait() has returned?"

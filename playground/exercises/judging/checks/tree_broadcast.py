@@ -2,8 +2,8 @@
 
 import torch
 import torch.distributed as dist
-from traffic import steps
-from verdicts import difference
+from judging.traffic import steps
+from judging.words import difference
 
 CASES = {
     "4 numbers": {"shape": (4,), "dtype": torch.float32},
@@ -14,6 +14,19 @@ ONLY = ("send", "recv")
 INSTEAD = "use send and recv"
 EVEN_ONLY = "right for powers of two only"
 EXACT = {"rtol": 0, "atol": 0}
+HINTS = """
+After the first round, ranks 0 and 1 have the tensor. In the second round, both of them send. Which
+ranks should they send to, so that after the round ranks 0 to 3 have it?
+
+dist.send(tensor, dst) and dist.recv(tensor, src). Before a round, let `have` be the number of ranks
+that have the tensor. It is 1, then 2, then 4, ...
+
+have = 1
+while have < n:
+    a rank below have sends to rank + have, if there is such a rank
+    a rank from have to 2 * have - 1 receives from rank - have
+    have is doubled
+"""
 
 
 def tensor_of(rank, shape, dtype):
@@ -41,31 +54,46 @@ def limits(rank, world_size, shape, dtype):
     return {"rounds": rounds, "messages": rounds, "bytes": nbytes}
 
 
-def explain(outcome):
+def tree_broadcast(tensor):
+    """Why: each round doubles the number of ranks that have the tensor, so ceil(log2 n) are
+    enough.
+    """
+    rank = dist.get_rank()
+    n = dist.get_world_size()
+    have = 1  # ranks 0 to have - 1 have the tensor
+    while have < n:
+        if rank < have and rank + have < n:
+            dist.send(tensor, rank + have)
+        elif have <= rank < 2 * have:
+            dist.recv(tensor, rank - have)
+        have *= 2
+
+
+def explain(trial):
     """Put typical mistakes into words."""
-    sent, _ = steps(outcome.messages)
+    sent, _ = steps(trial.messages)
     senders = {each.sender for each in sent}
-    if outcome.verdict == "COSTLY":
+    if trial.verdict == "COSTLY":
         if senders == {0}:
             return "Only rank 0 sends. The ranks that have the tensor already could help."
-        each_once = all(len(mine) <= 2 for mine in outcome.messages)
-        if each_once and len(sent) == outcome.world_size - 1:
+        each_once = all(len(mine) <= 2 for mine in trial.messages)
+        if each_once and len(sent) == trial.world_size - 1:
             return "Each rank sends once only. It could send again in the next round."
         last = sent[-1]
         return (
             f"Rank {last.sender} sends to rank {last.receiver} in round {last.step}. Which rank "
             "has the tensor, and could send in an earlier round?"
         )
-    if outcome.verdict == "HANG":
+    if trial.verdict == "HANG":
         return None
-    actual, _ = outcome.of_rank()
-    own = tensor_of(outcome.rank, **outcome.case)
-    received = [each for each in sent if each.receiver == outcome.rank]
-    if outcome.rank == 0:
+    actual, _ = trial.of_rank()
+    own = tensor_of(trial.rank, **trial.case)
+    received = [each for each in sent if each.receiver == trial.rank]
+    if trial.rank == 0:
         return "Rank 0 should keep its own tensor."
     if not difference(actual, own, EXACT) and not received:
-        return f"No message has reached rank {outcome.rank}. Is the number of rounds rounded up?"
-    for rank in range(1, outcome.world_size):
-        if not difference(actual, tensor_of(rank, **outcome.case), EXACT):
+        return f"No message has reached rank {trial.rank}. Is the number of rounds rounded up?"
+    for rank in range(1, trial.world_size):
+        if not difference(actual, tensor_of(rank, **trial.case), EXACT):
             return f"This is rank {rank}'s tensor. Has rank {rank} sent before it received?"
     return None

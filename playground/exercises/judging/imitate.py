@@ -1,0 +1,88 @@
+"""Finds out which typical mistakes do what an answer at fault does, if a check is IMITATED.
+
+Two mistakes may have one outcome. So a check is IMITATED only if its results tell the mistakes
+apart.
+
+MISTAKES of a check is a dict. A key is what to tell a learner. Its value is a function that has
+this mistake, or some texts: of each two, the first one is a piece of the solution, and the second
+one replaces it.
+"""
+
+import inspect
+
+from judging.attempt import Attempt, all_ranks
+from judging.ranks import started
+from judging.words import difference, used
+
+SECONDS = 2  # for a mistake in one case
+
+
+def name_of(exercise):
+    """Return the name of what a learner writes, which is that of the solution, too."""
+    return getattr(exercise, "NAME", exercise.__name__.rpartition(".")[2])
+
+
+def mistakes_of(exercise):
+    """Return the mistakes of an exercise: for the words on each of them, a function."""
+    found = {}
+    for words, mistake in getattr(exercise, "MISTAKES", {}).items():
+        found[words] = edited(exercise, *mistake) if isinstance(mistake, tuple) else mistake
+    return found
+
+
+def edited(exercise, *texts):
+    """Return the solution of an exercise with pieces of its text replaced."""
+    name = name_of(exercise)
+    source = inspect.getsource(getattr(exercise, name))
+    for old, new in zip(texts[::2], texts[1::2], strict=True):
+        if source.count(old) != 1:
+            raise ValueError(f"{name} has {source.count(old)} times {old!r}")
+        source = source.replace(old, new)
+    names = dict(vars(exercise))
+    exec(compile(source, exercise.__file__, "exec"), names)
+    return names[name]
+
+
+def like(attempt, lines):
+    """Return the words on all mistakes that do in a case what an Attempt at fault does.
+
+    Args:
+        attempt: the Attempt.
+        lines: those of its verdict. What they tell is not tried, and not what WORDS tells.
+    """
+    told = [*lines, *getattr(attempt.exercise, "WORDS", {}).values()]
+    mistakes = {}
+    for words, function in mistakes_of(attempt.exercise).items():
+        if not any(words in each for each in told):
+            mistakes[words] = function
+    copy = Attempt(attempt.exercise, attempt.size, attempt.folder / "mistakes", SECONDS)
+    copy.functions = list(mistakes.values())
+    copy.later = 0
+    pairs = zip(mistakes, trials(copy, attempt.number), strict=True)
+    return [words for words, trial in pairs if is_like(attempt.trial, trial, attempt.tolerance())]
+
+
+def trials(attempt, case):
+    """Let each of the functions run one case. Yields their Trials."""
+    runs = attempt.runs()
+    for run, size in runs:
+        todo = list(range(len(attempt.functions)))
+        while todo:
+            with started(attempt, run, size) as go:
+                trial = go("join")
+                while todo and not trial.crashes and not trial.places:
+                    trial = go((todo.pop(0), case))
+                    if (run, size) == runs[-1]:
+                        yield trial
+
+
+def is_like(answer, mistake, tolerance):
+    """Return whether a mistake has the same results as an answer at fault, and the same costs."""
+    for rank in all_ranks(answer):
+        if rank not in mistake.results:  # it has failed
+            return False
+        if difference(mistake.results[rank], answer.results[rank], tolerance):
+            return False
+        if answer.verdict == "COSTLY" and used(mistake, rank) != used(answer, rank):
+            return False
+    return True
