@@ -180,8 +180,12 @@ def solution_to(name):
     names = ast.literal_eval(parts["HELPERS"]) if "HELPERS" in parts else []
     names = [*names, parts["NAME"].value if "NAME" in parts else name]
     lines = (JUDGING / "checks" / f"{name}.py").read_text().splitlines()
-    shown = [lines[parts[each].lineno - 1 : parts[each].end_lineno] for each in names]
-    return "\n\n\n".join("\n".join(each) for each in shown)
+    shown = []
+    for each in names:
+        node = parts[each]
+        first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+        shown.append("\n".join(lines[first - 1 : node.end_lineno]))
+    return "\n\n\n".join(shown)
 
 
 def key_of(name):

@@ -219,3 +219,24 @@ def mistaken(trial):
         "The sums are divided by this rank's images, not by all images.": by_own_images,
         "The sums are divided by the number of ranks, not of images.": by_ranks,
     }
+
+
+REDUCE = "    dist.all_reduce(totals)\n"
+SUM = 'reduction="sum")'
+LOOP = "    for images, labels in batches:\n"
+MISTAKES = {
+    "These are the numbers of this rank's own images.": (REDUCE, ""),
+    "This is the mean over ranks, but a rank with fewer images must count less.": (
+        *(REDUCE, f"    totals = totals / totals[2]\n{REDUCE}"),
+    ),
+    "This is the mean over batches, but a smaller batch must count less.": (
+        *(SUM, 'reduction="mean")'),
+        *("== labels).sum()", "== labels).float().mean()"),
+        *("+= len(labels)", "+= 1"),
+    ),
+    "Call model.eval() first.": ("    model.eval()\n", ""),
+    "Turn it off with torch.no_grad().": ("@torch.no_grad()\n", "", SUM, f"{SUM}.item()"),
+    "has no images, but it must call the same collectives as the others.": (
+        *(LOOP, f"    if not batches:\n        return 0.0, 0.0\n{LOOP}"),
+    ),
+}

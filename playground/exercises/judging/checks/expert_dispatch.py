@@ -240,3 +240,21 @@ def explain_hang(trial):
         f"Rank {fewest} has called {min(calls)} collectives, and another rank {max(calls)}. A rank "
         "without tokens must call all of them, also those of backward()."
     )
+
+
+MISTAKES = {
+    "For autograd, a message is the end of the graph. Send gradients in backward().": (
+        *("apply(computed,", "apply(computed.detach(),"),
+    ),
+    "The outputs are right. How does the gradient get back to the rank of a token?": (
+        *("tokens[order]", "tokens[order].detach()"),
+    ),
+    "The outputs are in the order of the experts. Return them in that of the tokens.": (
+        *("outputs[order] = ", "outputs[:] = "),
+    ),
+    "was computed by expert": ("expert.argsort()", "(expert // here).argsort()"),
+    WORDS["CRASH.*(?i:split sizes)"]: ("(computed, received, sent)", "(computed, sent, received)"),
+    "Rank 1 has called 0 collectives": (
+        *("    here = ", "    if len(tokens) == 0:\n        return tokens\n    here = "),
+    ),
+}

@@ -164,3 +164,18 @@ def explain(trial):
         if not difference(state, trained(kind, [rank]), TOLERANCE):
             return f"This model has learned from the images of rank {rank} only."
     return None
+
+
+STATE = "model.module.state_dict()"
+REPLACED = '{key.replace("module.", ""): each for key, each in model.state_dict().items()}'
+MISTAKES = {
+    "has no key `0.weight`, but `module.0.weight`": (STATE, "model.state_dict()"),
+    "has no key `inner.module.weight`, but": (STATE, REPLACED),
+    "contains Python objects that are not tensors": (STATE, "model.module"),
+    "has no key `steps`": (STATE, "dict(model.module.named_parameters())"),
+    "This model has learned from the images of rank": (
+        *("    model = DistributedDataParallel(model)\n", ""),
+        *(STATE, "model.state_dict()"),
+    ),
+    "Rank 1 returned before rank 0 had written the file.": ("    dist.barrier()", "    pass"),
+}

@@ -154,3 +154,29 @@ def explain(trial):
     if "buffer" in models:
         return "The parameters are equal. A model has buffers, too."
     return None
+
+
+SEED = "    torch.manual_seed(seed)\n    model = make_model()\n"
+OTHERS = SEED.replace("seed)", "seed + dist.get_rank())")
+MISTAKES = {
+    "in step 1, rank 1's parameter `weight` differs": (SEED, OTHERS),
+    "The parameters are equal. A model has buffers, too.": (
+        *(
+            SEED,
+            f"{OTHERS}    for each in model.parameters():\n        dist.broadcast(each.data, 0)\n",
+        ),
+    ),
+    "ranks 0 and 1 add the same noise in step 1": (
+        *("    torch.manual_seed(seed + dist.get_rank())\n", ""),
+    ),
+    "rank 0 adds the same noise in steps 1 and 2": (
+        *("        noise = 0.1", "        torch.manual_seed(seed)\n        noise = 0.1"),
+    ),
+    "two runs with the same seed give different models": (
+        SEED,
+        SEED.replace("manual_seed(seed)", "seed()"),
+    ),
+    "The models were equal in step 1. Does each rank take the same step?": (
+        *("            dist.all_reduce(parameter.grad)\n", ""),
+    ),
+}

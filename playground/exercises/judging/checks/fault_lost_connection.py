@@ -121,3 +121,19 @@ def explain(trial):
     if steps[0] == trained(size, **trial.case, number="sum")[0]:
         return "In this step the sum of the losses is below the limit, but their mean is not."
     return None
+
+
+MEAN = "        dist.all_reduce(mean_loss)\n        mean_loss /= dist.get_world_size()\n"
+MISTAKES = {
+    "Another rank has left the group, or its process has ended": (MEAN, ""),
+    "In this step the sum of the losses is below the limit, but their mean is not.": (
+        *("        mean_loss /= dist.get_world_size()\n", ""),
+    ),
+    "In this step the loss of rank 0 is below the limit, but the mean is not.": (
+        *(MEAN, "        dist.broadcast(mean_loss, src=0)\n"),
+    ),
+    "This is the largest number of steps. Is the limit checked?": ("mean_loss < limit", "False"),
+    "A rank must leave the group before its program ends.": (
+        *("    dist.destroy_process_group()\n", ""),
+    ),
+}

@@ -171,3 +171,21 @@ def explain(trial):
         if not difference(actual, trained(n, trial.case, **factors), TOLERANCE):
             return words
     return None
+
+
+DIVIDE = "        loss = loss / dist.get_world_size()"
+MISTAKES = {
+    "Both layers move 2 times as far as they should. How many ranks compute the loss?": (
+        *(DIVIDE, "        pass"),
+    ),
+    "Both layers move 1/2 as far as they should: divided by 2 twice.": (
+        *("-= 0.1 *", "-= 0.1 / dist.get_world_size() *"),
+    ),
+    "2 times the gradient of this rank's tokens only.": (
+        *(DIVIDE, "        pass"),
+        *("dist.all_reduce(parameter.grad)", "pass"),
+    ),
+    WORDS["CRASH.*NoneType"]: (
+        *("        loss.backward()", "        dist.get_rank() == 0 and loss.backward()"),
+    ),
+}

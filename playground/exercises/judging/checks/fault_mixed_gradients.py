@@ -171,3 +171,29 @@ def words_on(name, change, own, mine):
 def close(tensor, other):
     """Return whether two gradients are equal, up to rounding."""
     return difference(tensor, other, {"rtol": 1e-3, "atol": 1e-3}) is None
+
+
+LARGEST = ("parameter.numel()", "parameter.grad.norm()")
+MISTAKES = {
+    "changes by rank 1's gradient of": LARGEST,
+    "A barrier does not change which calls meet.": (
+        *LARGEST,
+        *("dist.all_reduce(parameter.grad)", "dist.barrier(); dist.all_reduce(parameter.grad)"),
+    ),
+    "changes by the sum of the ranks' gradients, and not": (
+        "parameter.grad /= dist.get_world_size()",
+        "pass",
+    ),
+    "changes by this rank's own gradient only.": (
+        *(
+            "in trained:\n            dist.all_reduce",
+            "in trained[:1]:\n            dist.all_reduce",
+        ),
+    ),
+    WORDS["CRASH.*NoneType"]: (
+        *(
+            "[parameter for parameter in model.parameters() if parameter.grad is not None]",
+            "list(model.parameters())",
+        ),
+    ),
+}

@@ -40,9 +40,7 @@ def expected(rank, world_size, lengths, hits):
 
 
 def test(model, images, labels):
-    """Why: all_reduce is a collective, so every rank calls it, even if only rank 0 needs the
-    sum.
-    """
+    """Why: all_reduce is a collective: every rank calls it, even if only rank 0 needs the sum."""
     with torch.no_grad():
         predictions = model(images).argmax(dim=1)
     hits = (predictions == labels).sum().item()
@@ -95,3 +93,23 @@ def explain_hang(messages):
     for mine in messages:
         calls.append(", ".join(message.call for message in mine) or "nothing")
     return f"Rank 0 has called: {calls[0]}. Rank 1 has called: {calls[1]}."
+
+
+REDUCE = "    dist.all_reduce(counts)\n"
+IF_FIRST = "    if dist.get_rank() == 0:\n"
+MISTAKES = {
+    "Rank 0 has called: all_reduce. Rank 1 has called: nothing.": (
+        *(REDUCE + IF_FIRST, f"{IF_FIRST}    {REDUCE}"),
+    ),
+    "The counts of the others are missing.": (REDUCE, ""),
+    "Is the sum read before it is ready?": (
+        *(REDUCE + IF_FIRST, f"{IF_FIRST}        dist.all_reduce(counts, async_op=True)\n"),
+    ),
+    "This is the mean of the ranks' accuracies. But the ranks have unequal parts.": (
+        *("[hits, len(labels)]", "[hits / max(len(labels), 1), 1]"),
+    ),
+    "The hits are those of all ranks, but the images are those of rank 0.": (
+        *("dist.all_reduce(counts)", "dist.all_reduce(counts[:1])"),
+    ),
+    "Only rank 0 should return the accuracy.": (IF_FIRST, "    if True:\n"),
+}

@@ -92,9 +92,7 @@ def limits(rank, world_size, shape, steps):
 
 
 def train(parameters, gradient, steps):
-    """Why: isend only starts the message, so it gets a copy that does not change while it
-    travels.
-    """
+    """Why: isend only starts the message, so it gets a copy, which does not change meanwhile."""
     rank = dist.get_rank()
     world_size = dist.get_world_size()
     right = (rank + 1) % world_size
@@ -141,3 +139,27 @@ def explain(trial):
     if not difference(actual, newer, TOLERANCE):
         return f"Rank {rank} has received the parameters that rank {left} has after its own step."
     return None
+
+
+STEP = "        parameters -= 0.5 * gradient(parameters)\n"
+WAIT = "            request.wait()\n"
+HALVE = "        parameters /= 2\n"
+CALL = "dist.batch_isend_irecv(operations)\n"
+MISTAKES = {
+    "the parameters that rank 1 has after its own step.": ("parameters.clone()", "parameters"),
+    "After a barrier all ranks have called isend, but the numbers may not have left.": (
+        *("parameters.clone()", "parameters"),
+        *(CALL, f"{CALL}        dist.barrier()\n"),
+    ),
+    "This would be right if the mean came first, and the step after it.": (
+        *(STEP, ""),
+        *(HALVE, HALVE + STEP),
+    ),
+    "The step comes before wait() and recv(), so that no rank waits before it computes.": (
+        *(STEP, ""),
+        *(WAIT, WAIT + STEP),
+    ),
+    "The tensor of the caller has not changed. Are the new numbers in another tensor?": (
+        *(STEP, STEP.replace("-= 0.5", "= parameters - 0.5")),
+    ),
+}

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 from judging.traffic import uncounted
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 NAME = "test"
 FAULT = "WRONG with 2 ranks, 11 images ... image 0 is read on ranks 0 and 1 ... count 12 images"
@@ -131,3 +131,26 @@ def explain(trial):
     if counts[1] == length:
         return f"The number of images is right, but {counts[0]} hits are counted, and not {hits}."
     return None
+
+
+RANGE = "range(dist.get_rank(), len(dataset), dist.get_world_size())"
+SAMPLER = "DistributedSampler(dataset, shuffle=False)"
+MISTAKES = {
+    "The ranks count 12 images, and the data set has 11.": (RANGE, SAMPLER),
+    "9 hits are counted, and not": (
+        *(RANGE, SAMPLER),
+        *("counts.tolist()", "[counts[0].item(), len(dataset)]"),
+    ),
+    "image 10 of 11 is not read": (RANGE, SAMPLER.replace(")", ", drop_last=True)")),
+    "every rank reads all images": (
+        *(RANGE, "range(len(dataset))"),
+        *("counts.tolist()", "(counts // dist.get_world_size()).tolist()"),
+    ),
+    "6 images are counted, and 11 are read": ("    dist.all_reduce(counts)\n", ""),
+    "8 images are counted, and 11 are read": (
+        *(
+            "in loader:\n",
+            "in loader:\n            if len(labels) < 4:\n                continue\n",
+        ),
+    ),
+}

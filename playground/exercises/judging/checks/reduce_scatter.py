@@ -57,9 +57,7 @@ def limits(rank, world_size, chunk, dtype):
 
 
 def reduce_scatter(tensor):
-    """Why: all_to_all brings rank r chunk r of every rank, and rank r adds up what it has
-    received.
-    """
+    """Why: all_to_all brings rank r chunk r of every rank, and rank r adds up these chunks."""
     received = torch.empty_like(tensor)
     dist.all_to_all_single(received, tensor)
     return received.view(dist.get_world_size(), -1).sum(0)
@@ -99,3 +97,19 @@ def explain(trial):
     if counts is not None and max(counts) > 1:
         return f"Rank {counts.index(max(counts))}'s numbers were added twice."
     return None
+
+
+MISTAKES = {
+    "divided by 2: averaged, but not added up?": (
+        *(".sum(0)", ".sum(0).div(dist.get_world_size()).to(tensor.dtype)"),
+    ),
+    "This is chunk 1 of the sum, which is rank 1's.": (
+        *("(received, tensor)", "(received, tensor.roll(-len(tensor) // dist.get_world_size()))"),
+    ),
+    "The tensor of the caller has changed. Add up in a separate tensor.": (
+        *("return received", "tensor.copy_(received); return received"),
+    ),
+    "Rank 0's numbers are missing.": (
+        *(".sum(0)", ".sum(0) - tensor.chunk(dist.get_world_size())[dist.get_rank()]"),
+    ),
+}

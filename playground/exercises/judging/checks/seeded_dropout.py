@@ -255,3 +255,14 @@ def about_both(both):
         "Two ranks have the same seed in different steps. Multiply the step by the number of ranks "
         "before you add the rank."
     )
+
+
+OWN = "seed + step * dist.get_world_size() + dist.get_rank()"
+MISTAKES = {
+    "The ranks must differ: does the seed depend on the rank?": (OWN, "seed + step"),
+    "depend on `step`": (OWN, "seed + dist.get_rank()"),
+    "Multiply the step by the number of ranks": (OWN, "seed + step + dist.get_rank()"),
+    "`seed` has no effect.": (OWN, OWN.removeprefix("seed + ")),
+    "Draw from a generator of your own.": (".Generator(inputs.device).manual_seed", ".manual_seed"),
+    "The numbers that stay are divided by 1 - p": ("inputs / (1 - p)", "inputs"),
+}

@@ -96,3 +96,14 @@ def explain(trial):
         if not difference(returned, tensor_of(rank, **trial.case), EXACT):
             return f"This is the tensor of rank {rank}."
     return "Is the buffer read before wait() has returned?"
+
+
+MISTAKES = {
+    "Every rank waits in send until its message is received.": ("if rank % 2 == 0:", "if True:"),
+    "Rank 0 waits for a message that rank 1 has not sent.": ("if rank % 2 == 0:", "if False:"),
+    "The tensor that was sent has changed. Receive into a separate buffer.": (
+        *("return received", "return tensor.copy_(received)"),
+    ),
+    "Return the tensor that was received.": ("return received", "return None"),
+    "so it should get its own tensor back": ("return tensor", "return torch.zeros_like(tensor)"),
+}

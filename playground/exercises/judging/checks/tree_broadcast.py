@@ -55,9 +55,7 @@ def limits(rank, world_size, shape, dtype):
 
 
 def tree_broadcast(tensor):
-    """Why: each round doubles the number of ranks that have the tensor, so ceil(log2 n) are
-    enough.
-    """
+    """Why: each round doubles the ranks that have the tensor, so ceil(log2 n) rounds are enough."""
     rank = dist.get_rank()
     n = dist.get_world_size()
     have = 1  # ranks 0 to have - 1 have the tensor
@@ -97,3 +95,31 @@ def explain(trial):
         if not difference(actual, tensor_of(rank, **trial.case), EXACT):
             return f"This is rank {rank}'s tensor. Has rank {rank} sent before it received?"
     return None
+
+
+def from_rank_0(tensor):
+    """Let rank 0 send to all."""
+    if dist.get_rank() > 0:
+        dist.recv(tensor, 0)
+    else:
+        for rank in range(1, dist.get_world_size()):
+            dist.send(tensor, rank)
+
+
+def along_a_chain(tensor):
+    """Let each rank send to the next one."""
+    rank = dist.get_rank()
+    if rank > 0:
+        dist.recv(tensor, rank - 1)
+    if rank + 1 < dist.get_world_size():
+        dist.send(tensor, rank + 1)
+
+
+MISTAKES = {
+    "Only rank 0 sends. The ranks that have the tensor already could help.": from_rank_0,
+    "Each rank sends once only. It could send again in the next round.": along_a_chain,
+    "No message has reached rank 2. Is the number of rounds rounded up?": (
+        *("while have < n:", "while 2 * have <= n:"),
+    ),
+    "there is no rank 3: the last one is 2": ("rank < have and rank + have < n", "rank < have"),
+}
