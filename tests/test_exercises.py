@@ -19,13 +19,11 @@ from lessons import FOLDERS
 FOLDER = ROOT / "playground" / "exercises"
 CHECK = FOLDER / "check.py"
 JUDGING = FOLDER / "judging"
-WRONG = ROOT / "tests" / "wrong_answers"
 JUDGE_ANSWERS = ROOT / "tests" / "judge_answers.py"
 EXERCISES = sorted(path.stem for path in (JUDGING / "checks").glob("*.py"))
 RIGHT = "RIGHT with 1, 2, 3, 4 and 5 ranks"
 QUICK = ("all_gather", "average_gradients", "fault_same_order")  # one of each kind
 NAMES = [pytest.param(name, marks=[pytest.mark.quick] * (name in QUICK)) for name in EXERCISES]
-ANSWERED = sorted(path.stem for path in WRONG.glob("*.py"))
 
 
 def source(name):
@@ -74,15 +72,6 @@ def begins(printed, verdict):
     """Return whether a verdict is printed: all pieces between the dots, in this order."""
     pattern = ".*".join(re.escape(piece) for piece in verdict.split(" ... "))
     return re.match(pattern, " ".join(printed.split())) is not None
-
-
-def wrong_answers(name):
-    """Return the wrong answers to an exercise: the verdict that each function must get."""
-    found = {}
-    for function, node in functions(WRONG / f"{name}.py").items():
-        if not function.startswith("_"):
-            found[function] = " ".join(ast.get_docstring(node).split())
-    return found
 
 
 def checked(tmp_path, *words, timeout=300):
@@ -195,7 +184,7 @@ def test_the_solution(name, tmp_path):
     assert judged(tmp_path, name, [[None, None, None, None]]) == [[right_with(name)]]
 
 
-@pytest.mark.parametrize("name", [name for name in EXERCISES if name not in ANSWERED])
+@pytest.mark.parametrize("name", EXERCISES)
 def test_the_mistakes(name, tmp_path):
     """Each typical mistake gets the words that are told on it. The others are listed."""
     mistakes = list(check_of(name).MISTAKES)
@@ -204,34 +193,6 @@ def test_the_mistakes(name, tmp_path):
     pairs = zip(mistakes, found, strict=True)
     differing = [[words, lines] for words, lines in pairs if words not in " ".join(lines)]
     assert not differing
-
-
-@pytest.mark.parametrize("name", ANSWERED)
-def test_the_wrong_answers(name, tmp_path):
-    """Each gets the verdict of its docstring. The others are listed with both verdicts."""
-    answers = []
-    expected = wrong_answers(name)
-    for function, verdict in expected.items():
-        seconds = 4 if verdict.startswith("HANG") else None
-        answers.append([WRONG / f"{name}.py", function, seconds, sizes_for(name, verdict)])
-    found = judged(tmp_path, name, answers)
-    differing = []
-    for (function, verdict), lines in zip(expected.items(), found, strict=True):
-        if len(lines) > 1 and lines[0].startswith("RIGHT "):  # the first rung
-            lines = lines[1:]
-        printed = "\n".join(lines).replace(" (rung 1 of 2)", "", 1)
-        if not begins(printed, verdict):
-            differing.append(f"{function} must get\n{verdict}\nbut gets\n{printed}")
-    assert not differing, "\n\n".join(differing)
-
-
-@pytest.mark.parametrize("name", ANSWERED)
-def test_typical_wrong_answers_have_words_of_their_own(name):
-    """There are at least three, and no two get the same verdict."""
-    verdicts = list(wrong_answers(name).values())
-    assert len(verdicts) >= 3
-    assert len(set(verdicts)) == len(verdicts)
-    assert all(re.match("WRONG|COSTLY|CRASH|HANG", verdict) for verdict in verdicts)
 
 
 # Answers that only call what the lesson has; each exercise with two rungs has at least one.

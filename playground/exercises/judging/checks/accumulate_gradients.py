@@ -269,3 +269,16 @@ def mistaken(trial, images, count):
     for words, parts in found:
         result.append((words, gradients_of_parts(ranks, 1, images, parts)))
     return result
+
+
+CONTEXT = "model.no_sync() if number < count else nullcontext()"
+MISTAKES = {
+    "Multiply it by the micro-batch's fraction": ("(loss * fraction)", "loss"),
+    "a smaller one must count less.": ("len(micro_labels) / len(labels)", "1 / count"),
+    "Only the last micro-batch counts.": (
+        *("        with context:", "        model.zero_grad()\n        with context:"),
+    ),
+    "Is the last micro-batch in no_sync()?": (CONTEXT, "model.no_sync()"),
+    "Is each forward() but the last one": (CONTEXT, "nullcontext()"),
+    "into fewer micro-batches": ("min(count, len(labels))", "count"),
+}

@@ -241,3 +241,22 @@ def explain(trial):
     if trial.case["kind"] == "dropout":
         return "backward() drops other numbers than forward() has dropped."
     return None
+
+
+RETURN = "return None, *(next(gradients) if tensor.requires_grad else None for tensor in tensors)"
+MISTAKES = {
+    "autograd records nothing inside backward()": ("with torch.enable_grad():", "if True:"),
+    "some tensors need no gradient: see ctx.needs_input_grad.": (
+        *("[tensor for tensor in tensors if tensor.requires_grad]", "tensors"),
+    ),
+    WORDS["CRASH.*an incorrect number of gradients"]: (
+        RETURN,
+        RETURN.replace("None, *", "tuple", 1),
+    ),
+    "backward() drops other numbers than forward() has dropped.": (
+        *("torch.set_rng_state(ctx.random_state)", "pass"),
+    ),
+    "restore the state that was there at its beginning.": (
+        *("torch.set_rng_state(state_now)", "pass"),
+    ),
+}

@@ -181,16 +181,37 @@ def expert_dispatch(tokens, expert, experts):
 
 WORDS = {
     "CRASH.*(?i:split sizes)": "The counts that a rank sends must be those with which the other "
-    "rank receives."
+    "rank receives.",
+    "COSTLY": "A token is needed by its expert only, and its output by its own rank only.",
+}
+SORT = "expert.argsort()"
+WORLD = "dist.get_world_size()"
+BACK = "Exchange.apply(computed, received, sent)"
+MISTAKES = {
+    WORDS["CRASH.*(?i:split sizes)"]: (BACK, "Exchange.apply(computed, sent, received)"),
+    WORDS["COSTLY"]: (
+        *(WORLD, f"{WORLD}\n    dist.all_gather_object([None] * world_size, tokens)"),
+    ),
+    "For autograd, a message is the end of the graph. Send gradients in backward().": (
+        *(BACK, f"{BACK}.detach()"),
+    ),
+    "The outputs are in the order of the experts. Return them in that of the tokens.": (
+        *(SORT, "expert.argsort(stable=True)"),
+        *("outputs[order] =", "outputs[:] ="),
+    ),
+    "was computed by expert": (SORT, "(expert // here).argsort(stable=True)"),
+    "A rank without tokens must call all of them, also those of backward().": (
+        *(WORLD, f"{WORLD}\n    if len(tokens) == 0:\n        return tokens"),
+    ),
 }
 
 
 def explain(trial):
     """Put typical mistakes into words."""
-    if trial.verdict == "COSTLY":
-        return "A token is needed by its expert only, and its output by its own rank only."
     if trial.verdict == "HANG":
         return explain_hang(trial)
+    if trial.verdict == "COSTLY":
+        return None
     actual, right = trial.of_rank()
     outputs = actual["the outputs"]
     if not isinstance(outputs, torch.Tensor):
@@ -240,21 +261,3 @@ def explain_hang(trial):
         f"Rank {fewest} has called {min(calls)} collectives, and another rank {max(calls)}. A rank "
         "without tokens must call all of them, also those of backward()."
     )
-
-
-MISTAKES = {
-    "For autograd, a message is the end of the graph. Send gradients in backward().": (
-        *("apply(computed,", "apply(computed.detach(),"),
-    ),
-    "The outputs are right. How does the gradient get back to the rank of a token?": (
-        *("tokens[order]", "tokens[order].detach()"),
-    ),
-    "The outputs are in the order of the experts. Return them in that of the tokens.": (
-        *("outputs[order] = ", "outputs[:] = "),
-    ),
-    "was computed by expert": ("expert.argsort()", "(expert // here).argsort()"),
-    WORDS["CRASH.*(?i:split sizes)"]: ("(computed, received, sent)", "(computed, sent, received)"),
-    "Rank 1 has called 0 collectives": (
-        *("    here = ", "    if len(tokens) == 0:\n        return tokens\n    here = "),
-    ),
-}

@@ -244,3 +244,22 @@ def words_on(name, change, right, of_ranks, rank):
 def close(tensor, other):
     """Return whether two gradients are equal, up to rounding."""
     return difference(tensor, other, {"rtol": 1e-3, "atol": 1e-4}) is None
+
+
+IS_SHARED = 'if not name.startswith("experts."):'
+DIVIDE = "parameter.grad /= dist.get_world_size()"
+MISTAKES = {
+    "changes by the mean over the experts of": (IS_SHARED, "if True:"),
+    "expert 0, weight changes by 2 times its gradient. Each rank's loss": (
+        *(DIVIDE, f"{DIVIDE} if 'experts.' not in name else 1"),
+    ),
+    "shared.weight changes by 2 times the mean gradient: added up": (
+        *(DIVIDE, f"{DIVIDE} if 'experts.' in name else 1"),
+    ),
+    "shared.weight changes by this rank's own gradient only": (
+        *("dist.all_reduce(parameter.grad)", "continue"),
+    ),
+    "expert 0, weight changes by its gradient, divided by 2 once more.": (
+        *(DIVIDE, f"{DIVIDE} ** (1 + ('experts.' in name))"),
+    ),
+}

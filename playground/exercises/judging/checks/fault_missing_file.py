@@ -170,3 +170,21 @@ def explain(trial):
         if count == 0:
             return f"No rank of node {node} has downloaded the file."
     return None
+
+
+FIRST = "if local_rank == 0:"
+BARRIER = "    dist.barrier()\n"
+MISTAKES = {
+    "rank 2: FileNotFoundError": (FIRST, "if rank == 0:"),
+    "rank 1: FileNotFoundError": (BARRIER, ""),
+    WORDS["CRASH.*(PytorchStreamReader|EOFError)"]: (
+        *(BARRIER, '    while not os.path.exists("images.pt"):\n        pass\n'),
+    ),
+    "2 ranks of node 0 have downloaded the file.": (FIRST, "if True:"),
+    "image 0 is used on ranks 0 and 2": (
+        *(
+            "images[rank::world_size]), labels[rank::",
+            "images[local_rank::world_size]), labels[local_rank::",
+        ),
+    ),
+}

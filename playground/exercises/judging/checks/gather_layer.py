@@ -280,3 +280,20 @@ def explain_costs(trial):
     if kinds.count("reduce_scatter") == 1 and trial.case.get("frozen"):
         return "The layer is frozen, so its gradient is not needed."
     return None
+
+
+MEAN = "flat.grad / dist.get_world_size())"
+LEAF = "inputs.detach().requires_grad_(learn_inputs)"
+MISTAKES = {
+    "2 times what is expected: added": (MEAN, "flat.grad)"),
+    "The sum over the ranks is too large for float16. Divide before the reduce_scatter.": (
+        *(MEAN, "flat.grad); of_shard /= dist.get_world_size()"),
+    ),
+    "Begin with inputs.detach().": (LEAF, "inputs"),
+    WORDS["CRASH.*does not require grad"]: ("with torch.enable_grad():", "if True:"),
+    WORDS["CRASH.*invalid gradient at index 1"]: (
+        "inputs.grad, of_shard",
+        "inputs.grad, flat.grad",
+    ),
+    WORDS["CRASH.*floating point"]: ("requires_grad_(learn_inputs)", "requires_grad_()"),
+}

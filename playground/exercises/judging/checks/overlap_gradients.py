@@ -328,3 +328,15 @@ def explain(trial):
     if model_class is Orders:
         return "Are gradients of different parameters added up? Fix one order for all ranks."
     return None
+
+
+START = "        started.append((message, dist.all_reduce(message, async_op=True)))\n"
+MISTAKES = {
+    "but a hook waits.": (START, f"{START}        started[-1][1].wait()\n"),
+    "but no message starts in time.": (
+        *("parameter.register_post_accumulate_grad_hook(on_gradient)", "pass"),
+    ),
+    WORDS["CRASH.*doesn't require gradient"]: (" if each.requires_grad]", "]"),
+    "No rank has this gradient, so it stays None": ("if message[-1] > 0:", "if True:"),
+    "Step 1 is right. What has finish() left behind": ("        started.clear()\n", ""),
+}

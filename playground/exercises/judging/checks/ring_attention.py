@@ -2,7 +2,6 @@
 
 import torch
 import torch.distributed as dist
-from judging.words import difference
 from torch.nn import functional as F
 
 ONLY = ("send", "recv")
@@ -15,6 +14,7 @@ CASES = {
 }
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
 HELPERS = ("pass_on",)
+IMITATED = True
 HINTS = """
 In the first step, a rank has its own keys and values. In each further step, it has those of the
 rank before. Which two sums over the blocks give the mean at the end, and what happens to them when
@@ -87,27 +87,6 @@ def limits(rank, world_size, **case):
     return {"messages": 2 * (world_size - 1), "bytes": tokens * bytes_of_token}
 
 
-def with_mask(trial, seen, scaled=True):
-    """Return what a rank has if its tokens read from the tokens that are seen.
-
-    Args:
-        trial: of the case.
-        seen: a function of the places of the queries, (T, 1), and those of the keys, (T,).
-        scaled: whether scores are divided by the square root of the size.
-    """
-    (query, key, value), places = whole(trial.world_size, **trial.case)
-    mine = places[trial.rank]
-    mask = seen(mine[:, None], torch.arange(key.shape[2]), places)
-    scale = None if scaled else 1.0
-    query = query[:, :, mine]
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
-
-
-def of_rank(trial, places):
-    """Return a function that says which tokens this rank has."""
-    return torch.isin(torch.arange(sum(map(len, places))), places[trial.rank])
-
-
 def ring_attention(query, key, value, places):
     """Why: sums over blocks can be added up, if they shrink whenever the maximum becomes larger."""
     rank = dist.get_rank()
@@ -145,90 +124,58 @@ def pass_on(tensor, tokens):
     return received
 
 
-WORDS = {
-    "CRASH.*(its buffer has|must match the size of tensor)": "Ranks may have different numbers of"
-    " tokens. places tells how many will arrive."
-}
-
-
-def explain(trial):
-    """Put typical mistakes into words."""
-    if trial.verdict == "COSTLY":
-        return "After n - 1 steps, each rank has had the keys of all others. The last may stay."
-    if trial.verdict != "WRONG":
-        return None
-    actual, right = trial.of_rank()
-    if not isinstance(actual, torch.Tensor) or actual.shape != right.shape:
-        return None
-    if not actual.isfinite().all():
-        if trial.case.get("scale"):
-            return "exp() of a large score overflows. Subtract the largest score so far first."
-        return (
-            "Where a whole block comes later than a token, its largest score is -inf. Is that "
-            "subtracted from -inf, or is a sum of no weights divided by 0?"
-        )
-    guesses = {
-        "Here each token reads from all tokens, and not only from itself and the earlier ones.": (
-            lambda query, key, places: (key >= 0) & (query >= 0),
-            True,
-        ),
-        "Here each token reads from the tokens of its own rank only.": (
-            lambda query, key, places: (key <= query) & of_rank(trial, places),
-            True,
-        ),
-        "Here no token reads from itself.": (lambda query, key, places: key < query, True),
-        "The scores are not divided by the square root of the size.": (
-            lambda query, key, places: key <= query,
-            False,
-        ),
-    }
-    for words, (seen, scaled) in guesses.items():
-        if not difference(actual, with_mask(trial, seen, scaled), TOLERANCE):
-            return words
-    if not difference(actual, mean_of_blocks(trial), TOLERANCE):
-        return (
-            "This is the mean of the blocks' means. A block counts as much as its weights add up "
-            "to, so divide once, at the end."
-        )
-    if not difference(actual, without_shrinking(trial), TOLERANCE):
-        return (
-            "When a block has a larger score, what was added up before must shrink by "
-            "exp(the maximum before - the larger one)."
-        )
-    return None
-
-
-def blocks(trial):
-    """Return the scores and values of each block, in the order in which they arrive."""
-    (query, key, value), places = whole(trial.world_size, **trial.case)
-    mine = places[trial.rank]
-    found = []
-    for step in range(trial.world_size):
-        theirs = places[(trial.rank - step) % trial.world_size]
-        scores = query[:, :, mine] @ key[:, :, theirs].mT / query.shape[-1] ** 0.5
-        scores = scores.masked_fill(theirs > mine[:, None], -torch.inf)
-        found.append((scores, value[:, :, theirs]))
-    return found
-
-
-def mean_of_blocks(trial):
+def mean_of_means(query, key, value, places):
     """Return the mean over the blocks of what a token reads in each, where it reads anything."""
-    total = 0
-    count = 0
-    for scores, values in blocks(trial):
-        total = total + scores.softmax(dim=-1).nan_to_num() @ values
-        count = count + scores.isfinite().any(dim=-1, keepdim=True).float()
+    rank = dist.get_rank()
+    n = dist.get_world_size()
+    total = torch.zeros_like(query)
+    count = torch.zeros_like(query[..., :1])
+    travelling = torch.stack([key, value])
+    for step in range(n):
+        keys, values = travelling
+        scores = query @ keys.mT / query.shape[-1] ** 0.5
+        later = places[(rank - step) % n] > places[rank][:, None]
+        scores = scores.masked_fill(later, -torch.inf)
+        total += scores.softmax(dim=-1).nan_to_num() @ values
+        count += scores.isfinite().any(dim=-1, keepdim=True)
+        if step < n - 1:
+            travelling = pass_on(travelling, len(places[(rank - step - 1) % n]))
     return total / count
 
 
-def without_shrinking(trial):
-    """Return what comes of it if the maximum is subtracted, but earlier sums do not shrink."""
-    maximum = -torch.inf
-    total = 0
-    read = 0
-    for scores, values in blocks(trial):
-        maximum = scores.amax(dim=-1, keepdim=True).clamp(min=maximum)
-        weights = (scores - maximum).exp()
-        total = total + weights.sum(dim=-1, keepdim=True)
-        read = read + weights @ values
-    return read / total
+WORDS = {
+    "CRASH.*(its buffer has|must match the size of tensor)": "Ranks may have different numbers of"
+    " tokens. places tells how many will arrive.",
+    "COSTLY": "After n - 1 steps, each rank has had the keys of all others. The last may stay.",
+    r"WRONG, large scores.*has \[[^]]*(nan|inf)": "exp() of a large score overflows. "
+    "Subtract the largest score so far first.",
+    r"WRONG.*has \[[^]]*(nan|inf)": "Where a token may read nothing in a block, its largest "
+    "score is -inf. Is that subtracted from -inf, or is a sum of no weights divided by 0?",
+}
+MISTAKES = {
+    WORDS["CRASH.*(its buffer has|must match the size of tensor)"]: (
+        *("len(places[(rank - step - 1) % n])", "len(places[rank])"),
+    ),
+    WORDS["COSTLY"]: ("if step < n - 1:", "if n > 1:"),
+    WORDS[r"WRONG, large scores.*has \[[^]]*(nan|inf)"]: (
+        *("larger = torch.maximum(maximum, scores.amax(dim=-1, keepdim=True))", "larger = 0"),
+        *("(maximum - larger).exp()", "1"),
+    ),
+    WORDS[r"WRONG.*has \[[^]]*(nan|inf)"]: (
+        *("torch.maximum(maximum, scores.amax(dim=-1, keepdim=True))", "scores.amax(-1, True)"),
+    ),
+    "Here each token reads from all tokens, and not only from itself and the earlier ones.": (
+        *(
+            "places[(rank - step) % n] > places[rank]",
+            "places[(rank - step) % n] < 0 * places[rank]",
+        ),
+    ),
+    "Here each token reads from the tokens of its own rank only.": ("in range(n):", "in range(1):"),
+    "The scores are not divided by the square root of the size.": (
+        *(" / query.shape[-1] ** 0.5", ""),
+    ),
+    "This is the mean of the blocks' means. A block counts as much as its weights add up to, so "
+    "divide once, at the end.": mean_of_means,
+    "When a block has a larger score, what was added up before must shrink by exp(the maximum "
+    "before - the larger one).": ("(maximum - larger).exp()", "1"),
+}

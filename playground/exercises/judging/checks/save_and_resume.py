@@ -354,3 +354,20 @@ def explain(trial):
         "may be rounded differently.",
     }
     return words.get(wrong[0])
+
+
+SAVES = "CRASH.*(File too large|file write failed|unexpected pos)"
+MISTAKES = {
+    "The optimizer's state has its averages and its learning rate": (
+        *('        optimizer.load_state_dict(state["optimizer"])\n', ""),
+    ),
+    "The random numbers differ after the restart.": (
+        *('        torch.set_rng_state(state["random"])\n', ""),
+    ),
+    "Training starts from the beginning.": ('        done = state["done"]\n', ""),
+    "The last epoch is trained twice.": ("epoch + 1", "epoch"),
+    "If the run is killed at this moment, no complete file is left.": (
+        *('f"{path}.{time.time_ns()}"', "path"),
+    ),
+    WORDS[SAVES]: ("        if dist.get_rank() == 0:", "        if True:"),
+}

@@ -1,14 +1,12 @@
 """How shard_optimizer is checked."""
 
 from functools import partial
-from operator import itemgetter
 
 import torch
 import torch._dynamo  # optimizers import it: here, before the ranks are forked
 import torch.distributed as dist
 from judging.attempt import Rung
 from judging.traffic import sent_bytes
-from judging.words import difference
 from torch import nn
 
 
@@ -75,6 +73,7 @@ STEPS = (1, 2, 3)
 MOMENTS = {torch.optim.SGD: 1, torch.optim.AdamW: 2, torch.optim.Adagrad: 1}
 SLACK = 8  # bytes that each parameter may cost in addition
 STATE = "bytes of the optimizer's state"
+IMITATED = True
 HINTS = """
 An all_reduce is a reduce_scatter and an all_gather. What can a rank do with its shard of the mean
 gradient between the two?
@@ -172,35 +171,20 @@ def mean(gradients):
     return sum(existing) / len(gradients)
 
 
-def trained_alone(world_size, model_class, make_optimizer, average=mean, anew=False):
-    """Return the parameters after all steps of a single process.
-
-    Args:
-        world_size: the number of ranks whose gradients are averaged.
-        model_class: see CASES.
-        make_optimizer: see CASES.
-        average: returns the gradient of a step; called with the gradients of all ranks, or None.
-        anew: whether each step has an optimizer of its own.
-    """
+def expected(rank, world_size, model_class, make_optimizer):
+    """Return what run() should return."""
     model = model_of(model_class)
     optimizer = make_optimizer(trained(model))
     for step in STEPS:
-        if anew:
-            optimizer = make_optimizer(trained(model))
         for name, parameter in model.named_parameters():
-            gradients = [gradient_of(name, parameter, each, step) for each in range(world_size)]
-            gradient = average(gradients)
+            gradient = mean(
+                [gradient_of(name, parameter, each, step) for each in range(world_size)]
+            )
             parameter.grad = None
             if gradient is not None:
                 parameter.grad = torch.zeros_like(parameter).copy_(gradient)
         optimizer.step()
-    return model.state_dict()
-
-
-def expected(rank, world_size, model_class, make_optimizer):
-    """Return what run() should return."""
-    parameters = trained_alone(world_size, model_class, make_optimizer)
-    return {**parameters, STATE: allowed_state(world_size, model_class, make_optimizer)}
+    return {**model.state_dict(), STATE: allowed_state(world_size, model_class, make_optimizer)}
 
 
 def limits(rank, world_size, model_class, make_optimizer):
@@ -263,103 +247,33 @@ WORDS = {
     " that.",
     "CRASH.*invalid for input of size": "Cut the padding off before you give the numbers their "
     "shape.",
+    "small parameters.*\\binf\\b": "The sum is too large for float16. Divide before the gradients "
+    "are added up.",
+    "tied.*optimizer's state:": "Is more sharded than the trained parameters, or the tied one "
+    "twice? model.parameters() yields it once.",
+    "optimizer's state:": "A rank may keep the state of its own shards only. Was the optimizer "
+    "made with whole parameters? Make it with this rank's shard of each of them.",
 }
-
-
-def explain(trial):
-    """Put typical mistakes into words."""
-    if trial.verdict == "HANG":
-        return None
-    if trial.verdict == "COSTLY":
-        return explain_costs(trial)
-    actual, right = trial.of_rank()
-    parameters = {name: value for name, value in right.items() if name != STATE}
-    found = {name: actual[name] for name in parameters}
-    if not differs(found, parameters):
-        return explain_state(trial, actual[STATE])
-    if not all(tensor.isfinite().all() for tensor in found.values()):
-        return "The sum is too large for float16. Divide before the gradients are added up."
-    for words, numbers in mistaken(trial):
-        if not differs(found, numbers):
-            return words
-    return None
-
-
-def differs(left, right):
-    """Return whether two results differ."""
-    return difference(left, right, {"rtol": 1e-5, "atol": 1e-6}) is not None
-
-
-def explain_state(trial, nbytes):
-    """Put it into words if the parameters are right, but the state is too large."""
-    whole = allowed_state(1, **trial.case)
-    if nbytes > whole:
-        return "This is more than a single process keeps. Is the tied parameter sharded twice?"
-    if nbytes == whole:
-        return "Each rank keeps the whole state. Make the optimizer with this rank's shards only."
-    return "Does a rank keep whole parameters? They differ in size, so shard each of them."
-
-
-def joined(states):
-    """Return parameters of which shard r is that of states[r], where r is a rank."""
-    result = {}
-    for name, tensor in states[0].items():
-        size = -(-tensor.numel() // len(states))
-        shards = []
-        for rank, state in enumerate(states):
-            shards.append(state[name].flatten()[rank * size : (rank + 1) * size])
-        result[name] = torch.cat(shards).view(tensor.shape)
-    return result
-
-
-def mistaken(trial):
-    """Return words for typical mistakes, and the parameters that each of them gives."""
-    size = trial.world_size
-    case = {**trial.case, "world_size": size}
-    start = model_of(trial.case["model_class"]).state_dict()
-
-    def total(gradients):
-        average = mean(gradients)
-        return None if average is None else average * size
-
-    def of_those_that_have_one(gradients):
-        return mean([gradient for gradient in gradients if gradient is not None])
-
-    def zeros(gradients):
-        average = mean(gradients)
-        return torch.zeros(()) if average is None else average
-
-    own = [trained_alone(**case, average=itemgetter(rank)) for rank in range(size)]
-    one_shard = [start] * size
-    one_shard[trial.rank] = trained_alone(**case)
-    summed = trained_alone(**case, average=total)
-    new = trained_alone(**case, anew=True)
-    with_zeros = trained_alone(**case, average=zeros)
-    moved_later = trained_alone(**case)
-    for name in moved_later:
-        if name == "used_in_steps_1_and_3":
-            moved_later[name] = with_zeros[name]
-    of_some = trained_alone(**case, average=of_those_that_have_one)
-    return [
-        ("The parameters have not changed. Is the result copied into them?", start),
-        ("The optimizer gets the sum of the gradients. Divide it by n.", summed),
-        ("The optimizer gets the gradients of this rank only.", own[trial.rank]),
-        ("The optimizer gets the gradients of its own rank only.", joined(own)),
-        ("Only this rank's shard has changed. The others have to be gathered.", joined(one_shard)),
-        ("The state is lost. Make the optimizer once, in __init__().", new),
-        ("No rank has this gradient, so it stays None: zeros move the parameter.", with_zeros),
-        ("No rank has this gradient in step 2. Zeros change the state, and step 3.", moved_later),
-        ("Divide by n. A rank without this gradient counts as zero.", of_some),
-    ]
-
-
-def explain_costs(trial):
-    """Put it into words if too much is sent."""
-    mine = trial.messages[trial.rank]
-    model = model_of(trial.case["model_class"])
-    most = max(parameter.numel() for parameter in trained(model))
-    if any(message.kind == "all_reduce" and message.numel >= most for message in mine):
-        return "An all_reduce brings each rank the whole mean. A rank needs only its shard."
-    if trial.case["model_class"] is TiedAndFrozen:
-        return "Does a frozen parameter travel, or the tied one twice?"
-    return None
+REDUCE = "dist.reduce_scatter_tensor(shard.grad, padded(gradient) / dist.get_world_size())"
+ALL_REDUCE = "mean = padded(gradient) / dist.get_world_size(); dist.all_reduce(mean)"
+MINE = "chunk(dist.get_world_size())[dist.get_rank()]"
+MISTAKES = {
+    "The optimizer gets the sum of the gradients. Divide it by n.": (
+        *(REDUCE, "dist.reduce_scatter_tensor(shard.grad, padded(gradient))"),
+    ),
+    "Divide by n. A rank without this gradient counts as zero.": (
+        *(REDUCE, "dist.reduce_scatter_tensor(shard.grad, padded(gradient) / count)"),
+    ),
+    "The optimizer gets the gradients of its own rank only.": (
+        *(REDUCE, f"shard.grad = padded(gradient).{MINE}"),
+    ),
+    "No rank has this gradient, so it stays None: zeros move the parameter.": (
+        *("if count > 0:", "if True:"),
+    ),
+    "Only this rank's shard has changed. The others have to be gathered.": (
+        *("dist.all_gather_into_tensor(whole, shard)", f"whole.{MINE}.copy_(shard)"),
+    ),
+    "Each rank gets the whole mean, as from all_reduce. It needs only its shard.": (
+        *(REDUCE, f"{ALL_REDUCE}; shard.grad = mean.{MINE}"),
+    ),
+}
