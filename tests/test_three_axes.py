@@ -2,11 +2,10 @@
 
 import math
 import re
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import DIGITS, losses, one_line, run, single_gpu, train
+from conftest import DIGITS, ROOT, losses, one_line, run, single_gpu, train
 
 LESSON = "three_axes"
 STEPS = (*DIGITS, "--batch_size", 120, "--epochs", 1, "--model", "transformer", "--double")
@@ -15,7 +14,7 @@ UNEVEN = ("--tokens", 7, "--width", 8, "--layers", 1)  # one rank has four token
 ROW = r"^(\w+) +(all_reduce|all_gather|reduce_scatter|send) +(\d+) +(\d+) +([\d,]+) +([\d,]+)$"
 # After training, a copy of the lesson counts the messages of a step.
 END = "    dist.barrier()  # DTensor"
-COUNT = f"""    sys.path.append({str(Path(__file__).parent)!r})
+COUNT = f"""    sys.path += {[str(ROOT / "tests"), str(ROOT / "playground")]}
     from axes import show_axes
 
     show_axes(gradients_of, next(iter(train_loader)), model, args, mesh, flat)
