@@ -39,9 +39,10 @@ def why_it_hangs(trial):
             return f"Rank {each.receiver} has not received a message from rank {each.sender}."
     if sent:
         return "Each message has a sender and a receiver. Is wait() called for each request?"
-    calls_of = [[each.call for each in mine] for mine in trial.messages]
-    if any(calls != calls_of[0] for calls in calls_of):
-        return "All ranks must call the same collectives in the same order."
+    first = [each.call for each in trial.messages[0]]
+    for mine in trial.messages:
+        if [each.call for each in mine] != first:
+            return "All ranks must call the same collectives in the same order."
     return None
 
 
