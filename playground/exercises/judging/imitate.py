@@ -4,8 +4,8 @@ Two mistakes may have one outcome. So a check is IMITATED only if its results te
 apart.
 
 MISTAKES of a check is a dict. A key is what to tell a learner. Its value is a function that has
-this mistake, or some texts: of each two, the first one is a piece of the solution, and the second
-one replaces it.
+this mistake, or pairs of texts. In each pair, the first one stands once in the solution, and the
+second one replaces it.
 """
 
 import inspect
@@ -25,13 +25,13 @@ def name_of(exercise):
 def mistakes_of(exercise):
     """Return the mistakes of an exercise: for the words on each of them, a function."""
     found = {}
-    for words, mistake in getattr(exercise, "MISTAKES", {}).items():
+    for words, mistake in exercise.MISTAKES.items():
         found[words] = edited(exercise, *mistake) if isinstance(mistake, tuple) else mistake
     return found
 
 
 def edited(exercise, *texts):
-    """Return the solution of an exercise with pieces of its text replaced."""
+    """Return the solution of an exercise with some of its text replaced."""
     name = name_of(exercise)
     source = inspect.getsource(getattr(exercise, name))
     for old, new in zip(texts[::2], texts[1::2], strict=True):

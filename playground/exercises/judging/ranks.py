@@ -46,7 +46,6 @@ MEMORY = GIGABYTE  # what a rank may take in addition to what `import torch` has
 FILE_SIZE = GIGABYTE // 10
 PRINTED = 2000  # characters that are kept of what a rank prints
 MESSAGES = 2000  # messages of a rank that are kept in a case
-LATER = 0.05  # seconds after which a rank looks at its result again
 fork = multiprocessing.get_context("fork")
 
 

@@ -125,9 +125,7 @@ def limits(rank, world_size, **case):
 
 @torch.no_grad()
 def exact_accuracy(model, batches):
-    """Why: sums over all images are exact, however the images are divided; means of means are
-    not.
-    """
+    """Why: sums over all images are exact, but a mean of means is not if batches differ."""
     model.eval()
     # A rank may have no images, so the model tells the device. NCCL cannot send CPU tensors.
     device = next(model.parameters()).device

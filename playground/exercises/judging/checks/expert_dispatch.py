@@ -157,9 +157,7 @@ class Exchange(torch.autograd.Function):
 
 
 def expert_dispatch(tokens, expert, experts):
-    """Why: counts tell each rank how large its buffer must be, and a gradient travels the way
-    back.
-    """
+    """Why: counts tell each rank the size of its buffer, and a gradient travels the way back."""
     world_size = dist.get_world_size()
     here = len(experts)
     order = expert.argsort()

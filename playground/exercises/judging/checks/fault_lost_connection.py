@@ -77,9 +77,7 @@ def expected(rank, world_size, limit):
 
 
 def train(model, images, labels, limit):
-    """Why: the mean of the losses is the same on all ranks, so all leave the group at the same
-    step.
-    """
+    """Why: all ranks have the same mean loss, so all leave the group at the same step."""
     dist.init_process_group("gloo")
     steps = 0
     while steps < 20:

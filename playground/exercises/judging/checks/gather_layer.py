@@ -195,9 +195,7 @@ def limits(rank, world_size, kind, frozen=False, **others):
 
 
 class GatherLayer(torch.autograd.Function):
-    """Why: backward() computes the forward pass again, so it needs only the inputs and the
-    shard.
-    """
+    """Why: backward() gathers and computes again, so only the inputs and the shard are kept."""
 
     @staticmethod
     def forward(ctx, inputs, shard, compute):

@@ -257,9 +257,7 @@ def message_of(parameter):
 
 
 def overlap_gradients(model):
-    """Why: a hook does not wait, and all ranks start messages in one order, from the last
-    parameter.
-    """
+    """Why: a hook does not wait, and all ranks start their messages in one order."""
     parameters = [each for each in model.parameters() if each.requires_grad][::-1]
     started = []  # a message and its request for each of the first parameters
 

@@ -284,9 +284,7 @@ def runs(world_size):
 
 
 def save_and_resume(path, model, optimizer, epochs, train_epoch):
-    """Why: os.replace gives the finished file its name in one step, so `path` is always
-    complete.
-    """
+    """Why: os.replace renames the finished file in one step, so `path` is always complete."""
     # In a network folder, ranks may see different files for a moment. So rank 0 decides for all.
     resumes = [os.path.exists(path)]
     dist.broadcast_object_list(resumes, src=0)

@@ -207,9 +207,7 @@ def limits(rank, world_size, **case):
 
 
 def seeded_dropout(inputs, p, seed, step):
-    """Why: each rank and step has a seed of its own, and a generator of its own draws the
-    numbers.
-    """
+    """Why: each rank and step has its own seed, and a generator of its own draws."""
     own_seed = seed + step * dist.get_world_size() + dist.get_rank()
     generator = torch.Generator(inputs.device).manual_seed(own_seed)
     random = torch.rand(inputs.shape, generator=generator, device=inputs.device)

@@ -206,9 +206,7 @@ def padded(tensor):
 
 
 class ShardedOptimizer:
-    """Why: each rank updates 1/n of every parameter; an all_gather then brings it the other
-    shards.
-    """
+    """Why: each rank updates its shard of every parameter; an all_gather brings the others."""
 
     def __init__(self, model, make_optimizer):
         self.parameters = [each for each in model.parameters() if each.requires_grad]
