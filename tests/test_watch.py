@@ -34,27 +34,31 @@ RANK_0 = {
 
 
 def report_of(job):
-    """Read stderr until watch.py has reported. Returns the reason, and what each rank shows."""
-    for line in job.process.stderr:
-        if line.startswith("watch: "):
-            break
-    else:
-        raise AssertionError("watch.py has shown nothing")
-    time.sleep(0.5)  # it is written at once
-    job.kill()
-    shown, heads = {}, []
-    for row in job.process.stderr.read().splitlines():
-        head = re.fullmatch(r"rank (\d) \(process \d+\) (.*)", row)
-        if head:
+    """Read stderr until watch.py has reported. Returns the reason, and what each rank shows.
+
+    On a busy machine the ranks can need some seconds until they have joined each other in run().
+    A report of that is passed over.
+    """
+    shown, heads, ready = {}, [], False
+    for row in job.process.stderr:
+        head = re.match(r"rank (\d) \(process \d+\) ", row)
+        if row.startswith("watch: "):
+            line, shown, heads = row, {}, []
+        elif head:
             if heads and shown[heads[-1]]:
                 heads = []
             heads.append(int(head[1]))
             shown[heads[-1]] = []
-        elif row.startswith("    ") and heads:
+        elif row.startswith("    "):
             for rank in heads:
-                shown[rank].append(row)
-        else:
+                shown[rank].append(row.rstrip())
+        elif ready:
             break
+        if not ready and len(shown) == 3 and all(shown.values()):
+            ready = not any(" in run: dist." in rows[0] for rows in shown.values())
+            if ready:
+                time.sleep(0.5)  # it is written at once
+                job.kill()
     return line, {rank: "\n".join(rows) for rank, rows in shown.items()}
 
 

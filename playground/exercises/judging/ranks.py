@@ -22,6 +22,7 @@ import io
 import linecache
 import multiprocessing
 import os
+import random
 import re
 import resource
 import signal
@@ -137,8 +138,7 @@ def started(attempt, run, size):
         a function that lets all ranks go through a part and returns a Trial. The parts are "join",
         "import", and (a number of attempt.functions, a number of attempt.cases).
     """
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]  # it is free
+    port = free_port()
     ranks = []
     for number in range(size):
         ours, theirs = fork.Pipe()
@@ -159,6 +159,14 @@ def started(attempt, run, size):
             rank.read_output()
             os.close(rank.output)
         attempt.printed = [rank.text() for rank in ranks]
+
+
+def free_port():
+    """Return a free port, below those that the system gives to connections and may give away."""
+    while True:
+        port = random.randrange(10_000, 32_768)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def go_through(attempt, ranks, part):
