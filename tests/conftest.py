@@ -15,10 +15,11 @@ import time
 import uuid
 from pathlib import Path
 
+import psutil
 import pytest
 from lessons import PATHS, ROOT
 from nodes import HOSTS, Nodes
-from warm import Warm
+from preloaded import Script
 
 # Folders in which MNIST may be, in torchvision's layout: first that of the lessons. Tests that need
 # it are skipped if it is in neither.
@@ -88,25 +89,19 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.write_line(f"{name}: {value:.0e}")
 
 
-def stat(pid):
-    """Return a process's state and its session; None if it has ended or is a zombie."""
-    try:
-        state, _, _, session = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[:4]
-    except (OSError, ValueError):
-        return None
-    return None if state in "ZX" else (state, int(session))
-
-
 def alive(pid):
-    """Whether a process runs."""
-    return stat(pid) is not None
+    """Whether a process runs. A zombie does not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 class Job:
     """A command in a session of its own, marked so that each of its processes can be found.
 
     `env` has what differs from this process's variables; None: not set. `cold=False`: it is a
-    script or module of Python with its flags, to be forked rather than started (see warm.py).
+    script of Python with its flags, to be forked rather than started (see preloaded.py).
     """
 
     def __init__(self, *command, env=None, cwd=None, cold=True):
@@ -120,7 +115,7 @@ class Job:
         environment |= {"PLAYGROUND_TEST": self.mark} | (env or {})
         environment = {name: value for name, value in environment.items() if value is not None}
         if not cold:
-            self.process = Warm(command, environment, cwd)
+            self.process = Script(command, environment, cwd)
             return
         self.process = subprocess.Popen(
             [str(word) for word in command],
@@ -136,12 +131,11 @@ class Job:
     def pids(self):
         """Return the pids of its processes that are alive, the first one's first."""
         pids = []
-        for folder in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # it has just ended
-                found = stat(folder.name)
-                marked = found and self.mark.encode() in (folder / "environ").read_bytes()
-                if found and (marked or found[1] == self.process.pid):
-                    pids.append(int(folder.name))
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):  # it has just ended
+                own = os.getsid(process.pid) == self.process.pid
+                if own or process.environ().get("PLAYGROUND_TEST") == self.mark:
+                    pids += [process.pid] if alive(process.pid) else []
         return sorted(pids)
 
     def ranks(self, count):
@@ -223,20 +217,13 @@ class Lesson(Job):
 ASLEEP = "time.sleep(999 * (rank == 0))"
 
 
-def torchrun(name, *flags, processes=2, restarts=0, env=None, cold=False):
+def torchrun(name, *flags, processes=2, restarts=0, env=None):
     """Start a lesson on one node by torchrun. Returns its Job."""
     path = lesson_path(name)
-    agent = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        processes,
-        "--max-restarts",
-        restarts,
-    ]
+    agent = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    agent += ["--nproc-per-node", processes, "--max-restarts", restarts]
     env = {"PYTHONPATH": python_path(path)} | (env or {})
-    return Job(*[sys.executable] * cold, *agent, path, *flags, env=env, cold=cold)
+    return Job(*agent, path, *flags, env=env)
 
 
 def by_torchrun(name):

@@ -1,10 +1,12 @@
 """Call functions in forked processes, as the ranks of a group. None of them imports PyTorch."""
 
+import importlib
+
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from conftest import free_port
-from warm import import_what_lessons_need
+from preloaded import MODULES
 
 
 def in_ranks(function, world_size, *args):
@@ -12,7 +14,8 @@ def in_ranks(function, world_size, *args):
 
     Returns the dictionary `results`, which they have filled.
     """
-    import_what_lessons_need()
+    for name in MODULES:
+        importlib.import_module(name)  # once, and not in each rank
     with mp.Manager() as manager:
         results = manager.dict()
         words = (world_size, free_port(), results, *args)

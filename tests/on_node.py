@@ -1,6 +1,6 @@
 """Run a lesson on a node, in this process.
 
-Nodes.enter starts other programs for that. This script starts none, so warm.py can fork it.
+Nodes.enter starts other programs for that. This script starts none, so preloaded.py can fork it.
 
     tests/on_node.py <name of the network> <name of the host> <lesson> <flags>
 """

@@ -1,6 +1,6 @@
 """Write the trained parameters of a lesson, which has no flag for it, to a file for each rank.
 
-warm.py calls `remember` in a process that it forks if the environment has PARAMETERS, the folder
+preloaded.py calls `remember` in a process that it forks if the environment has PARAMETERS, the folder
 for the files.
 """
 

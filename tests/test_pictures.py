@@ -12,7 +12,6 @@ import torch.multiprocessing as mp
 from conftest import ROOT, Job
 from matplotlib.testing.compare import compare_images
 from PIL import Image
-from warm import import_what_lessons_need
 
 from figures import counts, pictures
 from figures.counts import IN_RANKS, WIDE, count, in_ranks, time_overlap
@@ -29,7 +28,6 @@ COUNTED += ("split", "context", "experts", "axes")
 @pytest.fixture(autouse=True)
 def forked(monkeypatch):
     """Fork the ranks that count, so that they need not import PyTorch."""
-    import_what_lessons_need()
     monkeypatch.setattr(mp, "spawn", partial(mp.start_processes, start_method="fork"))
 
 

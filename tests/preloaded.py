@@ -1,0 +1,161 @@
+"""Run scripts in processes of Python's fork server, which has imported PyTorch.
+
+Such a run has its own session, pid, environment and output, and it receives signals, like a run
+from the command line. The ranks that mp.spawn starts are forked, too.
+
+Two things differ. PyTorch has read its variables (TORCH_*, OMP_NUM_THREADS) before the fork, and
+Python does not clean up at the end. Tests of these start Python: `cold=True` in conftest.py.
+"""
+
+import concurrent.futures
+import functools
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import traceback
+import warnings
+from pathlib import Path
+
+import pytest
+
+# What lessons import. multiprocessing imports it in the fork server.
+MODULES = [
+    "filelock",
+    "sklearn.datasets",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.utils.tensorboard",
+    "torchvision.datasets",
+]
+context = multiprocessing.get_context("forkserver")
+TESTS = Path(__file__).parent
+
+
+@functools.cache
+def _start_server():
+    """Start the fork server, which ends with this process. PyTorch reads these variables there."""
+    variables = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}  # the latter as in lessons
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in variables.items():
+            environment.setenv(name, value)
+        context.set_forkserver_preload(MODULES)
+        multiprocessing.forkserver.ensure_running()
+
+
+class Script:
+    """A running script. It has the parts of subprocess.Popen that the tests use.
+
+    They are args, pid, returncode, stdout, stderr, poll and communicate.
+
+    Args:
+        words: the script's path and its flags.
+        env: its environment.
+        cwd: its working directory; None means that of this process.
+    """
+
+    def __init__(self, words: list, env: dict[str, str], cwd: Path | None = None):
+        _start_server()
+        self.args = [str(word) for word in words]
+        streams = [context.Pipe(duplex=False) for _ in range(2)]
+        writers = [writer for _, writer in streams]
+        self._process = context.Process(target=_run, args=(self.args, env, cwd, writers))
+        self._process.start()
+        self.pid = self._process.pid
+        for writer in writers:
+            writer.close()
+        texts = [os.fdopen(os.dup(reader.fileno()), errors="replace") for reader, _ in streams]
+        self.stdout, self.stderr = texts
+
+    @property
+    def returncode(self):
+        """The status, or the negative number of a signal; None while the script runs."""
+        return self._process.exitcode
+
+    def poll(self):
+        """Return the status; None while the script runs."""
+        return self._process.exitcode
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        """Wait for the end and return the rest of stdout and stderr.
+
+        Raises:
+            subprocess.TimeoutExpired: if it does not end in that time.
+        """
+        pool = concurrent.futures.ThreadPoolExecutor(2)
+        texts = [pool.submit(stream.read) for stream in (self.stdout, self.stderr)]
+        pool.shutdown(wait=False)
+        if concurrent.futures.wait(texts, timeout).not_done:
+            raise subprocess.TimeoutExpired(self.args, timeout)
+        self._process.join()
+        return texts[0].result(), texts[1].result()
+
+
+def _run(words, env, cwd, writers):
+    """Run a script as Python does, with this environment, and end this process."""
+    os.setsid()
+    for number, writer in enumerate(writers, 1):
+        os.dup2(writer.fileno(), number)
+        writer.close()
+    sys.stdout = open(1, "w", closefd=False)
+    sys.stderr = open(2, "w", 1, errors="backslashreplace", closefd=False)
+    os.environ.clear()
+    os.environ.update(env)
+    if cwd:
+        os.chdir(cwd)
+    sys.argv = words
+    own = [path for path in sys.path if "site-packages" in path or TESTS.parent not in _up(path)]
+    folders = [str(Path(words[0]).parent), *filter(None, env.get("PYTHONPATH", "").split(":"))]
+    sys.path[:] = [*folders, *own]
+    if "PYTHONWARNINGS" in env:  # Python has read it before the fork
+        warnings.simplefilter("error", FutureWarning)
+    _fork_ranks()
+    write_parameters = None
+    if "PARAMETERS" in env:
+        sys.path.append(str(TESTS))
+        from parameters import remember
+
+        write_parameters = remember(Path(env["PARAMETERS"]))
+    status = 1
+    try:
+        runpy.run_path(words[0], run_name="__main__")
+        if write_parameters is not None:
+            write_parameters()
+        status = 0
+    except SystemExit as end:
+        if end.code is None:
+            status = 0
+        elif isinstance(end.code, int):
+            status = end.code
+        else:
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # this process has handled it, or has ended
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _up(path):
+    """Return a path and all folders above it."""
+    path = Path(path).absolute()
+    return [path, *path.parents]
+
+
+def _fork_ranks():
+    """Replace mp.spawn and mp.start_processes by the same with start_method="fork"."""
+    import torch.multiprocessing as mp
+
+    start_processes = mp.start_processes
+
+    def forked(function, args=(), nprocs=1, join=True, daemon=False, start_method="fork"):
+        return start_processes(function, args, nprocs, join, daemon, "fork")
+
+    mp.start_processes = mp.spawn = forked
