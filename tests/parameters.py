@@ -1,7 +1,7 @@
 """Write the trained parameters of a lesson, which has no flag for it, to a file for each rank.
 
-preloaded.py calls `remember` in a process that it forks if the environment has PARAMETERS, the folder
-for the files.
+preloaded.py calls `remember` in a process that it forks if the environment has PARAMETERS, the
+folder for the files.
 """
 
 from collections.abc import Callable

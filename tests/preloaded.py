@@ -102,8 +102,8 @@ def _run(words, env, cwd, writers):
     for number, writer in enumerate(writers, 1):
         os.dup2(writer.fileno(), number)
         writer.close()
-    sys.stdout = open(1, "w", closefd=False)
-    sys.stderr = open(2, "w", 1, errors="backslashreplace", closefd=False)
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
     os.environ.clear()
     os.environ.update(env)
     if cwd:
