@@ -1,33 +1,28 @@
-"""A picture of expert_parallel.py: the tokens of a batch travel to their experts and back."""
+"""How the tokens of a batch travel to their experts and back, in expert_parallel.py."""
 
 import argparse
-import sys
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
-PLAYGROUND = Path(__file__).resolve().parents[1]
-sys.path.append(str(PLAYGROUND / "transformer"))  # find the lesson
-sys.path.append(str(PLAYGROUND.parent))  # find common/
 import expert_parallel
 import numpy
+import torch
+import torch.distributed as dist
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
 from common.data import loaders
 from common.models import Transformer
+from figures.counting import of_all_ranks
 from figures.style import BLUE, GREY, INK, ORANGE, add_legend, new_figure, save
 
+RANKS = 2
 EXPERTS = 4
 STAYS = GREY
 TRAVELS = ORANGE
 
 
-def count_experts() -> dict:
+def count() -> dict:
     """Train on the digits for an epoch, and note where the first block's router sends tokens.
-
-    Called on each rank of a process group.
 
     Returns:
         "loads": for each rank, how many of its tokens go to each expert in the last step.
@@ -43,9 +38,7 @@ def count_experts() -> dict:
     model.balance = 0.0
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-6, fused=True)
     expert_parallel.run_epoch(model, train_loader, torch.device("cpu"), optimizer)
-    loads = [None] * dist.get_world_size()
-    dist.all_gather_object(loads, model.stage1[1].mlp.load.tolist())
-    return {"loads": loads}
+    return {"loads": of_all_ranks(model.stage1[1].mlp.load.tolist())}
 
 
 def ribbon(axes: Axes, start: tuple, end: tuple, height: float, colour: str) -> None:
@@ -56,7 +49,7 @@ def ribbon(axes: Axes, start: tuple, end: tuple, height: float, colour: str) -> 
     axes.fill_between(x, lower, lower + height, color=colour, linewidth=0, alpha=0.75)
 
 
-def draw_experts(counts: dict, path: Path) -> None:
+def draw(counts: dict, path: Path) -> None:
     """Draw bands from the tokens of each rank to the experts, and back, as wide as their number."""
     loads = counts["loads"]
     ranks = len(loads)

@@ -7,8 +7,9 @@ import numpy
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
+from matplotlib.patches import Patch, Polygon, Rectangle
 from PIL import Image
 
 # Colour-blind people can tell these colours apart. They are those of Okabe and Ito.
@@ -18,6 +19,11 @@ GREEN = "#009E73"
 SKY = "#56B4E9"
 PINK = "#CC79A7"
 VERMILLION = "#D55E00"
+COLOURS = [BLUE, ORANGE, GREEN, PINK]  # of four ranks
+PALE = "#CFE6F5"  # a lighter SKY
+PALE_ORANGE = "#FBE3AE"
+PALE_PINK = "#F0D9E6"
+PALE_GREEN = "#A6DECF"
 INK = "0.1"  # a black that is a little lighter
 GREY = "0.85"
 WIDE = 8  # inches; with wider figures all letters are smaller
@@ -65,3 +71,39 @@ def save(figure: Figure, path: str | Path) -> None:
         with Image.open(path) as image:
             few_colours = image.convert("RGB").quantize(colors=128)
         few_colours.save(path, optimize=True)  # a third of the size, and without a version in it
+
+
+def box(
+    axes: Axes,
+    corner: tuple,
+    size: tuple,
+    colour: str,
+    text: str = "",
+    fontsize: float = 12,
+    **options,
+) -> None:
+    """Draw a rectangle with a text in its middle. The corner is the lower left one."""
+    options = {"facecolor": colour, "edgecolor": INK, "linewidth": 0.8} | options
+    axes.add_patch(Rectangle(corner, *size, **options))
+    x, y = corner
+    width, height = size
+    ink = "white" if colour in (BLUE, GREEN) else INK
+    look = {"ha": "center", "va": "center", "color": ink, "fontsize": fontsize}
+    axes.text(x + width / 2, y + height / 2, text, **look)
+
+
+def double_arrow(axes: Axes, start: tuple, end: tuple, width: float, colour: str) -> None:
+    """Draw an arrow with two heads, to the right or upwards, with a given width of its line."""
+    head = 0.12
+    half = width / 2
+    wide = half + 0.06  # of a head
+    across = start[1] == end[1]
+    first, last = (start[0], end[0]) if across else (start[1], end[1])
+    outline = [(first, 0), (first + head, wide), (first + head, half), (last - head, half)]
+    outline += [(last - head, wide), (last, 0)]
+    outline += [(along, -away) for along, away in outline[-2:0:-1]]
+    if across:
+        points = [(along, start[1] + away) for along, away in outline]
+    else:
+        points = [(start[0] + away, along) for along, away in outline]
+    axes.add_patch(Polygon(points, facecolor=colour, edgecolor=INK, linewidth=0.8))

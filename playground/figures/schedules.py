@@ -1,0 +1,204 @@
+"""In which order each rank computes, in a step of each schedule of pipeline_parallel.py."""
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import pipeline_parallel
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from common.models import MLP
+from figures.counting import MICRO_BATCHES, of_all_ranks, random_batch
+from figures.style import (
+    BLUE,
+    GREEN,
+    ORANGE,
+    PALE_GREEN,
+    PALE_ORANGE,
+    PALE_PINK,
+    PINK,
+    SKY,
+    add_legend,
+    box,
+    new_figure,
+    save,
+)
+
+RANKS = 4
+METHODS = {  # of a PipelineStage, and what each computes
+    "forward_one_chunk": "forward",
+    "backward_one_chunk": "backward",
+    "backward_weight_one_chunk": "weights",
+}
+
+
+def count() -> dict[str, list[str]]:
+    """Note in which order each rank computes in a step of pipeline_parallel.py.
+
+    Returns:
+        For each schedule a text for each rank, in PyTorch's own notation: "4F0" is the forward pass
+        of micro-batch 0 in stage 4. B is a backward pass. If it is split, I computes the gradient
+        of the input, and W computes those of the parameters.
+    """
+    orders = {}
+    device = torch.device("cpu")
+    for name, stages_per_rank in pipeline_parallel.STAGES_PER_RANK.items():
+        model = MLP(16, layers=7)
+        layers = nn.Sequential(*model.stage1, *model.stage2)
+        parts = pipeline_parallel.cut(layers, dist.get_world_size() * stages_per_rank)
+        pipeline = pipeline_parallel.Pipeline(parts, device, name, MICRO_BATCHES)
+        images, labels = random_batch(2 * MICRO_BATCHES)
+        pipeline_parallel.connect(pipeline, [(images, labels)], device)
+        marks = []
+        for stage in pipeline.connected:
+            for method, kind in METHODS.items():
+                _note_calls(stage, method, (stage.stage_index, kind), marks)
+        pipeline(images, labels)
+        orders[name] = of_all_ranks(_order(marks))
+    return orders
+
+
+def _note_calls(stage: object, name: str, kind: tuple, marks: list[tuple]) -> None:
+    """Make a method of a stage add to the marks what it computes, and the micro-batch."""
+    method = getattr(stage, name)
+
+    def noted(micro_batch, *args, **kwargs):
+        marks.append((*kind, micro_batch))
+        return method(micro_batch, *args, **kwargs)
+
+    setattr(stage, name, noted)
+
+
+def _order(marks: list[tuple]) -> str:
+    """Return what a rank has computed, in PyTorch's notation."""
+    split = set()
+    for stage, kind, micro_batch in marks:
+        if kind == "weights":
+            split.add((stage, micro_batch))
+    words = []
+    for stage, kind, micro_batch in marks:
+        letter = {"forward": "F", "backward": "B", "weights": "W"}[kind]
+        if kind == "backward" and (stage, micro_batch) in split:
+            letter = "I"
+        words.append(f"{stage}{letter}{micro_batch}")
+    return " ".join(words)
+
+
+class Span(NamedTuple):
+    """A time in which one rank computes, or is in a call.
+
+    rank: its number.
+    kind: what it computes, or a kind of Calls.
+    micro_batch: its number, from 0. For a call it is 0.
+    start, end: in seconds, or in steps, counted from a moment that is the same for all ranks.
+    """
+
+    rank: int
+    kind: str
+    micro_batch: int
+    start: float
+    end: float
+
+
+def bubble(spans: list[Span], ranks: int) -> float:
+    """Return the part of the ranks' time, 0 to 1, in which they wait.
+
+    Args:
+        spans: of one step. The spans of one rank must not overlap.
+        ranks: how many there are.
+    """
+    duration = max(span.end for span in spans) - min(span.start for span in spans)
+    computing = sum(span.end - span.start for span in spans)
+    return 1 - computing / (ranks * duration)
+
+
+def stages_on_a_rank(orders: list[str]) -> int:
+    """Return how many stages each rank has in the orders of count()."""
+    stages = set()
+    for order in orders:
+        stages |= set(re.findall(r"(\d+)F", order))
+    return len(stages) // len(orders)
+
+
+def logical_time(orders: list[str], stages_per_rank: int) -> list[Span]:
+    """Return when each rank computes what, if messages took no time.
+
+    The forward pass of all layers of a rank takes 1, and their backward pass 2. If a backward pass
+    is split in two, each part takes 1.
+
+    Args:
+        orders: of each rank, as count() returns them.
+        stages_per_rank: how many stages the layers of a rank are.
+
+    Returns:
+        Spans. Their kind is "F0" for the forward pass of a rank's first stage, "I1" for the
+        gradient of the input of its second stage, and so on.
+    """
+    ranks = len(orders)
+    last_stage = ranks * stages_per_rank - 1
+    lengths = {"F": 1, "B": 2, "I": 1, "W": 1}
+    waiting = [order.split() for order in orders]
+    free = [0.0] * ranks  # when each rank has done what it has begun
+    ends = {}  # of what the next stage, or the stage before, needs
+    spans = []
+    while any(waiting):
+        count_before = len(spans)
+        for rank, words in enumerate(waiting):
+            while words:
+                number, letter, micro_batch = re.match(r"(\d+)(\w)(\d+)", words[0]).groups()
+                stage = int(number)
+                needed = None
+                if letter == "F" and stage > 0:
+                    needed = ("forward", stage - 1, micro_batch)
+                if letter in "BI" and stage < last_stage:
+                    needed = ("backward", stage + 1, micro_batch)
+                if needed and needed not in ends:
+                    break
+                start = max(free[rank], ends.get(needed, 0.0))
+                end = start + lengths[letter] / stages_per_rank
+                free[rank] = end
+                if letter == "F":
+                    ends["forward", stage, micro_batch] = end
+                if letter in "BI":
+                    ends["backward", stage, micro_batch] = end
+                spans.append(Span(rank, f"{letter}{stage // ranks}", int(micro_batch), start, end))
+                words.pop(0)
+        assert len(spans) > count_before, "all ranks wait for each other"
+    return spans
+
+
+def draw(counts: dict, path: Path) -> None:
+    """Draw the counted order of each schedule on logical time."""
+    colours = {  # for the first stage of a rank, and for its second one
+        "F": (BLUE, SKY),
+        "B": (ORANGE, PALE_ORANGE),
+        "I": (PINK, PALE_PINK),
+        "W": (GREEN, PALE_GREEN),
+    }
+    figure, panels = new_figure(len(counts), 1, 8, sharex=True)
+    for panel, (schedule, orders) in zip(panels[:, 0], counts.items(), strict=True):
+        ranks = len(orders)
+        spans = logical_time(orders, stages_on_a_rank(orders))
+        for span in spans:
+            letter, stage = span.kind
+            width = span.end - span.start
+            corner = (span.start, ranks - 1 - span.rank)
+            colour = colours[letter][int(stage)]
+            text = span.micro_batch if width > 0.6 else ""  # otherwise there is no room for it
+            box(panel, corner, (width, 0.85), colour, text, fontsize=10)
+        ticks = [rank + 0.4 for rank in range(ranks)]
+        panel.set_yticks(ticks, [f"rank {rank}" for rank in range(ranks)[::-1]])
+        panel.set_ylim(-0.1, ranks)
+        waiting = bubble(spans, ranks)
+        panel.set_title(f"{schedule}: {waiting:.0%} of the time is waiting (bubble)", loc="left")
+        panel.margins(x=0.01)
+    panels[-1, 0].set_xlabel(
+        "time: a rank's forward takes 1, its backward 2; numbers are micro-batches"
+    )
+    names = {"forward": BLUE, "backward: both gradients": ORANGE}
+    names |= {"gradients of activations": PINK, "gradients of parameters": GREEN}
+    names |= {"paler: its 2nd stage": SKY}
+    add_legend(figure, names, columns=3)
+    save(figure, path)
