@@ -101,7 +101,7 @@ def judged(tmp_path, name, answers):
     Fails if a verdict has more than 20 lines, or if a process or a file is left behind.
     """
     empty = tmp_path / "empty"
-    empty.mkdir()
+    empty.mkdir(exist_ok=True)
     request = [[file and str(file), *rest] for file, *rest in answers]
     words = [JUDGE_ANSWERS, json.dumps([name, request])]
     done = Job(*words, env={"TMPDIR": str(empty)}, cwd=empty, cold=False).wait(300)
@@ -109,7 +109,7 @@ def judged(tmp_path, name, answers):
     assert not done.stderr, done.stderr
     verdicts = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(verdicts) == len(answers), done.stdout
-    assert max(map(len, verdicts)) <= 20
+    assert all(len(lines) <= 20 for lines in verdicts)
     return verdicts
 
 
@@ -189,10 +189,16 @@ def test_the_mistakes(name, tmp_path):
     """Each typical mistake gets the words that are told on it. The others are listed."""
     mistakes = list(check_of(name).MISTAKES)
     assert len(mistakes) >= 3
-    found = judged(tmp_path, name, [[None, words, 4, None] for words in mistakes])
-    pairs = zip(mistakes, found, strict=True)
-    differing = [[words, lines] for words, lines in pairs if words not in " ".join(lines)]
-    assert not differing
+    told = judged(tmp_path, name, [[None, words, 4, sizes_of(name)[:2]] for words in mistakes])
+    missed = []
+    for words, lines in zip(mistakes, told, strict=True):
+        if words not in " ".join(lines):
+            missed.append(words)
+    # Some are at fault with more ranks only. And on a busy machine, one that hangs after 4 seconds
+    # may only be slow.
+    told = judged(tmp_path, name, [[None, words, 30, None] for words in missed])
+    for words, lines in zip(missed, told, strict=True):
+        assert words in " ".join(lines)
 
 
 # Answers that only call what the lesson has; each exercise with two rungs has at least one.
