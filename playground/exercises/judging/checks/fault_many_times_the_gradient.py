@@ -2,16 +2,16 @@
 
 import torch
 import torch.distributed as dist
-from judging.words import difference
 from torch.nn import functional as F
 
 NAME = "train"
-FAULT = "WRONG with 2 ranks, 1 step ... Both layers move 2 times as far as they should"
+FAULT = "WRONG with 2 ranks, 1 step ... Both layers move n times as far as they should"
 CASES = {
     "1 step": {"each": 3, "steps": 1},
     "different numbers of tokens, 3 steps": {"each": 2, "more": 3, "steps": 3},
 }
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}
+IMITATED = True
 HINTS = """
 After the all_reduce in Add, what do the ranks compute from the sum, and on how many of them? Of
 which loss is the sum of all ranks' gradients the gradient?
@@ -63,38 +63,20 @@ def state(layer, head):
     return found
 
 
-def trained(world_size, case, of_layer=1.0, of_head=1.0, only=None):
-    """Return the parameters after training in a single process.
-
-    Args:
-        world_size: how many ranks' tokens there are.
-        case: the arguments of run().
-        of_layer, of_head: factors of the layers' gradients.
-        only: the rank whose tokens alone give `layer` a gradient; None: all.
-    """
+def expected(rank, world_size, each, steps, more=0):
+    """Return what run() should return: the parameters after training in a single process."""
     layer, head = make_layers()
-    tokens, labels = data(world_size, case["each"], case.get("more", 0))
+    tokens, labels = data(world_size, each, more)
     count = sum(part.shape[1] for part in tokens)
-    for _ in range(case["steps"]):
+    for _ in range(steps):
         layer.zero_grad()
         head.zero_grad()
-        total = 0
-        for rank, part in enumerate(tokens):
-            term = layer(part).tanh().sum(dim=1)
-            if only not in (None, rank):
-                term = term.detach()
-            total = total + term
+        total = sum(layer(part).tanh().sum(dim=1) for part in tokens)
         F.cross_entropy(head(total / count), labels).backward()
         with torch.no_grad():
-            for module, factor in ((layer, of_layer), (head, of_head)):
-                for parameter in module.parameters():
-                    parameter -= 0.1 * factor * parameter.grad
+            for parameter in [*layer.parameters(), *head.parameters()]:
+                parameter -= 0.1 * parameter.grad
     return state(layer, head)
-
-
-def expected(rank, world_size, **case):
-    """Return what run() should return."""
-    return trained(world_size, case)
 
 
 class Add(torch.autograd.Function):
@@ -136,52 +118,29 @@ WORDS = {
 }
 
 
-def explain(trial):
-    """Put typical mistakes into words."""
-    if trial.verdict != "WRONG" or trial.world_size == 1:
-        return None
-    n = trial.world_size
-    rank = trial.rank
-    guesses = {
-        f"Both layers move {n} times as far as they should. How many ranks compute the loss?": {
-            "of_layer": n,
-            "of_head": n,
-        },
-        f"Both layers move {n * n} times as far as they should.": {
-            "of_layer": n * n,
-            "of_head": n * n,
-        },
-        f"Both layers move 1/{n} as far as they should: divided by {n} twice.": {
-            "of_layer": 1 / n,
-            "of_head": 1 / n,
-        },
-        f"`layer` is right, and `head` moves {n} times as far as it should. Each rank has the whole"
-        " gradient of `head` already.": {"of_head": n},
-        f"`head` is right, and `layer` moves 1/{n} as far as it should. Its gradient on a rank is a"
-        " part, so the parts are added up and not averaged.": {"of_layer": 1 / n},
-        f"`head` is right, and `layer` moves {n} times as far as it should.": {"of_layer": n},
-        "`head` is right, and `layer` has the gradient of this rank's tokens only.": {"only": rank},
-        f"`head` is right, and `layer` has {n} times the gradient of this rank's tokens only.": {
-            "of_layer": n,
-            "only": rank,
-        },
-    }
-    actual = trial.results[rank]
-    for words, factors in guesses.items():
-        if not difference(actual, trained(n, trial.case, **factors), TOLERANCE):
-            return words
-    return None
-
-
 DIVIDE = "        loss = loss / dist.get_world_size()"
+REDUCE = "                dist.all_reduce(parameter.grad)"
+NO_GRAD = "        with torch.no_grad():\n"
 MISTAKES = {
-    "Both layers move 2 times as far as they should. How many ranks compute the loss?": (
-        *(DIVIDE, "        pass"),
-    ),
-    "Both layers move 1/2 as far as they should: divided by 2 twice.": (
+    "Both layers move n times as far as they should, with n ranks. How many ranks compute the "
+    "loss?": (DIVIDE, "        pass"),
+    "Both layers move 1/n as far as they should: divided by n twice.": (
         *("-= 0.1 *", "-= 0.1 / dist.get_world_size() *"),
     ),
-    "2 times the gradient of this rank's tokens only.": (
+    "`layer` is right, and `head` moves n times as far as it should. Each rank has the whole "
+    "gradient of `head` already.": (
+        *(DIVIDE, "        pass"),
+        *(
+            NO_GRAD,
+            "        for parameter in layer.parameters():\n"
+            f"            parameter.grad /= dist.get_world_size()\n{NO_GRAD}",
+        ),
+    ),
+    "`head` is right, and `layer` moves n times as far as it should.": (
+        *(DIVIDE, "        pass"),
+        *(REDUCE, f"                if parameter.shape[0] == 3:\n    {REDUCE}"),
+    ),
+    "`head` is right, and `layer` has n times the gradient of this rank's tokens only.": (
         *(DIVIDE, "        pass"),
         *("dist.all_reduce(parameter.grad)", "pass"),
     ),
