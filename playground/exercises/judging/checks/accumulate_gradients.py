@@ -74,6 +74,7 @@ RUNG_1 = Rung(
     words="for micro-batches of the same size",
     then="any number of images, and messages in one backward() only.",
 )
+IMITATED = True
 CALLS = (1, 2)
 LARGEST = "images in the largest micro-batch"
 EMPTY = "empty micro-batches"
@@ -140,30 +141,15 @@ def gradients_of(model, call):
     return gradients
 
 
-def gradients_of_parts(ranks, call, images, parts):
-    """Return the gradients of a weighted sum of losses, averaged over some ranks.
-
-    Args:
-        ranks: the ranks.
-        call: the number of the call.
-        images: the number of images of each rank.
-        parts: a list of (slice, weight): the loss of these images counts so much.
-    """
-    model = model_of()
-    for rank in ranks:
-        inputs, labels = batch_of(rank, call, images)
-        for part, weight in parts:
-            loss = F.cross_entropy(model(inputs[part]), labels[part])
-            (loss * weight / len(ranks)).backward()
-    return gradients_of(model, call)
-
-
 def expected(rank, world_size, images, count):
     """Return what run() should return."""
     result = {}
     for call in CALLS:
-        whole = [(slice(images), 1)]
-        result |= gradients_of_parts(range(world_size), call, images, whole)
+        model = model_of()
+        for each in range(world_size):
+            inputs, labels = batch_of(each, call, images)
+            (F.cross_entropy(model(inputs), labels) / world_size).backward()
+        result |= gradients_of(model, call)
     return {**result, LARGEST: largest(images, count), EMPTY: 0, IN_MEMORY: 1}
 
 
@@ -226,10 +212,6 @@ def explain(trial):
         )
     if wrong[0].startswith("call 2"):
         return "The first call is right. What is left behind for the next one?"
-    found = {name: value for name, value in actual.items() if name.startswith("call 1")}
-    for words, gradients in mistaken(trial, **trial.case):
-        if not differs(found, gradients):
-            return words
     return None
 
 
@@ -238,47 +220,24 @@ def differs(left, right):
     return difference(left, right, {"rtol": 1e-5, "atol": 1e-6}) is not None
 
 
-def mistaken(trial, images, count):
-    """Return words for typical mistakes, and the gradients that each of them gives."""
-    ranks = range(trial.world_size)
-    # There are two ways to split. chunk() may return fewer parts than it is asked for.
-    positions = torch.arange(images)
-    splits = [positions.tensor_split(min(count, images)), positions.chunk(count)]
-    found = []
-    for parts in splits:
-        sizes = [len(part) for part in parts]
-        slices = [slice(part[0].item(), part[-1].item() + 1) for part in parts]
-        ones = [(each, 1) for each in slices]
-        means = [(each, 1 / len(slices)) for each in slices]
-        of_count = [(each, 1 / count) for each in slices]
-        fractions = [(each, size / images) for each, size in zip(slices, sizes, strict=True)]
-        last = fractions[-1:]
-        found += [
-            ("Each loss is a mean. Multiply it by the micro-batch's fraction of the batch.", ones),
-            ("All micro-batches count the same, but a smaller one must count less.", means),
-            ("There are fewer than `count` micro-batches, but the sum is divided by it.", of_count),
-            ("Only the last micro-batch counts. Are the gradients set to zero in between?", last),
-        ]
-    size = images // count
-    if size and images % count:
-        equal = [(slice(start, start + size), 1 / count) for start in range(0, size * count, size)]
-        found.append(("The last images are missing, because `count` does not divide them.", equal))
-    own = gradients_of_parts([trial.rank], 1, images, [(slice(images), 1)])
-    words = "The gradients are not averaged over the ranks. Is the last micro-batch in no_sync()?"
-    result = [(words, own)]
-    for words, parts in found:
-        result.append((words, gradients_of_parts(ranks, 1, images, parts)))
-    return result
-
-
 CONTEXT = "model.no_sync() if number < count else nullcontext()"
+FRACTION = "len(micro_labels) / len(labels)"
 MISTAKES = {
-    "Multiply it by the micro-batch's fraction": ("(loss * fraction)", "loss"),
-    "a smaller one must count less.": ("len(micro_labels) / len(labels)", "1 / count"),
-    "Only the last micro-batch counts.": (
+    "Each loss is a mean. Multiply it by the micro-batch's fraction of the batch.": (
+        *("(loss * fraction)", "loss"),
+    ),
+    "All micro-batches count the same, but a smaller one must count less.": (FRACTION, "1 / count"),
+    "Only the last micro-batch counts. Are the gradients set to zero in between?": (
         *("        with context:", "        model.zero_grad()\n        with context:"),
     ),
-    "Is the last micro-batch in no_sync()?": (CONTEXT, "model.no_sync()"),
+    "The last images are missing, because `count` does not divide them.": (
+        *("images.tensor_split(count)", "images.split(len(images) // count)[:count]"),
+        *("labels.tensor_split(count)", "labels.split(len(images) // count)[:count]"),
+        *(FRACTION, "1 / count"),
+    ),
+    "The gradients are not averaged over the ranks. Is the last micro-batch in no_sync()?": (
+        *(CONTEXT, "model.no_sync()"),
+    ),
     "Is each forward() but the last one": (CONTEXT, "nullcontext()"),
     "into fewer micro-batches": ("min(count, len(labels))", "count"),
 }
