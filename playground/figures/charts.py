@@ -30,9 +30,9 @@ def _part_of_the_course(lesson: str) -> str:
     return "model replicated"
 
 
-def draw_speed(runs: list[dict], path: Path) -> None:
+def draw_speed(runs: list, path: Path) -> None:
     """Draw images/s and memory of each run as bars, in the order of the runs."""
-    runs = [run for run in reversed(runs) if not run["failed"]]
+    runs = [run for run in reversed(runs) if not run.failed]
     if not runs:
         return
     colours = {"one process": GREY, "model replicated": BLUE}
@@ -40,10 +40,10 @@ def draw_speed(runs: list[dict], path: Path) -> None:
     size = (11, 1.4 + 0.34 * len(runs))
     figure, panels = new_figure(1, 2, 0, sharey=True, figsize=size)
     columns = {"images_per_s": "images/s", "memory_mib": "peak memory, MiB"}
-    names = [run["name"].replace(".py", "") for run in runs]
-    parts = [_part_of_the_course(run["lesson"]) for run in runs]
+    names = [run.name.replace(".py", "") for run in runs]
+    parts = [_part_of_the_course(run.lesson) for run in runs]
     for panel, (column, title) in zip(panels[0], columns.items(), strict=True):
-        values = [run[column] for run in runs]
+        values = [getattr(run, column) for run in runs]
         bars = panel.barh(names, values, color=[colours[part] for part in parts], edgecolor=INK)
         panel.bar_label(bars, fmt="{:,.0f}", padding=3)
         panel.set_xlabel(title)
@@ -54,12 +54,12 @@ def draw_speed(runs: list[dict], path: Path) -> None:
     save(figure, path)
 
 
-def draw_scaling(runs: list[dict], path: Path) -> None:
+def draw_scaling(runs: list, path: Path) -> None:
     """Draw the speed-up over the number of processes, and the line that would be ideal."""
-    runs = [run for run in runs if "speed_up" in run]
+    runs = [run for run in runs if run.speed_up]
     if not runs:
         return
-    counts = sorted({run["processes"] for run in runs})
+    counts = sorted({run.processes for run in runs})
     figure, [[axes]] = new_figure(1, 1, 4.5)
     axes.plot(counts, counts, ":", color=INK)
     end = (counts[-1], counts[-1])
@@ -71,8 +71,8 @@ def draw_scaling(runs: list[dict], path: Path) -> None:
     ):
         line = []
         for run in runs:
-            if run["kind"] == kind or run["processes"] == 1:
-                line.append((run["processes"], run["speed_up"]))
+            if run.kind == kind or run.processes == 1:
+                line.append((run.processes, run.speed_up))
         axes.plot(*zip(*line, strict=True), look, color=colour, linewidth=2, markersize=8)
         ends[text] = line[-1]
     _label(axes, ends)
@@ -83,17 +83,17 @@ def draw_scaling(runs: list[dict], path: Path) -> None:
     save(figure, path)
 
 
-def draw_steps(runs: list[dict], path: Path) -> None:
+def draw_steps(runs: list, path: Path) -> None:
     """Draw the step of each run as a bar with a section for each use of its time."""
-    runs = [run for run in reversed(runs) if not run["failed"]]
+    runs = [run for run in reversed(runs) if not run.failed]
     if not runs:
         return
-    names = [run["name"].replace(", ", ",\n").replace(" --", "\n--") for run in runs]
+    names = [run.name.replace(", ", ",\n").replace(" --", "\n--") for run in runs]
     sections = {  # the lengths of each section, and its colour
-        "data": ([run["data"] for run in runs], GREY),
-        "computing": ([run["compute"] - run["hidden"] for run in runs], BLUE),
-        "computing that hides messages": ([run["hidden"] for run in runs], SKY),
-        "messages": ([run["waiting"] for run in runs], ORANGE),
+        "data": ([run.data for run in runs], GREY),
+        "computing": ([run.compute - run.hidden for run in runs], BLUE),
+        "computing that hides messages": ([run.hidden for run in runs], SKY),
+        "messages": ([run.waiting for run in runs], ORANGE),
     }
     figure, [[axes]] = new_figure(1, 1, 1.4 + 0.8 * len(runs))
     ends = [0.0] * len(runs)

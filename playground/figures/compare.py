@@ -67,6 +67,7 @@ import shlex
 import shutil
 import signal
 import sys
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from statistics import mean, median
@@ -145,6 +146,60 @@ OTHER_LAYERS = {"mlp": 1, "cnn": 3, "transformer": 2}
 CORES = cores()
 
 
+@dataclass
+class Run:
+    """A run of a lesson, and what came of it. None: it was not asked for, or is not known.
+
+    Attributes:
+        part: one of PARTS.
+        lesson: its name.
+        words: its own flags.
+        kind: what the part does with it.
+        ranks: how many processes torchrun starts; None: the lesson starts its processes itself.
+        one_thread: whether each process has one core.
+        processes, width: which line of the part it belongs to.
+        name: the lesson and its flags, for tables.
+        command, variables, folder: how and where it was run.
+        note: why it has failed, or what else a reader should know.
+        missing: whether it lacks an optional package.
+        epochs: what each epoch line says, a dict. loss, train and test are those of the last one.
+        step, data, compute, waiting, hidden: the times of profile_steps.py, in ms.
+    """
+
+    part: str
+    lesson: str
+    words: list[str]
+    kind: str = ""
+    ranks: int | None = None
+    one_thread: bool = False
+    processes: int | None = None
+    width: int | None = None
+    name: str = ""
+    command: str = ""
+    variables: dict[str, str] = field(default_factory=dict)
+    folder: str = ""
+    failed: bool = True
+    missing: bool = False
+    note: str = ""
+    epochs: list[dict] = field(default_factory=list)
+    loss: float | None = None
+    train: float | None = None
+    test: float | None = None
+    images_per_s: float | None = None
+    start_up_s: float | None = None
+    memory_mib: float | None = None
+    gpu_memory_mib: float | None = None
+    loss_float64: float | None = None
+    difference: float | None = None
+    speed_up: float | None = None
+    efficiency: float | None = None
+    step: float | None = None
+    data: float | None = None
+    compute: float | None = None
+    waiting: float | None = None
+    hidden: float | None = None
+
+
 def fitting_stages(gpus, model, layers):
     """Return how many stages a pipeline of at most so many ranks can have: one for each layer."""
     hidden = layers or LAYERS[model]
@@ -183,11 +238,7 @@ def fitting_mesh(device, gpus, width):
 
 
 def plan(args):
-    """List the runs in their order.
-
-    Each is a dict: the part that it is for, the lesson, its own flags ("words"), and what the part
-    has to know about it.
-    """
+    """List the Runs in their order."""
     runs = []
     if "parity" in args.only:
         runs += plan_parity(args)
@@ -196,7 +247,7 @@ def plan(args):
     if "steps" in args.only:
         for average in ("ddp", "each", "bucket"):
             words = ["--average", average]
-            runs.append({"part": "steps", "lesson": "profile_steps", "words": words})
+            runs.append(Run("steps", "profile_steps", words))
     if "widths" in args.only:
         runs += plan_widths(args)
     rows, columns = fitting_mesh(args.device, args.gpus, args.width)
@@ -210,10 +261,11 @@ def plan(args):
         "hybrid_parallel": rows * columns,
     }
     for run in runs:
-        run["name"] = " ".join([f"{run['lesson']}.py", *run["words"]])
-        if run["lesson"] in TORCHRUN:
-            run["ranks"] = ranks.get(run["lesson"], args.gpus)
-            run["name"] += ", 1 process" if run["ranks"] == 1 else f", {run['ranks']} processes"
+        words = [word for word in run.words if word != "--double"]  # that is its kind
+        run.name = " ".join([f"{run.lesson}.py", *words])
+        if run.lesson in TORCHRUN:
+            run.ranks = ranks.get(run.lesson, args.gpus)
+            run.name += ", 1 process" if run.ranks == 1 else f", {run.ranks} processes"
     return runs
 
 
@@ -235,8 +287,7 @@ def plan_parity(args):
                     continue
                 if lesson == "hybrid_parallel":
                     words += ["--kind", "hsdp"]
-            run = {"part": "parity", "kind": kind, "lesson": lesson, "words": words}
-            runs.append(run | {"flags": double})
+            runs.append(Run("parity", lesson, words + double, kind))
     return runs
 
 
@@ -244,15 +295,17 @@ def plan_scaling(args):
     """List the runs of DDP with more and more processes."""
     runs = []
     for count in args.processes:
-        run = {"part": "scaling", "lesson": "distributed_data_parallel"}
-        run |= {"processes": count, "one_thread": True}
-        if args.device == "cpu" and count > CORES:
-            run["note"] = "more processes than cores"
-        words = ["-g", str(count)]
-        runs.append(run | {"kind": "strong", "words": words})
-        if count > 1:
-            words = words + ["--batch_size", str(count * args.batch_size)]
-            runs.append(run | {"kind": "weak", "words": words})
+        for kind in ("strong", "weak"):
+            words = ["-g", str(count)]
+            if kind == "weak" and count == 1:
+                continue  # it would be the same
+            if kind == "weak":
+                words += ["--batch_size", str(count * args.batch_size)]
+            run = Run("scaling", "distributed_data_parallel", words, kind, one_thread=True)
+            run.processes = count
+            if args.device == "cpu" and count > CORES:
+                run.note = "more processes than cores"
+            runs.append(run)
     return runs
 
 
@@ -267,8 +320,7 @@ def plan_widths(args):
             ("several", "distributed_data_parallel", several),
             ("traced", "profile_steps", size),
         ):
-            run = {"part": "widths", "kind": kind, "lesson": lesson, "words": words}
-            runs.append(run | {"width": width, "one_thread": True})
+            runs.append(Run("widths", lesson, words, kind, one_thread=True, width=width))
     return runs
 
 
@@ -276,28 +328,28 @@ def command(run, args, folder):
     """Return the command line of a run, and the environment variables that it needs."""
     start = [sys.executable]
     threads = int(os.environ.get("OMP_NUM_THREADS", CORES))
-    if "ranks" in run:
-        count = run["ranks"]
+    if run.ranks:
+        count = run.ranks
         start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
         # Lessons that start their own processes divide the cores by themselves.
         threads = max(1, threads // count)
-    if run.get("one_thread"):
+    if run.one_thread:
         threads = 1  # otherwise a single process would use all cores
     variables = {"OMP_NUM_THREADS": str(threads)}
     if args.device == "cuda":
         variables |= gpu_variables(folder)
     keep = []
-    if run["lesson"] == "distributed_data_parallel_resumable":
+    if run.lesson == "distributed_data_parallel_resumable":
         keep = ["--run_dir", str(folder)]
-    if run["lesson"] == "profile_steps":
+    if run.lesson == "profile_steps":
         keep = ["--out", str(folder), "--epochs", "1"]  # a trace has a few steps only
     passed_on = []
     for name in PASSED_ON:
         value = getattr(args, name)
         if value is not None:
             passed_on.append(f"--{name}={value}")
-    lesson = str(next(PLAYGROUND.rglob(f"{run['lesson']}.py")))
-    return [*start, lesson, *passed_on, *run["words"], *run.get("flags", []), *keep], variables
+    lesson = str(next(PLAYGROUND.rglob(f"{run.lesson}.py")))
+    return [*start, lesson, *passed_on, *run.words, *keep], variables
 
 
 def execute(run, args, folder):
@@ -305,36 +357,32 @@ def execute(run, args, folder):
     shutil.rmtree(folder, ignore_errors=True)  # the resumable lesson would resume an earlier run
     folder.mkdir(parents=True)
     words, variables = command(run, args, folder)
-    run["command"] = shlex.join(words)
-    run["variables"] = variables
-    run["folder"] = str(folder)
-    run["failed"] = True
+    run.command = shlex.join(words)
+    run.variables = variables
+    run.folder = str(folder)
     try:
         status, epochs, memory = follow(words, variables, folder, args.seconds)
     except TimeoutError as error:
-        run["note"] = str(error)
+        run.note = str(error)
         return
     if status or not epochs:
-        run["note"] = last_words(folder) or f"no epoch line, exit status {status}"
-        run["missing"] = "pip install" in run["note"]  # an optional package is no fault
+        run.note = last_words(folder) or f"no epoch line, exit status {status}"
+        run.missing = "pip install" in run.note  # an optional package is no fault
         return
-    run["failed"] = False
-    run["epochs"] = epochs
-    for name in ("loss", "train", "test"):
-        run[name] = epochs[-1][name]
+    run.failed = False
+    run.epochs = epochs
+    run.loss, run.train, run.test = [epochs[-1][name] for name in ("loss", "train", "test")]
     # The first epoch also warms up.
     timed = epochs[1:] or epochs
-    run["images_per_s"] = median(epoch["images_per_s"] for epoch in timed)
-    run["start_up_s"] = epochs[0]["at"] - epochs[0]["seconds"]
-    run["memory_mib"] = memory
-    on_gpu = gpu_memory(folder)
-    if on_gpu is not None:
-        run["gpu_memory_mib"] = on_gpu
-    if run["lesson"] == "profile_steps":
+    run.images_per_s = median(epoch["images_per_s"] for epoch in timed)
+    run.start_up_s = epochs[0]["at"] - epochs[0]["seconds"]
+    run.memory_mib = memory
+    run.gpu_memory_mib = gpu_memory(folder)
+    if run.lesson == "profile_steps":
         traces = [json.loads(path.read_text()) for path in folder.glob("rank*.json")]
         times = [step_times(trace) for trace in traces]
         for name in times[0]:
-            run[name] = mean(of_rank[name] for of_rank in times)
+            setattr(run, name, mean(of_rank[name] for of_rank in times))
 
 
 def add_float64(runs):
@@ -343,46 +391,45 @@ def add_float64(runs):
     These are the last loss, and the largest difference of a loss from that of single_gpu.py in the
     same epoch. Returns the float32 runs. Those that have failed in float64 get a note.
     """
-    rows = [run for run in runs if run["kind"] == "float32"]
-    by_name = {row["name"]: row for row in rows}
-    doubles = [run for run in runs if run["kind"] == "float64"]
+    rows = [run for run in runs if run.kind == "float32"]
+    by_name = {row.name: row for row in rows}
+    doubles = [run for run in runs if run.kind == "float64"]
     for run in doubles:
-        row = by_name[run["name"]]
-        if run["failed"]:
-            row["note"] = f"float64: {run['note']}"
+        row = by_name[run.name]
+        if run.failed:
+            row.note = f"float64: {run.note}"
             continue
-        row["loss_float64"] = run["loss"]
-        if doubles[0]["failed"]:
+        row.loss_float64 = run.loss
+        if doubles[0].failed:
             continue  # there is nothing to compare with
         differences = []
-        for found, expected in zip(run["epochs"], doubles[0]["epochs"], strict=True):
+        for found, expected in zip(run.epochs, doubles[0].epochs, strict=True):
             differences.append(abs(found["loss"] - expected["loss"]))
-        row["difference"] = max(differences)
+        row.difference = max(differences)
     return rows
 
 
 def add_speed_ups(runs):
     """Add to the runs of scaling how much faster than one process they are, and than the ideal."""
-    if not runs or runs[0]["failed"]:
+    if not runs or runs[0].failed:
         return  # the first run has one process
     for run in runs:
-        if not run["failed"]:
-            run["speed_up"] = run["images_per_s"] / runs[0]["images_per_s"]
-            run["efficiency"] = run["speed_up"] / run["processes"]
+        if not run.failed:
+            run.speed_up = run.images_per_s / runs[0].images_per_s
+            run.efficiency = run.speed_up / run.processes
 
 
 def by_width(runs, args):
     """Return a row for each width: images/s with one and several processes, share of messages."""
     rows = []
     for width in args.widths:
-        of_kind = {run["kind"]: run for run in runs if run["width"] == width}
+        of_kind = {run.kind: run for run in runs if run.width == width}
         row = {"width": width, "messages": None}
         for kind in ("one", "several"):
-            row[kind] = of_kind.get(kind, {}).get("images_per_s")
-        traced = of_kind.get("traced", {})
-        if "step" in traced:
-            row["messages"] = traced["waiting"] / traced["step"]
-        notes = [run["note"] for run in of_kind.values() if "note" in run]
+            row[kind] = of_kind[kind].images_per_s if kind in of_kind else None
+        if "traced" in of_kind and of_kind["traced"].step:
+            row["messages"] = of_kind["traced"].waiting / of_kind["traced"].step
+        notes = [run.note for run in of_kind.values() if run.note]
         row["note"] = notes[0] if notes else ""
         rows.append(row)
     return rows
@@ -392,13 +439,13 @@ def tell(runs, args, interrupted):
     """Print the tables, write results.json and draw the figures."""
     of_part = {}
     for part in PARTS:
-        of_part[part] = [run for run in runs if run["part"] == part]
+        of_part[part] = [run for run in runs if run.part == part]
     of_part["parity"] = add_float64(of_part["parity"])
     add_speed_ups(of_part["scaling"])
     widths = by_width(of_part["widths"], args)
     if of_part["parity"]:
         tell_parity(of_part["parity"])
-        tell_speed([run for run in of_part["parity"] if not run["failed"]], args)
+        tell_speed([run for run in of_part["parity"] if not run.failed], args)
     if of_part["scaling"]:
         tell_scaling(of_part["scaling"], args)
     if of_part["steps"]:
@@ -414,7 +461,7 @@ def tell(runs, args, interrupted):
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "interrupted": interrupted,
         "flags": vars(args) | {"out": str(args.out)},
-        "runs": runs,
+        "runs": [asdict(run) for run in runs],
         "widths": widths,
     }
     (args.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
@@ -489,9 +536,9 @@ def main():
         args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
         progress = tqdm(plan(args), disable=None)  # None: only on a terminal
         for number, run in enumerate(progress, start=1):
-            progress.set_description(run["lesson"])
-            failed = [(other["part"], other["name"]) for other in runs if other["failed"]]
-            if (run["part"], run["name"]) in failed:
+            progress.set_description(run.lesson)
+            failed = [(other.part, other.name) for other in runs if other.failed]
+            if (run.part, run.name) in failed:
                 continue  # it would fail in float64, too
             execute(run, args, args.out / "runs" / f"{number:02}")
             runs.append(run)
@@ -502,7 +549,7 @@ def main():
     if interrupted:
         print(f"interrupted: wrote what there is to {args.out}", file=sys.stderr)
         return 130
-    failed = [run["name"] for run in runs if run["failed"] and not run.get("missing")]
+    failed = [run.name for run in runs if run.failed and not run.missing]
     if failed:
         return f"error: failed: {'; '.join(failed)}"  # sys.exit prints it, and the status is 1
     return 0

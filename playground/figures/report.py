@@ -10,18 +10,19 @@ APART = 1.01e-4  # in float32, because it is printed with four decimals
 APART_DOUBLE = 1e-10  # in float64, which is printed with twelve
 
 
-def table(title: str, rows: list[dict], columns: dict[str, str]) -> None:
+def table(title: str, rows: list, columns: dict[str, str]) -> None:
     """Print a Markdown table with a row for each run. A note says why a run has failed.
 
     Args:
         title: is printed above the table.
-        rows: the runs. What a run has not reported is shown as a dash.
+        rows: the Runs, or a dict for each row. What a run has not reported is shown as a dash.
         columns: the format of each column, such as "{loss:.4f}", by its head.
     """
     columns = columns | {"note": "{note}"}
     cells = [list(columns)]
     for row in rows:
-        cells.append([_cell(text, {"note": ""} | row) for text in columns.values()])
+        values = row if isinstance(row, dict) else vars(row)
+        cells.append([_cell(text, values) for text in columns.values()])
     widths = []
     for column in zip(*cells, strict=True):
         widths.append(max(map(len, column)))
@@ -49,7 +50,7 @@ def say(*sentences: str) -> None:
     print(textwrap.fill(" ".join(sentences), 100))
 
 
-def tell_parity(runs: list[dict]) -> None:
+def tell_parity(runs: list) -> None:
     """Say whether all lessons print the same numbers."""
     columns = {
         "lesson": "{name}",
@@ -60,14 +61,14 @@ def tell_parity(runs: list[dict]) -> None:
         "differs by": "{difference:.0g}",
     }
     table("Parity: the last epoch", runs, columns)
-    good = [run for run in runs if not run["failed"]]
-    if len(good) < 2 or good[0]["lesson"] != "single_gpu":
+    good = [run for run in runs if not run.failed]
+    if len(good) < 2 or good[0].lesson != "single_gpu":
         say("There are no two lessons to compare.")
         return
     one, *others = good
-    alike = [run for run in others if abs(run["loss"] - one["loss"]) < APART]
+    alike = [run for run in others if abs(run.loss - one.loss) < APART]
     say(f"In float32, {len(alike)} of {len(others)} end with the loss of single_gpu.py.")
-    differences = [run["difference"] for run in others if "difference" in run]
+    differences = [run.difference for run in others if run.difference is not None]
     if not differences:
         return
     largest = max(differences)
@@ -83,7 +84,7 @@ def tell_parity(runs: list[dict]) -> None:
         )
 
 
-def tell_speed(runs: list[dict], args: argparse.Namespace) -> None:
+def tell_speed(runs: list, args: argparse.Namespace) -> None:
     """Say what the same runs cost."""
     columns = {
         "lesson": "{name}",
@@ -91,19 +92,19 @@ def tell_speed(runs: list[dict], args: argparse.Namespace) -> None:
         "start-up s": "{start_up_s:.1f}",
         "peak memory MiB": "{memory_mib:,.0f}",
     }
-    if any("gpu_memory_mib" in run for run in runs):
+    if any(run.gpu_memory_mib is not None for run in runs):
         columns["on a GPU MiB"] = "{gpu_memory_mib:,.0f}"
     table("Speed, start-up, memory", runs, columns)
-    good = {run["lesson"]: run for run in runs if not run["failed"]}
+    good = {run.lesson: run for run in runs if not run.failed}
     if "single_gpu" not in good or "distributed_data_parallel" not in good:
         return
     one = good["single_gpu"]
     ddp = good["distributed_data_parallel"]
-    faster = ddp["images_per_s"] / one["images_per_s"]
-    before = 1000 * args.batch_size / one["images_per_s"]
-    after = 1000 * args.batch_size / ddp["images_per_s"]
-    later = ddp["start_up_s"] - one["start_up_s"]
-    larger = ddp["memory_mib"] / one["memory_mib"]
+    faster = ddp.images_per_s / one.images_per_s
+    before = 1000 * args.batch_size / one.images_per_s
+    after = 1000 * args.batch_size / ddp.images_per_s
+    later = ddp.start_up_s - one.start_up_s
+    larger = ddp.memory_mib / one.memory_mib
     say(
         f"With DDP, {args.gpus} processes train {faster:.2f} times as fast as one process:",
         f"a step takes {after:.1f} ms instead of {before:.1f} ms.",
@@ -117,7 +118,7 @@ def tell_speed(runs: list[dict], args: argparse.Namespace) -> None:
     )
 
 
-def tell_scaling(runs: list[dict], args: argparse.Namespace) -> None:
+def tell_scaling(runs: list, args: argparse.Namespace) -> None:
     """Say what more processes gain, with the same global batch and with the same per-rank batch."""
     columns = {
         "lesson": "{name}",
@@ -132,13 +133,13 @@ def tell_scaling(runs: list[dict], args: argparse.Namespace) -> None:
     for kind, batch in (("strong", "global batch"), ("weak", "per-rank batch")):
         known = []
         for run in runs:
-            if run["kind"] == kind and run["processes"] > 1 and "speed_up" in run:
+            if run.kind == kind and run.processes > 1 and run.speed_up:
                 known.append(run)
         if known:
-            best = max(known, key=lambda run: run["speed_up"])
+            best = max(known, key=lambda run: run.speed_up)
             say(
-                f"With the same {batch}, {best['processes']} processes are {best['speed_up']:.2f}",
-                f"times as fast as one process. This is {best['efficiency']:.0%} of the ideal.",
+                f"With the same {batch}, {best.processes} processes are {best.speed_up:.2f}",
+                f"times as fast as one process. This is {best.efficiency:.0%} of the ideal.",
             )
     say(
         "The messages of a step are equally long in both cases. A smaller per-rank batch leaves",
@@ -146,7 +147,7 @@ def tell_scaling(runs: list[dict], args: argparse.Namespace) -> None:
     )
 
 
-def tell_steps(runs: list[dict], args: argparse.Namespace) -> None:
+def tell_steps(runs: list, args: argparse.Namespace) -> None:
     """Say where the time of a step goes."""
     columns = {
         "ms of a step of": "{name}",
@@ -162,15 +163,15 @@ def tell_steps(runs: list[dict], args: argparse.Namespace) -> None:
         "A traced step takes longer than others.",
     )
     for run in runs:
-        if run["failed"]:
+        if run.failed:
             continue
-        waiting = run["waiting"] / run["step"]
-        hidden = run["hidden"] / max(run["hidden"] + run["waiting"], 1e-9)
+        waiting = run.waiting / run.step
+        hidden = run.hidden / max(run.hidden + run.waiting, 1e-9)
         say(
-            f"{run['name']} waits for messages for {waiting:.0%} of its time,",
+            f"{run.name} waits for messages for {waiting:.0%} of its time,",
             f"and {hidden:.0%} of its messages are hidden.",
         )
-        if "ddp" in run["words"] and hidden < 0.05:
+        if "ddp" in run.words and hidden < 0.05:
             say(
                 "DDP sends a bucket while backward() still computes. But a small model has only",
                 "one bucket, which is full at the end.",
