@@ -1,7 +1,7 @@
 """Every training lesson arrives at the numbers of single_gpu.py, from any number of processes.
 
 In float64 the printed losses must agree to 1e-10 and the parameters to 1e-12, because then only
-rounding differs in float32. In float32 what is printed must agree.
+rounding differs in float32. test_readme.py compares what the lessons print in float32.
 """
 
 import copy
@@ -163,25 +163,15 @@ def test_float64(lesson, flags, processes, model, tmp_path, record_property):
     record_property("largest difference of a parameter in float64", difference)
 
 
-@pytest.mark.parametrize("lesson", VARIANTS)
-def test_float32(lesson):
-    """What a learner sees: the same losses and accuracies."""
-    flags, counts = next(iter(VARIANTS[lesson].items()))
-    lines = printed(lesson, *MODEL["mlp"], *flags, processes=2 if counts[-1] else None)
-    assert lines == one_process(*MODEL["mlp"])
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_a_checkpoint_has_what_it_should(name, tmp_path):
+def test_a_checkpoint_has_what_it_should(tmp_path):
     """Four keys, plain values, and a state for each parameter."""
     path = tmp_path / "c.pt"
-    flags = (*TWO_EPOCHS, "--model", name)
-    printed("distributed_data_parallel", *flags, "--savefile", path, processes=2)
+    printed("distributed_data_parallel", *MODEL["cnn"], "--savefile", path, processes=2)
     checkpoint = torch.load(path, weights_only=True)
     assert set(checkpoint) == {"model", "optimizer", "epoch", "args"}
-    assert checkpoint["epoch"] == 2
+    assert checkpoint["epoch"] == 1
     assert checkpoint["args"]["batch_size"] == 120
-    model = MODELS[name]()
+    model = MODELS["cnn"]()
     model.load_state_dict(checkpoint["model"])
     optimizer = torch.optim.Adam(model.parameters())
     optimizer.load_state_dict(checkpoint["optimizer"])
