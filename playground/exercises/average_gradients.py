@@ -16,6 +16,8 @@ Rung 2 is any model:
   and those ranks get the mean as well, even if all numbers of the mean are 0.
 - Two layers may share a parameter. (It is then called tied.)
 - A parameter may have any shape, and the dtype float16, float32 or float64.
+Take it in three steps, which the check tries in this order: one message for a model with tied and
+frozen parameters, missing gradients, and three dtypes. There is a hint for each of them.
 Your answer passes it if
 - the means are right with any number of ranks, and have the dtype of their parameter;
 - all gradients of one dtype travel in one message. One more message is allowed, to find out which

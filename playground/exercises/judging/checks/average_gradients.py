@@ -69,18 +69,21 @@ RUNG_1 = Rung(
 SLACK = 8  # bytes that each parameter may cost in addition
 IMITATED = True
 HINTS = """
-All ranks must send messages of the same length, but a rank does not know which gradients the others
-have. So it sends zeros for a gradient that it lacks. How can the ranks find out whether any of them
-has it?
+One message, with tied and frozen parameters: take the parameters with requires_grad, of which
+model.parameters() yields a tied one once. torch.cat joins tensors with one axis, and flatten()
+gives any gradient one axis. After all_reduce, message.split(sizes) returns the parts as views, and
+part.view_as(parameter) gives a part its shape.
 
-model.parameters() yields a tied parameter once. torch.cat joins tensors with one axis, and
-flatten() gives any gradient one axis. dist.all_reduce(message) adds up. message.split(sizes)
-returns the parts as views, and part.view_as(parameter) gives a part its shape.
+Missing gradients: all ranks must send messages of the same length, but a rank does not know which
+gradients the others have. So it sends zeros for a gradient that it lacks, and behind all gradients
+a flag for each of them: 1 if it has it, otherwise 0. If the sum of a flag is above 0, some rank has
+this gradient, and its part of the message is the mean. Otherwise it stays None.
 
-for the trained parameters of each dtype:
-    message = the gradients, or zeros, and a flag for each of them (1: this rank has it)
-    divide the message by n, and all_reduce it
-    for each parameter: if its flag is above 0, keep its part of the message as its gradient
+Three dtypes: all numbers of a message have one dtype, so there is a message for each dtype.
+    for the trained parameters of each dtype:
+        message = the gradients, or zeros, and a flag for each of them
+        divide the message by n, and all_reduce it (the sum may be too large for float16)
+        for each parameter: if its flag is above 0, keep its part of the message as its gradient
 """
 
 
