@@ -66,7 +66,7 @@ def compare_attention(attention, places, tokens):
         close(each.grad, whole.grad[:, :, mine])
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 3, 4])
 def test_attention_is_that_of_one_process(world_size, tmp_path):
     """Any number of tokens on a rank, in any places: forward and backward, with large scores."""
     in_group(attend, world_size, tmp_path)
@@ -98,14 +98,7 @@ def pairs_of(order, tokens, world_size):
 
 @pytest.mark.parametrize(
     ("by", "order", "processes"),
-    [
-        ("ring", "zigzag", 1),
-        ("ring", "zigzag", 2),
-        ("ring", "plain", 3),
-        ("ring", "zigzag", 4),
-        ("ulysses", "zigzag", 2),
-        ("ulysses", "plain", 4),
-    ],
+    [("ring", "zigzag", 4), ("ring", "plain", 3), ("ulysses", "zigzag", 2)],
 )
 def test_numbers(by, order, processes):
     """The losses of single_gpu.py to 1e-10; tokens and pairs of each rank; nothing on stderr."""

@@ -34,14 +34,9 @@ def one_process(*flags):
 @pytest.mark.parametrize(
     ("processes", "flags", "network"),
     [
-        (1, ("--sequence",), SMALL),
         (1, ("--sequence", "--by", "dtensor"), SMALL),
-        (2, (), SMALL),
         (2, ("--sequence",), ("--tokens", 4, "--width", 8)),
         (3, (), ("--heads", 3, "--width", 12, "--tokens", 4)),
-        (4, ("--sequence",), SMALL),
-        (2, ("--by", "dtensor"), SMALL),
-        (4, ("--by", "dtensor", "--sequence"), SMALL),
     ],
 )
 def test_numbers(processes, flags, network):
