@@ -387,32 +387,6 @@ def test_the_lesson_of_seeded_dropout():
 
 
 RIGHT_TOO = {
-    "ring_all_reduce": """
-def ring_all_reduce(tensor):
-    rank = dist.get_rank()
-    n = dist.get_world_size()
-    chunks = tensor.view(-1).tensor_split(n)
-    for step in range(2 * (n - 1)):
-        kept = chunks[(rank - step - 1) % n]
-        received = torch.empty_like(kept)
-        send_request = dist.isend(chunks[(rank - step) % n], (rank + 1) % n)
-        dist.irecv(received, (rank - 1) % n).wait()
-        send_request.wait()
-        kept.copy_(received if step >= n - 1 else kept + received)
-""",
-    "fault_newer_parameters": """
-def train(parameters, gradient, steps):
-    right = (dist.get_rank() + 1) % dist.get_world_size()
-    left = (dist.get_rank() - 1) % dist.get_world_size()
-    received = torch.empty_like(parameters)
-    for _ in range(steps):
-        request = dist.isend(parameters.clone(), right)
-        parameters -= 0.5 * gradient(parameters)
-        dist.recv(received, left)
-        request.wait()
-        parameters += received
-        parameters /= 2
-""",
     "ring_attention": """
 def ring_attention(query, key, value, places):
     # The other way around, and the blocks are merged by the logarithms of their sums.
@@ -549,12 +523,6 @@ def is_two_processes(tensor):
         raise ValueError("this is the rank")
 
 
-def writes(tensor):
-    """CRASH with 1 rank, 4 numbers rank 0: ValueError: a file"""
-    open("file.txt", "w").write("text")
-    raise ValueError("a file")
-
-
 def prints(tensor):
     """HANG with 1 rank ... print ... rank 0 printed: more"""
     while True:
@@ -566,19 +534,9 @@ def allocates(tensor):
     torch.ones(50 * 2**30, dtype=torch.uint8)
 
 
-def allocates_in_python(tensor):
-    """CRASH with 1 rank, 4 numbers rank 0: MemoryError: a rank may use at most 1 GB"""
-    bytearray(50 * 2**30)
-
-
 def stops(tensor):
     """CRASH with 1 rank, 4 numbers rank 0: SystemExit: 3"""
     sys.exit(3)
-
-
-def recurses(tensor):
-    """CRASH with 1 rank, 4 numbers rank 0: RecursionError"""
-    recurses(tensor)
 
 
 def asks(tensor):
