@@ -8,21 +8,18 @@ import subprocess
 import sys
 import termios
 
-import pytest
-from conftest import lesson_path, run
+from conftest import SHORT, lesson_path, run
 
-FLAGS = ("--dataset", "digits", "--device", "cpu", "--epochs", "1", "--batch_size", "120")
+LESSON = "distributed_data_parallel"
+FLAGS = (*SHORT, "-g", 2)
 
 
-@pytest.mark.parametrize(
-    ("lesson", "processes"), [("single_gpu", ()), ("distributed_data_parallel", ("-g", "2"))]
-)
-def test_one_bar_on_a_terminal_and_none_in_a_file(lesson, processes):
+def test_one_bar_on_a_terminal_and_none_in_a_file():
     """The bar starts once, at 0 of the epoch's 12 steps, and a log contains no part of it."""
     terminal, stderr = pty.openpty()
     size = struct.pack("HHHH", 30, 100, 0, 0)  # rows and columns
     fcntl.ioctl(stderr, termios.TIOCSWINSZ, size)
-    command = [sys.executable, lesson_path(lesson), *FLAGS, *processes]
+    command = [sys.executable, lesson_path(LESSON), *map(str, FLAGS)]
     env = os.environ | {"OMP_NUM_THREADS": "1"}  # other tests use the cores, too
     process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=stderr)
     os.close(stderr)
@@ -34,4 +31,4 @@ def test_one_bar_on_a_terminal_and_none_in_a_file(lesson, processes):
         os.close(terminal)
     assert process.wait(300) == 0
     assert shown.count(b"| 0/12 [") == 1
-    assert run(lesson, *FLAGS, *processes).stderr == ""
+    assert run(LESSON, *FLAGS).stderr == ""
