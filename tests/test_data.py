@@ -18,11 +18,11 @@ from forked import in_ranks
 from nodes import small_disk
 from sklearn.datasets import load_digits
 from torch.nn import functional as F
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+from torch.utils.data import BatchSampler, RandomSampler
 from torchvision.datasets import MNIST
 from torchvision.transforms import Compose, Normalize, ToTensor
 
-from common.data import Images, fetch, load, loaders, whole_batch
+from common.data import Images, fetch, load, loaders
 from common.models import CNN, MLP, Attention, Block, Transformer
 
 # Bytes of the unpacked files. They are not taken from common.data, to detect a wrong number there.
@@ -96,25 +96,6 @@ def fetch_as_rank(rank, world_size, port, results, folder):
     torch.set_num_threads(1)  # a forked process cannot use the threads of the first one
     os.environ["LOCAL_RANK"] = str(rank)
     results[rank] = fetch(None, folder)
-
-
-def test_loader_gives_the_batches_of_the_default_collation():
-    """With whole_batch a DataLoader returns the batches that it stacks from single images.
-
-    The last batch, which is smaller, is one of them.
-    """
-    images = Images(torch.randn(10, 1, 28, 28), torch.arange(10))
-    singles = [images[index] for index in range(10)]  # from a list, images are read one by one
-
-    def batches(data, **options):
-        sampler = RandomSampler(data, generator=torch.Generator().manual_seed(1))
-        return list(DataLoader(data, 4, sampler=sampler, **options))
-
-    whole = batches(images, collate_fn=whole_batch)
-    assert [len(labels) for _, labels in whole] == [4, 4, 2]
-    for (batch, labels), (expected, expected_labels) in zip(whole, batches(singles), strict=True):
-        assert batch.shape == (len(labels), 1, 28, 28) and batch.equal(images.images[labels])
-        assert batch.equal(expected) and labels.equal(expected_labels)
 
 
 def test_digits_are_all_of_scikit_learns(tmp_path):

@@ -25,12 +25,6 @@ STARTED = {  # the environment of a rank that a launcher has started
 }
 STOPPED = 42  # the exit status of a lesson that would train now; @record turns 0 into a return
 TRAINING = [lesson for lesson in LESSONS if not talks(lesson)]
-SPAWNING = [
-    "manual_data_parallel",
-    "overlapped_data_parallel",
-    "distributed_data_parallel",
-    "distributed_data_parallel2",
-]
 TALKING = [lesson for lesson in LESSONS if talks(lesson)]
 
 
@@ -133,7 +127,17 @@ def test_the_device(lesson, machine, main, chosen):
     assert chosen(lesson, *flags, "--device", "cpu").device == "cpu"
 
 
-@pytest.mark.parametrize("lesson", [*SPAWNING, *TALKING, "data_parallel", "figures.compare"])
+@pytest.mark.parametrize(
+    "lesson",
+    [
+        "blocking_p2p",
+        "data_parallel",
+        "manual_data_parallel",
+        "distributed_data_parallel",
+        "distributed_data_parallel2",
+        "figures.compare",
+    ],
+)
 def test_how_many_processes(lesson, machine, main, chosen):
     """There is a process for each visible GPU, or there are two without GPUs; -g says how many.
 
@@ -157,8 +161,11 @@ def test_how_many_processes(lesson, machine, main, chosen):
     one_line(done, "this machine has 3", f"use {flag} 3")
 
 
-@pytest.mark.parametrize("lesson", [*filter(by_torchrun, LESSONS), *TALKING])
-def test_more_processes_of_a_launcher_than_gpus(lesson, machine, main, chosen, monkeypatch):
+@pytest.mark.parametrize(
+    "lesson",
+    ["blocking_p2p", "distributed_data_parallel_torchrun", "distributed_data_parallel_resnet"],
+)
+def test_more_processes_of_a_launcher_than_gpus(lesson, machine, main, monkeypatch):
     """The lesson compares the GPUs with the ranks that the launcher has started on this node.
 
     If it does not know their number, it uses its local rank.
@@ -253,9 +260,8 @@ def test_gloo_on_gpus(machine, main, chosen):
     """gloo cannot send GPU memory from rank to rank, but it has what DDP needs."""
     machine(2)
     flags = ("--device", "cuda", "--backend", "gloo")
-    for lesson in TALKING:
-        done = main(lesson, *flags)
-        one_line(done, "gloo cannot send GPU memory: leave --backend out")
+    done = main("blocking_p2p", *flags)
+    one_line(done, "gloo cannot send GPU memory: leave --backend out")
     assert chosen("distributed_data_parallel", *flags).backend == "gloo"
 
 
