@@ -307,12 +307,12 @@ def test_every_run_of_compare_is_possible(
         left_out.add("tensor_parallel")
     else:
         left_out |= {line.split()[0] for line in compare.OF_TRANSFORMERS}
-    assert {run["lesson"] for run in runs} == set(TRAINING) - left_out
+    assert {run.lesson for run in runs} == set(TRAINING) - left_out
     for each in runs:
         words, _ = compare.command(each, args, tmp_path)
-        lesson = each["lesson"]
+        lesson = each.lesson
         [place] = [at for at, word in enumerate(words) if word.endswith(f"/{lesson}.py")]
-        ranks = each.get("ranks", 1)
+        ranks = each.ranks or 1
         env = None
         if by_torchrun(lesson):
             env = STARTED | {"WORLD_SIZE": f"{ranks}", "LOCAL_WORLD_SIZE": f"{ranks}"}
