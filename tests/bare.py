@@ -10,7 +10,7 @@ transformer is that of common/models.py.
 
 The arguments are the kind of program (single_gpu, ddp, fsdp, tensor, pipeline or transformer), the
 data set, its folder, the global batch and the epochs. The transformer is trained with DDP. The
-pipeline needs two ranks.
+pipeline needs two ranks. single_gpu also takes a device: with "cuda" all images lie on the GPU.
 """
 
 import sys
@@ -81,7 +81,7 @@ def train_epoch(
     batch_size: int,
 ) -> Tensor:
     """Train on the images in this order. Returns two sums: the losses and the hits."""
-    totals = torch.zeros(2, dtype=torch.float64)
+    totals = torch.zeros(2, dtype=torch.float64, device=images.device)
     for batch in order.split(batch_size):
         batch_labels = labels.index_select(0, batch)
         logits = model(images.index_select(0, batch))
@@ -156,6 +156,7 @@ class Pipeline:
 def main() -> None:
     """Read the data, train and test, and print a line for each epoch as the lessons do."""
     kind, dataset, data_dir, *numbers = sys.argv[1:]
+    device = numbers.pop() if len(numbers) == 3 else "cpu"
     batch_size, epochs = map(int, numbers)
     rank = 0
     world_size = 1
@@ -163,7 +164,8 @@ def main() -> None:
         torch.distributed.init_process_group("gloo")
         rank = torch.distributed.get_rank()
         world_size = torch.distributed.get_world_size()
-    images, labels, test_images, test_labels = read(dataset, data_dir)
+    data = [tensor.to(device) for tensor in read(dataset, data_dir)]
+    images, labels, test_images, test_labels = data
     torch.manual_seed(0)
     sizes = [784, 64, 64, 64]
     layers = [nn.Flatten()]
@@ -177,7 +179,7 @@ def main() -> None:
         torch.manual_seed(0)
         model = Transformer()
     pipeline = Pipeline(model) if kind == "pipeline" else None
-    model = parallelize(kind, model)
+    model = parallelize(kind, model.to(device))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-6, fused=True)
 
     trained = len(labels) // batch_size * batch_size
@@ -190,7 +192,7 @@ def main() -> None:
     for epoch in range(epochs):
         start = time.perf_counter()
         order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(epoch))
-        order = order[:trained]
+        order = order[:trained].to(device)
         if data_parallel:
             order = order[rank::world_size]
         arguments = (optimizer, images, labels, order, batch_size)

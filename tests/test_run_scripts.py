@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import sys
 
 import pytest
 from conftest import ROOT, epochs, lesson_path
@@ -145,6 +146,45 @@ def test_quickstart_counts_the_gpus_that_torch_can_use(gpus, device, checkout):
     done = script(checkout / "run" / "quickstart.sh", "--epochs", "1", **found)
     command = f"playground/distributed_data_parallel.py -g 2 {device}--epochs 1\n"
     assert done.stdout == command, done.stderr
+
+
+ON_GPUS = """#!/bin/sh
+case "$*" in
+*is_available*) echo "| GPUs | 2 of them |" ;;
+*fetch*) echo digits ;;
+*single_gpu.py*) echo "epoch 5/5  loss 1.5  0.01 s  1,234 images/s" ;;
+*bare.py*) printf '0.02 s  %s images/s\\n' 999 1,300 998 ;;
+*pytest*)
+    echo "4 workers [3 items]"
+    echo "[gw0] [ 33%] PASSED test_gpu.py::test_a"
+    echo "[gw1] [ 66%] FAILED test_gpu.py::test_b[ddp --model cnn-2]"
+    exec sleep 600 ;;
+esac
+"""
+
+
+def test_a_page_about_gpus(checkout):
+    """run/gpu.sh writes it in time. Without a GPU it ends in one line."""
+    done = script(checkout / "run" / "gpu.sh", PYTHON=sys.executable, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert "PyTorch finds no GPU" in done.stderr
+    python = checkout / "python"
+    python.write_text(ON_GPUS)
+    python.chmod(0o755)
+    done = script(checkout / "run" / "gpu.sh", PYTHON=str(python), LIMIT="1")
+    assert done.returncode == 1, done.stderr
+    page = (checkout / "gpu.md").read_text()
+    for row in (
+        "| GPUs | 2 of them |",
+        "| single_gpu.py on digits | 1234 images/s |",
+        "| a bare loop on digits | 1300 images/s |",
+        "| tests in test_gpu.py | 3 |",
+        "| passed | 1 |",
+        "| failed | 1 |",
+        "The tests were interrupted after 1 s.",
+        "- FAILED: `test_gpu.py::test_b[ddp --model cnn-2]`",
+    ):
+        assert f"{row}\n" in page, page
 
 
 def kind(path):
