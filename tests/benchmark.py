@@ -263,7 +263,7 @@ def two_lessons(name: str, data_dir: str, repeats: int) -> list[list[str]]:
     values = [median(found) for found in speeds]
     if pair.unit == "s":
         values = [TRAINED / value for value in values]
-    what = f"{pair.first}; {pair.second}; {pair.flags}"
+    what = f"{pair.first}; {pair.second}; both {pair.flags or 'with the default flags'}"
     return [cells(what, *values, pair.unit, pair.target)]
 
 
