@@ -5,7 +5,7 @@ import re
 import signal
 
 import pytest
-from conftest import LONG, ROOT, SHORT, Job, epochs, one_process
+from conftest import LONG, ROOT, SHORT, Job, epochs, one_line, one_process
 from nodes import HOSTS, LIGHT, PATIENT, PLACES, STAYS, TRAVEL, VARIABLES, Nodes, need, read_until
 from sshd import Sshd
 
@@ -21,19 +21,17 @@ def sshd(tmp_path_factory):
         yield sshd
 
 
+def mpirun(sshd, kind, *command, **env):
+    """Start the script on node 0, from another folder."""
+    need(kind)
+    env = {"MPIRUN": kind, "SSH": sshd.command, "GPUS": "1"} | env
+    return Job(*sshd.nodes.enter(0), ROOT / "run" / "mpirun.sh", *command, env=env, cwd="/")
+
+
 @pytest.fixture(params=KINDS, ids=KINDS.values())
 def start(request, sshd):
-    """A function that runs the script on node 0 with Open MPI or MPICH.
-
-    A test must leave no process on the nodes.
-    """
-    need(request.param)
-
-    def start(*command, **env):
-        env = {"MPIRUN": request.param, "SSH": sshd.command, "GPUS": "1"} | env
-        return Job(*sshd.nodes.enter(0), ROOT / "run" / "mpirun.sh", *command, env=env, cwd="/")
-
-    yield start
+    """A function that runs the script with Open MPI or MPICH. A test must leave no process."""
+    yield lambda *command, **env: mpirun(sshd, request.param, *command, **env)
     assert sshd.left() == []
 
 
@@ -71,52 +69,30 @@ def test_which_variables_are_passed(start, tmp_path):
     assert seen == {HOSTS[0]: str(TRAVEL | STAYS), HOSTS[1]: str(TRAVEL)}, done.stdout
 
 
-def test_a_point_to_point_lesson(start):
-    """Ranks of two nodes send numbers to each other, and the lesson gets its own flags."""
-    done = start("playground/blocking_p2p.py", "--device", "cpu", "--deadlock", *PATIENT).wait()
-    assert done.returncode == 0, done.stderr
-    assert "rank 1: even ranks send first: received 0" in done.stdout
-
-
-@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
-def test_the_end_of_the_script_is_the_end_of_all(sign, start):
-    """After Ctrl-C or SIGTERM, no process stays on either node."""
+def test_ctrl_c(start):
+    """No process stays on either node."""
     job = start(LIGHT, "--wait", GPUS="2")
     read_until(job, r"^rank \d waits$", 4)
-    os.killpg(job.process.pid, sign)
-    assert job.wait().returncode == 128 + sign
+    os.killpg(job.process.pid, signal.SIGINT)
+    assert job.wait().returncode == 130
 
 
-def test_backend_mpi(start):
-    """PyTorch's wheels are built without MPI, so the lesson refuses the flag."""
-    flags = ("--device", "cpu", "--backend", "mpi")
-    done = start("playground/blocking_p2p.py", *flags, HOSTS="node0").wait()
-    assert done.returncode > 0
-    assert "error: this PyTorch has no backend mpi: leave --backend out" in done.stderr
-
-
-def test_what_is_missing_is_one_line(start):
-    """Each of nine mistakes ends in one line, which has what to do."""
-    by_ssh = f'HOSTS="a b" run/two_nodes_ssh.sh {SPAWNING}, or use'
-    alone = "python playground/single_gpu.py"
+def test_what_is_missing_is_one_line(sshd):
+    """Each mistake ends in one line, which has what to do."""
+    host = ("node9", "HOSTS", "/etc/hosts")
+    login = ("log in to node1", "refused", "try ssh -p 2 node1")
+    install = ("no-mpirun is missing", "apt-get install openmpi-bin")
+    by_ssh = ("starts its own", f'HOSTS="a b" run/two_nodes_ssh.sh {SPAWNING}, or use')
     for status, command, env, words in (
-        (1, (LESSON,), {"HOSTS": "node0 node9"}, ("node9", "HOSTS", "/etc/hosts")),
-        (1, (LESSON,), {"SSH": "ssh -p 2"}, ("log in to node1", "refused", "try ssh -p 2 node1")),
-        (
-            1,
-            (LESSON,),
-            {"MPIRUN": "no-mpirun"},
-            ("no-mpirun is missing", "apt-get install openmpi-bin"),
-        ),
+        (1, (LESSON,), {"HOSTS": "node0 node9"}, host),
+        (1, (LESSON,), {"SSH": "ssh -p 2"}, login),
+        (1, (LESSON,), {"MPIRUN": "no-mpirun"}, install),
         (1, (LESSON,), {"MPIRUN": "true"}, ("neither", "MPIRUN=mpirun.openmpi")),
         (1, (LESSON,), {"PYTHON": "/no/python"}, ("/no/python", "run/setup.sh")),
         (2, (), {}, ("no lesson", LESSON)),
         (2, ("--epochs", 1), {}, ("--epochs", "playground/*.py")),
-        (2, (SPAWNING,), {"HOSTS": "a b"}, ("starts its own", by_ssh)),
-        (2, ("playground/single_gpu.py",), {}, ("is a single process", alone)),
+        (2, (SPAWNING,), {"HOSTS": "a b"}, by_ssh),
     ):
-        done = start(*command, **env).wait()
-        lines = done.stderr.splitlines()
-        assert (done.returncode, len(lines)) == (status, 1), done.stderr
-        for word in ("error: ", *words):
-            assert word in lines[0], lines[0]
+        done = mpirun(sshd, "mpirun.openmpi", *command, **env).wait()
+        assert done.returncode == status, done.stderr
+        one_line(done, *words)
