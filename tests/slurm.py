@@ -67,11 +67,11 @@ class Slurm:
             for name in ("key", "pid", "log", "seed"):
                 flags.append(f"--{name}-file={self.folder}/munge.{name}")
             self.start("munged", 0, *flags)
-            self.wait_for_munge()
+            until((self.folder / "munge.socket").exists, self.ends_of_logs)
             self.start("slurmctld", 0, "-D", "-f", settings)
             for index, host in enumerate(HOSTS):
                 self.start("slurmd", index, "-D", "-N", host, "-f", settings)
-            self.wait_until_idle()
+            until(self.is_idle, self.ends_of_logs)
             self.own = [*self.nodes.pids(0), *self.nodes.pids(1)]
         except BaseException:
             self.__exit__()
@@ -85,41 +85,27 @@ class Slurm:
             daemon = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         self.daemons.append(daemon)
 
-    def wait_for_munge(self, seconds=300):
-        """Wait until munged listens, because the other daemons authenticate each other with it."""
-        end = time.monotonic() + seconds
-        while not (self.folder / "munge.socket").exists():
-            assert time.monotonic() < end, (self.folder / "munged-0.log").read_text()
-            time.sleep(0.05)
+    def ends_of_logs(self):
+        """Return what the daemons have said last."""
+        return "\n".join([log.read_text()[-2000:] for log in self.folder.glob("*.log")])
 
-    def wait_until_idle(self, seconds=300):
-        """Wait until both nodes are up and run no job."""
-        end = time.monotonic() + seconds
-        states = []
-        while states != ["idle"] * len(HOSTS):
-            ends_of_logs = [log.read_text()[-2000:] for log in self.folder.glob("*.log")]
-            assert time.monotonic() < end, "\n".join(ends_of_logs)
-            time.sleep(0.2)
-            # A state that ends with * belongs to a node that does not answer.
-            done = self.command("sinfo", "--Node", "--noheader", "--format=%T")
-            states = done.stdout.split()
+    def is_idle(self):
+        """Whether both nodes are up and run no job."""
+        # A state that ends with * belongs to a node that does not answer.
+        done = self.command("sinfo", "--Node", "--noheader", "--format=%T")
+        return done.stdout.split() == ["idle"] * len(HOSTS)
 
     def __exit__(self, *_):
         for daemon in self.daemons:
             daemon.kill()  # Nodes ends what slurmd has started
             daemon.wait()
 
-    @property
-    def environment(self):
-        """Return the environment in which Slurm's commands find this cluster."""
-        settings = str(self.folder / "slurm.conf")
-        return os.environ | {"SLURM_CONF": settings, "OMP_NUM_THREADS": "1"}
-
     def command(self, *words, cwd=None, env=None):
         """Run one of Slurm's commands on node 0 to its end. `env` is added to its environment."""
         words = [*self.nodes.enter(0), *(str(word) for word in words)]
-        options = {"capture_output": True, "text": True, "timeout": 300}
-        return subprocess.run(words, env=self.environment | (env or {}), cwd=cwd, **options)
+        found = {"SLURM_CONF": str(self.folder / "slurm.conf"), "OMP_NUM_THREADS": "1"}
+        env = os.environ | found | (env or {})
+        return subprocess.run(words, env=env, cwd=cwd, capture_output=True, text=True, timeout=300)
 
     def submit(self, *words, cwd, env=None, by="sbatch"):
         """Submit a job by sbatch or by qsub. It inherits the environment. Returns its id."""
@@ -132,28 +118,30 @@ class Slurm:
         done = self.command("scontrol", "--oneliner", "show", "job", job)
         return dict(pair.split("=", 1) for pair in done.stdout.split() if "=" in pair)
 
-    def wait(self, job, seconds=600):
+    def wait(self, job):
         """Wait until a job has ended and the nodes are idle. Returns what `show` returns."""
-        end = time.monotonic() + seconds
-        shown = self.show(job)
-        while shown.get("JobState") not in ENDED:
-            assert time.monotonic() < end, shown
-            time.sleep(0.3)
-            shown = self.show(job)
-        self.wait_until_idle()
-        return shown
+        until(lambda: self.show(job).get("JobState") in ENDED, lambda: self.show(job))
+        until(self.is_idle, self.ends_of_logs)
+        return self.show(job)
 
     def left(self):
         """Return the command lines of processes that stay on the nodes and are no daemons."""
         return self.nodes.left(self.own)  # it waits, because slurmstepd ends after its ranks
 
 
-def wait_for(output, pattern, count=1, seconds=600):
-    """Wait until a job's output file matches so many times. Returns its text."""
+def until(condition, told, seconds=600):
+    """Wait until a function returns true. If that takes too long, fail with what told() returns."""
     end = time.monotonic() + seconds
-    while True:
-        text = output.read_text() if output.exists() else ""
-        if len(re.findall(pattern, text, re.M)) >= count:
-            return text
-        assert time.monotonic() < end, f"{output}: {text}"
-        time.sleep(0.1)
+    while not condition():
+        assert time.monotonic() < end, told()
+        time.sleep(0.2)
+
+
+def wait_for(output, pattern, count=1):
+    """Wait until a job's output file matches so many times. Returns its text."""
+
+    def text():
+        return output.read_text() if output.exists() else ""
+
+    until(lambda: len(re.findall(pattern, text(), re.M)) >= count, text)
+    return text()
