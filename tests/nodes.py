@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 DEBIAN = {  # a program that a test needs, and the package that has it
@@ -32,6 +33,7 @@ DEBIAN = {  # a program that a test needs, and the package that has it
 }
 HOSTS = ["node0", "node1"]
 ADDRESSES = ["10.77.0.1", "10.77.0.2"]
+FILE_OF_HOSTS = "127.0.0.1 localhost\n10.77.0.1 node0\n10.77.0.2 node1\n"
 
 # Variables of the caller that a launcher passes to other nodes, and one that it does not pass.
 TRAVEL = {
@@ -104,14 +106,6 @@ def read_until(job, pattern: str, count: int = 1) -> str:
     raise AssertionError(text + job.process.stderr.read())
 
 
-def pids_of_two(text: str) -> list[int]:
-    """Check that the table in a text has two ranks, one on each node. Returns their pids."""
-    table = re.findall(r"^(\d) +(\d) +(\d) +cpu +(\d+) +(\S+)$", text, re.M)
-    places = [" ".join([node, rank, local_rank, host]) for node, rank, local_rank, _, host in table]
-    assert places == ["0 0 0 node0", "1 1 0 node1"], text
-    return [int(pid) for _, _, _, pid, _ in table]
-
-
 class Nodes:
     """node0 (10.77.0.1) and node1 (10.77.0.2), connected by a virtual cable from eth0 to eth0.
 
@@ -124,15 +118,12 @@ class Nodes:
     def __enter__(self):
         need("ip")
         try:
-            lines = ["127.0.0.1 localhost\n"]
-            for address, host in zip(ADDRESSES, HOSTS, strict=True):
-                lines.append(f"{address} {host}\n")
             for name in self.names:
                 sh("ip", "netns", "add", name)
                 # `ip netns exec` mounts the files of this folder over those of /etc.
                 folder = Path("/etc/netns") / name
                 folder.mkdir(parents=True)
-                (folder / "hosts").write_text("".join(lines))
+                (folder / "hosts").write_text(FILE_OF_HOSTS)
             end0 = ("eth0", "netns", self.names[0])
             end1 = ("eth0", "netns", self.names[1])
             sh("ip", "link", "add", *end0, "type", "veth", "peer", "name", *end1)
@@ -146,8 +137,8 @@ class Nodes:
         return self
 
     def __exit__(self, *_):
-        for name in self.names:
-            for pid in self.pids(self.names.index(name)):
+        for index, name in enumerate(self.names):
+            for pid in self.pids(index):
                 subprocess.run(["kill", "-9", str(pid)], stderr=subprocess.DEVNULL)
             subprocess.run(["ip", "netns", "delete", name], stderr=subprocess.DEVNULL)
             shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
@@ -159,23 +150,19 @@ class Nodes:
 
     def pids(self, index: int) -> list[int]:
         """Return the processes that run on a node."""
-        command = ["ip", "netns", "pids", self.names[index]]
-        done = subprocess.run(command, capture_output=True, text=True)
+        words = ["ip", "netns", "pids", self.names[index]]
+        done = subprocess.run(words, capture_output=True, text=True)
         return [int(pid) for pid in done.stdout.split()]
 
-    def ranks(self, script: str = "playground/") -> list[int]:
-        """Return the pids of the ranks on both nodes, in their order. Each has its own RANK.
-
-        `script` is a part of their command line.
-        """
+    def ranks(self) -> list[int]:
+        """Return the pids of a lesson's ranks on both nodes, in their order, by their RANK."""
         found = {}
         for pid in [*self.pids(0), *self.pids(1)]:
-            with contextlib.suppress(OSError):  # it has just ended
-                variables = Path(f"/proc/{pid}/environ").read_bytes()
-                words = Path(f"/proc/{pid}/cmdline").read_bytes()
-                rank = re.search(rb"\0RANK=(\d+)\0", b"\0" + variables)
-                if rank and script.encode() in words:
-                    found[int(rank[1])] = pid
+            with contextlib.suppress(psutil.Error):  # it has just ended
+                process = psutil.Process(pid)
+                rank = process.environ().get("RANK")
+                if rank and "playground/" in " ".join(process.cmdline()):
+                    found[int(rank)] = pid
         return [found[rank] for rank in sorted(found)]
 
     def left(self, own=(), seconds: float = 90) -> list[str]:
@@ -184,15 +171,12 @@ class Nodes:
         The pids in `own` do not count.
         """
         end = time.monotonic() + seconds
-        while True:
-            pids = {*self.pids(0), *self.pids(1)} - set(own)
-            if not pids:
-                return []
+        while pids := {*self.pids(0), *self.pids(1)} - set(own):
             if time.monotonic() >= end:
-                break
+                ps = ["ps", "-o", "args=", "-p", ",".join(map(str, pids))]
+                return subprocess.run(ps, capture_output=True, text=True).stdout.splitlines()
             time.sleep(0.1)
-        ps = ["ps", "-o", "args=", "-p", ",".join(map(str, pids))]
-        return subprocess.run(ps, capture_output=True, text=True).stdout.splitlines()
+        return []
 
     def link(self, state: str) -> None:
         """Disconnect the cable ("down") or connect it again ("up")."""
