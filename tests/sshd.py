@@ -37,7 +37,7 @@ class Sshd:
 
     Use it as a context manager, inside the one of Nodes. A command that a server runs has the
     node's network, host name and hosts, but neither the folder nor the environment of the client.
-    So `nodes.pids` finds it, and Job does not. The pids of the servers are in `pids`.
+    So `nodes.pids` finds it, and Job does not.
     """
 
     def __init__(self, nodes, folder):
@@ -82,17 +82,6 @@ class Sshd:
             server.kill()  # Nodes ends what it has started
             server.wait()
 
-    @property
-    def pids(self):
-        """The pids of the servers, in the order of the nodes."""
-        return [server.pid for server in self.servers]
-
-    def end_others(self):
-        """End all processes on the nodes but the servers."""
-        for index in range(len(HOSTS)):
-            for pid in set(self.nodes.pids(index)) - set(self.pids):
-                subprocess.run(["kill", "-9", str(pid)], stderr=subprocess.DEVNULL)
-
     def left(self):
         """Return the command lines of processes that stay on the nodes and are no servers."""
-        return self.nodes.left(self.pids)
+        return self.nodes.left([server.pid for server in self.servers])
