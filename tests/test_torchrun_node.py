@@ -5,9 +5,8 @@ import re
 import signal
 import socket
 import sys
-from pathlib import Path
 
-import pytest
+import psutil
 from conftest import LONG, ROOT, SHORT, Job, epochs, free_port, one_line, one_process
 from nodes import ADDRESSES, HOSTS, LIGHT, PATIENT, PLACES, read_until
 
@@ -41,39 +40,31 @@ def test_training_with_a_restart(nodes):
     assert nodes.left() == []
 
 
-def test_a_point_to_point_lesson(nodes):
-    """Node 0 is given by name. The lesson gets its own flags."""
-    command = ("playground/nonblocking_p2p.py", "--device", "cpu", *PATIENT)
-    jobs = [start(nodes, index, HOSTS[0], *command) for index in range(2)]
-    done = [job.wait() for job in jobs]
-    assert [one.returncode for one in done] == [0, 0], done
-    assert "ring, rank 1: " in done[0].stdout + done[1].stdout
-    assert nodes.left() == []
-
-
-@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
-def test_the_end_of_one_node_ends_the_other(sign, nodes):
-    """Ctrl-C or SIGTERM ends the script and the other node, and no process is left."""
-    zero, one = (start(nodes, index, ADDRESSES[0], LIGHT, "--wait", GPUS="2") for index in range(2))
-    printed = "".join(read_until(job, r"^rank \d waits$", 2) for job in (zero, one))
+def start_both(nodes):
+    """Start two ranks on each node, which wait, with node 0 given by name. Returns both jobs."""
+    jobs = [start(nodes, index, HOSTS[0], LIGHT, "--wait", GPUS="2") for index in range(2)]
+    printed = "".join(read_until(job, r"^rank \d waits$", 2) for job in jobs)
     assert sorted(re.findall("^(rank .*), flags", printed, re.M)) == PLACES
-    os.killpg(one.process.pid, sign)
-    assert [zero.wait().returncode, one.wait().returncode] == [1, 128 + sign]
+    return jobs
+
+
+def test_ctrl_c_on_one_node_ends_the_other(nodes):
+    """The other node fails, and no process is left."""
+    zero, one = start_both(nodes)
+    os.killpg(one.process.pid, signal.SIGINT)
+    assert [zero.wait().returncode, one.wait().returncode] == [1, 130]
     assert nodes.left() == []
 
 
 def test_no_rank_outlives_torchrun(nodes):
     """kill -9 of torchrun leaves no rank on its node, although torchrun cannot end them."""
-    zero, one = (start(nodes, index, ADDRESSES[0], LIGHT, "--wait", GPUS="2") for index in range(2))
-    for job in (zero, one):
-        read_until(job, r"^rank \d waits$", 2)
-    for pid in nodes.pids(1):
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        if words[2:3] == [b"torch.distributed.run"]:
-            os.kill(pid, signal.SIGKILL)
+    zero, one = start_both(nodes)
+    for process in map(psutil.Process, nodes.pids(1)):
+        if process.cmdline()[2:3] == ["torch.distributed.run"]:
+            process.kill()
     assert one.wait().returncode == 128 + signal.SIGKILL
-    os.killpg(zero.process.pid, signal.SIGINT)
-    zero.wait()
+    zero.process.terminate()
+    assert zero.wait().returncode == 128 + signal.SIGTERM
     assert nodes.left() == []
 
 
@@ -87,24 +78,18 @@ def test_a_node_that_never_comes(nodes):
 
 def test_what_is_missing_is_one_line():
     """No lesson, a flag in its place, no NODE0, an unknown one, no Python, a port that is taken."""
+    host = {"NODE0": "localhost"}
+    unknown = {"NODE0": "no-such-node"}
+    single = ("playground/single_gpu.py",)
+    by_ssh = ("starts its own processes", 'HOSTS="node0 node1" run/two_nodes_ssh.sh')
     for status, command, env, words in (
-        (2, (), {"NODE0": "localhost"}, ("NODE0=", "playground/")),
+        (2, (), host, ("NODE0=", "playground/")),
         (2, LESSON, {}, ("NODE0=", "playground/")),
-        (2, ("--epochs", 1), {"NODE0": "localhost"}, ("--epochs", "playground/*.py")),
-        (
-            2,
-            SPAWNING,
-            {"NODE0": "localhost"},
-            ("starts its own processes", 'HOSTS="node0 node1" run/two_nodes_ssh.sh'),
-        ),
-        (
-            2,
-            ("playground/single_gpu.py",),
-            {"NODE0": "localhost"},
-            ("is a single process", "playground/single_gpu.py"),
-        ),
-        (1, LESSON, {"NODE0": "no-such-node"}, ("no-such-node", "NODE0=10.0.0.1")),
-        (1, LESSON, {"NODE0": "localhost", "PYTHON": "/no/python"}, ("/no/python", "run/setup.sh")),
+        (2, ("--epochs", 1), host, ("--epochs", "playground/*.py")),
+        (2, SPAWNING, host, by_ssh),
+        (2, single, host, ("is a single process", *single)),
+        (1, LESSON, unknown, ("no-such-node", "NODE0=10.0.0.1")),
+        (1, LESSON, host | {"PYTHON": "/no/python"}, ("/no/python", "run/setup.sh")),
     ):
         done = Job(SCRIPT, *command, env=env).wait()
         assert done.returncode == status
@@ -126,24 +111,19 @@ esac
 """
 
 
-@pytest.mark.parametrize(
-    ("no_gpu", "flags", "level", "expected"),
-    [
-        ("1", (), None, "FATAL"),
-        ("0", (), None, "unset"),
-        ("0", ("--device", "cpu"), None, "FATAL"),
-        ("0", ("--device=cpu",), None, "FATAL"),
-        ("0", ("--device", "cuda"), None, "unset"),
-        ("1", (), "INFO", "INFO"),
-    ],
-)
-def test_only_the_log_of_gloo_is_off(no_gpu, flags, level, expected, tmp_path):
+def test_only_the_log_of_gloo_is_off(tmp_path):
     """NCCL logs why it ends a process."""
     python = tmp_path / "python"
     python.write_text(PLAYED)
     python.chmod(0o755)
-    env = {"NODE0": "localhost", "PORT": str(free_port()), "TORCH_CPP_LOG_LEVEL": level}
-    env |= {"PYTHON": str(python), "REAL": sys.executable, "NO_GPU": no_gpu}
-    done = Job(SCRIPT, LESSON[0], *flags, env=env).wait()
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"level {expected}\n"
+    for no_gpu, flags, level, expected in (
+        ("1", (), None, "FATAL"),
+        ("1", (), "INFO", "INFO"),
+        ("0", ("--device", "cpu"), None, "FATAL"),
+        ("0", ("--device", "cuda"), None, "unset"),
+    ):
+        env = {"NODE0": "localhost", "PORT": str(free_port()), "TORCH_CPP_LOG_LEVEL": level}
+        env |= {"PYTHON": str(python), "REAL": sys.executable, "NO_GPU": no_gpu}
+        done = Job(SCRIPT, LESSON[0], *flags, env=env).wait()
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == f"level {expected}\n"
