@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, Job
 from nodes import ADDRESSES, HOSTS, sh
 from sshd import Sshd
 
@@ -29,17 +29,16 @@ def check(nodes, index, *others, **settings):
 
 
 @pytest.fixture
-def fake(tmp_path):
-    """Return a function that writes a program into a folder; `fake.path` finds these first."""
+def fake(tmp_path, monkeypatch):
+    """Return a function that writes a program, which is found first."""
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
 
     def write(name, script):
-        path = tmp_path / "fakes" / name
-        path.parent.mkdir(exist_ok=True)
+        path = tmp_path / name
         path.write_text(f"#!/bin/sh\n{script}\n")
         path.chmod(0o755)
         return str(path)
 
-    write.path = f"{tmp_path / 'fakes'}:{os.environ['PATH']}"
     return write
 
 
@@ -70,22 +69,18 @@ def test_how_node_0_is_reached(nodes, python):
     assert (status, lines[0]) == (0, "node0 can be reached, and nothing listens on port 8888 yet")
     code = "import socket; server = socket.create_server(('', 8888));"
     code += " print('up', flush=True); server.accept()"
-    command = [*nodes.enter(0), sys.executable, "-c", code]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert server.stdout.readline() == "up\n"
-        status, lines = check(nodes, 0, PYTHON=python)
-        assert (status, lines[0].split(":")[0]) == (1, "FIX   port 8888 is in use")
-    finally:
-        server.kill()
-        server.communicate()
+    server = Job(*nodes.enter(0), sys.executable, "-c", code)
+    assert server.process.stdout.readline() == "up\n"
+    status, lines = check(nodes, 0, PYTHON=python)
+    server.kill()
+    assert (status, lines[0].split(":")[0]) == (1, "FIX   port 8888 is in use")
     silent = "no answer from port 8888 of 10.77.0.9 (10.77.0.9) in 3 s"
     loopback = "with 127.0.0.1, the address of localhost, every machine reaches itself"
-    for address, fault, advice in [
+    for address, fault, advice in (
         ("10.77.0.9", silent, "correct NODE0, or allow TCP in the firewalls"),
         ("node7", "the name node7 has no address", "correct NODE0, or add the name to /etc/hosts"),
         ("localhost", loopback, "set NODE0 to the address at which the other nodes reach node 0"),
-    ]:
+    ):
         status, lines = check(nodes, 1, NODE0=address, PYTHON=python)
         assert (status, lines[0]) == (1, f"FIX   {fault}: {advice}")
 
@@ -107,57 +102,40 @@ def test_a_host_name_with_a_loopback_address(nodes, python):
 
 def test_several_networks(nodes, python):
     """It names the interface that leads to node 0. If the variables name this one, all is ok."""
-    sh(
-        "ip",
-        "-n",
-        nodes.names[1],
-        "link",
-        "add",
-        "docker0",
-        "type",
-        "veth",
-        "peer",
-        "name",
-        "other",
-    )
-    sh("ip", "-n", nodes.names[1], "address", "add", "172.17.0.1/16", "dev", "docker0")
-    sh("ip", "-n", nodes.names[1], "link", "set", "docker0", "up")
+    ip = ("ip", "-n", nodes.names[1])
+    sh(*ip, "link", "add", "docker0", "type", "veth", "peer", "name", "other")
+    sh(*ip, "address", "add", "172.17.0.1/16", "dev", "docker0")
+    sh(*ip, "link", "set", "docker0", "up")
     status, lines = check(nodes, 1, PYTHON=python)
     fault = "FIX   eth0 leads to node0, but there are other networks (docker0)"
     assert (status, lines[1:3]) == (1, [f"{fault}: export {name}=eth0" for name in INTERFACES])
     interfaces = dict(zip(INTERFACES, ["docker0", "eth0"], strict=True))
     status, lines = check(nodes, 1, PYTHON=python, **interfaces)
     fault = "FIX   GLOO_SOCKET_IFNAME is docker0, but eth0 leads to node0"
-    assert (status, lines[1]) == (1, f"{fault}: export GLOO_SOCKET_IFNAME=eth0")
-    status, lines = check(nodes, 1, PYTHON=python, **dict.fromkeys(INTERFACES, "eth0"))
-    right = [f"{name} is eth0, which leads to node0" for name in INTERFACES]
-    assert (status, lines[1:3]) == (0, right)
+    right = "NCCL_SOCKET_IFNAME is eth0, which leads to node0"
+    assert (status, lines[1:3]) == (1, [f"{fault}: export GLOO_SOCKET_IFNAME=eth0", right])
 
 
-def test_hosts_that_differ(nodes, tmp_path, fake, python):
+def test_hosts_that_differ(nodes, tmp_path, fake):
     """There is a line for each: a different torch, a different clock, no torch, no login."""
     with Sshd(nodes, tmp_path) as sshd:
-        options = {"SSH": sshd.command, "PATH": fake.path}
         older = "Python 3.11.0, torch 2.9.0, GPUs: 0"
         two = fake("two", f"[ $(hostname) = node1 ] && echo {older} || echo {VERSIONS}0")
         fake("date", "expr $(/bin/date +%s) + 3600")
-        status, lines = check(nodes, 0, HOSTS[1], "node7", PYTHON=two, **options)
+        status, lines = check(nodes, 0, HOSTS[1], "node7", PYTHON=two, SSH=sshd.command)
         assert status == 1
         clocks = r"FIX   the clock of node1 differs by about 3[56]\d\d s: set both clocks by NTP: "
         assert re.match(clocks, lines[-3])
-        versions = (
-            f"FIX   node1 has {older}, this machine has {VERSIONS}0: install the same on both"
-        )
+        versions = f"FIX   node1 has {older}, this machine has {VERSIONS}0: install the same on"
         assert lines[-2].startswith(versions)
         login = "FIX   cannot log in to node7 (ssh: Could not resolve hostname node7: "
         assert lines[-1].startswith(login)
         assert lines[-1].endswith(f"): try this alone: {sshd.command} node7")
-        fake("date", 'exec /bin/date "$@"')
         missing = fake("missing", f"[ $(hostname) = node1 ] && exit 1; echo {VERSIONS}0")
-        status, lines = check(nodes, 0, HOSTS[1], PYTHON=missing, **options)
+        status, lines = check(nodes, 0, HOSTS[1], PYTHON=missing, SSH=sshd.command)
         setup = f"{sshd.command} node1 {ROOT}/run/setup.sh"
-        assert (status, lines[-2]) == (1, "node1 has the same time")
-        assert lines[-1] == f"FIX   node1 cannot run {missing} with torch in {ROOT}: {setup}"
+        fault = f"FIX   node1 cannot run {missing} with torch in {ROOT}: {setup}"
+        assert (status, lines[-1]) == (1, fault)
 
 
 OLD_DRIVER = """\
@@ -175,23 +153,21 @@ def test_gpus(nodes, fake, python, tmp_path):
 
     Parts of a GPU do not count. Otherwise a line has what to do.
     """
-    path = {"PATH": fake.path}
-    no_driver = "NVIDIA-SMI has failed because it could not communicate with the GPU driver."
-    fake("nvidia-smi", f"echo '{no_driver}'; exit 9")
-    none = f"{VERSIONS}0: the lessons run on the CPU, with gloo"
-    assert check(nodes, 0, PYTHON=python, **path)[1][-1] == none
+
+    def last(**settings):
+        status, lines = check(nodes, 0, **settings)
+        assert status == lines[-1].startswith("FIX   ")
+        return lines[-1]
+
+    fake("nvidia-smi", "echo 'NVIDIA-SMI has failed because it could not communicate'; exit 9")
+    assert last(PYTHON=python) == f"{VERSIONS}0: the lessons run on the CPU, with gloo"
     lost = "Unable to determine the device handle for GPU0000:3F:00.0: Unknown Error"
     fake("nvidia-smi", f"echo GPU 0; echo '  MIG 1g.18gb Device 0'; echo '{lost}'; echo GPU 1")
-    assert check(nodes, 0, PYTHON=fake("two", f"echo {VERSIONS}2"), **path)[1][-1] == f"{VERSIONS}2"
-    status, lines = check(nodes, 0, PYTHON=fake("one", f"echo {VERSIONS}1"), **path)
+    assert last(PYTHON=fake("two", f"echo {VERSIONS}2")) == f"{VERSIONS}2"
     advice = "unset CUDA_VISIBLE_DEVICES, switch off MIG, or update the driver"
     fault = "FIX   nvidia-smi lists 2 GPUs, but torch finds 1"
-    assert (status, lines[-1]) == (1, f"{fault}: {advice}")
+    assert last(PYTHON=fake("one", f"echo {VERSIONS}1")) == f"{fault}: {advice}"
     (tmp_path / "torch.py").write_text(OLD_DRIVER)
-    status, lines = check(nodes, 0, PYTHONPATH=str(tmp_path), **path)
-    assert status == 1
     broken = "torch 2.15.0, GPUs: 2, but GPU 1 does not work (The driver is too old.)"
-    assert lines[-1].startswith("FIX   Python 3."), lines
-    assert f"{broken}: update its driver, or install " in lines[-1], lines
-    status, lines = check(nodes, 0, PYTHON="/no/python", **path)
-    assert (status, lines[-1]) == (1, "FIX   /no/python cannot import torch: run/setup.sh")
+    assert f"{broken}: update its driver, or install " in last(PYTHONPATH=str(tmp_path))
+    assert last(PYTHON="/no/python") == "FIX   /no/python cannot import torch: run/setup.sh"
