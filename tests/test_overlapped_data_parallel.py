@@ -6,10 +6,11 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
-from conftest import SHORT, epochs, run
-from forked import in_ranks, join
-from test_manual_data_parallel import assert_equal, make, steps
+from conftest import SHORT, epochs, one_process, run
+from forked import in_group
+from test_manual_data_parallel import make, steps
 from torch import nn
 
 MEBIBYTE = 2**20
@@ -17,80 +18,66 @@ MEBIBYTE = 2**20
 CAPACITIES = {1e-9: 8, 280 / MEBIBYTE: 3, 1.0: 1}  # MiB of a bucket: how many buckets there are
 
 
-def by_hand(rank, world_size, port, results):
-    """Train by the lesson's classes. Puts the messages of each step, and the parameters, aside."""
+def by_hand(rank, world_size):
+    """Train by the lesson's classes. All messages start in backward(), the first of several early.
+
+    The parameters are compared with those of one process.
+    """
     import overlapped_data_parallel as lesson
 
-    join(rank, world_size, port)
-    for capacity in ("each", *CAPACITIES):
+    expected = steps(make(0))
+    for capacity, count in {"each": 8, **CAPACITIES}.items():
         model = make(rank)
         lesson.send_weights(model)
         args = SimpleNamespace(bucket_cap_mb=capacity)
         average = lesson.register("each" if capacity == "each" else "buckets", model, args)
-        messages = []
-        early = []  # for each message, whether the first parameter's gradient was missing
+        early = []  # for each message of a step, whether the first parameter's gradient was missing
         first = next(model.parameters())
 
         def note(message, early=early, first=first, **options):
             early.append(first.grad is None)
             return dist.all_reduce(message, **options)
 
-        def count_and_finish(messages=messages, early=early, model=model, average=average):
-            messages.append(len(early))  # all of them have been started in backward()
+        def check_and_finish(early=early, count=count, model=model, average=average):
+            assert len(early) == count and early[0] == (count > 1)
             average(model)
-            assert len(early) == messages[-1]
+            assert len(early) == count
+            early.clear()
 
-        with mock.patch.object(
-            lesson, "dist", SimpleNamespace(**vars(dist) | {"all_reduce": note})
-        ):
-            trained = steps(model, rank, world_size, count_and_finish)
-        results[rank, capacity] = messages, early, trained
-    dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_train_as_one_process(world_size):
-    """All messages are started in backward(), and with several, the first one starts early."""
-    results = in_ranks(by_hand, world_size)
-    right = steps(make(0))
-    for capacity, count in {"each": 8, **CAPACITIES}.items():
-        for rank in range(world_size):
-            messages, early, trained = results[rank, capacity]
-            assert messages == [count, 2 * count, 3 * count]
-            assert early[::count] == [count > 1] * 3
-            assert_equal(trained, right)
+        noting = SimpleNamespace(**vars(dist) | {"all_reduce": note})
+        with mock.patch.object(lesson, "dist", noting):
+            trained = steps(model, rank, world_size, check_and_finish)
+        torch.testing.assert_close(trained, expected, atol=1e-12, rtol=0)
 
 
-def without_a_gradient(rank, world_size, port, results):
-    """Let one of the parameters get no gradient, and put into results what finish() says."""
+def test_ranks_train_as_one_process():
+    """With a message for each parameter, and with 8, 3 and 1 buckets."""
+    in_group(by_hand, 3, 3)
+
+
+def without_a_gradient(rank, world_size):
+    """Let one of the parameters get no gradient. finish() says so."""
     import overlapped_data_parallel as lesson
 
-    join(rank, world_size, port)
+    said = "a parameter got no gradient, so its bucket was not sent"
     for capacity in CAPACITIES:
         model = make(0)
         model.unused = nn.Linear(1, 1).double()
         gradients = lesson.Buckets(model, capacity)
-        with pytest.raises(RuntimeError) as error:
+        with pytest.raises(RuntimeError, match=said):
             steps(model, rank, world_size, partial(gradients.finish, model))
-        results[rank, capacity] = str(error.value)
     dist.barrier()  # messages without a wait() may still be on their way
-    dist.destroy_process_group()
 
 
 def test_a_parameter_without_a_gradient():
     """Its bucket is never complete. Each rank says so and does not train with other gradients."""
-    said = "a parameter got no gradient, so its bucket was not sent"
-    results = in_ranks(without_a_gradient, 2)
-    assert results == {(rank, capacity): said for rank in (0, 1) for capacity in CAPACITIES}
+    in_group(without_a_gradient, 2, 2)
 
 
 def test_what_is_printed():
-    """A row for each way and rank, and the same numbers from each way of training."""
-    lines = []
-    for by in ("each", "buckets", "afterwards"):
-        out = run("overlapped_data_parallel", *SHORT, "--double", "-g", 2, "--by", by).stdout
-        lines += epochs(out)
-        times = r"[\d.]+ +[\d.]+ +[\d.]+"
-        rows = re.findall(rf"^(\d)  +(\w+) +{times}$", out, re.M)
-        assert rows == [(rank, how) for how in ("afterwards", "each", "buckets") for rank in "01"]
-    assert lines == [pytest.approx(lines[0])] * 3
+    """The numbers of one process, and a row for each way and rank."""
+    out = run("overlapped_data_parallel", *SHORT, "-g", 2, "--by", "each").stdout
+    assert epochs(out) == one_process(*SHORT)
+    times = r"[\d.]+ +[\d.]+ +[\d.]+"
+    rows = re.findall(rf"^(\d)  +(\w+) +{times}$", out, re.M)
+    assert rows == [(rank, how) for how in ("afterwards", "each", "buckets") for rank in "01"]
