@@ -3,7 +3,6 @@
 import os
 import re
 
-import pytest
 import torch
 from conftest import DIGITS, SHORT, Lesson, epochs, free_port, lesson_path, one_process, run
 from nodes import small_disk
@@ -43,11 +42,10 @@ def test_a_mistake_in_a_single_process(tmp_path):
     assert done.stderr.splitlines()[-1] == "AssertionError: my own mistake"
 
 
-@pytest.mark.parametrize("flag", ["-r", "-nr"])
-def test_the_number_of_the_node(flag):
-    """Two nodes, which are one machine here, meet at --port and compute what one process does."""
+def test_the_number_of_the_node():
+    """-r is -nr. Two nodes, here one machine, meet at --port and compute what one process does."""
     flags = (*SHORT, "-n", 2, "-g", 1, "-ip", "127.0.0.1", "--port", free_port())
-    jobs = [Lesson(LESSON, *flags, flag, node) for node in (0, 1)]
+    jobs = [Lesson(LESSON, *flags, "-r", node) for node in (0, 1)]
     first, second = [job.wait() for job in jobs]
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     assert re.findall(r"^(\d) +(\d) +\d +cpu ", first.stdout, re.M) == [("0", "0"), ("1", "1")]
