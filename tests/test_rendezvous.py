@@ -9,44 +9,40 @@ from conftest import SHORT, Lesson, epochs, free_port, one_line, one_process, ru
 DDP = "distributed_data_parallel"
 
 
-def short(lesson):
-    """Return the flags with which a lesson runs for a short time."""
-    return () if talks(lesson) else SHORT
-
-
-def both_nodes(lesson, *flags, env=None):
-    """Run a lesson as two nodes with one rank each. Returns node 0's output."""
-    flags = (*short(lesson), "-n", 2, "-g", 1, *flags)
+def both_nodes(lesson, *flags, ranks=1, env=None):
+    """Run a lesson as two nodes with so many ranks each. Returns node 0's output."""
+    own = () if talks(lesson) else SHORT
+    flags = (*own, "-n", 2, "-g", ranks, *flags)
     one = Lesson(lesson, *flags, "-nr", 1, env=env)
     done = run(lesson, *flags, "-nr", 0, env=env)
     assert one.wait().returncode == 0
     return done.stdout
 
 
-@pytest.mark.parametrize("lesson", ["blocking_p2p", "nonblocking_p2p", DDP])
-def test_file(lesson, tmp_path):
-    """Two nodes find each other in a file that both can read, without an address."""
-    out = both_nodes(lesson, "--init_method", f"file://{tmp_path}/meet")
-    assert out.startswith("node  rank")
-    if lesson == DDP:
-        assert epochs(out) == one_process(*SHORT)
+def places(text):
+    """Return node, rank and local_rank of each row of the table of the ranks."""
+    return ["".join(row) for row in re.findall(r"^(\d) +(\d) +(\d) +cpu", text, re.M)]
 
 
-def test_file_with_a_group_made_later(tmp_path):
-    """blocking_p2p --deadlock makes a second group, which uses the same file."""
-    run("blocking_p2p", "--deadlock", "--init_method", f"file://{tmp_path}/meet")
+def test_file(tmp_path):
+    """Two nodes find each other in a file that both can read, without an address.
+
+    blocking_p2p --deadlock makes a second group, which uses the same file.
+    """
+    out = both_nodes(DDP, "--init_method", f"file://{tmp_path}/meet")
+    assert places(out) == ["000", "110"]
+    assert epochs(out) == one_process(*SHORT)
+    out = both_nodes("blocking_p2p", "--deadlock", "--init_method", f"file://{tmp_path}/again")
+    assert "rank 1: even ranks send first: received 0" in out
 
 
-@pytest.mark.parametrize("lesson", [DDP, "distributed_data_parallel2"])
-@pytest.mark.parametrize("how", ["tcp", "env"])
-def test_tcp_and_env(lesson, how):
+def test_tcp_and_env():
     """The address comes from a URL or from the environment. The numbers stay the same."""
-    port = free_port()
-    if how == "tcp":
-        out = both_nodes(lesson, "--init_method", f"tcp://127.0.0.2:{port}")
-    else:
-        env = {"MASTER_ADDR": "127.0.0.2", "MASTER_PORT": str(port)}
-        out = both_nodes(lesson, "--init_method", "env://", env=env)
+    url = f"tcp://127.0.0.2:{free_port()}"
+    out = both_nodes("distributed_data_parallel2", "--init_method", url)
+    assert epochs(out) == one_process(*SHORT)
+    env = {"MASTER_ADDR": "127.0.0.2", "MASTER_PORT": str(free_port())}
+    out = both_nodes(DDP, "--init_method", "env://", env=env)
     assert epochs(out) == one_process(*SHORT)
 
 
@@ -57,43 +53,27 @@ def test_started_by_hand():
     zero = run("blocking_p2p", env=env | {"RANK": "0", "LOCAL_RANK": "0"})
     assert one.wait().returncode == 0
     assert "rank 1: [0.0, 0.0, 0.0, 0.0] -> [0.0, 1.0, 2.0, 3.0]" in zero.stdout
-    rows = re.findall(r"^(\d) +(\d) +(\d) +cpu", zero.stdout, re.M)
-    assert ["".join(row) for row in rows] == ["000", "111"]  # node, rank, local_rank
+    assert places(zero.stdout) == ["000", "111"]
 
 
 def test_started_by_hand_and_alone():
     """If rank 0 is missing, rank 1 ends, and its last line has the address."""
-    lesson = "blocking_p2p"
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     env |= {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
-    done = run(lesson, *short(lesson), "--timeout", 3, env=env, status=1)
+    done = run("blocking_p2p", "--timeout", 3, env=env, status=1)
     assert "trying to connect to (127.0.0.1, 1)" in done.stderr
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("All 2 ranks must connect to env://: ") and "MASTER_ADDR" in last
 
 
-@pytest.mark.parametrize("lesson", [DDP, "blocking_p2p"])
-def test_two_terminals_of_one_machine(lesson):
-    """Two terminals of a machine are two nodes at 127.0.0.1, with two ranks each."""
-    flags = (*short(lesson), "-n", 2, "-g", 2, "-ip", "127.0.0.1", "--port", free_port())
-    one = Lesson(lesson, *flags, "-nr", 1)
-    done = run(lesson, *flags, "-nr", 0)
-    assert one.wait().returncode == 0
-    rows = re.findall(r"^(\d) +(\d) +(\d) +cpu", done.stdout, re.M)
-    assert ["".join(row) for row in rows] == ["000", "011", "120", "131"]  # node, rank, local_rank
-    if lesson == DDP:
-        assert epochs(done.stdout) == one_process(*SHORT)
-
-
-def test_ipv6():
-    """An IPv6 address has brackets, as in a URL."""
+@pytest.mark.parametrize("address", ["127.0.0.1", "[::1]"])
+def test_two_terminals_of_one_machine(address):
+    """They are two nodes, with two ranks each. An IPv6 address has brackets, as in a URL."""
     if not socket.has_dualstack_ipv6():
         pytest.skip("this machine has no IPv6")
-    flags = (*SHORT, "-n", 2, "-g", 1, "-ip", "[::1]", "--port", free_port())
-    one = Lesson(DDP, *flags, "-nr", 1)
-    done = run(DDP, *flags, "-nr", 0)
-    assert one.wait().returncode == 0
-    assert epochs(done.stdout) == one_process(*SHORT)
+    out = both_nodes(DDP, "-ip", address, "--port", free_port(), ranks=2)
+    assert places(out) == ["000", "011", "120", "131"]
+    assert epochs(out) == one_process(*SHORT)
 
 
 def test_the_same_index_on_two_nodes():
