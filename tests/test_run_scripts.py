@@ -17,37 +17,10 @@ def checkout(tmp_path):
     return shutil.copytree(ROOT, tmp_path / "a checkout", ignore=ignore)
 
 
-def script(name, *flags, cwd="/", **env):
+def script(name, *flags, **env):
     """Run a script as a user does, from another folder."""
     command = ["bash", name, *flags]
-    return subprocess.run(command, cwd=cwd, env=os.environ | env, capture_output=True, text=True)
-
-
-def pretend_to_install(checkout):
-    """Let run/setup.sh find that everything has been installed."""
-    for name in ("requirements.txt", "tests/requirements.txt"):
-        copy = checkout / ".venv" / "installed" / name
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(checkout / name, copy)
-
-
-def test_a_wrong_python_is_one_clear_line(checkout):
-    """The status is 1, and the line has how to name another Python."""
-    for python in ("/no/such/python", "/bin/false"):
-        done = script(checkout / "run" / "quickstart.sh", PYTHON=python)
-        assert done.returncode == 1
-        one_line(done, "no Python 3.11 or newer was found", "PYTHON=")
-    assert not (checkout / ".venv").exists()
-
-
-def test_a_failed_installation_is_one_clear_line(checkout):
-    """If pip cannot find a package, one line has the reason. The next run will try again."""
-    (checkout / "requirements.txt").write_text("./no-such-package\n")
-    done = script(checkout / "run" / "quickstart.sh")
-    assert (done.returncode, done.stdout) == (1, "")
-    [error] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert "no-such-package" in error
-    assert not (checkout / ".venv" / "installed").exists()
+    return subprocess.run(command, cwd="/", env=os.environ | env, capture_output=True, text=True)
 
 
 def write_program(path, text):
@@ -55,6 +28,33 @@ def write_program(path, text):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
+
+
+@pytest.fixture
+def ready(checkout):
+    """The checkout after the installation, with a Python that prints its words, or its GPUs."""
+    write_program(checkout / ".venv" / "bin" / "python", '[ "$1" = -W ] && echo $GPUS || echo "$*"')
+    for name in ("requirements.txt", "tests/requirements.txt"):
+        copy = checkout / ".venv" / "installed" / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(checkout / name, copy)
+    return checkout
+
+
+def test_what_cannot_be_installed_is_one_clear_line(checkout):
+    """It has the reason: no Python, an old one, or a missing package. The next run tries again."""
+    quickstart = checkout / "run" / "quickstart.sh"
+    for python in ("/no/such/python", "/bin/false"):
+        done = script(quickstart, PYTHON=python)
+        assert done.returncode == 1
+        one_line(done, "no Python 3.11 or newer was found", "PYTHON=")
+    assert not (checkout / ".venv").exists()
+    (checkout / "requirements.txt").write_text("./no-such-package\n")
+    done = script(quickstart)
+    assert (done.returncode, done.stdout) == (1, "")
+    [error] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert "no-such-package" in error
+    assert not (checkout / ".venv" / "installed").exists()
 
 
 PIP = """
@@ -89,35 +89,30 @@ def test_what_is_installed_when(checkout, tmp_path):
     assert rest == "-r requirements.txt"
 
 
-def test_which_tests(checkout):
+def test_which_tests(ready):
     """run/test.sh runs the quick tests, all, or what is given."""
-    write_program(checkout / ".venv" / "bin" / "python", 'echo "$*"')
-    pretend_to_install(checkout)
     for words, where, flags in (
         ("", "tests ", " -m quick"),
         ("--all -x", "tests ", " -x"),
         ("tests/test_data.py -x", "", " tests/test_data.py -x"),
         ("-k parity", "tests ", " -k parity"),
     ):
-        done = script(checkout / "run" / "test.sh", *words.split())
+        done = script(ready / "run" / "test.sh", *words.split())
         assert done.stdout == f"-m pytest {where}-n 4 --dist worksteal{flags}\n", done.stderr
 
 
-@pytest.mark.parametrize(("gpus", "device"), [(1, "--device cpu "), (2, "")])
-def test_quickstart_counts_the_gpus_that_torch_can_use(gpus, device, checkout):
+def test_quickstart_counts_the_gpus_that_torch_can_use(ready, tmp_path):
     """With fewer than two it uses the CPU. What nvidia-smi lists does not count.
 
     Nothing is installed a second time, and the lesson gets the flags.
     """
-    python = f'[ "$1" = -W ] && echo {gpus} || echo "$*"'
-    write_program(checkout / ".venv" / "bin" / "python", python)
-    write_program(checkout / "fakes" / "nvidia-smi", "for gpu in 0 1 2 3; do echo GPU $gpu; done")
-    pretend_to_install(checkout)
-    found = {"PATH": f"{checkout / 'fakes'}:{os.environ['PATH']}"}
-    done = script(checkout / "run" / "quickstart.sh", "--epochs", "1", **found)
-    command = f"playground/distributed_data_parallel.py -g 2 {device}--epochs 1\n"
-    assert done.stdout == command, done.stderr
-    assert "Installing" not in done.stderr
+    write_program(tmp_path / "fakes" / "nvidia-smi", "for gpu in 0 1 2 3; do echo GPU $gpu; done")
+    path = f"{tmp_path / 'fakes'}:{os.environ['PATH']}"
+    for gpus, device in (("1", "--device cpu "), ("2", "")):
+        done = script(ready / "run" / "quickstart.sh", "--epochs", "1", GPUS=gpus, PATH=path)
+        command = f"playground/distributed_data_parallel.py -g 2 {device}--epochs 1\n"
+        assert done.stdout == command, done.stderr
+        assert "Installing" not in done.stderr
 
 
 ON_GPUS = """#!/bin/sh
