@@ -3,20 +3,18 @@
 import json
 import re
 import sys
-import time
 from functools import partial
 
 import pytest
-import torch.distributed as dist
 import torch.multiprocessing as mp
-from conftest import ROOT, Job
+from conftest import ROOT, train
 from matplotlib.testing.compare import compare_images
 from PIL import Image
 
 from figures import counts, pictures
-from figures.counts import IN_RANKS, WIDE, count, in_ranks, time_overlap
+from figures.counts import IN_RANKS, WIDE, count, time_overlap
 from figures.pictures import DRAW, FIGURES, logical_time, stages_on_a_rank
-from figures.timeline import Calls, bubble
+from figures.timeline import bubble
 
 COUNTS = json.loads((FIGURES / "pictures.json").read_text())
 KEPT = ("parameters", "gradients", "Adam's averages")
@@ -85,8 +83,8 @@ def test_the_waiting_of_the_picture():
 def test_the_messages_of_a_traced_step(monkeypatch):
     """As many messages as in the picture, and several of them start during backward()."""
 
-    def forked(words, **_):
-        return Job(*words[1:], cold=False).wait()
+    def forked(words, **_):  # torchrun's ranks, without torchrun
+        return train(words[6], *words[7:], processes=2)
 
     monkeypatch.setattr(counts.subprocess, "run", forked)
     again = time_overlap((*WIDE, "--epochs", "1"))
@@ -105,72 +103,36 @@ def test_the_messages_of_a_traced_step(monkeypatch):
 def test_drawing_again_changes_nothing(name, tmp_path):
     """The picture shows its counts, has no date in it, and is small."""
     committed = FIGURES / f"{name}.png"
-    DRAW[name](COUNTS[name], tmp_path / "1.png")
-    DRAW[name](COUNTS[name], tmp_path / "2.png")
-    assert (tmp_path / "1.png").read_bytes() == (tmp_path / "2.png").read_bytes()
+    DRAW[name](COUNTS[name], tmp_path / "again.png")
     # The letters may differ a little between versions of matplotlib.
-    assert compare_images(committed, tmp_path / "1.png", tol=5) is None
+    assert compare_images(committed, tmp_path / "again.png", tol=5) is None
     assert committed.stat().st_size < 120_000
     with Image.open(committed) as image:
         assert image.width == 1000 and not image.info.keys() & {"Software", "date"}
 
 
-def test_a_picture_of_other_counts_differs(tmp_path):
-    """The comparison above sees a chunk that has not been added."""
-    other = json.loads(json.dumps(COUNTS["ring"]))
-    other["held"][2][3][1] = "0"
-    DRAW["ring"](other, tmp_path / "ring.png")
-    assert compare_images(FIGURES / "ring.png", tmp_path / "ring.png", tol=1) is not None
+def test_the_schedules_of_the_picture():
+    """1F1B has GPipe's bubble, two stages on a rank halve it, and split backward passes fill it.
 
-
-def gpipe(ranks, micro_batches):
-    """Return the order of GPipe with one stage on each rank."""
-    orders = []
-    for rank in range(ranks):
-        words = [f"{rank}F{number}" for number in range(micro_batches)]
-        words += [f"{rank}B{number}" for number in range(micro_batches)]
-        orders.append(" ".join(words))
-    return orders
-
-
-@pytest.mark.parametrize(("ranks", "micro_batches"), [(1, 2), (2, 8), (4, 8), (3, 12)])
-def test_logical_time_has_the_bubble_of_the_formula(ranks, micro_batches):
-    """(p-1)/(m+p-1), for GPipe. The counted order of GPipe is this order."""
-    orders = gpipe(ranks, micro_batches)
-    spans = logical_time(orders, 1)
-    expected = (ranks - 1) / (micro_batches + ranks - 1)
-    assert bubble(spans, ranks) == pytest.approx(expected)
-    if (ranks, micro_batches) == (4, 8):
-        assert orders == COUNTS["schedules"]["GPipe"]
-
-
-def test_the_bubbles_of_the_picture():
-    """1F1B has GPipe's bubble, two stages on a rank halve it, and split backward passes fill it."""
-    stages = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "InterleavedZeroBubble": 2}
+    As the page says, rank 0 keeps the activations of 8 micro-batches, and with 1F1B of 4.
+    """
     bubbles = []
+    most_kept = []
     for name, orders in COUNTS["schedules"].items():
-        spans = logical_time(orders, stages[name])
+        stages = 2 if name.startswith("Interleaved") else 1
+        assert stages_on_a_rank(orders) == stages
+        spans = logical_time(orders, stages)
         assert all(span.start >= 0 for span in spans)
         assert len(spans) == sum(len(order.split()) for order in orders)
         bubbles.append(bubble(spans, 4))
-    assert bubbles[:3] == pytest.approx([3 / 11, 3 / 11, 1.5 / 9.5])
-    assert bubbles[3] < bubbles[2]
-
-
-def test_orders_that_wait_for_each_other():
-    """A rank that waits for what comes later on another rank is an error, and no endless loop."""
-    with pytest.raises(AssertionError, match="all ranks wait for each other"):
-        logical_time(["0B0 0F0", "1F0 1B0"], 1)
-
-
-def test_the_activations_of_1f1b():
-    """As the page says, rank 0 keeps those of four micro-batches at most; with GPipe, of eight."""
-    for name, most in (("GPipe", 8), ("1F1B", 4)):
         kept = [0]
-        for word in COUNTS["schedules"][name][0].split():
+        for word in orders[0].split():
             change = 1 if "F" in word else -1
             kept.append(kept[-1] + change)
-        assert max(kept) == most
+        most_kept.append(max(kept))
+    assert bubbles[:3] == pytest.approx([3 / 11, 3 / 11, 1.5 / 9.5])
+    assert bubbles[3] < bubbles[2]
+    assert most_kept[:2] == [8, 4]
 
 
 def test_the_bytes_of_a_mesh():
@@ -184,21 +146,16 @@ def test_the_bytes_of_a_mesh():
     assert sent["dp"] == [dp] * 4
 
 
-@pytest.mark.parametrize(
-    ("way", "ranks"), [("DDP", 1), ("HSDP", 2), ("FSDP", 4), ("tensor", 4), ("pipeline", 4)]
-)
-def test_what_is_split_among_so_many_ranks(way, ranks):
-    """Parameters, gradients and Adam's averages."""
-    whole = sum(COUNTS["holds"]["one process"][0][kind] for kind in KEPT)
-    for held in COUNTS["holds"][way]:
-        assert sum(held[kind] for kind in KEPT) == pytest.approx(whole / ranks, rel=0.02)
-
-
-def test_the_buffers_of_the_page():
-    """DDP's are as large as all parameters. ZeRO 1 adds a shard, and FSDP needs three layers."""
+def test_what_each_rank_holds():
+    """Parameters, gradients and Adam's averages are split; the buffers are those of the page."""
     held = COUNTS["holds"]
-    model = held["one process"][0]["parameters"]
-    assert held["one process"][0]["buffers"] == 0
+    one = held["one process"][0]
+    whole = sum(one[kind] for kind in KEPT)
+    for way, ranks in {"DDP": 1, "HSDP": 2, "FSDP": 4, "tensor": 4, "pipeline": 4}.items():
+        for rank in held[way]:
+            assert sum(rank[kind] for kind in KEPT) == pytest.approx(whole / ranks, rel=0.02)
+    model = one["parameters"]
+    assert one["buffers"] == 0
     for rank in range(4):
         assert held["DDP"][rank]["buffers"] == model
         assert held["ZeRO 1"][rank]["buffers"] == pytest.approx(1.25 * model, rel=1e-5)
@@ -239,60 +196,23 @@ def test_the_bytes_of_the_pair():
         assert tensor[direction] == [1, 4 * images * features]
 
 
-def test_the_stages_on_a_rank():
-    """They are read from the orders."""
-    for name, orders in COUNTS["schedules"].items():
-        assert stages_on_a_rank(orders) == (2 if name.startswith("Interleaved") else 1)
-
-
-def sleep_and_meet():
-    """Sleep, compute and wait, once while it is noted and once afterwards."""
-    sleep = time.sleep
-    with Calls(computing=rest) as noted:
-        time.sleep(0.01)
-        rest()
-        dist.barrier()
-        with pytest.raises(ZeroDivisionError):
-            rest(0)
-    assert time.sleep is sleep
-    rest()
-    return [[span.rank, span.kind] for span in noted.of_all_ranks()]
-
-
-def rest(number=1):
-    """Sleep, which is not noted inside another call."""
-    time.sleep(0.01 / number)
-
-
-def test_noting_calls():
-    """Only the outer call is noted, an error as well, and afterwards nothing is."""
-    found = in_ranks({"calls": sleep_and_meet}, 2)["calls"]
-    for rank in (0, 1):
-        kinds = [kind for each, kind in found if each == rank]
-        assert [kind for kind in kinds if kind != "wait"] == ["asleep", "computing", "computing"]
-
-
 def test_the_command(tmp_path, monkeypatch, capsys):
-    """It draws the pictures that are named, and refuses a name that it does not know."""
+    """It counts and draws the pictures that are named, and refuses a name that it does not know."""
+    kept = tmp_path / "pictures.json"
+    kept.write_text(json.dumps(COUNTS))
+    again = {"tensor": COUNTS["tensor"] | {"forward": [1, 4]}}
     monkeypatch.setattr(pictures, "FIGURES", tmp_path)
+    monkeypatch.setattr(pictures, "COUNTS", kept)
+    monkeypatch.setattr(pictures, "count", lambda names: again)
     monkeypatch.setattr(sys, "argv", ["pictures.py", "--keep", "tensor", "mesh"])
     pictures.main()
-    assert {path.name for path in tmp_path.iterdir()} == {"tensor.png", "mesh.png"}
+    assert {path.name for path in tmp_path.glob("*.png")} == {"tensor.png", "mesh.png"}
+    assert json.loads(kept.read_text()) == COUNTS
+    monkeypatch.setattr(sys, "argv", ["pictures.py", "tensor"])
+    pictures.main()
+    assert json.loads(kept.read_text()) == COUNTS | again
     monkeypatch.setattr(sys, "argv", ["pictures.py", "nothing"])
     with pytest.raises(SystemExit) as end:
         pictures.main()
     assert end.value.code == 2
     assert "there is no picture nothing: choose from holds" in capsys.readouterr().err
-
-
-def test_counts_are_kept_beside_the_pictures(tmp_path, monkeypatch):
-    """Counting one picture leaves the counts of the others as they are."""
-    path = tmp_path / "pictures.json"
-    path.write_text(json.dumps(COUNTS))
-    monkeypatch.setattr(pictures, "FIGURES", tmp_path)
-    monkeypatch.setattr(pictures, "COUNTS", path)
-    again = {"tensor": COUNTS["tensor"] | {"forward": [1, 4]}}
-    monkeypatch.setattr(sys, "argv", ["pictures.py", "tensor"])
-    monkeypatch.setattr(pictures, "count", lambda names: again)
-    pictures.main()
-    assert json.loads(path.read_text()) == COUNTS | again
