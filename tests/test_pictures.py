@@ -11,10 +11,9 @@ from conftest import ROOT, train
 from matplotlib.testing.compare import compare_images
 from PIL import Image
 
-from figures import counts, pictures
-from figures.counts import IN_RANKS, WIDE, count, time_overlap
-from figures.pictures import DRAW, FIGURES, logical_time, stages_on_a_rank
-from figures.timeline import bubble
+from figures import overlap, pictures
+from figures.pictures import FIGURES, PICTURES, count
+from figures.schedules import bubble, logical_time, stages_on_a_rank
 
 COUNTS = json.loads((FIGURES / "pictures.json").read_text())
 KEPT = ("parameters", "gradients", "Adam's averages")
@@ -30,9 +29,8 @@ def forked(monkeypatch):
 
 
 def test_all_pictures_have_counts():
-    """Each picture can be drawn, has its counts, and is counted or timed in a run."""
-    counted = {name for functions in IN_RANKS.values() for name in functions}
-    assert set(DRAW) == set(COUNTS) == counted | {"overlap"}
+    """Each picture has its counts, and is counted again below, or timed."""
+    assert set(PICTURES) == set(COUNTS) == {*COUNTED, "waits", "overlap"}
 
 
 def test_the_counts_are_those_of_a_run():
@@ -86,8 +84,8 @@ def test_the_messages_of_a_traced_step(monkeypatch):
     def forked(words, **_):  # torchrun's ranks, without torchrun
         return train(words[6], *words[7:], processes=2)
 
-    monkeypatch.setattr(counts.subprocess, "run", forked)
-    again = time_overlap((*WIDE, "--epochs", "1"))
+    monkeypatch.setattr(overlap.subprocess, "run", forked)
+    again = overlap.count((*overlap.WIDE, "--epochs", "1"))
     for steps in (COUNTS["overlap"], again):
         several, one = steps.values()
         assert (len(several["messages"]), len(one["messages"])) == (5, 1)
@@ -99,11 +97,11 @@ def test_the_messages_of_a_traced_step(monkeypatch):
         assert start > (first + last) / 2
 
 
-@pytest.mark.parametrize("name", DRAW)
+@pytest.mark.parametrize("name", PICTURES)
 def test_drawing_again_changes_nothing(name, tmp_path):
     """The picture shows its counts, has no date in it, and is small."""
     committed = FIGURES / f"{name}.png"
-    DRAW[name](COUNTS[name], tmp_path / "again.png")
+    PICTURES[name].draw(COUNTS[name], tmp_path / "again.png")
     # The letters may differ a little between versions of matplotlib.
     assert compare_images(committed, tmp_path / "again.png", tol=5) is None
     assert committed.stat().st_size < 120_000
