@@ -51,14 +51,6 @@ def test_training_until_a_rank_is_killed(start, sshd):
     assert "error: a rank or mpirun failed" in done.stderr
 
 
-def test_what_mpirun_tells_each_rank(start):
-    """Each of two ranks on each of two nodes gets its place, and a flag with a space."""
-    done = start(LIGHT, "--flag", "a folder/c.pt", GPUS="2").wait()
-    assert done.returncode == 0, done.stderr
-    flags = ", flags ['--flag', 'a folder/c.pt']"
-    assert sorted(done.stdout.splitlines()) == [place + flags for place in PLACES], done.stderr
-
-
 def test_which_variables_are_passed(start, tmp_path):
     """The variables of NCCL, gloo and torch are passed to the nodes, but not the choice of GPUs."""
     script = tmp_path / "variables.py"
@@ -69,10 +61,15 @@ def test_which_variables_are_passed(start, tmp_path):
     assert seen == {HOSTS[0]: str(TRAVEL | STAYS), HOSTS[1]: str(TRAVEL)}, done.stdout
 
 
-def test_ctrl_c(start):
-    """No process stays on either node."""
-    job = start(LIGHT, "--wait", GPUS="2")
-    read_until(job, r"^rank \d waits$", 4)
+def test_what_each_rank_is_told_and_ctrl_c(start):
+    """Each of two ranks on each of two nodes gets its place, and a flag with a space.
+
+    After Ctrl-C no process stays on either node.
+    """
+    job = start(LIGHT, "--wait", "a folder/c.pt", GPUS="2")
+    text = read_until(job, r"^rank \d waits$", 4)
+    flags = ", flags ['--wait', 'a folder/c.pt']"
+    assert sorted(re.findall("^rank .* of .*", text, re.M)) == [place + flags for place in PLACES]
     os.killpg(job.process.pid, signal.SIGINT)
     assert job.wait().returncode == 130
 

@@ -46,19 +46,6 @@ def test_training_until_a_rank_is_killed(script, slurm):
     assert slurm.left() == []
 
 
-@pytest.mark.parametrize("script", JOBS)
-def test_what_each_rank_is_told(script, slurm):
-    """Each of two ranks on each of two nodes gets its place, and a flag with a space."""
-    job, output = submit(slurm, script, LIGHT, "--flag", "a folder/c.pt")
-    shown = slurm.wait(job)
-    text = output.read_text()
-    assert (shown["JobState"], shown["ExitCode"]) == ("COMPLETED", "0:0"), text
-    flags = ", flags ['--flag', 'a folder/c.pt']"
-    ranks = sorted(re.findall("^rank .*", text, re.M))
-    assert ranks == [place + flags for place in PLACES], text
-    assert slurm.left() == []
-
-
 def test_the_threads_of_each_process(slurm, tmp_path):
     """A process has as many threads as its task has cores, unless OMP_NUM_THREADS is set."""
     script = tmp_path / "threads.py"
@@ -73,10 +60,15 @@ def test_the_threads_of_each_process(slurm, tmp_path):
 
 
 @pytest.mark.parametrize("script", JOBS)
-def test_scancel(script, slurm):
-    """scancel ends all ranks on both nodes."""
-    job, output = submit(slurm, script, LIGHT, "--wait")
-    wait_for(output, r"^rank \d waits$", 4)
+def test_what_each_rank_is_told_and_scancel(script, slurm):
+    """Each of two ranks on each of two nodes gets its place, and a flag with a space.
+
+    scancel ends all of them.
+    """
+    job, output = submit(slurm, script, LIGHT, "--wait", "a folder/c.pt")
+    text = wait_for(output, r"^rank \d waits$", 4)
+    flags = ", flags ['--wait', 'a folder/c.pt']"
+    assert sorted(re.findall("^rank .* of .*", text, re.M)) == [place + flags for place in PLACES]
     assert slurm.command("scancel", job).returncode == 0
     assert slurm.wait(job)["JobState"] == "CANCELLED"
     assert slurm.left() == []
