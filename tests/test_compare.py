@@ -1,15 +1,12 @@
 """compare.py: its numbers are the lessons' own, a failure is a row, Ctrl-C keeps what there is.
 
-Most of its lessons are forked here, as it is itself (see warm.py). `test_a_cold_start` and the
-commands in measured.md start them.
+test_devices.py checks that all of its runs fit any number of GPUs.
 """
 
 import argparse
 import json
-import math
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,20 +14,14 @@ import time
 
 import matplotlib.image
 import pytest
-from conftest import DIGITS, ROOT, Lesson, alive, by_torchrun, epochs, one_process, talks
-from lessons import LESSONS
+from conftest import DIGITS, ROOT, Lesson, alive, epochs, lesson_path
 
 from playground.figures import compare as tool
-from playground.figures import processes
-from playground.figures.charts import draw_widths
+from playground.figures import processes, report
+from playground.figures.charts import draw_scaling, draw_widths
 from playground.figures.report import tell_parity, tell_speed, tell_widths
 
 SHORT = (*DIGITS, "--batch_size", 120)
-LEFT_OUT = {  # lessons that train and have no run, and why
-    "distributed_data_parallel_resnet",  # another model
-    "fully_sharded_checkpoints",  # FSDP once more
-    "expert_parallel",  # another model
-}
 
 
 def compare(out, *flags, path="figures/compare", status=0):
@@ -44,15 +35,6 @@ def drawn(path):
     """Return whether a file is an image that has more than one colour."""
     pixels = matplotlib.image.imread(path)
     return min(pixels.shape[:2]) > 150 and float(pixels[..., :3].std()) > 0.01
-
-
-@pytest.fixture
-def course(tmp_path):
-    """Return the playground/ of a copy of the lessons, to break."""
-    for folder in ("playground", "common"):
-        copy = tmp_path / "course" / folder
-        shutil.copytree(ROOT / folder, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    return tmp_path / "course" / "playground"
 
 
 def test_the_numbers_are_the_lessons_own(tmp_path):
@@ -93,58 +75,28 @@ def test_the_numbers_are_the_lessons_own(tmp_path):
     assert not results["interrupted"]
 
 
-def test_a_cold_start(tmp_path):
-    """Start-up time, numbers and memory of ranks that torchrun starts from the command line."""
-    flags = {"dataset": "digits", "device": "cpu", "batch_size": 120, "epochs": 2}
-    args = argparse.Namespace(**dict.fromkeys(tool.PASSED_ON) | flags, seconds=300)
-    ours = {"lesson": "distributed_data_parallel_torchrun", "words": [], "ranks": 2}
-    tool.execute(ours, args, tmp_path / "01")
-    assert not ours["failed"], ours
-    last = {name: ours[name] for name in ("loss", "train", "test")}
-    assert last == one_process(*SHORT, "--epochs", 2)[-1]
-    assert 0.5 < ours["start_up_s"] < ours["epochs"][0]["at"]
-    assert 200 < ours["memory_mib"] < 5000
-
-
-@pytest.mark.parametrize("gpus", range(1, 9))
-@pytest.mark.parametrize("model", ["mlp", "cnn"])
-def test_sizes_that_fit(gpus, model):
-    """On 1 to 8 GPUs each stage has a layer, each part of a layer as many neurons; batches fit."""
-    assert tool.fitting_stages(gpus, model, None) == min(gpus, 4)
-    assert tool.fitting_stages(gpus, model, gpus) == gpus  # as many hidden layers are enough
-    pieces = tool.fitting_pieces(gpus, model, None)
-    assert pieces == {3: 2, 5: 4, 6: 4, 7: 4}.get(gpus, gpus)
-    assert tool.fitting_pieces(gpus, model, 100) == min(pieces, 4)
-    assert tool.fitting_pieces(gpus, model, 33) == 1
-    assert tool.fitting_heads(gpus, None, None) == {1: 1, 2: 2, 3: 2}.get(gpus, 4)
-    assert tool.fitting_heads(gpus, 3, 784) == 1
-    batch_size = tool.fitting_batch([gpus, 8], 128)
-    assert batch_size % gpus == batch_size % 8 == 0 and 104 <= batch_size <= 152
+def test_sizes_that_fit():
+    """Each stage has a layer, and each part of a layer as many neurons, or heads and tokens."""
+    stages = [tool.fitting_stages(gpus, "mlp", layers) for gpus, layers in ((3, None), (8, None))]
+    assert stages == [3, 4] and tool.fitting_stages(8, "mlp", 8) == 8
+    pieces = [tool.fitting_pieces(7, "cnn", width) for width in (None, 100, 33)]
+    assert pieces == [4, 4, 1] and tool.fitting_pieces(8, "mlp", None) == 8
+    assert [tool.fitting_heads(gpus, None, None) for gpus in (1, 3, 8)] == [1, 2, 4]
+    assert tool.fitting_heads(8, 3, 784) == 1
+    assert tool.fitting_batch([6, 8], 128) == 120
+    meshes = [tool.fitting_mesh("cpu", gpus, width) for gpus, width in ((1, None), (2, 33))]
+    assert meshes == [(2, 2), (4, 1)]  # four ranks on any CPU
+    meshes = [tool.fitting_mesh("cuda", gpus, 120) for gpus in (1, 2, 7, 8)]
+    assert meshes == [(1, 1), (1, 2), (7, 1), (4, 2)]  # no more ranks than GPUs
 
 
 def test_how_lessons_are_started():
-    """Each training lesson, and by torchrun what takes its rank from the environment."""
-    lines = tool.LESSONS + tool.OF_TRANSFORMERS
-    names = {line.split()[0] for line in lines} | {"profile_steps"}
-    training = {name for name in LESSONS if not talks(name)}
-    assert names == training - LEFT_OUT
-    assert set(tool.TORCHRUN) == {name for name in names if by_torchrun(name)}
-    args = {
-        "gpus": 6,
-        "stages": 3,
-        "pieces": 4,
-        "head_parts": 4,
-        "processes": [1, 6],
-        "widths": [64],
-    }
-    args |= {"device": "cuda", "model": "mlp", "width": None, "batch_size": 120}
+    """The runs on six GPUs, in float32 and in float64, and those of DDP with more processes."""
+    args = {"gpus": 6, "stages": 3, "pieces": 4, "head_parts": 4, "processes": [1, 6]}
+    args |= {"widths": [64], "device": "cuda", "model": "mlp", "width": None, "batch_size": 120}
     args["only"] = ["parity", "scaling"]
-    args["lessons"] = [
-        "pipeline_parallel",
-        "sharded_optimizer",
-        "tensor_parallel",
-        "hybrid_parallel",
-    ]
+    args["lessons"] = ["pipeline_parallel", "sharded_optimizer"]
+    args["lessons"] += ["tensor_parallel", "hybrid_parallel"]
     runs = tool.plan(argparse.Namespace(**args))
     names = ["single_gpu.py"]
     names += ["sharded_optimizer.py, 6 processes"]
@@ -164,46 +116,6 @@ def test_how_lessons_are_started():
     names += ["mixed_precision.py --precision full --sharded, 6 processes"]
     names += ["three_axes.py, 4 processes", "three_axes.py --fsdp, 4 processes"]
     assert [run["name"] for run in runs] == 2 * names
-
-
-@pytest.mark.parametrize(
-    ("device", "gpus", "width", "mesh"),
-    [
-        ("cpu", 1, None, (2, 2)),
-        ("cpu", 2, 64, (2, 2)),
-        ("cpu", 2, 33, (4, 1)),
-        ("cpu", 5, None, (5, 1)),
-        ("cuda", 1, None, (1, 1)),
-        ("cuda", 2, None, (1, 2)),
-        ("cuda", 8, 120, (4, 2)),
-        ("cuda", 7, 120, (7, 1)),
-    ],
-)
-def test_the_mesh(device, gpus, width, mesh):
-    """Two columns if ranks and neurons are even, no more ranks than GPUs, and four on a CPU."""
-    assert tool.fitting_mesh(device, gpus, width) == mesh
-    args = {
-        "gpus": gpus,
-        "stages": 1,
-        "pieces": 1,
-        "head_parts": 1,
-        "device": device,
-        "width": width,
-    }
-    args |= {"only": ["parity"], "lessons": ["hybrid_parallel"], "model": "mlp"}
-    run = tool.plan(argparse.Namespace(**args))[1]
-    assert run["words"] == ["--mesh", f"{mesh[0]}x{mesh[1]}"]
-    assert run["ranks"] == math.prod(mesh)
-
-
-def test_lessons_that_shard_a_model(tmp_path):
-    """Each prints the losses of one process."""
-    lessons = ("fully_sharded_data_parallel", "tensor_parallel")
-    done, results = compare(tmp_path, "--epochs", 1, "--only", "parity", "--lessons", *lessons)
-    _, *runs = [run for run in results["runs"] if run["kind"] == "float32"]
-    assert len(runs) == 3
-    assert all(run["difference"] < 1e-10 for run in runs)
-    assert "3 of 3 end with the loss of single_gpu.py" in done.stdout
 
 
 GROWS = """import time
@@ -261,16 +173,6 @@ def test_memory_on_gpus(used, expected, tmp_path):
     assert processes.gpu_memory(tmp_path) == expected
 
 
-def test_memory_on_gpus_has_a_column(capsys):
-    """Only if a run has used one."""
-    run = {"name": "x.py", "lesson": "x", "failed": False, "images_per_s": 1, "start_up_s": 1}
-    run |= {"memory_mib": 1}
-    tell_speed([run], None)
-    assert "GPU" not in capsys.readouterr().out
-    tell_speed([run, run | {"gpu_memory_mib": 1234.5}], None)
-    assert "| on a GPU MiB |" in capsys.readouterr().out
-
-
 def test_on_a_machine_that_is_not_linux(monkeypatch):
     """Cores and the name of the CPU are found without what only Linux has."""
     assert processes.cores() == len(os.sched_getaffinity(0))
@@ -280,87 +182,88 @@ def test_on_a_machine_that_is_not_linux(monkeypatch):
     assert tool.cpu_name() == os.uname().machine
 
 
-def test_scaling_on_one_core(course, tmp_path):
+def test_scaling_on_one_core(tmp_path, monkeypatch, capsys):
     """More processes than cores are marked, and a line says that they cannot be faster."""
-    path = course / "figures" / "compare.py"
-    one_core = "import os\nos.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
-    first = "import json\n"
-    text = path.read_text()
-    assert text.count(first) == 1
-    path.write_text(text.replace(first, one_core + first))
-    done, results = compare(tmp_path, "--epochs", 1, "--only", "scaling", path=path)
-    one, strong, weak = results["runs"]
-    assert [run["processes"] for run in (one, strong, weak)] == [1, 2, 2]
-    assert "--batch_size=120" in one["command"] and "--batch_size 240" in weak["command"]
-    for run in (strong, weak):
-        assert run["speed_up"] == pytest.approx(run["images_per_s"] / one["images_per_s"])
-        assert run["efficiency"] == pytest.approx(run["speed_up"] / 2)
-        assert run["note"] == "more processes than cores"
-    assert all(run["variables"] == {"OMP_NUM_THREADS": "1"} for run in results["runs"])
-    assert "more processes cannot be faster than one" in done.stdout
+    monkeypatch.setattr(tool, "CORES", 1)
+    monkeypatch.setattr(report, "cores", lambda: 1)
+    args = argparse.Namespace(**dict.fromkeys(tool.PASSED_ON), processes=[1, 2])
+    vars(args).update(device="cpu", batch_size=120)
+    runs = tool.plan_scaling(args)
+    words = [" ".join(tool.command(each, args, tmp_path)[0]) for each in runs]
+    assert "--batch_size=120" in words[0] and words[2].endswith("-g 2 --batch_size 240")
+    for each, speed in zip(runs, (100, 120, 150), strict=True):
+        assert tool.command(each, args, tmp_path)[1] == {"OMP_NUM_THREADS": "1"}
+        each |= {"images_per_s": speed, "failed": False, "name": "x.py"}
+    tool.add_speed_ups(runs)
+    assert [each["speed_up"] for each in runs] == [1, 1.2, 1.5]
+    assert [each["efficiency"] for each in runs] == [1, 0.6, 0.75]
+    assert [each["note"] for each in runs[1:]] == ["more processes than cores"] * 2
+    report.tell_scaling(runs, args)
+    out = " ".join(capsys.readouterr().out.split())
+    assert "more processes cannot be faster than one" in out
+    assert "With the same per-rank batch, 2 processes are 1.50 times as fast" in out
+    draw_scaling(runs, tmp_path / "scaling.png")
     assert drawn(tmp_path / "scaling.png")
 
 
-@pytest.mark.parametrize(
-    ("several", "where"),
-    [
+def test_where_ddp_starts_to_be_faster(tmp_path, capsys):
+    """From made-up runs, one of which has failed: the rows, the sentence and the figure."""
+    args = argparse.Namespace(widths=[64, 256, 1024], gpus=2)
+    traced = [{"kind": "traced", "width": 64, "waiting": 3, "step": 4}]
+    traced.append({"kind": "traced", "width": 256, "note": "oh"})
+    for speeds, where in (
         ((5, 6, 7), "with none of these widths"),
         ((5, 9, 11), "between the widths 64 and 256"),
         ((12, 12, 12), "already with the smallest width, 64"),
-    ],
-)
-def test_where_ddp_starts_to_be_faster(several, where, tmp_path, capsys):
-    """From made-up runs, one of which has failed: the row, the sentence and the figure."""
-    args = argparse.Namespace(widths=[64, 256, 1024], gpus=2)
-    runs = []
-    for width, speed in zip(args.widths, several, strict=True):
-        runs.append({"kind": "one", "width": width, "images_per_s": 8})
-        runs.append({"kind": "several", "width": width, "images_per_s": speed})
-    runs.append({"kind": "traced", "width": 64, "waiting": 3, "step": 4})
-    runs.append({"kind": "traced", "width": 256, "note": "oh"})
-    rows = tool.by_width(runs, args)
-    expected = {"width": 64, "one": 8, "several": several[0], "messages": 0.75, "note": ""}
-    assert rows[0] == expected
-    assert (rows[1]["messages"], rows[1]["note"]) == (None, "oh")
-    tell_widths(rows, args)
-    said = " ".join(capsys.readouterr().out.split())
-    assert f"DDP starts to be faster than one process {where}." in said
+    ):
+        runs = [*traced]
+        for width, speed in zip(args.widths, speeds, strict=True):
+            runs.append({"kind": "one", "width": width, "images_per_s": 8})
+            runs.append({"kind": "several", "width": width, "images_per_s": speed})
+        rows = tool.by_width(runs, args)
+        expected = {"width": 64, "one": 8, "several": speeds[0], "messages": 0.75, "note": ""}
+        assert rows[0] == expected
+        assert (rows[1]["messages"], rows[1]["note"]) == (None, "oh")
+        tell_widths(rows, args)
+        said = " ".join(capsys.readouterr().out.split())
+        assert f"DDP starts to be faster than one process {where}." in said
     draw_widths(rows, tmp_path / "widths.png")
     assert drawn(tmp_path / "widths.png")
 
 
-@pytest.mark.parametrize(
-    ("apart", "said"),
-    [
-        (0, "at most 0, so only rounding differs"),
-        (1e-12, "at most 1e-12, so only rounding differs"),
-        (1e-3, "a loss differs by 0.001. This is more than rounding"),
-    ],
-)
-def test_what_float64_shows(apart, said, capsys):
-    """From made-up runs, one of them wrong: the sentence."""
+def test_what_the_tables_say(capsys):
+    """From made-up runs: whether float64 shows more than rounding; a column if a GPU was used."""
     one = {"name": "single_gpu.py", "lesson": "single_gpu", "failed": False, "loss": 1.4064}
     one |= {"train": 72.43, "test": 85.19, "loss_float64": 1.406419734911, "difference": 0}
-    other = one | {"name": "x.py", "lesson": "x", "difference": apart}
-    tell_parity([one, other])
-    out = capsys.readouterr().out
-    assert said in " ".join(out.split()) and "1 of 1 end with the loss of single_gpu.py." in out
+    for apart, said in (
+        (1e-12, "at most 1e-12, so only rounding differs"),
+        (1e-3, "a loss differs by 0.001. This is more than rounding"),
+    ):
+        tell_parity([one, one | {"name": "x.py", "lesson": "x", "difference": apart}])
+        out = " ".join(capsys.readouterr().out.split())
+        assert said in out and "1 of 1 end with the loss of single_gpu.py." in out
+    run = {"name": "x.py", "lesson": "x", "failed": False, "images_per_s": 1, "start_up_s": 1}
+    run |= {"memory_mib": 1}
+    tell_speed([run], None)
+    assert "GPU" not in capsys.readouterr().out
+    tell_speed([run, run | {"gpu_memory_mib": 1234.5}], None)
+    assert "| on a GPU MiB |" in capsys.readouterr().out
 
 
-def test_what_fails_is_a_row(course, tmp_path):
+def test_what_fails_is_a_row(change, tmp_path):
     """Three broken lessons and a missing package: status 1 names the first three only."""
     torchrun = "distributed_data_parallel_torchrun"
-    text = (course / f"{torchrun}.py").read_text()
+    playground = change(torchrun, ("optimizer.step()", "1 / 0")).parent
     for lesson, code in {
         "data_parallel": "import sys\nsys.exit('error: broken | on purpose')\n",
-        torchrun: text.replace("optimizer.step()", "1 / 0"),
         "pipeline_parallel": "print('nothing')\n",
         "distributed_data_parallel2": "raise SystemExit('error: x is missing: pip install x')\n",
     }.items():
-        (course / f"{lesson}.py").write_text(code)
+        (playground / lesson_path(lesson).relative_to(ROOT / "playground")).write_text(code)
     lessons = ("data_parallel", "distributed_data_parallel2", torchrun, "pipeline_parallel")
     flags = ("--epochs", 1, "--only", "parity", "--lessons", *lessons)
-    done, results = compare(tmp_path, *flags, path=course / "figures" / "compare.py", status=1)
+    path = playground / "figures" / "compare.py"
+    done, results = compare(tmp_path / "out", *flags, path=path, status=1)
     runs = {run["name"]: run for run in results["runs"]}
     assert not runs["single_gpu.py"]["failed"]
     assert "| error: broken / on purpose |" in done.stdout
@@ -388,9 +291,9 @@ def test_a_lesson_that_hangs(tmp_path, monkeypatch):
     pid = (tmp_path / "01" / "out.txt").read_text().strip()
     if pid:  # a busy machine may not come so far
         end = time.monotonic() + 300
-        while alive(pid) and time.monotonic() < end:  # it is killed, but the kernel may be slow
+        while alive(int(pid)) and time.monotonic() < end:  # the kernel may be slow
             time.sleep(0.1)
-        assert not alive(pid)
+        assert not alive(int(pid))
 
 
 def test_ctrl_c_keeps_what_there_is(tmp_path):
@@ -420,9 +323,7 @@ def test_ctrl_c_keeps_what_there_is(tmp_path):
     [
         (("--out", "/proc/nowhere"), "--out: cannot write /proc/nowhere"),
         (("--widths", "0"), "must be 1 or more"),
-        (("--timeout", "0"), "must be 1 or more"),
         (("--batch_size", 100), "cannot be divided by each of [1, 2, 8]: use --batch_size 96"),
-        (("--lr", "nan"), "--lr: nan must be a number"),
         (("--double",), "--double: leave it out"),
     ],
 )
@@ -430,10 +331,3 @@ def test_bad_input(flags, told, main):
     """Status 2 and one line, before anything is run."""
     done = main("figures.compare", *SHORT, "--processes", 2, *flags)
     assert told in done.stderr and len(done.stderr.splitlines()) == 1
-
-
-def test_help(main):
-    """--help has the first paragraph of the docstring, and flags of its own and of the lessons."""
-    out = main("figures.compare", "--help", status=0).stdout
-    assert "What parallelism gains and costs: this tool runs the lessons" in out
-    assert "--widths" in out and "--layers" in out
