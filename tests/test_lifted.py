@@ -1,76 +1,12 @@
 """Lessons stand by themselves: in a project of a reader's own, with plain PyTorch."""
 
 import ast
-import os
 import re
-import subprocess
 import sys
 
 import pytest
-from conftest import (
-    FEWER,
-    SHORT,
-    Lesson,
-    by_torchrun,
-    epochs,
-    free_port,
-    lesson_path,
-    one_process,
-    ranks,
-    talks,
-)
+from conftest import SHORT, Job, Lesson, by_torchrun, free_port, lesson_path, ranks, talks
 from lessons import LESSONS
-
-# Between them, these lessons import and use all of PyTorch that the lessons use. After a run, so
-# many groups are still held: by comm, or by DTensor's caches. (Modules of the last two would hold
-# one, if they were given the group itself in place of None.)
-HELD = {
-    "distributed_data_parallel": 0,
-    "distributed_data_parallel2": 2,
-    "fully_sharded_checkpoints": 1,
-    "pipeline_parallel": 0,
-    "hybrid_parallel": 2,
-    "context_parallel": 0,
-    "sequence_parallel": 0,
-}
-
-
-def text_of(lesson):
-    """Return the source of a lesson."""
-    return lesson_path(lesson).read_text().replace(*FEWER)
-
-
-def flags_for(lesson, folder):
-    """Return flags for a short run of a lesson."""
-    own = ("--run_dir", folder / "run") if "resumable" in lesson else ()
-    own += ("--out", folder / "out") if lesson == "profile_steps" else ()
-    if talks(lesson):
-        return own
-    if "resnet" in lesson:
-        return (
-            "--dataset",
-            "fake",
-            "--device",
-            "cpu",
-            "--batch_size",
-            60,
-            "--epochs",
-            1,
-            "--workers",
-            1,
-        )
-    if lesson == "mixed_precision":
-        own += ("--precision", "full")
-    return (*SHORT, *own)
-
-
-def right_numbers(lesson):
-    """Return the epoch lines of single_gpu.py with the same model; None: it has no such model."""
-    if talks(lesson) or "resnet" in lesson or lesson == "expert_parallel":
-        return None
-    if 'set_defaults(model="transformer")' in text_of(lesson):
-        return one_process(*SHORT, "--model", "transformer")
-    return one_process(*SHORT)
 
 
 def leaning(text):
@@ -86,12 +22,11 @@ def leaning(text):
     }
 
 
-@pytest.mark.parametrize("lesson", LESSONS)
-def test_how_much_of_a_lesson_leans_on_this_project(lesson, record_property):
+def test_how_much_of_a_lesson_leans_on_this_project():
     """At most 13 lines of code."""
-    count = len(leaning(text_of(lesson)))
-    record_property(f"lines of {lesson}.py that name common", count)
-    assert 0 < count <= 13
+    for lesson in LESSONS:
+        count = len(leaning(lesson_path(lesson).read_text()))
+        assert 0 < count <= 13, f"{lesson}: {count}"
 
 
 PARSER = """    parser = argparse.ArgumentParser()
@@ -140,7 +75,6 @@ RANKS = {
     r"^    parser\.check_torchrun\(args\).*\n": "",
 }
 CHANGES = {
-    "single_gpu": EVERYWHERE | ALONE | TRAINING,
     "distributed_data_parallel": EVERYWHERE
     | ALONE
     | TRAINING
@@ -155,7 +89,7 @@ CHANGES = {
 @pytest.mark.parametrize("lesson", CHANGES)
 def test_a_lesson_lifted_into_a_project_of_its_own(lesson, tmp_path):
     """In an empty folder, with those lines replaced by plain PyTorch: it trains, or it talks."""
-    after = text_of(lesson)
+    after = lesson_path(lesson).read_text()
     changed = 0
     for pattern, mine in CHANGES[lesson].items():
         after, count = re.subn(pattern, mine, after, flags=re.M)
@@ -171,12 +105,7 @@ def test_a_lesson_lifted_into_a_project_of_its_own(lesson, tmp_path):
         start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     flags = [] if talks(lesson) else ["--epochs", "2", "--batch_size", "100", "--device", "cpu"]
     flags += ["--port", str(free_port())] if '"--port"' in after else []
-    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {
-        "OMP_NUM_THREADS": "1"
-    }
-    done = subprocess.run(
-        [*start, copy, *flags], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300
-    )
+    done = Job(*start, copy, *flags, env={"PYTHONPATH": None}, cwd=tmp_path).wait()
     assert done.returncode == 0, done.stderr
     if talks(lesson):
         assert "rank 1: [0.0, 0.0, 0.0, 0.0] -> [0.0, 1.0, 2.0, 3.0]" in done.stdout
@@ -209,42 +138,34 @@ def counted(train):
 """
 
 
-def threads_left(lesson, text, folder):
-    """Run a lesson in two processes. Returns how many of gloo's threads each has after train.
-
-    Fails if it trains and prints other numbers than a single process.
-    """
-    text, count = re.subn(r"^def (train|talk)\(", r"@counted\ndef \1(", text, flags=re.M)
+def threads_left(path, folder):
+    """Run a lesson in two processes. Returns how many of gloo's threads each has after train."""
+    text, count = re.subn(r"^def train\(", "@counted\ndef train(", path.read_text(), flags=re.M)
     assert count == 1
-    first = re.search(r"^(@record\n)?(def |@counted)", text, re.M).start()
-    copy = folder / f"{lesson}.py"
+    first = re.search(r"^(@record\n)?(def |class |@counted)", text, re.M).start()
+    copy = folder / "counted.py"
     copy.write_text(text[:first] + COUNTED + text[first:])
-    words = copy, *flags_for(lesson, folder)  # cold: what it imports, and when, matters
-    jobs = ranks(*words, cold=True) if by_torchrun(lesson) else [Lesson(*words, cold=True)]
-    done = [job.wait() for job in jobs]
-    for one in done:
-        assert one.returncode == 0, f"status {one.returncode}\n{one.stdout}\n{one.stderr}"
-    assert right_numbers(lesson) in (epochs(done[0].stdout), None)
-    return [
-        int(number) for one in done for number in re.findall(r"gloo threads: (\d+)", one.stdout)
-    ]
+    # They are started: what they import, and when, matters.
+    jobs = [Lesson(copy, *SHORT, cold=True)]
+    if by_torchrun(copy):
+        jobs = ranks(copy, *SHORT, cold=True)
+    left = []
+    for job in jobs:
+        done = job.wait()
+        assert done.returncode == 0, f"status {done.returncode}\n{done.stdout}\n{done.stderr}"
+        left += [int(number) for number in re.findall(r"gloo threads: (\d+)", done.stdout)]
+    return left
 
 
-@pytest.mark.parametrize("lesson", HELD)
+@pytest.mark.parametrize("lesson", ["distributed_data_parallel", "pipeline_parallel"])
 def test_no_thread_of_the_group_outlives_it(lesson, tmp_path):
-    """A thread that is left may abort Python's shutdown: there is none when train has returned.
-
-    Groups of a mesh keep their three threads, so Python does not end the ranks of these lessons
-    here.
-    """
-    left = threads_left(lesson, text_of(lesson), tmp_path)
-    assert len(left) == 2 and max(left) <= 3 * HELD[lesson]
+    """A thread that is left may abort Python's shutdown: there is none when train has returned."""
+    assert threads_left(lesson_path(lesson), tmp_path) == [0, 0]
 
 
 def test_threads_that_are_left_are_seen(change):
     """Without what common/__init__.py imports before there is a group, the count finds some."""
-    lesson = "distributed_data_parallel"
-    path = change(lesson)
+    path = change("distributed_data_parallel")
     (path.parents[1] / "common" / "__init__.py").write_text("")
-    left = threads_left(lesson, path.read_text(), path.parent)
+    left = threads_left(path, path.parent)
     assert len(left) == 2 and min(left) > 0
