@@ -57,7 +57,7 @@ def test_the_numbers_are_the_lessons_own(tmp_path):
         assert run["images_per_s"] == run["epochs"][1]["images_per_s"] > 0
         assert 0 < run["start_up_s"] == run["epochs"][0]["at"] - run["epochs"][0]["seconds"]
         assert 200 < run["memory_mib"] < 5000
-        assert "gpu_memory_mib" not in run
+        assert run["gpu_memory_mib"] is None
         assert run["name"] in done.stdout
     for run, in_float64 in zip((one, ddp), double, strict=True):
         assert "--double" in in_float64["command"] and len(in_float64["epochs"]) == 2
@@ -105,7 +105,7 @@ def test_how_lessons_are_started():
     names += ["hybrid_parallel.py --mesh 3x2, 6 processes"]
     counts = ("1", "6", "6 --batch_size 720")
     scaling = [f"distributed_data_parallel.py -g {count}" for count in counts]
-    assert [run["name"] for run in runs] == 2 * names + scaling
+    assert [run.name for run in runs] == 2 * names + scaling
     args |= {"model": "transformer", "only": ["parity"]}
     args["lessons"] += ["mixed_precision", "three_axes"]
     runs = tool.plan(argparse.Namespace(**args))
@@ -115,7 +115,7 @@ def test_how_lessons_are_started():
     names += ["mixed_precision.py --precision full, 6 processes"]
     names += ["mixed_precision.py --precision full --sharded, 6 processes"]
     names += ["three_axes.py, 4 processes", "three_axes.py --fsdp, 4 processes"]
-    assert [run["name"] for run in runs] == 2 * names
+    assert [run.name for run in runs] == 2 * names
 
 
 GROWS = """import time
@@ -193,11 +193,11 @@ def test_scaling_on_one_core(tmp_path, monkeypatch, capsys):
     assert "--batch_size=120" in words[0] and words[2].endswith("-g 2 --batch_size 240")
     for each, speed in zip(runs, (100, 120, 150), strict=True):
         assert tool.command(each, args, tmp_path)[1] == {"OMP_NUM_THREADS": "1"}
-        each |= {"images_per_s": speed, "failed": False, "name": "x.py"}
+        each.images_per_s, each.failed = speed, False
     tool.add_speed_ups(runs)
-    assert [each["speed_up"] for each in runs] == [1, 1.2, 1.5]
-    assert [each["efficiency"] for each in runs] == [1, 0.6, 0.75]
-    assert [each["note"] for each in runs[1:]] == ["more processes than cores"] * 2
+    assert [each.speed_up for each in runs] == [1, 1.2, 1.5]
+    assert [each.efficiency for each in runs] == [1, 0.6, 0.75]
+    assert [each.note for each in runs[1:]] == ["more processes than cores"] * 2
     report.tell_scaling(runs, args)
     out = " ".join(capsys.readouterr().out.split())
     assert "more processes cannot be faster than one" in out
@@ -206,11 +206,16 @@ def test_scaling_on_one_core(tmp_path, monkeypatch, capsys):
     assert drawn(tmp_path / "scaling.png")
 
 
+def run(lesson="x", **known):
+    """Return a made-up run."""
+    return tool.Run("parity", lesson, [], name=f"{lesson}.py", **known)
+
+
 def test_where_ddp_starts_to_be_faster(tmp_path, capsys):
     """From made-up runs, one of which has failed: the rows, the sentence and the figure."""
     args = argparse.Namespace(widths=[64, 256, 1024], gpus=2)
-    traced = [{"kind": "traced", "width": 64, "waiting": 3, "step": 4}]
-    traced.append({"kind": "traced", "width": 256, "note": "oh"})
+    traced = [run(kind="traced", width=64, waiting=3, step=4)]
+    traced.append(run(kind="traced", width=256, note="oh"))
     for speeds, where in (
         ((5, 6, 7), "with none of these widths"),
         ((5, 9, 11), "between the widths 64 and 256"),
@@ -218,8 +223,8 @@ def test_where_ddp_starts_to_be_faster(tmp_path, capsys):
     ):
         runs = [*traced]
         for width, speed in zip(args.widths, speeds, strict=True):
-            runs.append({"kind": "one", "width": width, "images_per_s": 8})
-            runs.append({"kind": "several", "width": width, "images_per_s": speed})
+            runs.append(run(kind="one", width=width, images_per_s=8))
+            runs.append(run(kind="several", width=width, images_per_s=speed))
         rows = tool.by_width(runs, args)
         expected = {"width": 64, "one": 8, "several": speeds[0], "messages": 0.75, "note": ""}
         assert rows[0] == expected
@@ -233,20 +238,19 @@ def test_where_ddp_starts_to_be_faster(tmp_path, capsys):
 
 def test_what_the_tables_say(capsys):
     """From made-up runs: whether float64 shows more than rounding; a column if a GPU was used."""
-    one = {"name": "single_gpu.py", "lesson": "single_gpu", "failed": False, "loss": 1.4064}
-    one |= {"train": 72.43, "test": 85.19, "loss_float64": 1.406419734911, "difference": 0}
+    known = {"failed": False, "loss": 1.4064, "train": 72.43, "test": 85.19}
+    known["loss_float64"] = 1.406419734911
     for apart, said in (
         (1e-12, "at most 1e-12, so only rounding differs"),
         (1e-3, "a loss differs by 0.001. This is more than rounding"),
     ):
-        tell_parity([one, one | {"name": "x.py", "lesson": "x", "difference": apart}])
+        tell_parity([run("single_gpu", difference=0, **known), run(difference=apart, **known)])
         out = " ".join(capsys.readouterr().out.split())
         assert said in out and "1 of 1 end with the loss of single_gpu.py." in out
-    run = {"name": "x.py", "lesson": "x", "failed": False, "images_per_s": 1, "start_up_s": 1}
-    run |= {"memory_mib": 1}
-    tell_speed([run], None)
+    known = {"failed": False, "images_per_s": 1, "start_up_s": 1, "memory_mib": 1}
+    tell_speed([run(**known)], None)
     assert "GPU" not in capsys.readouterr().out
-    tell_speed([run, run | {"gpu_memory_mib": 1234.5}], None)
+    tell_speed([run(**known), run(gpu_memory_mib=1234.5, **known)], None)
     assert "| on a GPU MiB |" in capsys.readouterr().out
 
 
@@ -285,9 +289,9 @@ def test_a_lesson_that_hangs(tmp_path, monkeypatch):
     code = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', '{sleeper}'])\n"
     (tmp_path / "single_gpu.py").write_text(code)
     args = argparse.Namespace(**dict.fromkeys(tool.PASSED_ON), seconds=3)
-    run = {"lesson": "single_gpu", "words": []}
-    tool.execute(run, args, tmp_path / "01")
-    assert run["failed"] and run["note"] == "took longer than 3 s: use a larger --timeout"
+    hung = run("single_gpu")
+    tool.execute(hung, args, tmp_path / "01")
+    assert hung.failed and hung.note == "took longer than 3 s: use a larger --timeout"
     pid = (tmp_path / "01" / "out.txt").read_text().strip()
     if pid:  # a busy machine may not come so far
         end = time.monotonic() + 300
