@@ -1,6 +1,6 @@
 """What the counts of several pictures need: ranks on this machine, a batch, and a step."""
 
-import socket
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -21,18 +21,16 @@ def in_ranks(functions: dict[str, Callable[[], Any]], world_size: int) -> dict[s
         functions: by name. They are called one after the other.
         world_size: number of ranks, which are processes on this machine.
     """
-    with mp.Manager() as manager:
+    with mp.Manager() as manager, tempfile.TemporaryDirectory() as folder:
         results = manager.dict()
-        with socket.create_server(("127.0.0.1", 0)) as server:  # a port that is free now
-            port = server.getsockname()[1]
-        mp.spawn(_call, (functions, world_size, port, results), world_size)
+        # The ranks meet in a file, because another process could take a port that is free now.
+        mp.spawn(_call, (functions, world_size, f"file://{folder}/meet", results), world_size)
         return dict(results)
 
 
-def _call(rank: int, functions: dict, world_size: int, port: int, results: dict) -> None:
+def _call(rank: int, functions: dict, world_size: int, address: str, results: dict) -> None:
     """Call the functions as one of the ranks."""
     torch.set_num_threads(1)
-    address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
     for name, function in functions.items():
         torch.manual_seed(0)
