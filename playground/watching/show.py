@@ -58,12 +58,18 @@ def stacks_of(ranks):
         if notes["alive"]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(notes["pid"], signal.SIGUSR2)
-    time.sleep(0.3)
-    stacks = []
-    for notes in ranks:
-        at_interrupt = notes["path"].with_suffix(".interrupted").read_text()
-        stacks.append(at_interrupt or notes["stack"].read_text()[notes["before"] :])
-    return stacks
+    end = time.time() + 5
+    while True:
+        time.sleep(0.1)
+        stacks, missing = [], 0
+        for notes in ranks:
+            at_interrupt = notes["path"].with_suffix(".interrupted").read_text()
+            stacks.append(at_interrupt or notes["stack"].read_text()[notes["before"] :])
+            # The main thread stands last, and a long stack ends with dots.
+            whole = re.search(r"(in <module>|\.\.\.|<no Python frame>)\n$", stacks[-1])
+            missing += notes["alive"] and not whole
+        if not missing or time.time() > end:  # a rank that Ctrl-Z has stopped writes nothing
+            return stacks
 
 
 def own_lines(stack, script):
@@ -80,7 +86,7 @@ def own_lines(stack, script):
         where = function if file == script else f"{function} in {file.name}"
         own.append(f"line {number} in {where}: {linecache.getline(path, int(number)).strip()}")
     if not frames:
-        return ["no function of Python: it is ending"]
+        return ["no function of Python: it is ending, or Ctrl-Z has stopped it"]
     path, number, function = frames[0]
     return own[-4:] + [f"now in {function}, {Path(path).name}:{number}"]
 
