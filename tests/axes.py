@@ -1,26 +1,15 @@
 """A step of three_axes.py: what it sends along each axis."""
 
-from collections.abc import Callable, Sequence
-
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from figures.messages import Messages
 
 
-def show_axes(
-    compute_gradients: Callable, batch: Sequence[Tensor], mesh: DeviceMesh, flat: DeviceMesh
-) -> None:
-    """Run a step of three_axes.py. Rank 0 prints its messages along each axis.
+def show_axes(compute_gradients, batch, mesh, flat):
+    """Compute the gradients of a batch. Rank 0 prints its messages along each axis.
 
-    All ranks must call this together.
-
-    Args:
-        compute_gradients: takes images and labels, and computes the gradients of the model.
-        batch: the images and labels of this rank.
-        mesh: has the axes "dp", "cp" and "tp".
-        flat: has the axes "dp_cp" and "tp". Its groups carry what is not sent along "dp" or "cp".
+    All ranks call this together. The groups of the mesh `flat`, which has the axes dp_cp and tp,
+    carry what is not sent along the axes dp and cp of `mesh`.
     """
     compute_gradients(*batch)  # with --fsdp, the first step after a test gathers more than others
     with Messages() as messages:

@@ -6,25 +6,13 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import DIGITS, losses, one_line, single_gpu, train
+from conftest import SHORT, train
 from forked import in_group
 from pipeline_parallel import STAGES_PER_RANK, Pipeline, connect, cut
 from torch import nn
 from torch.nn import functional as F
 
-from common.models import CNN, MLP
-
-ONE_EPOCH = (*DIGITS, "--batch_size", 120, "--epochs", 1)
 CPU = torch.device("cpu")
-
-
-def test_numbers_are_those_of_one_process():
-    """Other sizes than those of test_parity.py: the loss of single_gpu.py, to 1e-10."""
-    flags = (*ONE_EPOCH, "--double", "--layers", 7, "--width", 50)
-    own = ("--schedule", "Interleaved1F1B", "--micro_batches", 6)
-    [right] = single_gpu(*flags)
-    out = train("pipeline_parallel", *flags, *own, processes=3).stdout
-    assert losses(out) == pytest.approx([right["loss"]], abs=1e-10)
 
 
 class Block(nn.Module):
@@ -132,50 +120,5 @@ def test_a_rank_holds_only_what_it_says_that_it_keeps(lesson, flags, change):
     check = f"""    alive = [each for each in gc.get_objects() if type(each) is torch.nn.Parameter]
     assert sum(each.numel() for each in alive) == {counted}"""
     changed = change(lesson, (counted, counted + check), ("import os\n", "import gc\nimport os\n"))
-    out = train(changed, *ONE_EPOCH, *flags, processes=2).stdout
+    out = train(changed, *SHORT, *flags, processes=2).stdout
     assert re.findall(r"keeps .*?([\d,]{3,}) parameters", out) == ["54,400", "4,810"]
-
-
-@pytest.mark.parametrize("model", [MLP(), CNN(), None], ids=["mlp", "cnn", "unusual"])
-def test_cutting(model):
-    """No layer is lost, the stages are about equally long, and only the last returns a view."""
-    images = batch()[0]
-    layers = unusual()
-    if model:
-        images = torch.randn(3, 1, 28, 28)
-        layers = nn.Sequential(*model.stage1, *model.stage2)
-    right = layers(images)
-    with_parameters = [layer for layer in layers if list(layer.parameters())]
-    for count in range(1, len(with_parameters) + 1):
-        parts = cut(layers, count)
-        assert len(parts) == count
-        assert [layer for part in parts for layer in part] == list(layers)
-        lengths = [sum(layer in with_parameters for layer in part) for part in parts]
-        assert max(lengths) - min(lengths) <= 1
-        activations = images
-        for part in parts:
-            activations = part(activations)
-            assert part is parts[-1] or not activations._is_view()
-        assert activations.equal(right)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "flags", "words"),
-    [
-        (5, (), ("5 stages, but only 4 layers", "a larger --layers")),
-        (2, ("--micro_batches", 7), ("cannot divide --batch_size 120", "use --batch_size 119")),
-        (2, ("--micro_batches", 1), ("GPipe needs one for each rank", "--micro_batches 2")),
-        (
-            4,
-            ("--layers", 7, "--schedule", "Interleaved1F1B", "--micro_batches", 7),
-            ("a multiple of 4", "--micro_batches 8"),
-        ),
-        (1, ("--schedule", "Interleaved1F1B"), ("Interleaved1F1B needs 2 ranks or more",)),
-    ],
-)
-def test_flags_that_cannot_work(ranks, flags, words, main):
-    """Status 2 and one line that says what to type."""
-    env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": f"{ranks}"}
-    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    done = main("pipeline_parallel", *DIGITS, "--batch_size", 120, *flags, env=env)
-    one_line(done, *words)

@@ -1,0 +1,64 @@
+"""Flags that do not fit the number of ranks, in lessons whose ranks divide a model."""
+
+import pytest
+from conftest import DIGITS, one_line
+
+CIRCULAR = ("--layers", 7, "--schedule", "Interleaved1F1B", "--micro_batches", 7)
+
+
+@pytest.mark.parametrize(
+    ("lesson", "ranks", "flags", "words"),
+    [
+        ("pipeline_parallel", 5, (), ("5 stages, but only 4 layers", "a larger --layers")),
+        ("pipeline_parallel", 2, ("--micro_batches", 7), ("divide --batch_size 120", "use", "119")),
+        (
+            "pipeline_parallel",
+            2,
+            ("--micro_batches", 1),
+            ("one for each rank", "use", "_batches 2"),
+        ),
+        ("pipeline_parallel", 4, CIRCULAR, ("a multiple of 4", "use --micro_batches 8")),
+        ("pipeline_parallel", 1, ("--schedule", "Interleaved1F1B"), ("needs 2 ranks or more",)),
+        ("tensor_parallel", 3, (), ("3 ranks cannot split --width 64: use 63",)),
+        ("tensor_parallel", 7, ("--model", "cnn"), ("--width 120", "use 119")),
+        ("tensor_parallel", 2, ("--model", "transformer"), ("sequence_parallel.py", "mlp or cnn")),
+        ("hybrid_parallel", 4, ("--mesh", "3x2"), ("--mesh 3x2 needs 6 ranks, not 4",)),
+        ("hybrid_parallel", 4, ("--mesh", "0x4"), ("--mesh", "must be two numbers", "1 or more")),
+        ("hybrid_parallel", 3, ("--mesh", "1x3"), ("a tp group of 3", "--width 64: use 63")),
+        ("hybrid_parallel", 7, (), ("7 ranks cannot divide --batch_size 120: use 119",)),
+        ("hybrid_parallel", 2, ("--model", "transformer"), ("three_axes.py", "use --model mlp")),
+        ("sequence_parallel", 3, (), ("3 ranks cannot split --heads 4: use 3",)),
+        ("sequence_parallel", 8, ("--heads", 8, "--sequence"), ("--tokens 28", "--sequence out")),
+        ("sequence_parallel", 2, ("--model", "mlp"), ("tensor_parallel.py", "transformer")),
+        ("three_axes", 8, ("--mesh", "2x2"), ("does not have 3 axes", "use --mesh 8x1x1")),
+        ("three_axes", 6, ("--mesh", "1x1x6"), ("6 ranks along tp", "use --heads 6 --width 30")),
+        ("three_axes", 4, ("--mesh", "1x4x1", "--tokens", 2), ("along cp", "use --tokens 4")),
+        ("three_axes", 7, (), ("7 ranks cannot divide --batch_size 120: use 119",)),
+        ("three_axes", 2, ("--model", "cnn"), ("has no tokens", "use --model transformer")),
+    ],
+)
+def test_flags_that_cannot_work(lesson, ranks, flags, words, main):
+    """Status 2 and one line that says what to type."""
+    refused(main, lesson, ranks, flags, words)
+
+
+@pytest.mark.parametrize(
+    ("lists", "words"),
+    [
+        (["F0,F1,B0,B1"], "2 ranks need GPipe, 1F1B, or 2 lists"),
+        (["GPipe", "1F1B"], "rank 0 has F0 0 times"),
+        (["F0,B0", "F0,B0,F1,B1"], "rank 1 has F1 1 times"),
+        (["F0,B0", "B0,F0"], "rank 1 has B0 before F0"),
+        (["F0,F1,B0,B1", "F1,F0,B0,B1"], "rank 1 has the order F1 F0, but rank 0 F0 F1"),
+    ],
+)
+def test_lists_that_cannot_work(lists, words, main):
+    """The passes of manual_pipeline.py: the line says what is wrong with them."""
+    refused(main, "manual_pipeline", 2, ("--schedule", *lists), (words,))
+
+
+def refused(main, lesson, ranks, flags, words):
+    """Call the main() of a lesson as one of so many ranks, which must refuse its flags."""
+    env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": f"{ranks}"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    one_line(main(lesson, *DIGITS, "--batch_size", 120, *flags, env=env), *words)
