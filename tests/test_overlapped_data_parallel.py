@@ -1,6 +1,5 @@
 """What overlapped_data_parallel.py does by hand trains as one process does, with early messages."""
 
-import re
 from functools import partial
 from types import SimpleNamespace
 from unittest import mock
@@ -8,7 +7,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import SHORT, epochs, one_process, run
 from forked import in_group
 from test_manual_data_parallel import make, steps
 from torch import nn
@@ -72,12 +70,3 @@ def without_a_gradient(rank, world_size):
 def test_a_parameter_without_a_gradient():
     """Its bucket is never complete. Each rank says so and does not train with other gradients."""
     in_group(without_a_gradient, 2, 2)
-
-
-def test_what_is_printed():
-    """The numbers of one process, and a row for each way and rank."""
-    out = run("overlapped_data_parallel", *SHORT, "-g", 2, "--by", "each").stdout
-    assert epochs(out) == one_process(*SHORT)
-    times = r"[\d.]+ +[\d.]+ +[\d.]+"
-    rows = re.findall(rf"^(\d)  +(\w+) +{times}$", out, re.M)
-    assert rows == [(rank, how) for how in ("afterwards", "each", "buckets") for rank in "01"]
