@@ -6,6 +6,7 @@ test_readme.py, on two nodes and by hand by test_rendezvous.py and test_nodes.py
 """
 
 import contextlib
+from datetime import timedelta
 from functools import reduce
 from itertools import count
 from types import SimpleNamespace
@@ -13,9 +14,11 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from forked import in_group
 
 CPU = torch.device("cpu")
+MINUTE = timedelta(minutes=1)  # for a message, which otherwise may take half an hour
 
 
 @contextlib.contextmanager
@@ -31,6 +34,7 @@ def blocking(rank):
     """Pass numbers on, in which one rank is late, and then deadlock."""
     import blocking_p2p as lesson
 
+    dist.group.WORLD.set_timeout(MINUTE)
     numbers, empty = "[0.0, 1.0, 2.0, 3.0]", "[0.0, 0.0, 0.0, 0.0]"
     line = f"rank {rank}: {numbers}" if rank == 0 else f"rank {rank}: {empty} -> {numbers}"
     line += ", 1.0 s in recv" * (rank > 0) + ", 1.0 s in send" * (rank < 2)
@@ -55,6 +59,7 @@ def nonblocking(rank):
     """Exchange numbers in both ways, and note when a rank computes and waits."""
     import nonblocking_p2p as lesson
 
+    dist.group.WORLD.set_timeout(MINUTE)
     events = []
     right, left = (rank + 1) % 3, (rank - 1) % 3
     start_exchange = lesson.start_exchange
@@ -92,6 +97,7 @@ def ring(rank, world_size):
     """Compare the lesson's ring with sums that one process makes, for tensors of all kinds."""
     from nonblocking_p2p import ring_all_reduce
 
+    dist.group.WORLD.set_timeout(MINUTE)
     for shape in SHAPES:
         for dtype in DTYPES:
             generator = torch.Generator().manual_seed(0)
