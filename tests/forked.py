@@ -14,28 +14,32 @@ def in_ranks(function, world_size, *args):
 
     Returns the dictionary `results`, which they have filled.
     """
-    for name in MODULES:
-        importlib.import_module(name)  # once, and not in each rank
     with mp.Manager() as manager:
         results = manager.dict()
-        words = (world_size, free_port(), results, *args)
-        mp.start_processes(function, words, world_size, start_method="fork")
+        start(function, world_size, results, *args)
         return dict(results)
 
 
+def in_group(function, world_size, *args):
+    """Call function(rank, *args) in so many processes, which form a group."""
+    start(call_in_group, world_size, function, args)
+
+
+def start(function, world_size, *args):
+    """Call function(rank, world_size, port, *args) in so many processes, and wait for them."""
+    for name in MODULES:
+        importlib.import_module(name)  # once, and not in each rank
+    mp.start_processes(function, (world_size, free_port(), *args), world_size, start_method="fork")
+
+
 def join(rank, world_size, port):
-    """Join a group as one of the ranks that in_ranks() has started."""
+    """Join a group as one of the ranks."""
     torch.set_num_threads(1)
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
 
 
-def in_group(function, world_size, *args):
-    """Call function(rank, *args) in so many processes, which form a group."""
-    in_ranks(_call_in_group, world_size, function, args)
-
-
-def _call_in_group(rank, world_size, port, _results, function, args):
+def call_in_group(rank, world_size, port, function, args):
     """Join the group, call the function, and leave the group."""
     join(rank, world_size, port)
     function(rank, *args)
