@@ -40,24 +40,15 @@ TESTS = Path(__file__).parent
 @functools.cache
 def _start_server():
     """Start the fork server, which ends with this process. PyTorch reads these variables there."""
-    variables = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}  # the latter as in lessons
     with pytest.MonkeyPatch.context() as environment:
-        for name, value in variables.items():
-            environment.setenv(name, value)
+        environment.setenv("OMP_NUM_THREADS", "1")
+        environment.setenv("TORCH_CPP_LOG_LEVEL", "FATAL")  # as in lessons
         context.set_forkserver_preload(MODULES)
         multiprocessing.forkserver.ensure_running()
 
 
 class Script:
-    """A running script. It has the parts of subprocess.Popen that the tests use.
-
-    They are args, pid, returncode, stdout, stderr, poll and communicate.
-
-    Args:
-        words: the script's path and its flags.
-        env: its environment.
-        cwd: its working directory; None means that of this process.
-    """
+    """A running script: its path and its flags are `words`. It has those parts of Popen."""
 
     def __init__(self, words: list, env: dict[str, str], cwd: Path | None = None):
         _start_server()
@@ -72,21 +63,14 @@ class Script:
         texts = [os.fdopen(os.dup(reader.fileno()), errors="replace") for reader, _ in streams]
         self.stdout, self.stderr = texts
 
-    @property
-    def returncode(self):
-        """The status, or the negative number of a signal; None while the script runs."""
+    def poll(self) -> int | None:
+        """Return the status, or the negative number of a signal; None while the script runs."""
         return self._process.exitcode
 
-    def poll(self):
-        """Return the status; None while the script runs."""
-        return self._process.exitcode
+    returncode = property(poll)
 
     def communicate(self, timeout: float) -> tuple[str, str]:
-        """Wait for the end and return the rest of stdout and stderr.
-
-        Raises:
-            subprocess.TimeoutExpired: if it does not end in that time.
-        """
+        """Wait for the end and return the rest of stdout and stderr. TimeoutExpired as Popen's."""
         pool = concurrent.futures.ThreadPoolExecutor(2)
         texts = [pool.submit(stream.read) for stream in (self.stdout, self.stderr)]
         pool.shutdown(wait=False)
@@ -109,9 +93,9 @@ def _run(words, env, cwd, writers):
     if cwd:
         os.chdir(cwd)
     sys.argv = words
-    own = [path for path in sys.path if "site-packages" in path or TESTS.parent not in _up(path)]
     folders = [str(Path(words[0]).parent), *filter(None, env.get("PYTHONPATH", "").split(":"))]
-    sys.path[:] = [*folders, *own]
+    ours = f"{TESTS.parent}{os.sep}"
+    sys.path[:] = folders + [p for p in sys.path if "site-packages" in p or ours not in f"{p}/"]
     if "PYTHONWARNINGS" in env:  # Python has read it before the fork
         warnings.simplefilter("error", FutureWarning)
     _fork_ranks()
@@ -128,12 +112,10 @@ def _run(words, env, cwd, writers):
             write_parameters()
         status = 0
     except SystemExit as end:
-        if end.code is None:
-            status = 0
-        elif isinstance(end.code, int):
-            status = end.code
-        else:
+        if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
+        else:
+            status = end.code or 0
     except BaseException:
         traceback.print_exc()
     finally:
@@ -141,12 +123,6 @@ def _run(words, env, cwd, writers):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
-
-
-def _up(path):
-    """Return a path and all folders above it."""
-    path = Path(path).absolute()
-    return [path, *path.parents]
 
 
 def _fork_ranks():
