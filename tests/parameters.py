@@ -27,13 +27,8 @@ def remember(folder: Path) -> Callable[[], None]:
         optimizers.append(optimizer)
 
     def write(rank=0):
-        trained = []
-        for optimizer in optimizers:
-            for parameter in optimizer.state:
-                value = parameter.detach()
-                if isinstance(value, DTensor):
-                    value = value.full_tensor()
-                trained.append(value)
+        trained = [each.detach() for optimizer in optimizers for each in optimizer.state]
+        trained = [each.full_tensor() if isinstance(each, DTensor) else each for each in trained]
         if trained:
             torch.save(trained, folder / f"rank{rank}.pt")
         optimizers.clear()  # a DTensor refers to the group, and must not outlive it
@@ -47,39 +42,20 @@ def remember(folder: Path) -> Callable[[], None]:
     return write
 
 
-def join_shards(models: list[list[torch.Tensor]], expected: list[torch.Tensor]) -> list:
-    """Return whole parameters, of which each rank has shards of flat tensors with zeros at the end.
-
-    Args:
-        models: the shards of each rank.
-        expected: the parameters, for their order and shapes.
-    """
-    flat = [torch.cat(shards) for shards in zip(*models, strict=True)]
-    found = []
-    for parameter in expected:
-        if len(flat[0]) < parameter.numel():
-            flat.pop(0)  # only zeros are left
-        found.append(flat[0][: parameter.numel()].view(parameter.shape))
-        flat[0] = flat[0][parameter.numel() :]
-    return found
-
-
 def largest_difference(folder: Path, expected: list[torch.Tensor], flat: bool = False) -> float:
-    """Return how far the parameters in a folder are from these at most.
+    """Return how far the sorted numbers of the parameters in a folder are from these at most.
 
     Either each rank has all of them, or they are divided among the ranks, in any order. If they are
-    flat, each rank has its shards.
+    flat, the shards have zeros at their ends.
     """
-    models = [torch.load(path) for path in sorted(folder.glob("rank*.pt"))]
-    if flat:
-        models = [join_shards(models, expected)]
-    if any(len(model) < len(expected) for model in models):
-        models = [sum(models, [])]
+    models = []
+    for path in folder.glob("rank*.pt"):
+        models.append(torch.cat([parameter.flatten() for parameter in torch.load(path)]))
+    right = torch.cat([parameter.flatten() for parameter in expected])
+    if any(len(model) < len(right) for model in models):
+        models = [torch.cat(models)]
     differences = []
     for model in models:
-        assert len(model) == len(expected)
-        for parameter in expected:
-            same_shape = [found for found in model if found.shape == parameter.shape]
-            apart = [(found - parameter).abs().max().item() for found in same_shape]
-            differences.append(min(apart))  # the others with its shape are other layers
+        found, numbers = (each[each != 0] if flat else each for each in (model, right))
+        differences.append((found.sort()[0] - numbers.sort()[0]).abs().max().item())
     return max(differences)
