@@ -1,152 +1,157 @@
-"""The mixed precision lesson: dtypes, bytes, clipping, the scaler, and its exercises."""
+"""The mixed precision lesson: dtypes, bytes, clipping, the scaler, and wrong flags.
+
+The functions without "test" in their names run on two ranks, or help them.
+"""
 
 import argparse
-import functools
+import contextlib
+import copy
+import io
+import math
 import re
 
+import mixed_precision as lesson
 import pytest
 import torch
-from conftest import DIGITS, losses, one_line, run, single_gpu, train
+import torch.distributed as dist
+from conftest import DIGITS, losses, one_line, single_gpu, train
 from forked import in_group
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 from common.models import Transformer
+from figures.messages import Messages
 
-LESSON = "mixed_precision"
-# A small transformer, so that a run takes a second.
-SMALL = (*DIGITS, "--batch_size", 120, "--model", "transformer", "--tokens", 8, "--width", 16)
-ONE_EPOCH = (*SMALL, "--epochs", 1)
-ENV = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
-ENV |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-CLIP = "            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)\n"
-STEP = "            optimizer.step()\n"
-
-
-def dtypes(out):
-    """Return the dtype of each thing that the lesson prints one for."""
-    found = {}
-    for dtype, names in re.findall(r"^(bfloat16|float\d\d): ([A-Za-z][^\d\n]*)$", out, re.M):
-        found |= dict.fromkeys(names.split(", "), dtype)
-    return found
-
-
-def norms(out):
-    """Return the norm of all gradients, and that of what rank 0 has."""
-    row = re.search(r"^norm of the last gradients: (\S+), of what rank 0 has: (\S+)$", out, re.M)
-    return [float(number) for number in row.groups()]
-
-
-@functools.cache
-def printed(*flags):
-    """Return what two ranks print with these flags, which run only once."""
-    return train(LESSON, *ONE_EPOCH, *flags, processes=2).stdout
-
-
-@pytest.mark.parametrize(("processes", "flags"), [(2, ()), (3, ("--sharded",))])
-def test_clipping(processes, flags, change):
-    """By the norm over all ranks: the losses of one process that clips, to 1e-10.
-
-    With --double nothing is converted.
-    """
-    flags = ("--double", "--clip", 0.5, *flags)
-    clipped = run(change("single_gpu", (STEP, CLIP + STEP)), *ONE_EPOCH, "--double").stdout
-    done = train(LESSON, *ONE_EPOCH, *flags, processes=processes)
-    assert not done.stderr
-    out = done.stdout
-    assert losses(out) == pytest.approx(losses(clipped), abs=1e-10)
-    assert abs(losses(out)[0] - single_gpu(*ONE_EPOCH, "--double")[0]["loss"]) > 1e-4
-    assert set(dtypes(out).values()) == {"float64"}
-    whole, own = norms(out)
-    assert whole == pytest.approx(0.5, abs=1e-3)
-    if "--sharded" in flags:
-        assert 0.05 < own < 0.49
-    else:
-        assert own == pytest.approx(whole, abs=1e-3)
-
-
+CPU = torch.device("cpu")
 MATRIX_PRODUCTS = {"Linear", "Attention", "GELU", "LastToken"}
 SUMS = {"Tokens", "LayerNorm", "Block"}  # what adds up small numbers
 OF_THE_OPTIMIZER = {"parameters", "gradients", "Adam's averages"}
 
 
-@pytest.mark.parametrize(
-    ("flags", "in_bfloat16", "in_float32"),
-    [
-        ((), MATRIX_PRODUCTS | {"Transformer"}, SUMS | {"Autocast"}),
-        (("--sharded",), MATRIX_PRODUCTS | SUMS, {"Transformer"}),  # all inside the model
-    ],
-)
-def test_dtypes(flags, in_bfloat16, in_float32):
-    """With DDP and autocast, and with FSDP and a policy. The loss differs in the third digit."""
-    out = printed(*flags)
-    expected = dict.fromkeys(in_bfloat16, "bfloat16")
-    assert dtypes(out) == expected | dict.fromkeys(in_float32 | OF_THE_OPTIMIZER, "float32")
-    assert abs(losses(out)[0] - single_gpu(*ONE_EPOCH)[0]["loss"]) < 0.03
+def made(dtype, sharded, double=False):
+    """Return a model that is parallel as in the lesson, the one inside, and a whole one."""
+    torch.manual_seed(0)
+    whole = Transformer(16, 2, 8)
+    if double:
+        whole.double()
+    model = copy.deepcopy(whole)
+    if sharded:
+        lesson.shard(model, dtype, argparse.Namespace(device="cpu", timeout=60, double=double))
+        return model, model, whole
+    if dtype is not None:
+        model = lesson.Autocast(model, dtype)
+    return DistributedDataParallel(model), model, whole
 
 
-def test_float16():
-    """The loss is nearer to that of float32 than with bfloat16."""
-    out = printed("--precision", "float16", "--sharded")
-    assert abs(losses(out)[0] - single_gpu(*ONE_EPOCH)[0]["loss"]) < 0.003
+def printed(function, *args):
+    """Return what a function prints on this rank."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        function(*args)
+    return out.getvalue()
 
 
-def count_bytes(rank):
-    """With a policy, FSDP gathers half of the bytes, and reduces as many as without."""
-    import mixed_precision
+class SpoiledScaler(torch.amp.GradScaler):
+    """A scaler that meets an infinite gradient in the shard of rank 1."""
 
-    from figures.messages import Messages
+    def unscale_(self, optimizer):
+        """Divide the gradients again."""
+        if dist.get_rank() == 1:
+            optimizer.param_groups[0]["params"][0].grad.to_local()[0] = math.inf
+        super().unscale_(optimizer)
 
-    args = argparse.Namespace(device="cpu", timeout=60, double=False)
+
+def step_of(rank, sharded):
+    """Make a step in float64, one that must be skipped, and compare with one process."""
+    parallel, model, whole = made(None, sharded, double=True)
+    images, labels = torch.randn(8, 1, 28, 28, dtype=torch.float64), torch.arange(8)
+    F.cross_entropy(whole(images), labels).backward()
+    assert torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.5) > 1
+    right = [each.detach() - each.grad for each in whole.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1)
+
+    def make_step(scaler):
+        loss = F.cross_entropy(parallel(images.chunk(2)[rank]), labels.chunk(2)[rank])
+        lesson.make_step(model, optimizer, scaler, 0.5, loss)
+        for each, number in zip(model.parameters(), right, strict=True):
+            found = each.full_tensor() if sharded else each.detach()
+            torch.testing.assert_close(found, number, atol=1e-12, rtol=0)
+        return scaler.get_scale()
+
+    assert make_step(torch.amp.GradScaler("cpu")) == 65536
+    shown = printed(lesson.show_norms, model)
+    if rank == 0:
+        gradients = [each.grad.chunk(2)[0] if sharded else each.grad for each in whole.parameters()]
+        own = torch.nn.utils.get_total_norm(gradients)
+        assert shown == f"norm of the last gradients: 0.5000, of what rank 0 has: {own:.4f}\n"
+    if sharded:
+        assert make_step(SpoiledScaler("cpu")) == 32768
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_clipping(sharded):
+    """The step of one process that clips. If one shard has an infinite gradient, no rank steps."""
+    in_group(step_of, 2, sharded)
+
+
+def dtypes_of(shown):
+    """Return the dtype of each thing that the lesson prints one for."""
+    found = {}
+    for row in shown.splitlines():
+        dtype, _, names = row.partition(": ")
+        found |= dict.fromkeys(names.split(", "), dtype)
+    return found
+
+
+def dtypes_and_bytes(rank):
+    """Compare what is printed and sent, and how far 16 bits are from float32."""
     images = torch.randn(4, 1, 28, 28)
-    counted = {"all_gather": [], "reduce_scatter": []}
-    for dtype in (None, torch.bfloat16):
-        model = Transformer(16, 2, 8)
-        mixed_precision.shard(model, dtype, args)
+    far = []
+    sent = []
+    for name, sharded in (("bfloat16", False), ("bfloat16", True), ("float16", True)):
+        parallel, model, whole = made(lesson.DTYPES[name], sharded)
+        optimizer = torch.optim.Adam(model.parameters())
         with Messages() as messages:
-            model(images).sum().backward()
-        for kind, numbers in counted.items():
-            numbers.append(messages.sent(kind))
-    size = 4 * sum(parameter.numel() for parameter in model.parameters())
-    # A ring of two ranks sends half. A step gathers twice.
-    assert counted == {"all_gather": [size, size / 2], "reduce_scatter": [size / 2, size / 2]}
+            logits = parallel(images)
+            logits.sum().backward()
+        optimizer.step()
+        assert logits.dtype == torch.float32
+        far.append((logits - whole(images)).abs().max().item())
+        sent.append([messages.sent(kind) for kind in ("all_gather", "reduce_scatter")])
+        narrow = MATRIX_PRODUCTS | (SUMS if sharded else {"Transformer"})
+        wide = OF_THE_OPTIMIZER | ({"Transformer"} if sharded else SUMS | {"Autocast"})
+        expected = dict.fromkeys(narrow, name) | dict.fromkeys(wide, "float32")
+        shown = printed(lesson.show_dtypes, model, optimizer, [(images, None)], CPU)
+        assert dtypes_of(shown) == (expected if rank == 0 else {})
+    assert 1e-3 < min(far[:2]) < max(far) < 0.1
+    assert 1e-5 < far[2] < far[1] / 2
+    # A ring of two sends half of the parameters. A step gathers twice, and reduces in 32 bits.
+    half = 2 * sum(parameter.numel() for parameter in whole.parameters())
+    assert sent[1:] == [[half, half]] * 2
 
 
-def test_bytes():
-    """Those of the formula."""
-    in_group(count_bytes, 2)
+def test_dtypes_and_bytes():
+    """With autocast, and with a policy, which gathers half of the bytes and reduces all of them."""
+    in_group(dtypes_and_bytes, 2)
 
 
 def test_small_numbers():
-    """A small gradient is 0 in float16, and right if the loss is multiplied.
-
-    The docstring shows the range of float16, and what bfloat16 makes of a small step.
-    """
-    from mixed_precision import small_gradient
-
-    assert small_gradient(torch.bfloat16, factor=1) == pytest.approx(1e-9, rel=1e-2)
-    assert small_gradient(torch.float16, factor=1) == 0
-    assert small_gradient(torch.float16, factor=65536) == pytest.approx(1e-9, rel=1e-3)
-    float16 = torch.finfo(torch.float16)
-    assert float16.max == 65504
-    assert 5.9e-8 < float16.smallest_normal * float16.eps < 6e-8
-    assert torch.tensor(1, dtype=torch.bfloat16) + 0.001 == 1
+    """A small gradient is 0 in float16, and right if the loss is multiplied."""
+    small = lesson.small_gradient
+    assert small(torch.bfloat16, factor=1) == pytest.approx(1e-9, rel=1e-2)
+    assert small(torch.float16, factor=1) == 0
+    assert small(torch.float16, factor=65536) == pytest.approx(1e-9, rel=1e-3)
 
 
-INFINITE = """    if dist.get_rank() == 1:
-        next(iter(model.parameters())).grad.to_local()[0] = math.inf
-"""
-UNSCALE = "    scaler.unscale_(optimizer)"
-UPDATE = "    scaler.update()\n"
-
-
-def test_an_infinite_gradient_on_one_rank(change):
-    """All ranks skip the step, because unscale_() exchanges what the ranks have found."""
-    shown = '    print(f"factor {scaler.get_scale()}", flush=True)\n'
-    copy = change(LESSON, (UNSCALE, INFINITE + UNSCALE), (UPDATE, UPDATE + shown))
-    flags = (*ONE_EPOCH, "--precision", "float16", "--sharded")
-    out = train(copy, *flags, processes=2).stdout
-    factors = [float(factor) for factor in re.findall(r"^factor (\S+)$", out, re.M)]
-    assert factors == [65536 / 2**step for step in range(1, 13)]
-    assert losses(out)[0] > 2.25  # no step is made
+def test_float16(change):
+    """--precision float16 multiplies the loss. The result is near that of float32."""
+    update = "    scaler.update()\n"
+    shown = '    print("factor", scaler.get_scale(), flush=True)\n'
+    copied = change("mixed_precision", (update, update + shown))
+    flags = (*DIGITS, "--batch_size", 120, "--epochs", 1, "--tokens", 8, "--width", 16)
+    out = train(copied, *flags, "--precision", "float16", "--sharded", processes=2).stdout
+    assert {float(each) for each in re.findall("^factor (.*)$", out, re.M)} == {65536}
+    [right] = single_gpu(*flags, "--model", "transformer")
+    assert losses(out) == [pytest.approx(right["loss"], abs=0.003)]
 
 
 @pytest.mark.parametrize(
@@ -158,28 +163,6 @@ def test_an_infinite_gradient_on_one_rank(change):
 )
 def test_wrong_flags(flags, words, main):
     """Status 2, one line."""
-    one_line(main(LESSON, *SMALL, *flags, env=ENV), *words)
-
-
-def test_all_in_bfloat16(change):
-    """Exercise 1: parameters, gradients and Adam's averages are bfloat16, too."""
-    made = "    model = make_model(args).to(device)"
-    copy = change(LESSON, (made, "    model = make_model(args).bfloat16().to(device)"))
-    found = dtypes(train(copy, *ONE_EPOCH, processes=2).stdout)
-    assert found.pop("Autocast") == "float32"
-    assert set(found.values()) == {"bfloat16"}
-
-
-def test_a_loss_in_bfloat16(change):
-    """Exercise 2: two to three digits of the loss are left."""
-    copy = change(LESSON, ("return logits.float()", "return logits"))
-    found = losses(train(copy, *ONE_EPOCH, processes=2).stdout)[0]
-    assert 1e-4 < abs(found - losses(printed())[0]) < 2e-2
-
-
-def test_clipping_before_the_division(change):
-    """Exercise 3: what is clipped are the gradients times 65,536. step() then divides them."""
-    copy = change(LESSON, (UNSCALE, "    #"))
-    flags = ("--precision", "float16", "--clip", 1)
-    out = train(copy, *ONE_EPOCH, *flags, processes=2).stdout
-    assert losses(out)[0] > losses(printed(*flags))[0] + 0.01
+    env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    one_line(main("mixed_precision", *DIGITS, *flags, env=env), *words)
