@@ -15,7 +15,6 @@ import pytest
 from conftest import (
     ALL_GPUS,
     FEWER,
-    ROOT,
     Job,
     Lesson,
     by_torchrun,
@@ -25,7 +24,6 @@ from conftest import (
     one_process,
     run,
     single_gpu,
-    torchrun,
     train,
 )
 from lessons import LESSONS
@@ -44,50 +42,39 @@ TWO_EPOCHS = (*DIGITS, "--epochs", 2)
 THREE_EPOCHS = (*DIGITS, *CPU, "--double", "--epochs", 3)
 IN_ONE_PROCESS = ("single_gpu", "data_parallel", "model_parallel")  # on several GPUs
 ROWS = {  # a lesson with its flags, and on how many GPUs it runs
-    "single_gpu": (1,),
     "single_gpu --model cnn": (1,),
-    "single_gpu --model transformer": (1,),
-    "data_parallel": (1, 2),
+    "data_parallel": (2,),
     "data_parallel --by hand --model cnn": (1, 2),
     "model_parallel": (1, 2),
     "model_parallel --pipelined --model cnn": (1, 2),
     "collectives": (2,),
     "manual_data_parallel": (1, 2),
     "manual_data_parallel --bucket": (2,),
-    "overlapped_data_parallel --by each": (2,),
-    "overlapped_data_parallel --by buckets --model cnn": (1, 2),
+    "overlapped_data_parallel --model cnn": (1, 2),
     "distributed_data_parallel --model cnn": (1, 2),
-    "distributed_data_parallel --backend gloo": (1, 2),
+    "distributed_data_parallel --backend gloo": (2,),
     "distributed_data_parallel2": (1, 2),
     "distributed_data_parallel_torchrun": (1, 2),
     "distributed_data_parallel_resumable": (1, 2),
-    "profile_steps --average ddp": (1, 2),
     "profile_steps --average bucket": (2,),
     "manual_pipeline --schedule GPipe": (1, 2),
     "manual_pipeline --schedule 1F1B --model cnn": (2,),
     "pipeline_parallel --schedule GPipe --model cnn": (1, 2),
-    "pipeline_parallel --schedule 1F1B": (2,),
-    "pipeline_parallel --schedule Interleaved1F1B": (2,),
     "pipeline_parallel --schedule InterleavedZeroBubble": (2,),
     "sharded_optimizer": (1, 2),
     "manual_fully_sharded": (1, 2),
     "manual_fully_sharded --keep_weights": (2,),
     "fully_sharded_data_parallel --model cnn": (1, 2),
-    "fully_sharded_data_parallel --keep_weights": (2,),
     "fully_sharded_data_parallel --meta": (2,),
     "fully_sharded_checkpoints": (1, 2),
     "tensor_parallel --by hand --model cnn": (1, 2),
     "tensor_parallel --by dtensor": (1, 2),
-    "hybrid_parallel --mesh 2x1": (2,),
     "hybrid_parallel --mesh 1x2": (2,),
     "hybrid_parallel --mesh 2x2": (4,),
     "hybrid_parallel --kind hsdp --mesh 2x1": (2,),
-    "hybrid_parallel --kind hsdp --mesh 2x2": (4,),
-    "mixed_precision --precision full": (1, 2),
     "mixed_precision --precision full --sharded --clip 0.5": (2,),
     "activation_checkpointing --sharded": (1, 2),
-    "sequence_parallel": (1, 2),
-    "sequence_parallel --sequence": (2,),
+    "sequence_parallel --sequence": (1, 2),
     "sequence_parallel --by dtensor --sequence": (2,),
     "context_parallel": (1, 2),
     "context_parallel --by ulysses": (2,),
@@ -96,7 +83,6 @@ ROWS = {  # a lesson with its flags, and on how many GPUs it runs
     "three_axes --mesh 1x2x1": (2,),
     "three_axes --mesh 1x1x2": (2,),
     "three_axes --mesh 1x2x2 --fsdp": (4,),
-    "three_axes --mesh 2x2x1": (4,),
 }
 TABLES = (  # lessons that print what ranks hold and send: the same with NCCL
     "collectives",
@@ -199,31 +185,24 @@ def shown(out):
     return [re.sub(r"cuda:\d|cpu", "", line).split() for line in lines]
 
 
-def cases():
-    """Return the rows, once for each number of GPUs."""
-    found = []
-    for row, counts in ROWS.items():
-        found += [(row, gpus) for gpus in counts]
-    return found
-
-
 def test_all_lessons_are_here():
     """Each lesson has a row, or a test of its own. This test needs no GPU."""
     others = {"blocking_p2p", "nonblocking_p2p", "distributed_data_parallel_resnet"}
     assert {row.split()[0] for row in ROWS} | others == set(LESSONS)
 
 
-@pytest.mark.parametrize(("row", "gpus"), cases())
+@pytest.mark.parametrize(
+    ("row", "gpus"), [(row, gpus) for row, counts in ROWS.items() for gpus in counts]
+)
 def test_the_numbers_of_the_cpu(row, gpus, tmp_path):
     """The same losses in float64, to 1e-10, and the same tables. That of the ranks names GPUs."""
     lesson, *flags = row.split()
     flags += [] if lesson == "collectives" else [*TWO_EPOCHS, "--double"]
     folder = {"distributed_data_parallel_resumable": "--run_dir", "profile_steps": "--out"}
-    own = [folder[lesson], tmp_path / "gpu"] if lesson in folder else []
-    out = output(start(lesson, *flags, *own, gpus=gpus))
-    own = [folder[lesson], tmp_path / "cpu"] if lesson in folder else []
+    gpu, cpu = ([folder[lesson], tmp_path / each] if lesson in folder else [] for each in "gc")
+    out = output(start(lesson, *flags, *gpu, gpus=gpus))
     ranks = None if lesson in IN_ONE_PROCESS else gpus
-    expected = train(lesson, *flags, *own, *CPU, processes=ranks).stdout
+    expected = train(lesson, *flags, *cpu, *CPU, processes=ranks).stdout
     assert epochs(out) == [pytest.approx(line, abs=1e-10) for line in epochs(expected)]
     if lesson in TABLES:
         assert shown(out) == shown(expected) and len(shown(out)) > 1
@@ -244,23 +223,6 @@ def test_float32(model):
     assert epochs(output(start("single_gpu", *flags, gpus=1))) == one_process(*flags, *CPU)
     out = output(start("model_parallel", *flags, "--devices", "cpu", NAMES[0], gpus=1))
     assert epochs(out) == one_process(*flags, *CPU)
-
-
-EXACT = """import sys, torch
-from common.models import CNN
-torch.manual_seed(0)
-model, images = CNN(), torch.randn(64, 1, 28, 28)
-exact = model.double()(images.double())
-found = model.float().to(sys.argv[1])(images.to(sys.argv[1])).cpu().double()
-print((found - exact).abs().max().item())
-"""
-
-
-def test_convolutions_without_tf32():
-    """As exact as float32 is: TF32 would be off by a thousandth."""
-    need(1)
-    env = ALL_GPUS | {"PYTHONPATH": str(ROOT)}
-    assert float(output([Job(sys.executable, "-c", EXACT, CUDA[1], env=env)])) < 1e-5
 
 
 @pytest.mark.parametrize("flags", [(), ("--sharded",)])
@@ -304,23 +266,18 @@ def test_checkpoints_move_between_gpu_and_cpu(tmp_path):
 def test_sharded_checkpoints_move_between_gpus_and_cpus(tmp_path):
     """Three CPUs begin, two GPUs resume, three CPUs end it, from the shards and from one file.
 
-    On the GPUs a thread writes the shards, beside NCCL, in a group of gloo. With another flag, both
-    ranks end at once.
+    On the GPUs a thread writes the shards, beside NCCL, in a group of gloo.
     """
     need(1)
-    lesson, path, run_dir = "fully_sharded_checkpoints", tmp_path / "c.pt", tmp_path / "run"
+    lesson, path = "fully_sharded_checkpoints", tmp_path / "c.pt"
     flags = (lesson, *DIGITS, "--double")
-    resume = ("--run_dir", run_dir, "--timeout", 300)
+    resume = ("--run_dir", tmp_path / "run", "--timeout", 300)
     out = train(*flags, *CPU, "--epochs", 1, *resume, processes=3).stdout
     out += output(start(*flags, "--epochs", 2, *resume, "--async_save", "-s", path))
-    done = ends(start(*flags, "--epochs", 3, *resume, "--lr", 0.5))
-    for one in done:
-        assert one.returncode == 1
-        assert "epoch-0002 was written with --lr 0.001, not 0.5" in one.stderr.splitlines()[-1]
-    third = train(*flags, *CPU, "--epochs", 3, *resume, processes=3).stdout
-    assert epochs(out + third) == one_process(*THREE_EPOCHS, apart=1e-10)
-    again = train(*flags, *CPU, "--epochs", 3, "--load", path, processes=3).stdout
-    assert epochs(again) == one_process(*THREE_EPOCHS, apart=1e-10)[2:]
+    out += train(*flags, *CPU, "--epochs", 3, *resume, processes=3).stdout
+    out += train(*flags, *CPU, "--epochs", 3, "--load", path, processes=3).stdout
+    right = one_process(*THREE_EPOCHS, apart=1e-10)
+    assert epochs(out) == [*right, right[2]]
 
 
 HELD = """        print("held:", torch.cuda.memory_allocated())
@@ -339,16 +296,9 @@ def test_shards_leave_room(change):
 
 
 def test_messages():
-    """recv waits for a late sender. send does not wait, because it only fills a queue.
-
-    The ring's sum is that of NCCL.
-    """
+    """All arrive, and the ring's sum is that of NCCL."""
     out = output(start("blocking_p2p"))
-    numbers = r"\[0.0, 1.0, 2.0, 3.0\]"
-    sent = re.findall(rf"rank 0: {numbers}, ([\d.]+) s in send", out)
-    received = re.findall(rf"rank 1: \[0.0, 0.0, 0.0, 0.0\] -> {numbers}, ([\d.]+) s in recv", out)
-    assert len(sent) == len(received) == 2
-    assert float(received[0]) > 0.5 > float(sent[1])
+    assert len(re.findall(r"rank 1: \[0.0, .*\] -> \[0.0, 1.0, 2.0, 3.0\], .* s in recv", out)) == 2
     out = output(start("nonblocking_p2p"))
     for kind in ("blocking", "nonblocking"):
         found = re.findall(rf"^{kind}, rank (\d): \[-1.0, -1.0\] -> \[(\d).0, ", out, re.M)
@@ -359,8 +309,7 @@ def test_messages():
 def test_deadlock_ends_and_is_cured():
     """It is shown on the CPU, in a group of its own; the cures work on GPUs."""
     out = output(start("blocking_p2p", "--deadlock"))
-    said = re.findall(r"rank \d: DEADLOCK: rank \d did not receive, because it was in send", out)
-    assert len(said) == 2
+    assert len(re.findall(r"rank \d: DEADLOCK: rank \d did not receive, because", out)) == 2
     out += output(start("nonblocking_p2p", "--deadlock"))
     for order in ("even ranks send first", "batch_isend_irecv"):
         assert re.findall(rf"rank (\d): {order}: received (\d)", out) == [("0", "1"), ("1", "0")]
@@ -390,16 +339,6 @@ def test_the_other_node_of_a_rank_that_fails(tmp_path):
     assert "on purpose" in one.stderr and "on purpose" not in zero.stderr
 
 
-def test_a_rank_that_fails_under_torchrun(tmp_path):
-    """torchrun ends the other rank, which waits for NCCL, and reports the one that failed."""
-    need(2)
-    path = each_epoch("distributed_data_parallel_torchrun", FAIL, tmp_path)
-    [done] = ends([torchrun(path, *TWO_EPOCHS, *CUDA, "--timeout", 900, env=ALL_GPUS)])
-    assert done.returncode == 1 and "epoch 1/2" in done.stdout
-    assert "ValueError: on purpose" in done.stderr
-    assert "rank      : 1 (local_rank: 1)" in done.stderr
-
-
 def test_which_gpus():
     """DDP has a process on each GPU. Too many processes are refused in one line."""
     need(1)
@@ -423,18 +362,8 @@ def test_a_trace_has_nccls_kernels(average, tmp_path):
     rows = re.findall(r"^([01]) +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+) *$", out, re.M)
     assert [rank for rank, *_ in rows] == ["0", "1"]
     for rank, _, _, computing, waited, hidden in rows:
-        events = json.loads((tmp_path / f"rank{rank}.json").read_text())["traceEvents"]
-        assert any(event.get("name", "").startswith("ncclDevKernel_") for event in events)
+        assert '"ncclDevKernel_' in (tmp_path / f"rank{rank}.json").read_text()
         assert float(computing) > 0 and float(waited) + float(hidden) > 0
-
-
-def test_break_it_with_activations_on_the_wrong_gpu(change):
-    """model_parallel.py's first: stage2's first layer has its weights elsewhere."""
-    need(2)
-    old = ".stage1(micro_batch).to(self.devices[1])"
-    path = change("model_parallel", (old, ".stage1(micro_batch)"))
-    done = run(path, *TWO_EPOCHS, *CUDA, status=1, env=ALL_GPUS, cold=True)
-    assert "Expected all tensors to be on the same device" in done.stderr
 
 
 def test_compare(tmp_path):
