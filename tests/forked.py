@@ -1,6 +1,7 @@
 """Call functions in forked processes, as the ranks of a group. None of them imports PyTorch."""
 
 import importlib
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -35,8 +36,8 @@ def start(function, world_size, *args):
 def join(rank, world_size, port):
     """Join a group as one of the ranks."""
     torch.set_num_threads(1)
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
+    place = {"init_method": f"tcp://127.0.0.1:{port}", "rank": rank, "world_size": world_size}
+    dist.init_process_group("gloo", timeout=timedelta(minutes=5), **place)
 
 
 def call_in_group(rank, world_size, port, function, args):

@@ -199,10 +199,11 @@ def test_the_numbers_of_the_cpu(row, gpus, tmp_path):
     lesson, *flags = row.split()
     flags += [] if lesson == "collectives" else [*TWO_EPOCHS, "--double"]
     folder = {"distributed_data_parallel_resumable": "--run_dir", "profile_steps": "--out"}
-    gpu, cpu = ([folder[lesson], tmp_path / each] if lesson in folder else [] for each in "gc")
-    out = output(start(lesson, *flags, *gpu, gpus=gpus))
+    own = [folder[lesson], tmp_path / "gpu"] if lesson in folder else []
+    out = output(start(lesson, *flags, *own, gpus=gpus))
+    own = [folder[lesson], tmp_path / "cpu"] if lesson in folder else []
     ranks = None if lesson in IN_ONE_PROCESS else gpus
-    expected = train(lesson, *flags, *cpu, *CPU, processes=ranks).stdout
+    expected = train(lesson, *flags, *own, *CPU, processes=ranks).stdout
     assert epochs(out) == [pytest.approx(line, abs=1e-10) for line in epochs(expected)]
     if lesson in TABLES:
         assert shown(out) == shown(expected) and len(shown(out)) > 1
