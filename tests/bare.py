@@ -1,4 +1,4 @@
-"""Six lessons without anything around their training. benchmark.py compares the lessons with them.
+"""Six lessons without anything around their training, and the same with a DataLoader of images.
 
 A bare program uses the same PyTorch classes as its lesson. It trains on the same shuffled batches,
 counts the same losses and hits, and prints the same numbers. It has no DataLoader, no flags, no
@@ -11,6 +11,9 @@ transformer is that of common/models.py.
 The arguments are the kind of program (single_gpu, ddp, fsdp, tensor, pipeline or transformer), the
 data set, its folder, the global batch and the epochs. The transformer is trained with DDP. The
 pipeline needs two ranks. single_gpu also takes a device: with "cuda" all images lie on the GPU.
+
+Two more kinds, torchvision and accelerate, read single images, as most tutorials do. The latter
+needs Hugging Face's accelerate. It also runs in two processes.
 """
 
 import sys
@@ -18,34 +21,52 @@ import time
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, Subset
+from torchvision import transforms
+from torchvision.datasets import MNIST
 
-MICRO_BATCHES = 8
 
-
-def read(dataset: str, data_dir: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return training images, training labels, test images and test labels.
-
-    Images are float32, (N, 1, 28, 28), and normalised. Labels are int64, (N,).
-    """
+def read(dataset, data_dir):
+    """Return normalised training images, their labels, test images, their labels."""
     if dataset == "digits":  # for a test of the numbers, so common/ may read them
-        sys.path.append(str(Path(__file__).resolve().parents[1]))
         from common.data import load
 
         train_set, test_set = load(dataset, data_dir)
-        return train_set.images, train_set.labels, test_set.images, test_set.labels
-    from torchvision.datasets import MNIST
-
+        return [train_set.images, train_set.labels, test_set.images, test_set.labels]
     tensors = []
     for part in (MNIST(data_dir, train=True), MNIST(data_dir, train=False)):
         images = part.data.unsqueeze(1).float().div_(255).sub_(0.1307).div_(0.3081)
         tensors += [images, part.targets]
-    return tuple(tensors)
+    return tensors
 
 
-def parallelize(kind: str, model: nn.Sequential) -> nn.Module:
-    """Prepare the model for a kind of parallelism. It is imported here, where it is needed."""
+def image_by_image(dataset, data_dir, train):
+    """Return MNIST, of which torchvision converts and normalises an image when it is read."""
+    if dataset == "digits":
+        part = slice(0, 2) if train else slice(2, 4)
+        return list(zip(*read(dataset, data_dir)[part], strict=True))
+    steps = [transforms.ToTensor(), transforms.Normalize(0.1307, 0.3081)]
+    return MNIST(data_dir, train=train, transform=transforms.Compose(steps))
+
+
+def make_model(kind):
+    """Return the model of all kinds but one."""
+    torch.manual_seed(0)
+    if kind == "transformer":
+        from common.models import Transformer
+
+        return Transformer()
+    layers = [nn.Flatten()]
+    for inputs in (784, 64, 64):
+        layers += [nn.Linear(inputs, 64), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(64, 10))
+
+
+def parallelize(kind, model):
+    """Prepare the model for a kind of parallelism, which is imported here, where it is needed."""
     if kind in ("ddp", "transformer"):
         from torch.nn.parallel import DistributedDataParallel
 
@@ -53,9 +74,8 @@ def parallelize(kind: str, model: nn.Sequential) -> nn.Module:
     if kind == "fsdp":
         from torch.distributed.fsdp import fully_shard
 
-        for layer in model:
-            if isinstance(layer, nn.Linear):
-                fully_shard(layer)
+        for layer in model[1::2]:
+            fully_shard(layer)
         return fully_shard(model)
     if kind == "tensor":
         from torch.distributed.tensor import init_device_mesh
@@ -65,159 +85,138 @@ def parallelize(kind: str, model: nn.Sequential) -> nn.Module:
             parallelize_module,
         )
 
-        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         plan = {"1": ColwiseParallel(), "3": RowwiseParallel()}
         plan |= {"5": ColwiseParallel(), "7": RowwiseParallel()}
         return parallelize_module(model, mesh, plan)
     return model
 
 
-def train_epoch(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    images: Tensor,
-    labels: Tensor,
-    order: Tensor,
-    batch_size: int,
-) -> Tensor:
-    """Train on the images in this order. Returns two sums: the losses and the hits."""
-    totals = torch.zeros(2, dtype=torch.float64, device=images.device)
-    for batch in order.split(batch_size):
-        batch_labels = labels.index_select(0, batch)
-        logits = model(images.index_select(0, batch))
-        loss = F.cross_entropy(logits, batch_labels)
+def make_schedule(model):
+    """Return the schedule of a pipeline: two of the four linear layers on each of two ranks."""
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    rank = dist.get_rank()
+    part = model[:5] if rank == 0 else model[5:]
+    return ScheduleGPipe(PipelineStage(part, rank, 2, torch.device("cpu")), 8, F.cross_entropy)
+
+
+def in_order(images, labels, order, batch_size):
+    """Yield the batches of an epoch."""
+    for places in order.split(batch_size):
+        yield images.index_select(0, places), labels.index_select(0, places)
+
+
+def in_equal_batches(images, labels, batch_size):
+    """Return all images for a pipeline. Images without a label fill up the last batch."""
+    missing = -len(labels) % batch_size
+    images = F.pad(images, [0, 0, 0, 0, 0, 0, 0, missing]).split(batch_size)
+    labels = F.pad(labels, [0, missing], value=-1).split(batch_size)
+    return list(zip(images, labels, strict=True))
+
+
+def train_epoch(model, schedule, optimizer, batches, device):
+    """Train on batches of images and labels. Returns the sum of losses, and of hits.
+
+    In a pipeline (which has a schedule), the last rank has the sums, and the first has 0.
+    """
+    totals = torch.zeros(2, dtype=torch.float64, device=device)
+    for images, labels in batches:
         optimizer.zero_grad()
-        loss.backward()
+        if schedule is None:
+            logits = model(images)
+            loss = F.cross_entropy(logits, labels)
+            loss.backward()
+        elif dist.get_rank() == 0:
+            schedule.step(images)
+            optimizer.step()
+            continue
+        else:
+            logits = schedule.step(target=labels)
+            loss = F.cross_entropy(logits.detach(), labels)
         optimizer.step()
-        totals[0] += loss.detach() * len(batch)
-        totals[1] += (logits.argmax(dim=1) == batch_labels).sum()
+        totals[0] += loss.detach() * len(labels)
+        totals[1] += (logits.argmax(dim=1) == labels).sum()
     return totals
 
 
-def count_hits(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """Return how many images the model recognizes."""
-    with torch.no_grad():
-        return (model(images).argmax(dim=1) == labels).sum()
+@torch.no_grad()
+def count_hits(model, schedule, batches, device):
+    """Return how many images the model recognizes. In a pipeline, the last rank knows it."""
+    hits = torch.tensor(0, device=device)
+    for images, labels in batches:
+        if schedule is None:
+            hits += (model(images).argmax(dim=1) == labels).sum()
+        elif dist.get_rank() == 0:
+            schedule.eval(images)
+        else:
+            logits = schedule.eval(target=labels.clamp(min=0))
+            hits += (logits.argmax(dim=1) == labels).sum()
+    return hits
 
 
-class Pipeline:
-    """Two stages with two of the four linear layers each, one stage on each of two ranks."""
-
-    def __init__(self, model: nn.Sequential):
-        from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-
-        self.first = torch.distributed.get_rank() == 0
-        part = model[:5] if self.first else model[5:]
-        stage = PipelineStage(part, 0 if self.first else 1, 2, torch.device("cpu"))
-        self.schedule = ScheduleGPipe(stage, MICRO_BATCHES, F.cross_entropy)
-
-    def train_epoch(
-        self,
-        optimizer: torch.optim.Optimizer,
-        images: Tensor,
-        labels: Tensor,
-        order: Tensor,
-        batch_size: int,
-    ) -> Tensor:
-        """Train as the function of this name does. The last rank has the sums, the first has 0."""
-        totals = torch.zeros(2, dtype=torch.float64)
-        for batch in order.split(batch_size):
-            batch_labels = labels.index_select(0, batch)
-            optimizer.zero_grad()
-            if self.first:
-                self.schedule.step(images.index_select(0, batch))
-                optimizer.step()
-            else:
-                logits = self.schedule.step(target=batch_labels)
-                optimizer.step()
-                loss = F.cross_entropy(logits.detach(), batch_labels)
-                totals[0] += loss * len(batch)
-                totals[1] += (logits.argmax(dim=1) == batch_labels).sum()
-        return totals
-
-    def count_hits(self, images: Tensor, labels: Tensor, batch_size: int) -> Tensor:
-        """Return how many images the model recognizes, on the last rank; the first returns 0."""
-        hits = torch.tensor(0)
-        # The stages take batches of one size only, so images without a label fill up the last one.
-        missing = -len(labels) % batch_size
-        images = F.pad(images, [0, 0, 0, 0, 0, 0, 0, missing])
-        labels = F.pad(labels, [0, missing], value=-1)
-        batches = zip(images.split(batch_size), labels.split(batch_size), strict=True)
-        with torch.no_grad():
-            for batch, batch_labels in batches:
-                if self.first:
-                    self.schedule.eval(batch)
-                else:
-                    logits = self.schedule.eval(target=batch_labels.clamp(min=0))
-                    hits += (logits.argmax(dim=1) == batch_labels).sum()
-        return hits
-
-
-def main() -> None:
+def main():
     """Read the data, train and test, and print a line for each epoch as the lessons do."""
     kind, dataset, data_dir, *numbers = sys.argv[1:]
     device = numbers.pop() if len(numbers) == 3 else "cpu"
     batch_size, epochs = map(int, numbers)
-    rank = 0
-    world_size = 1
-    if kind != "single_gpu":
-        torch.distributed.init_process_group("gloo")
-        rank = torch.distributed.get_rank()
-        world_size = torch.distributed.get_world_size()
-    data = [tensor.to(device) for tensor in read(dataset, data_dir)]
-    images, labels, test_images, test_labels = data
-    torch.manual_seed(0)
-    sizes = [784, 64, 64, 64]
-    layers = [nn.Flatten()]
-    for inputs, outputs in zip(sizes, sizes[1:], strict=False):
-        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
-    model = nn.Sequential(*layers, nn.Linear(64, 10))
-    if kind == "transformer":
-        sys.path.append(str(Path(__file__).resolve().parents[1]))
-        from common.models import Transformer
+    if kind == "accelerate":
+        from accelerate import Accelerator
 
-        torch.manual_seed(0)
-        model = Transformer()
-    pipeline = Pipeline(model) if kind == "pipeline" else None
+        accelerator = Accelerator(cpu=True)  # in several processes, it also makes their group
+    elif kind not in ("single_gpu", "torchvision"):
+        dist.init_process_group("gloo")
+    rank, world_size = 0, 1
+    if dist.is_initialized():
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+    model = make_model(kind)
+    schedule = make_schedule(model) if kind == "pipeline" else None
     model = parallelize(kind, model.to(device))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-6, fused=True)
 
-    trained = len(labels) // batch_size * batch_size
-    tested = len(test_labels)
-    data_parallel = kind in ("ddp", "fsdp", "transformer")
-    if data_parallel:
-        batch_size //= world_size
-        test_images = test_images[rank::world_size]
-        test_labels = test_labels[rank::world_size]
-    for epoch in range(epochs):
+    split_data = kind in ("ddp", "fsdp", "transformer", "accelerate")
+    summed = world_size > 1 and kind != "tensor"
+    own_batch = batch_size // world_size if split_data else batch_size
+    if kind in ("torchvision", "accelerate"):
+        images, tests = [image_by_image(dataset, data_dir, train) for train in (True, False)]
+        trained, tested = len(images), len(tests)
+        batches = DataLoader(images, own_batch, shuffle=True, drop_last=True)
+        tests = DataLoader(Subset(tests, range(rank, tested, world_size)), 1000)
+        if kind == "accelerate":
+            model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
+    else:
+        data = [tensor.to(device) for tensor in read(dataset, data_dir)]
+        images, labels, *tests = data
+        trained, tested = len(labels), len(tests[1])
+        tests = [[part[rank::world_size] for part in tests]] if split_data else [tests]
+        if schedule:
+            tests = in_equal_batches(*tests[0], batch_size)
+    trained -= trained % batch_size
+    for epoch in range(1, epochs + 1):
         start = time.perf_counter()
-        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(epoch))
-        order = order[:trained].to(device)
-        if data_parallel:
-            order = order[rank::world_size]
-        arguments = (optimizer, images, labels, order, batch_size)
-        totals = pipeline.train_epoch(*arguments) if pipeline else train_epoch(model, *arguments)
-        if data_parallel or pipeline:
-            torch.distributed.all_reduce(totals)
-        loss_sum, hits = totals.tolist()
+        if kind not in ("torchvision", "accelerate"):
+            order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(epoch - 1))
+            order = order[:trained].to(device)
+            if split_data:
+                order = order[rank::world_size]
+            batches = in_order(images, labels, order, own_batch)
+        totals = train_epoch(model, schedule, optimizer, batches, device)
+        if summed:
+            dist.all_reduce(totals)
+        loss, hits = (totals / trained).tolist()
         seconds = time.perf_counter() - start
-        if pipeline:
-            test_hits = pipeline.count_hits(test_images, test_labels, batch_size)
-        else:
-            test_hits = count_hits(model, test_images, test_labels)
-        if data_parallel or pipeline:
-            torch.distributed.all_reduce(test_hits)
+        test_hits = count_hits(model, schedule, tests, device)
+        if summed:
+            dist.all_reduce(test_hits)
         if rank == 0:
-            print(
-                f"epoch {epoch + 1}/{epochs}  loss {loss_sum / trained:.4f}"
-                f"  train {hits / trained:.2%}  test {test_hits.item() / tested:.2%}"
-                f"  {seconds:.2f} s  {trained / seconds:,.0f} images/s",
-                flush=True,
-            )
+            numbers = f"loss {loss:.4f}  train {hits:.2%}  test {test_hits.item() / tested:.2%}"
+            speed = f"{seconds:.2f} s  {trained / seconds:,.0f} images/s"
+            print(f"epoch {epoch}/{epochs}  {numbers}  {speed}", flush=True)
     if world_size > 1:
-        del model, pipeline  # DDP refers to the group
-        torch.distributed.destroy_process_group()
+        del model, schedule  # DDP refers to the group
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/
     main()

@@ -1,67 +1,72 @@
 """The benchmarks run. No time is checked here, but the loader's memory is."""
 
-import signal
-import sys
-import time
+import os
 
+import benchmark
 import pytest
-from benchmark import BARE, COMPARED
-from conftest import DIGITS, ROOT, Job, epochs, run, torchrun, train
-
-AGAINST_OTHERS = ROOT / "tests" / "bench_against_others.py"
-QUICK = ("--dataset", "digits", "--epochs", 1, "--repeats", 1)
+from benchmark import COMMANDS, PROGRAMS
+from conftest import ROOT, SHORT, epochs, ranks, run, train
 
 
-def table(text):
-    """Return the rows of a Markdown table: for each first cell, the others."""
-    rows = {}
-    for line in text.splitlines():
-        if line.startswith("| "):
-            name, *cells = [cell.strip() for cell in line.strip("|").split(" | ")]
-            rows[name] = cells
-    return rows
-
-
-@pytest.mark.parametrize("kind", COMPARED)
+@pytest.mark.parametrize("kind", ["single_gpu", "ddp", "fsdp", "tensor", "pipeline", "transformer"])
 def test_a_bare_program_prints_the_numbers_of_its_lesson(kind):
     """A lesson and its bare program print the same losses and accuracies on the digits."""
-    lesson, *flags = COMPARED[kind].removeprefix("torchrun ").split()
-    flags += [*DIGITS, "--batch_size", 120, "--epochs", 2]
-    bare_flags = (kind, "digits", "data", 120, 2)
-    if "torchrun" in COMPARED[kind]:
-        done = torchrun(BARE, *bare_flags).wait()
-        expected = train(lesson, *flags, processes=2)
-    else:
-        done = run(BARE, *bare_flags, "cpu")
-        expected = run(lesson, *flags)
-    assert len(epochs(done.stdout)) == 2, done.stderr
+    lesson, *flags = COMMANDS[kind].partition(";")[0].removeprefix("torchrun ").split()
+    processes = 1 if lesson == "single_gpu" else 2
+    expected = train(lesson, *SHORT, *flags, processes=processes if processes > 1 else None)
+    jobs = ranks(PROGRAMS["bare"], kind, "digits", "data", 120, 1, processes=processes)
+    done, *_ = [job.wait() for job in jobs]
+    assert len(epochs(done.stdout)) == 1, done.stderr
     assert epochs(done.stdout) == epochs(expected.stdout)
 
 
-def test_each_program_has_a_row():
-    """The lessons' two and torchvision's arrive at about the same accuracy."""
-    processes = {"single_gpu": "1", "ddp": "2", "torchvision": "1"}
-    rows = table(run(AGAINST_OTHERS, *QUICK, "--only", *processes).stdout)
-    assert {name: rows[name][0] for name in processes} == processes
-    assert rows["single_gpu"][3] == rows["ddp"][3]  # the same training
+def row_of(name, text):
+    """Return the cells of a row of a Markdown table, without the first one, which is its name."""
+    [line] = [line for line in text.splitlines() if line.startswith(f"| {name} ")]
+    return [cell.strip() for cell in line.strip("|").split(" | ")][1:]
+
+
+EPOCH = "print('epoch {}  loss 1.0000  train 90.00%  test 91.00%  0.10 s  {} images/s')"
+
+
+def test_a_row_of_two_commands(monkeypatch, tmp_path):
+    """The medians of what both print, but for the first epoch, the ratio and the target."""
+    for name, speeds in (("bare", (1, 2_000, 4_000)), ("single_gpu", (1, 1_000, 2_000))):
+        lines = [EPOCH.format(epoch, f"{speed:,}") for epoch, speed in enumerate(speeds)]
+        path = tmp_path / f"{name}.py"
+        path.write_text("\n".join(lines))
+        monkeypatch.setitem(PROGRAMS, name, path)
+    epoch, whole = benchmark.two_commands("single_gpu", "data", 2)
+    assert epoch[1:] == ["39.936 s", "19.968 s", "2", "at most 1.15", "missed"]
+    assert whole[0].startswith("command to exit: single_gpu; bare")
+
+
+def test_the_loop_of_most_tutorials():
+    """On images that are read one by one, it learns as much as the lesson."""
+    done = run(PROGRAMS["bare"], "torchvision", "digits", "data", 120, 3)
+    assert epochs(done.stdout)[-1]["test"] > 70
 
 
 def test_interrupt_ends_all_processes(tmp_path):
-    """Ctrl-C ends torchrun and its ranks."""
-    (tmp_path / "accelerate.py").write_text("import time; time.sleep(600)")
-    slow = {"PYTHONPATH": str(tmp_path)}  # found before the real one
-    job = Job(sys.executable, AGAINST_OTHERS, *QUICK, "--only", "accelerate_2", env=slow)
-    end = time.monotonic() + 300
-    while len(job.pids()) < 4 and time.monotonic() < end:  # benchmark, torchrun, two ranks
-        time.sleep(0.1)
-    job.process.send_signal(signal.SIGINT)
-    assert job.wait().returncode == -signal.SIGINT  # wait() fails if a process is left
+    """At Ctrl-C, a program gets SIGINT, too, and time to end others before the benchmark ends."""
+    program = f"""if True:
+        import os, signal, time
+        try:
+            os.kill({os.getpid()}, signal.SIGINT)
+            time.sleep(999)
+        except KeyboardInterrupt:
+            time.sleep(1)
+            open("{tmp_path}/ended", "w")
+    """
+    with pytest.raises(KeyboardInterrupt):
+        benchmark.run("-c", program)
+    assert (tmp_path / "ended").exists()
 
 
 def test_loader_takes_little_memory(mnist):
     """load() and a pass over the DataLoader need at most 1.5 times the memory of MNIST's images."""
     flags = ("--data_dir", mnist, "--only", "loader_memory", "--repeats", 1)
     done = run(ROOT / "tests" / "benchmark.py", *flags)
-    *_, ratio, target, met = table(done.stdout)["loader_memory"]
+    *_, ratio, target, met = row_of("loader_memory", done.stdout)
     assert float(ratio) == pytest.approx(1.25, abs=0.25)
     assert (target, met) == ("at most 1.5", "met")

@@ -1,6 +1,7 @@
 """compare.py: its numbers are the lessons' own, a failure is a row, Ctrl-C keeps what there is.
 
-test_devices.py checks that all of its runs fit any number of GPUs.
+Short scripts stand for most lessons here. test_devices.py checks that all of its runs fit any
+number of GPUs.
 """
 
 import argparse
@@ -14,21 +15,40 @@ import time
 
 import matplotlib.image
 import pytest
-from conftest import DIGITS, ROOT, Lesson, alive, epochs, lesson_path
+from conftest import DIGITS, Lesson, alive, epochs
 
-from playground.figures import compare as tool
-from playground.figures import processes, report
-from playground.figures.charts import draw_scaling, draw_widths
-from playground.figures.report import tell_parity, tell_speed, tell_widths
+from figures import compare as tool
+from figures import processes, report
+from figures.charts import draw_scaling, draw_widths
+from figures.report import tell_parity, tell_speed, tell_widths
 
 SHORT = (*DIGITS, "--batch_size", 120)
+TORCHRUN = "distributed_data_parallel_torchrun"
+LESSON = """import sys
+for epoch in (1, 2):
+    loss = f"{1.5 / epoch:.{12 if '--double' in sys.argv else 4}f}"
+    numbers = f"train 72.43%  test 85.19%  0.50 s  {epoch},000 images/s"
+    print(f"epoch {epoch}/2  loss {loss}  {numbers}", flush=True)
+"""
 
 
-def compare(out, *flags, path="figures/compare", status=0):
-    """Run compare.py to its end. Returns what it printed and its results."""
-    done = Lesson(path, *SHORT, "--out", out, *flags).wait()
-    assert done.returncode == status, done.stdout + done.stderr
-    return done, json.loads((out / "results.json").read_text())
+@pytest.fixture
+def compare(tmp_path, monkeypatch):
+    """A function that runs compare.py in this process, with scripts in place of some lessons.
+
+    It returns the status and the runs.
+    """
+
+    def compared(scripts, *flags):
+        for name, code in scripts.items():
+            (tmp_path / f"{name}.py").write_text(code)
+            monkeypatch.setattr(tool, "PLAYGROUND", tmp_path)
+        words = ["compare.py", *SHORT, "--epochs", 2, "--out", tmp_path / "out", *flags]
+        monkeypatch.setattr(sys, "argv", [str(word) for word in words])
+        status = tool.main()
+        return status, json.loads((tmp_path / "out" / "results.json").read_text())["runs"]
+
+    return compared
 
 
 def drawn(path):
@@ -37,85 +57,63 @@ def drawn(path):
     return min(pixels.shape[:2]) > 150 and float(pixels[..., :3].std()) > 0.01
 
 
-def test_the_numbers_are_the_lessons_own(tmp_path):
-    """Parity, speed and steps of real runs. In float64, the same twelve digits are printed."""
-    lesson = "distributed_data_parallel_torchrun"
-    done, results = compare(
-        tmp_path, "--epochs", 2, "--only", "parity", "steps", "--lessons", lesson
-    )
-    one, ddp, *double, by_ddp, each, bucket = results["runs"]
-    names = ["single_gpu.py", f"{lesson}.py, 2 processes"]
-    assert [run["name"] for run in (one, ddp)] == names
-    assert [run["name"] for run in double] == names
-    for run in (one, ddp):
-        said = epochs((tmp_path / "runs" / run["folder"][-2:] / "out.txt").read_text())
-        reported = []
-        for epoch in run["epochs"]:
-            reported.append({name: epoch[name] for name in ("loss", "train", "test")})
-        assert reported == said
-        assert run["loss"] == said[-1]["loss"]
-        assert run["images_per_s"] == run["epochs"][1]["images_per_s"] > 0
-        assert 0 < run["start_up_s"] == run["epochs"][0]["at"] - run["epochs"][0]["seconds"]
-        assert 200 < run["memory_mib"] < 5000
-        assert run["gpu_memory_mib"] is None
-        assert run["name"] in done.stdout
-    for run, in_float64 in zip((one, ddp), double, strict=True):
-        assert "--double" in in_float64["command"] and len(in_float64["epochs"]) == 2
-        assert run["loss_float64"] == in_float64["loss"]
-        assert f"| {run['loss_float64']:.12f} |" in done.stdout
-    assert one["difference"] == 0 <= ddp["difference"] < 1e-10
-    assert "1 of 1 end with the loss of single_gpu.py" in done.stdout
-    assert "only rounding differs" in done.stdout
-    for run, average in ((by_ddp, "ddp"), (each, "each"), (bucket, "bucket")):
-        assert run["name"] == f"profile_steps.py --average {average}, 2 processes"
-        assert run["step"] == pytest.approx(run["data"] + run["compute"] + run["waiting"])
-        assert min(run["data"], run["compute"], run["waiting"]) > 0
-        assert 0 <= run["hidden"] <= run["compute"]
-    assert drawn(tmp_path / "speed.png") and drawn(tmp_path / "steps.png")
-    assert not results["interrupted"]
+def test_the_numbers_are_the_lessons_own(compare, monkeypatch, tmp_path):
+    """One process and the last run of the traced steps are run for real."""
+    plan = tool.plan
+    monkeypatch.setattr(tool, "plan", lambda args: [plan(args)[0], plan(args)[-1]])
+    flags = ("--only", "parity", "steps", "--lessons", "single_gpu")
+    status, [one, traced] = compare({}, *flags)
+    assert status == 0
+    said = epochs((tmp_path / "out" / "runs" / "01" / "out.txt").read_text())
+    names = ("loss", "train", "test")
+    assert [{name: epoch[name] for name in names} for epoch in one["epochs"]] == said
+    assert one["loss"] == said[1]["loss"]
+    assert one["images_per_s"] == one["epochs"][1]["images_per_s"] > 0
+    assert 0 < one["start_up_s"] == one["epochs"][0]["at"] - one["epochs"][0]["seconds"]
+    assert 200 < one["memory_mib"] < 5000
+    assert one["gpu_memory_mib"] is None
+    assert traced["name"] == "profile_steps.py --average bucket, 2 processes"
+    assert traced["step"] == pytest.approx(traced["data"] + traced["compute"] + traced["waiting"])
+    assert min(traced["data"], traced["compute"], traced["waiting"]) > 0
+    assert 0 <= traced["hidden"] <= traced["compute"]
+    assert drawn(tmp_path / "out" / "speed.png") and drawn(tmp_path / "out" / "steps.png")
 
 
-def test_sizes_that_fit():
-    """Each stage has a layer, and each part of a layer as many neurons, or heads and tokens."""
-    stages = [tool.fitting_stages(gpus, "mlp", layers) for gpus, layers in ((3, None), (8, None))]
-    assert stages == [3, 4] and tool.fitting_stages(8, "mlp", 8) == 8
-    pieces = [tool.fitting_pieces(7, "cnn", width) for width in (None, 100, 33)]
-    assert pieces == [4, 4, 1] and tool.fitting_pieces(8, "mlp", None) == 8
-    assert [tool.fitting_heads(gpus, None, None) for gpus in (1, 3, 8)] == [1, 2, 4]
-    assert tool.fitting_heads(8, 3, 784) == 1
-    assert tool.fitting_batch([6, 8], 128) == 120
-    meshes = [tool.fitting_mesh("cpu", gpus, width) for gpus, width in ((1, None), (2, 33))]
-    assert meshes == [(2, 2), (4, 1)]  # four ranks on any CPU
-    meshes = [tool.fitting_mesh("cuda", gpus, 120) for gpus in (1, 2, 7, 8)]
-    assert meshes == [(1, 1), (1, 2), (7, 1), (4, 2)]  # no more ranks than GPUs
-
-
-def test_how_lessons_are_started():
-    """The runs on six GPUs, in float32 and in float64, and those of DDP with more processes."""
-    args = {"gpus": 6, "stages": 3, "pieces": 4, "head_parts": 4, "processes": [1, 6]}
-    args |= {"widths": [64], "device": "cuda", "model": "mlp", "width": None, "batch_size": 120}
-    args["only"] = ["parity", "scaling"]
-    args["lessons"] = ["pipeline_parallel", "sharded_optimizer"]
-    args["lessons"] += ["tensor_parallel", "hybrid_parallel"]
-    runs = tool.plan(argparse.Namespace(**args))
-    names = ["single_gpu.py"]
-    names += ["sharded_optimizer.py, 6 processes"]
-    names += ["pipeline_parallel.py, 3 processes"]
-    names += ["tensor_parallel.py, 4 processes", "tensor_parallel.py --by dtensor, 4 processes"]
-    names += ["hybrid_parallel.py --mesh 3x2, 6 processes"]
-    counts = ("1", "6", "6 --batch_size 720")
-    scaling = [f"distributed_data_parallel.py -g {count}" for count in counts]
-    assert [run.name for run in runs] == 2 * names + scaling
-    args |= {"model": "transformer", "only": ["parity"]}
-    args["lessons"] += ["mixed_precision", "three_axes"]
-    runs = tool.plan(argparse.Namespace(**args))
-    names = ["single_gpu.py", "sharded_optimizer.py, 6 processes"]
-    names += ["pipeline_parallel.py, 3 processes"]
-    names += ["hybrid_parallel.py --mesh 3x2 --kind hsdp, 6 processes"]
-    names += ["mixed_precision.py --precision full, 6 processes"]
-    names += ["mixed_precision.py --precision full --sharded, 6 processes"]
-    names += ["three_axes.py, 4 processes", "three_axes.py --fsdp, 4 processes"]
-    assert [run.name for run in runs] == 2 * names
+def test_what_fails_is_a_row(compare, capsys, tmp_path):
+    """Two lessons agree, three are broken, a package is missing: the status names the three."""
+    missing = "error: x is missing: pip install x"
+    scripts = {
+        "single_gpu": LESSON,
+        "overlapped_data_parallel": LESSON.replace("1.5", "1.500000000003"),
+        "data_parallel": "1 / 0\n",
+        "manual_data_parallel": "print('nothing')\n",
+        "distributed_data_parallel2": f"raise SystemExit('{missing}')\n",
+        TORCHRUN: "raise SystemExit('error: broken | on purpose')\n",
+    }
+    status, runs = compare(scripts, "--only", "parity", "--lessons", *scripts)
+    out = capsys.readouterr().out
+    notes = {run["name"]: run["note"] for run in runs if run["failed"]}
+    nothing = "no epoch line, exit status 0"
+    assert notes == {
+        "data_parallel.py": "ZeroDivisionError: division by zero",
+        "manual_data_parallel.py -g 2": nothing,
+        "manual_data_parallel.py -g 2 --bucket": nothing,
+        "distributed_data_parallel2.py -g 2": missing,
+        f"{TORCHRUN}.py, 2 processes": "error: broken | on purpose",
+    }
+    assert "| error: broken / on purpose |" in out
+    names = "data_parallel.py; manual_data_parallel.py -g 2; manual_data_parallel.py -g 2 --bucket"
+    assert status == f"error: failed: {names}; {TORCHRUN}.py, 2 processes"
+    one, other, *double = [run for run in runs if not run["failed"]]
+    assert len(runs) == 9 and len(double) == 2  # what has failed is not run again in float64
+    assert all("--double" in run["command"] for run in double)
+    assert [one["images_per_s"], one["loss"], one["loss_float64"]] == [2000, 0.75, 0.75]
+    assert "| 0.750000000000 |" in out
+    assert one["difference"] == 0
+    assert other["difference"] == pytest.approx(3e-12, rel=0.01)
+    assert "1 of 1 end with the loss of single_gpu.py" in out
+    assert "only rounding differs" in out
+    assert drawn(tmp_path / "out" / "speed.png")
 
 
 GROWS = """import time
@@ -127,59 +125,14 @@ time.sleep(0.5)
 """
 
 
-@pytest.mark.parametrize(("linux", "most"), [(True, 550), (False, 1400)])
-def test_memory(linux, most, tmp_path, monkeypatch):
-    """The peak of a lesson until its end, with /proc and without it."""
-    if not linux:
-        monkeypatch.setattr(processes, "PROC", tmp_path / "proc")
-    larger = [sys.executable, "-c", "x = bytearray(1500 * 2**20)"]
-    subprocess.run(larger, check=True)  # an earlier run does not count
+def test_memory(tmp_path):
+    """The peak of a lesson until its end. An earlier run does not count."""
+    larger = [sys.executable, "-c", "x = bytearray(600 * 2**20)"]
+    subprocess.run(larger, check=True)
     words = [sys.executable, "-c", GROWS]
     status, said, memory = processes.follow(words, {}, tmp_path, 60)
     assert status == 0 and len(said) == 1
-    assert 400 < memory < most
-
-
-TORCH = """
-class cuda:
-    def is_initialized():
-        return {used}
-
-class accelerator:
-    def device_count():
-        return 2
-
-    def max_memory_allocated(index):
-        return (3 + index) * 2**20
-"""
-
-
-@pytest.mark.parametrize(("used", "expected"), [(True, 4.0), (False, None)])
-def test_memory_on_gpus(used, expected, tmp_path):
-    """Each process that has used a GPU leaves its peak. The cluster's own module is run, too."""
-    (tmp_path / "torch.py").write_text(TORCH.format(used=used))
-    (tmp_path / "sitecustomize.py").write_text("print('the cluster was here')\n")
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", path)
-        variables = processes.gpu_variables(tmp_path)
-    code = "import subprocess, sys, torch\n"
-    code += "sys.argv[1:] or subprocess.run([sys.executable, '-c', 'import torch'])"
-    words = [sys.executable, "-c", code]
-    env = os.environ | variables
-    done = subprocess.run(words, env=env, check=True, capture_output=True, text=True)
-    assert done.stdout.count("the cluster was here") == 2 and not done.stderr
-    assert len(list(tmp_path.glob("gpu_memory_*.txt"))) == (2 if used else 0)
-    assert processes.gpu_memory(tmp_path) == expected
-
-
-def test_on_a_machine_that_is_not_linux(monkeypatch):
-    """Cores and the name of the CPU are found without what only Linux has."""
-    assert processes.cores() == len(os.sched_getaffinity(0))
-    monkeypatch.delattr(os, "sched_getaffinity")
-    assert processes.cores() == os.cpu_count()
-    monkeypatch.setattr(tool.Path, "exists", lambda path: False)
-    assert tool.cpu_name() == os.uname().machine
+    assert 400 < memory < 550
 
 
 def test_scaling_on_one_core(tmp_path, monkeypatch, capsys):
@@ -240,13 +193,9 @@ def test_what_the_tables_say(capsys):
     """From made-up runs: whether float64 shows more than rounding; a column if a GPU was used."""
     known = {"failed": False, "loss": 1.4064, "train": 72.43, "test": 85.19}
     known["loss_float64"] = 1.406419734911
-    for apart, said in (
-        (1e-12, "at most 1e-12, so only rounding differs"),
-        (1e-3, "a loss differs by 0.001. This is more than rounding"),
-    ):
-        tell_parity([run("single_gpu", difference=0, **known), run(difference=apart, **known)])
-        out = " ".join(capsys.readouterr().out.split())
-        assert said in out and "1 of 1 end with the loss of single_gpu.py." in out
+    tell_parity([run("single_gpu", difference=0, **known), run(difference=1e-3, **known)])
+    out = " ".join(capsys.readouterr().out.split())
+    assert "a loss differs by 0.001. This is more than rounding" in out
     known = {"failed": False, "images_per_s": 1, "start_up_s": 1, "memory_mib": 1}
     tell_speed([run(**known)], None)
     assert "GPU" not in capsys.readouterr().out
@@ -254,45 +203,15 @@ def test_what_the_tables_say(capsys):
     assert "| on a GPU MiB |" in capsys.readouterr().out
 
 
-def test_what_fails_is_a_row(change, tmp_path):
-    """Three broken lessons and a missing package: status 1 names the first three only."""
-    torchrun = "distributed_data_parallel_torchrun"
-    playground = change(torchrun, ("optimizer.step()", "1 / 0")).parent
-    for lesson, code in {
-        "data_parallel": "import sys\nsys.exit('error: broken | on purpose')\n",
-        "pipeline_parallel": "print('nothing')\n",
-        "distributed_data_parallel2": "raise SystemExit('error: x is missing: pip install x')\n",
-    }.items():
-        (playground / lesson_path(lesson).relative_to(ROOT / "playground")).write_text(code)
-    lessons = ("data_parallel", "distributed_data_parallel2", torchrun, "pipeline_parallel")
-    flags = ("--epochs", 1, "--only", "parity", "--lessons", *lessons)
-    path = playground / "figures" / "compare.py"
-    done, results = compare(tmp_path / "out", *flags, path=path, status=1)
-    runs = {run["name"]: run for run in results["runs"]}
-    assert not runs["single_gpu.py"]["failed"]
-    assert "| error: broken / on purpose |" in done.stdout
-    assert runs["pipeline_parallel.py, 2 processes"]["note"] == "no epoch line, exit status 0"
-    note = runs[f"{torchrun}.py, 2 processes"]["note"]
-    assert note.endswith("ZeroDivisionError: division by zero")
-    assert len(results["runs"]) == len(runs) + 1  # what has failed is not run again in float64
-    missing = runs["distributed_data_parallel2.py -g 2"]["note"]
-    assert missing == "error: x is missing: pip install x"
-    assert "There are no two lessons" in done.stdout
-    names = f"data_parallel.py; {torchrun}.py, 2 processes; pipeline_parallel.py, 2 processes"
-    assert done.stderr.strip() == f"error: failed: {names}"
-
-
-def test_a_lesson_that_hangs(tmp_path, monkeypatch):
+def test_a_lesson_that_hangs(compare, tmp_path):
     """It is ended after --timeout, with the process that it has started, and the note says so."""
-    monkeypatch.setattr(tool, "PLAYGROUND", tmp_path)
     sleeper = "import os, time; print(os.getpid(), flush=True); time.sleep(999)"
     code = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', '{sleeper}'])\n"
-    (tmp_path / "single_gpu.py").write_text(code)
-    args = argparse.Namespace(**dict.fromkeys(tool.PASSED_ON), seconds=3)
-    hung = run("single_gpu")
-    tool.execute(hung, args, tmp_path / "01")
-    assert hung.failed and hung.note == "took longer than 3 s: use a larger --timeout"
-    pid = (tmp_path / "01" / "out.txt").read_text().strip()
+    flags = ("--only", "parity", "--lessons", "single_gpu", "--timeout", 2)
+    status, [hung] = compare({"single_gpu": code}, *flags)
+    assert status == "error: failed: single_gpu.py"
+    assert hung["note"] == "took longer than 2 s: use a larger --timeout"
+    pid = (tmp_path / "out" / "runs" / "01" / "out.txt").read_text().strip()
     if pid:  # a busy machine may not come so far
         end = time.monotonic() + 300
         while alive(int(pid)) and time.monotonic() < end:  # the kernel may be slow
@@ -300,38 +219,37 @@ def test_a_lesson_that_hangs(tmp_path, monkeypatch):
         assert not alive(int(pid))
 
 
-def test_ctrl_c_keeps_what_there_is(tmp_path):
+def test_ctrl_c_keeps_what_there_is(change, tmp_path):
     """The first lesson is in the results, and no process is left, though torchrun has sessions."""
-    lesson = "distributed_data_parallel_torchrun"
-    flags = ("--epochs", 400, "--only", "parity", "--lessons", lesson)
-    job = Lesson("figures/compare", *SHORT, "--out", tmp_path, *flags)
-    printed = tmp_path / "runs" / "02" / "out.txt"
+    path = change("figures/compare")
+    (path.parents[1] / "single_gpu.py").write_text(LESSON)
+    (path.parents[1] / f"{TORCHRUN}.py").write_text(f"{LESSON}import time\ntime.sleep(999)\n")
+    out = tmp_path / "out"
+    job = Lesson(path, *SHORT, "--out", out, "--only", "parity", "--lessons", TORCHRUN)
+    printed = out / "runs" / "02" / "out.txt"
     end = time.monotonic() + 300
     while time.monotonic() < end:
-        if printed.exists() and "epoch 1/" in printed.read_text():
+        if printed.exists() and "epoch 2/" in printed.read_text():
             break
         time.sleep(0.1)
     os.kill(job.process.pid, signal.SIGINT)
     done = job.wait()
     assert done.returncode == 130
-    assert done.stderr.splitlines()[-1] == f"interrupted: wrote what there is to {tmp_path}"
-    results = json.loads((tmp_path / "results.json").read_text())
+    assert done.stderr.splitlines()[-1] == f"interrupted: wrote what there is to {out}"
+    results = json.loads((out / "results.json").read_text())
     assert results["interrupted"]
     assert [run["name"] for run in results["runs"]] == ["single_gpu.py"]
     assert "| single_gpu.py |" in re.sub(" +", " ", done.stdout)
-    assert drawn(tmp_path / "speed.png")
+    assert drawn(out / "speed.png")
 
 
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [
+def test_bad_input(main):
+    """Status 2 and one line, before anything is run."""
+    for flags, told in (
         (("--out", "/proc/nowhere"), "--out: cannot write /proc/nowhere"),
         (("--widths", "0"), "must be 1 or more"),
         (("--batch_size", 100), "cannot be divided by each of [1, 2, 8]: use --batch_size 96"),
         (("--double",), "--double: leave it out"),
-    ],
-)
-def test_bad_input(flags, told, main):
-    """Status 2 and one line, before anything is run."""
-    done = main("figures.compare", *SHORT, "--processes", 2, *flags)
-    assert told in done.stderr and len(done.stderr.splitlines()) == 1
+    ):
+        done = main("figures.compare", *SHORT, "--processes", 2, *flags)
+        assert told in done.stderr and len(done.stderr.splitlines()) == 1

@@ -9,9 +9,7 @@ import resource
 from pathlib import Path
 
 import pytest
-from conftest import ALL_GPUS, Lesson, epochs, lesson_path, ranks
-from lessons import ROOT
-from test_gpu import SHARED, machine, need
+from conftest import ROOT, Lesson, epochs, lesson_path, ranks
 
 WIDE = ("--dataset", "digits", "--epochs", 1, "--width", 3072)
 FEWER_IMAGES = ("order[:1500], order[1500:]", "order[:240], order[-60:]")  # a step takes seconds
@@ -49,25 +47,3 @@ def test_a_model_too_large_for_one_process(change):
         trained += epochs(ends[0].stdout)
     assert trained == [pytest.approx(trained[0], abs=0.5)] * 3, trained
     assert trained[1]["loss"] == pytest.approx(trained[0]["loss"], abs=2e-3)
-
-
-def test_a_model_too_large_for_one_gpu(tmp_path):
-    """The same on GPUs, where torch.cuda.set_per_process_memory_fraction sets the limit."""
-    need(1)
-    if machine()[0] < 2 and machine()[1] < [2, 30]:
-        pytest.skip("needs two GPUs, or NCCL 2.30, which can have two ranks on one")
-    total = 'torch.cuda.get_device_properties("cuda").total_memory'
-    start = f"import torch\nif torch.cuda.is_available():\n    share = {room(6)} / {total}\n"
-    for gpu in range(min(machine()[0], 2)):
-        start += f"    torch.cuda.set_per_process_memory_fraction(share, {gpu})\n"
-    (tmp_path / "sitecustomize.py").write_text(start)  # Python reads it when it starts
-    env = ALL_GPUS | (SHARED | {"LOCAL_RANK": "0"} if machine()[0] < 2 else {})
-    flags = (*WIDE, "--device", "cuda", "--batch_size", 240, "--layers", 6)
-    path = {"PYTHONPATH": str(tmp_path)}
-    done = Lesson("single_gpu", *flags, env=ALL_GPUS | path, cold=True).wait()
-    assert done.returncode == 1
-    assert "CUDA out of memory" in done.stderr
-    for lesson in SHARING:
-        ends = [job.wait() for job in ranks(lesson, *flags, env=env | path, cold=True)]
-        assert not any(end.returncode for end in ends), "\n".join(end.stderr for end in ends)
-        assert len(epochs(ends[0].stdout)) == 1

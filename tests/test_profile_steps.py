@@ -1,9 +1,9 @@
-"""profile_steps.py: the numbers of single_gpu.py, a trace of each rank, and the parts of a step."""
+"""profile_steps.py: a trace of each rank, and the parts of a step. Its losses: test_parity.py."""
 
 import json
 
 import pytest
-from conftest import DIGITS, SHORT, epochs, one_process, train
+from conftest import DIGITS, SHORT, train
 from profile_steps import step_times
 
 # three layers with parameters of 1 MiB or more, and the last with 20 KiB
@@ -49,7 +49,6 @@ def test_a_trace_for_each_rank(tmp_path):
     ("flags", "messages", "early"),
     [
         (("--bucket_cap_mb", 1), 3, True),  # for each wide layer; the last one shares a bucket
-        (("--bucket_cap_mb", 1000), 1, False),
         (("--average", "each"), 8, False),
     ],
 )
@@ -64,14 +63,6 @@ def test_messages_of_a_step(flags, messages, early, tmp_path):
             assert ends.count(True) == 4
             last_backward = len(ends) - 1 - ends[::-1].index(True)
             assert (names.index("c10d::allreduce_") < last_backward) == early
-
-
-def test_one_process_and_an_epoch_of_a_single_step(tmp_path):
-    """Without steps to warm up, and with a second epoch: the numbers of single_gpu.py."""
-    flags = (*DIGITS, "--batch_size", 1500, "--epochs", 2)
-    done, [trace] = traced(tmp_path, *flags, processes=1)
-    assert epochs(done.stdout) == one_process(*flags)
-    assert len(steps(trace)) == 1
 
 
 LOADER = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"

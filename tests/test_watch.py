@@ -130,8 +130,9 @@ def test_what_cannot_be_shown():
         done = run("watch", *flags, status=2)
         assert f"watch.py: error: {reason}" in done.stderr.splitlines()[-1]
         assert not done.stdout
-    flags = (*DIGITS, "--epochs", 1, "--out", os.devnull)
-    done, *_ = [job.wait() for job in ranks("watch", lesson_path("profile_steps"), *flags, processes=1)]
+    flags = (lesson_path("profile_steps"), *DIGITS, "--epochs", 1, "--out", os.devnull)
+    [job] = ranks("watch", *flags, processes=1)
+    done = job.wait()
     assert "only for hangs, because this script uses the profiler itself" in done.stdout
     assert "who waits for whom" not in done.stdout
 
