@@ -7,45 +7,15 @@ import ast
 import re
 import shlex
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-from conftest import (
-    FEWER,
-    ROOT,
-    Job,
-    Lesson,
-    epochs,
-    free_port,
-    lesson_path,
-    python_path,
-    ranks,
-    single_gpu,
-    talks,
-)
+from conftest import FEWER, ROOT, Lesson, epochs, free_port, lesson_path, ranks, single_gpu, talks
 from lessons import LESSONS
+from torch.distributed.run import parse_args
 
-from common.models import MODELS
-
-LAUNCHERS = "run/README.md"
-PAGES = {
-    str(path.relative_to(ROOT)): path.read_text()
-    for folder in ("", "playground", "playground/pages", "run", "tests")
-    for path in sorted((ROOT / folder).glob("*.md"))
-}
-README = PAGES["README.md"]
-MEASURED = PAGES["playground/pages/measured.md"]
-BLOCK = r"^```console\n(.*?)^```$"
-BLOCKS = [
-    pytest.param(block, id=f"{page}: {block.partition('$ ')[2].splitlines()[0][:60]}")
-    for page, text in PAGES.items()
-    if page != LAUNCHERS
-    for block in re.findall(BLOCK, text, re.M | re.S)
-]
-PARITY_FLAGS = "--dataset digits --batch_size 120 --epochs 2"
-PROGRAMS = f"{Path(sys.executable).parent}:/usr/bin:/bin"
-NUMBER = r"-?(?:\d[\d,]*\.?\d*|\.\d+)(?:e[+-]?\d+)?"
+README = (ROOT / "README.md").read_text()
+MEASURED = (ROOT / "playground" / "pages" / "measured.md").read_text()
+BLOCKS = re.findall(r"^```console\n(.*?)^```$", README, re.M | re.S)
 
 
 def docstring(lesson):
@@ -83,16 +53,20 @@ def commands(block):
     return found
 
 
-def start(command, mnist):
-    """Start a command of a page in the checkout. Returns its Job, and the grep behind it."""
-    command, _, grep = command.partition(" | ")
-    words = shlex.split(command.replace("10.0.0.1", "127.0.0.2"))
-    if "--dataset" not in command:
-        words += ["--data_dir", str(mnist)]
-    forked = words[0] == "python" and re.search(r"playground/\w+\.py", command) is not None
-    if forked:
-        words.pop(0)
-    return Job(*words, cwd=ROOT, env={"PATH": PROGRAMS}, cold=not forked), shlex.split(grep)
+def start(command, *more, copy=None, folder=ROOT):
+    """Start a command, or a copy of its lesson. Returns its Jobs, one for each rank of torchrun.
+
+    The ranks need no real torchrun, because nothing restarts them. torchrun parses its own flags.
+    """
+    program, *words = shlex.split(re.sub(r"^(\w+=\S+ )+", "", command))
+    if program == "torchrun":
+        args = parse_args(words)
+        words = [args.training_script, *args.training_script_args]
+    path = copy or ROOT / words[0]
+    if program == "torchrun":
+        return ranks(path, *words[1:], *more, processes=int(args.nproc_per_node), cwd=folder)
+    assert program == "python", command
+    return [Lesson(path, *words[1:], *more, cwd=folder)]
 
 
 def masked(line):
@@ -105,48 +79,47 @@ def masked(line):
     return re.sub(r"[\d.,]+ (s|images/s)\b", r"# \1", line)
 
 
-def compare(job, grep, shown):
+def compare(jobs, grep, shown):
     """Wait for the end of a command, and compare what it prints, after grep if there is one."""
-    done = job.wait()
-    out = done.stdout
+    done = [job.wait() for job in jobs]
+    out = "".join(each.stdout for each in done)
     if grep:
-        out = subprocess.run(grep, input=out, text=True, capture_output=True).stdout
-    lines = []
-    runs = []  # a script shows what it runs
-    for line in (out + done.stderr).splitlines():
-        if line.startswith("+ "):
-            runs.append(line)
-        elif line.strip() and "peer ranks" not in line:  # torch 2.9 tells when gloo has connected
-            lines.append(line)
+        out = subprocess.run(shlex.split(grep), input=out, text=True, capture_output=True).stdout
+    lines = (out + "".join(each.stderr for each in done)).splitlines()
+    # torch 2.9 tells when gloo has connected to its peer ranks.
+    lines = [line for line in lines if line.strip() and "peer ranks" not in line]
     if not shown:
         return
-    if shown[0].startswith("+ "):
-        assert runs[0].startswith(shown[0])  # the test adds a folder for the data
-        shown = shown[1:]
     if shown[0] == "...":
         shown = shown[1:]
         lines = lines[-len(shown) :]
     assert [masked(line) for line in lines] == [masked(line) for line in shown]
-    printed = epochs("\n".join(lines))
-    for got, expected in zip(printed, epochs("\n".join(shown)), strict=True):
-        assert got["loss"] == pytest.approx(expected["loss"], abs=2e-3)
-        assert got["test"] == pytest.approx(expected["test"], abs=0.5)
+    for got, expected in zip(epochs("\n".join(lines)), epochs("\n".join(shown)), strict=True):
+        agree(got, expected)
+
+
+def agree(got, expected):
+    """Check the numbers of an epoch, which rounding in float32 may move a little."""
+    assert got["loss"] == pytest.approx(expected["loss"], abs=2e-3)
+    assert got["test"] == pytest.approx(expected["test"], abs=0.5)
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.partition("\n")[0][:60])
 def test_console_block(block, request):
     """Run a block's commands, those of several nodes together, and compare all printed lines.
 
-    The nodes get a free port, because another program may use the lessons' default port.
+    The nodes get a free port, because another program may use the lessons' default port. What
+    run/quickstart.sh runs is in its first line; test_run_scripts.py checks that it does.
     """
-    mnist = None if "--dataset" in block else request.getfixturevalue("mnist")
-    port = free_port()
+    more = [] if "--dataset" in block else ["--data_dir", request.getfixturevalue("mnist")]
+    more += ["--port", free_port()] if " -n 2 " in block else []
     running = []
     for prompt, command, shown in commands(block):
-        if " -n 2 " in command:
-            command += f" --port {port}"
-        running.append((*start(command, mnist), shown))
+        if command == "run/quickstart.sh":
+            command = shown.pop(0).removeprefix("+ ")
+        command, _, grep = command.replace("10.0.0.1", "127.0.0.2").partition(" | ")
+        running.append((start(command, *more), grep, shown))
         if not prompt:  # the next command is typed afterwards
             compare(*running.pop())
     for each in running:
@@ -154,10 +127,10 @@ def test_console_block(block, request):
 
 
 def test_every_console_block_is_found():
-    """Every block of every page is here, except those of run/README.md."""
-    counts = [text.count("```console\n") for page, text in PAGES.items() if page != LAUNCHERS]
-    assert len(BLOCKS) == sum(counts)
-    assert README.count("```console\n") >= 4
+    """The blocks of README.md; the exercises and run/README.md have tests of their own."""
+    assert len(BLOCKS) == README.count("```console\n") >= 4
+    for path in (ROOT / "playground" / "pages").glob("*.md"):
+        assert "```console\n" not in path.read_text()
 
 
 def can_run(command):
@@ -167,56 +140,35 @@ def can_run(command):
 
 
 def shape(line):
-    """Reduce a printed line to what is the same in each run: its words, not its numbers."""
-    line = re.sub(r"\|[\w.]+\|$", "|TIMELINE|", line.strip())
-    row = re.match(r"\d+ +\d+ +\d+ +(cpu|cuda:\d) +\d+ +\S+$", line)
-    if row:
-        return f"a row of the table of ranks, {row[1]}"
-    line = re.sub(r"\bmnist\b", "digits", line)  # the commands are run on less than they show
-    return " ".join(re.sub(NUMBER, "#", line).split())
+    """Mask what less data or another machine changes: an epoch's numbers, times, shares."""
+    line = re.sub(r"^(\d+ +\d+ +\d+ +cpu) +\d+ +\S+$", r"\1", line.strip())
+    if "epoch" in line:
+        line = re.sub(r"\d[\d,.]*", "#", line.replace("mnist", "digits"))
+    return " ".join(re.sub(r"[\d.]+(?=%| s\b)|\b\d+\.\d\d\b", "#", line).split())
 
 
 def less_data(lesson, words):
-    """Return flags for small data and one epoch, where a described command names neither."""
+    """Return flags for a short run: small data and one epoch, if a command names neither."""
     if talks(lesson):
         return []
-    flags = []
-    if "resnet" in lesson:
-        flags += ["--dataset", "fake"]
-    elif "--dataset" not in words:
+    flags = [] if "--epochs" in words else ["--epochs", "1"]
+    if "--dataset" not in words:
         flags += ["--dataset", "digits"]
-    if "--epochs" not in words:
-        flags += ["--epochs", "1"]
-    return flags
-
-
-def start_described(lesson, path, command, folder):
-    """Start a command of a docstring on small data. Returns its Jobs, one for each rank.
-
-    Ranks need no real torchrun, unless it is to restart them.
-    """
-    before, _, after = command.partition(str(lesson_path(lesson).relative_to(ROOT)))
-    flags = [*shlex.split(after), *less_data(lesson, command)]
-    torchrun = re.fullmatch(r"torchrun --standalone --nproc-per-node (\d) ", before)
-    if torchrun:
-        return ranks(path, *flags, processes=int(torchrun[1]), cwd=folder)
-    if before == "python ":
-        return [Lesson(path, *flags, cwd=folder)]
-    env = {"PATH": PROGRAMS, "PYTHONPATH": python_path(path)}
-    return [Job("env", *shlex.split(before), path, *flags, env=env, cwd=folder)]
+    return [*flags, "--workers", "0"] if "resnet" in lesson else flags
 
 
 def run_described(lesson, folder):
     """Run all commands of a lesson's docstring that this machine can run. Returns their lines."""
-    path = lesson_path(lesson)
+    copy = None
     if "resnet" in lesson:
-        path = folder / "resnet.py"
-        path.write_text(lesson_path(lesson).read_text().replace(*FEWER))
+        copy = folder / "resnet.py"
+        copy.write_text(lesson_path(lesson).read_text().replace(*FEWER))
     todo = [command for command in described_commands(lesson) if can_run(command)]
     assert todo, "no command that can be run"
     lines = []
     for command in todo:
-        for job in start_described(lesson, path, command, folder):
+        flags = less_data(lesson, command)
+        for job in start(command, *flags, copy=copy, folder=folder):
             done = job.wait()
             assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
             lines += (done.stdout + done.stderr).splitlines()
@@ -255,38 +207,30 @@ def test_the_epochs_that_docstrings_show(mnist):
         model = re.findall(r"--(?:width|layers|batch_size|model) \S+", COMMANDS[lesson][0])
         words = " ".join(model).split()
         for expected in epochs("\n".join(line for line in shown if line.startswith("epoch 1/"))):
-            [got] = single_gpu("--data_dir", mnist, "--epochs", 1, *words)
-            assert got["loss"] == pytest.approx(expected["loss"], abs=2e-3), lesson
-            assert got["test"] == pytest.approx(expected["test"], abs=0.5), lesson
+            agree(single_gpu("--data_dir", mnist, "--epochs", 1, *words)[0], expected)
             count += 1
     assert count >= 8
-
-
-PARITY_ROW = r"^\| `(\w+)\.py(?: [^`]+)?`(?:, \d processes)? \| (.*) \|$"
 
 
 def test_the_whole_parity_table():
     """It has every lesson that trains, except the ResNet one, and all differences are small."""
     table = MEASURED[MEASURED.index("## Parity") : MEASURED.index("### Longer")]
-    rows = re.findall(PARITY_ROW, table, re.M)
+    rows = re.findall(r"^\| `(\w+)\.py(?: [^`]+)?`(?:, \d processes)? \| (.*) \|$", table, re.M)
     exempt = {lesson for lesson in LESSONS if talks(lesson)}
     exempt |= {"distributed_data_parallel_resnet", "expert_parallel"}
     assert {lesson for lesson, _ in rows} == set(LESSONS) - exempt
     differences = " ".join(cells for _, cells in rows).replace("|", " ").split()
-    assert len(differences) >= 40
-    assert max(map(float, differences)) < 1e-12
+    assert len(differences) >= 40 and max(map(float, differences)) < 1e-12
 
 
-@pytest.mark.parametrize("page", ["README.md", "playground/pages/measured.md"])
-def test_the_twelve_digits(page):
-    """A page shows losses in float64 as single_gpu.py prints them with the flags given there."""
-    text = " ".join(PAGES[page].split())
-    assert PARITY_FLAGS in text
-    losses = {
-        f"{line['loss']:.12f}"
-        for model in MODELS
-        for line in single_gpu(*PARITY_FLAGS.split(), "--double", "--model", model)
-    }
+def test_the_twelve_digits():
+    """measured.md shows losses in float64 as single_gpu.py prints them with the flags there."""
+    text = " ".join(MEASURED.split())
+    flags = "--dataset digits --batch_size 120 --epochs 2"
+    assert flags in text
+    losses = set()
+    for model in ("mlp", "transformer"):
+        for line in single_gpu(*flags.split(), "--double", "--model", model):
+            losses.add(f"{line['loss']:.12f}")
     shown = re.findall(r"\b\d+\.\d{12}\b", text)
-    assert shown
-    assert set(shown) <= losses
+    assert shown and set(shown) <= losses

@@ -1,9 +1,9 @@
 """The shell scripts in run/ that install, start the first lesson and run the tests."""
 
 import os
+import re
 import shutil
 import subprocess
-import sys
 
 import pytest
 from conftest import ROOT, lesson_path, one_line
@@ -66,8 +66,7 @@ if [ "$2" = pip ]; then shift 4 && echo "pip $*"; fi
 def installed(done):
     """Return the flags of pip, for which PIP stands, from the output of run/setup.sh."""
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
-    lines = done.stderr.splitlines()
-    return [line.removeprefix("pip ") for line in lines if line.startswith("pip ")]
+    return re.findall(r"^pip (.*)", done.stderr, re.M)
 
 
 def test_what_is_installed_when(checkout, tmp_path):
@@ -95,7 +94,6 @@ def test_which_tests(ready):
         ("", "tests ", " -m quick"),
         ("--all -x", "tests ", " -x"),
         ("tests/test_data.py -x", "", " tests/test_data.py -x"),
-        ("-k parity", "tests ", " -k parity"),
     ):
         done = script(ready / "run" / "test.sh", *words.split())
         assert done.stdout == f"-m pytest {where}-n 4 --dist worksteal{flags}\n", done.stderr
@@ -112,7 +110,11 @@ def test_quickstart_counts_the_gpus_that_torch_can_use(ready, tmp_path):
         done = script(ready / "run" / "quickstart.sh", "--epochs", "1", GPUS=gpus, PATH=path)
         command = f"playground/distributed_data_parallel.py -g 2 {device}--epochs 1\n"
         assert done.stdout == command, done.stderr
-        assert "Installing" not in done.stderr
+        assert done.stderr == f"+ python {command}"
+    # The block in README.md, which test_readme.py runs.
+    shown = re.search(r"^\$ run/quickstart.sh\n(.*\n)", (ROOT / "README.md").read_text(), re.M)[1]
+    done = script(ready / "run" / "quickstart.sh", GPUS="0")
+    assert done.stderr.replace(" \n", "\n") == shown
 
 
 ON_GPUS = """#!/bin/sh
@@ -131,10 +133,7 @@ esac
 
 
 def test_a_page_about_gpus(checkout):
-    """run/gpu.sh writes it in time. Without a GPU it ends in one line."""
-    done = script(checkout / "run" / "gpu.sh", PYTHON=sys.executable, CUDA_VISIBLE_DEVICES="")
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
-    assert "PyTorch finds no GPU" in done.stderr
+    """run/gpu.sh writes it in time."""
     python = checkout / "python"
     python.write_text(ON_GPUS)
     python.chmod(0o755)
@@ -146,7 +145,6 @@ def test_a_page_about_gpus(checkout):
         "| single_gpu.py on digits | 1234 images/s |",
         "| a bare loop on digits | 1300 images/s |",
         "| tests in test_gpu.py | 3 |",
-        "| passed | 1 |",
         "| failed | 1 |",
         "The tests were interrupted after 1 s.",
         "- FAILED: `test_gpu.py::test_b[ddp --model cnn-2]`",
@@ -163,31 +161,25 @@ def kind(path):
 
 
 def test_the_kind_of_each_lesson():
-    """A lesson starts its ranks itself, or a launcher starts them, or both, or it has none."""
-    single = {"single_gpu", "data_parallel", "model_parallel"}
-    both = {"blocking_p2p", "nonblocking_p2p", "collectives"}
-    spawning = {
-        "manual_data_parallel",
-        "overlapped_data_parallel",
-        "distributed_data_parallel",
-        "distributed_data_parallel2",
-    }
-    for lesson in LESSONS:
-        expected = []
-        if lesson in both | spawning:
-            expected.append("itself")
-        if lesson not in single | spawning:
-            expected.append("launcher")
-        assert kind(lesson_path(lesson)) == expected, lesson
+    """It is what the table in run/README.md says; one without ranks is of neither kind."""
+    table = (ROOT / "run" / "README.md").read_text()
+    row = r"^\| (`\w+\.py`.*) \| (yes|no) \| (yes|no) \|$"
+    kinds = {}
+    for names, *answers in re.findall(row, table, re.M):
+        for lesson in re.findall(r"`(\w+)\.py`", names):
+            words = zip(["itself", "launcher"], answers, strict=True)
+            kinds[lesson] = [word for word, answer in words if answer == "yes"]
+    assert len(kinds) == 8
+    kinds |= dict.fromkeys(["single_gpu", "data_parallel", "model_parallel"], [])
+    for lesson in LESSONS:  # all that the table does not name are "later lessons"
+        assert kind(lesson_path(lesson)) == kinds.get(lesson, ["launcher"]), lesson
 
 
 def test_the_kind_of_a_lesson_depends_on_its_code(tmp_path):
     """An import, a comment or a docstring does not count."""
     for text, expected in (
         ("    ranks = mp.spawn(train, join=False)", ["itself"]),
-        ("from detectron2.engine import launch\ndef launch(train):", []),
         ('"""What mp.spawn( and launch( do, and init_process_group()."""\n# mp.spawn(train)', []),
-        ("torch.distributed.init_process_group()", ["launcher"]),
         ("init_process_group()\nlaunch(train, 2)", ["itself"]),
         ("rank = os.environ['RANK']", ["launcher"]),
     ):
