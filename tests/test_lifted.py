@@ -2,10 +2,9 @@
 
 import ast
 import re
-import sys
 
 import pytest
-from conftest import SHORT, Job, Lesson, by_torchrun, free_port, lesson_path, ranks, talks
+from conftest import SHORT, Lesson, by_torchrun, lesson_path, ranks, talks
 from lessons import LESSONS
 
 
@@ -100,36 +99,41 @@ def test_a_lesson_lifted_into_a_project_of_its_own(lesson, tmp_path):
     assert "common" not in code and not leaning(after)
     copy = tmp_path / "mine.py"
     copy.write_text(after)
-    start = [sys.executable, "-I"]  # finds nothing beside the script and in no other folder of ours
+    words = {"env": {"PYTHONPATH": ""}, "cwd": tmp_path}  # nothing of ours is found
     if by_torchrun(lesson):
-        start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    flags = [] if talks(lesson) else ["--epochs", "2", "--batch_size", "100", "--device", "cpu"]
-    flags += ["--port", str(free_port())] if '"--port"' in after else []
-    done = Job(*start, copy, *flags, env={"PYTHONPATH": None}, cwd=tmp_path).wait()
-    assert done.returncode == 0, done.stderr
-    if talks(lesson):
-        assert "rank 1: [0.0, 0.0, 0.0, 0.0] -> [0.0, 1.0, 2.0, 3.0]" in done.stdout
+        jobs = ranks(copy, "--epochs", 2, **words)
     else:
-        assert re.findall(r"^epoch (\d)(?:/2 |:) *loss \d", done.stdout, re.M) == ["1", "2"]
+        jobs = [Lesson(copy, *([] if talks(lesson) else ["--epochs", 2]), **words)]
+    done = [job.wait() for job in jobs]
+    assert [each.returncode for each in done] == [0] * len(jobs), done[0].stderr
+    if talks(lesson):
+        assert "rank 1: [0.0, 0.0, 0.0, 0.0] -> [0.0, 1.0, 2.0, 3.0]" in done[0].stdout
+    else:
+        assert re.findall(r"^epoch (\d)/2  loss \d", done[0].stdout, re.M) == ["1", "2"]
 
 
 COUNTED = """
 import contextlib
-import functools
 import glob
-import os
+
+
+def count_threads():
+    count = 0
+    for path in glob.glob("/proc/self/task/*/comm"):
+        with contextlib.suppress(OSError):  # the thread has just ended
+            count += "gloo" in open(path).read()
+    return count
 
 
 def counted(train):
-    @functools.wraps(train)
     def trained(*args):
+        end = dist.destroy_process_group
+        counts = []
+        dist.destroy_process_group = lambda: (counts.append(count_threads()), end())
         train(*args)
-        count = 0
-        for path in glob.glob("/proc/self/task/*/comm"):
-            with contextlib.suppress(OSError):  # the thread has just ended
-                count += "gloo" in open(path).read()
-        os.write(1, f"gloo threads: {count}\\n".encode())  # two ranks do not mix their lines
-        if count:  # such a thread may abort Python's way of ending
+        counts.append(count_threads())
+        os.write(1, f"gloo threads: {counts}\\n".encode())  # two ranks do not mix their lines
+        if counts[-1]:  # such a thread may abort Python's way of ending
             os._exit(0)
 
     return trained
@@ -138,34 +142,15 @@ def counted(train):
 """
 
 
-def threads_left(path, folder):
-    """Run a lesson in two processes. Returns how many of gloo's threads each has after train."""
-    text, count = re.subn(r"^def train\(", "@counted\ndef train(", path.read_text(), flags=re.M)
-    assert count == 1
-    first = re.search(r"^(@record\n)?(def |class |@counted)", text, re.M).start()
-    copy = folder / "counted.py"
-    copy.write_text(text[:first] + COUNTED + text[first:])
-    # They are started: what they import, and when, matters.
-    jobs = [Lesson(copy, *SHORT, cold=True)]
-    if by_torchrun(copy):
-        jobs = ranks(copy, *SHORT, cold=True)
-    left = []
-    for job in jobs:
-        done = job.wait()
-        assert done.returncode == 0, f"status {done.returncode}\n{done.stdout}\n{done.stderr}"
-        left += [int(number) for number in re.findall(r"gloo threads: (\d+)", done.stdout)]
-    return left
-
-
-@pytest.mark.parametrize("lesson", ["distributed_data_parallel", "pipeline_parallel"])
-def test_no_thread_of_the_group_outlives_it(lesson, tmp_path):
+def test_no_thread_of_the_group_outlives_it(tmp_path):
     """A thread that is left may abort Python's shutdown: there is none when train has returned."""
-    assert threads_left(lesson_path(lesson), tmp_path) == [0, 0]
-
-
-def test_threads_that_are_left_are_seen(change):
-    """Without what common/__init__.py imports before there is a group, the count finds some."""
-    path = change("distributed_data_parallel")
-    (path.parents[1] / "common" / "__init__.py").write_text("")
-    left = threads_left(path, path.parent)
-    assert len(left) == 2 and min(left) > 0
+    text = lesson_path("distributed_data_parallel_torchrun").read_text()
+    assert text.count("\ndef train(") == 1
+    copy = tmp_path / "counted.py"
+    copy.write_text(text.replace("\ndef train(", f"\n{COUNTED}@counted\ndef train("))
+    # They are started: what they import, and when, matters.
+    for job in ranks(copy, *SHORT, cold=True):
+        done = job.wait()
+        assert done.returncode == 0, done.stderr
+        [counts] = re.findall(r"gloo threads: \[(\d+), (\d+)\]", done.stdout)
+        assert int(counts[0]) > 0 and int(counts[1]) == 0

@@ -23,12 +23,9 @@ def test_the_oldest_pytorch():
 def test_the_smoke_run_of_each_lesson():
     """Its command starts the lesson on the CPU, and a lesson that trains does it for an epoch."""
     for lesson in LESSONS:
-        words, _ = first_command(lesson)
-        assert str(lesson_path(lesson).relative_to(ROOT)) in words
-        assert words[words.index("--device") + 1] == "cpu"
-        assert ("--epochs" in words) != talks(lesson)
-        if not talks(lesson):
-            assert words[words.index("--dataset") + 1] in ("digits", "fake")
+        words = " ".join(first_command(lesson)[0])
+        assert str(lesson_path(lesson).relative_to(ROOT)) in words and "--device cpu" in words
+        assert talks(lesson) or re.search("--dataset (digits|fake) .*--epochs 1$", words)
 
 
 ELSEWHERE = """
@@ -58,4 +55,4 @@ def test_a_lesson_needs_nothing_that_only_linux_has(tmp_path):
     assert text.count(before) == 1
     copy = tmp_path / "distributed_data_parallel.py"
     copy.write_text(text.replace(before, ELSEWHERE + before))
-    assert epochs(run(copy, *SHORT, cold=True).stdout) == one_process(*SHORT)
+    assert epochs(run(copy, *SHORT).stdout) == one_process(*SHORT)
