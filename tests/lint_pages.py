@@ -18,7 +18,6 @@ for pattern in ("*.md", "playground/**/*.md", "run/*.md", "tests/*.md", ".github
     for path in sorted(ROOT.glob(pattern)):
         PAGES[path.relative_to(ROOT)] = path.read_text()
 README = PAGES[Path("README.md")]
-TROUBLES = PAGES[Path("playground/pages/troubleshooting.md")]
 TESTS_README = PAGES[Path("tests/README.md")]
 DOCSTRINGS = {}
 for lesson in LESSONS:
@@ -77,14 +76,6 @@ def faults_of_figures():
             yield f"no page shows {path.name}, with words that say what is on it"
 
 
-def faults_of_scripts():
-    """Find scripts in run/ that no page names. Two are used by other scripts only."""
-    text = "".join(PAGES.values())
-    for path in (ROOT / "run").iterdir():
-        if path.name not in text and path.name not in ("setup.sh", "lesson.sh"):
-            yield f"no page names run/{path.name}"
-
-
 def faults_of_lessons():
     """Find what a docstring lacks. README lists the lessons in the order of their docstrings."""
     link = r"\[`(\w+)\.py`\]\(playground/(?:\w+/)?\1\.py\)"
@@ -101,14 +92,6 @@ def faults_of_lessons():
         last = text.strip().split("\n\n")[-1]
         if following and f"The next lesson, {following}.py, " not in last.replace("`", ""):
             yield f"{lesson}.py: the docstring does not end with the next lesson, {following}.py"
-
-
-def faults_of_exercises():
-    """Find exercises that a page names by number, and that are not there."""
-    for number, lesson in re.findall(r"exercise (\d) of `(\w+)\.py`", TROUBLES):
-        exercises = DOCSTRINGS[lesson].partition("Try breaking it")[2]
-        if f"\n  {number}. " not in exercises:
-            yield f"{lesson}.py has no exercise {number}"
 
 
 def faults_of_counts():
@@ -135,8 +118,7 @@ def main():
     for page, text in PAGES.items():
         for fault in (*too_wide(text), *broken_links(page, text)):
             found.append(f"{page}: {fault}")
-    found += [*faults_of_figures(), *faults_of_scripts(), *faults_of_lessons()]
-    found += [*faults_of_exercises(), *faults_of_counts()]
+    found += [*faults_of_figures(), *faults_of_lessons(), *faults_of_counts()]
     for fault in found:
         print(fault)
     return 1 if found else 0

@@ -4,11 +4,10 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from conftest import ROOT, Job
-from nodes import ADDRESSES, HOSTS, sh
+from nodes import HOSTS, sh
 from sshd import Sshd
 
 INTERFACES = ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"]
@@ -49,7 +48,7 @@ def python(fake):
 
 
 def test_nodes_that_are_fit(nodes, tmp_path):
-    """Everything is ok on both nodes, and each node compares the other."""
+    """Everything is ok, and each line says so."""
     with Sshd(nodes, tmp_path) as sshd:
         status, lines = check(nodes, 0, HOSTS[1], SSH=sshd.command)
         assert status == 0, lines
@@ -58,9 +57,6 @@ def test_nodes_that_are_fit(nodes, tmp_path):
         assert lines[1:3] == [f"{name} {unneeded}" for name in INTERFACES]
         assert lines[3].startswith("Python 3.") and ", torch " in lines[3]
         assert lines[4:] == ["node1 has the same time", "node1 has the same versions and GPUs"]
-        status, lines = check(nodes, 1, HOSTS[0], SSH=sshd.command, PORT="22")
-        assert status == 0, lines
-        assert lines[0] == "node0 listens on port 22"
 
 
 def test_how_node_0_is_reached(nodes, python):
@@ -86,16 +82,7 @@ def test_how_node_0_is_reached(nodes, python):
 
 
 def test_which_interface(nodes, python):
-    """It names the interface that leads to node 0. If the variables name this one, all is ok.
-
-    Debian's /etc/hosts gives the host's name 127.0.1.1, at which gloo would listen.
-    """
-    hosts = Path("/etc/netns") / nodes.names[1] / "hosts"
-    hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 node1\n{ADDRESSES[0]} node0\n")
-    status, lines = check(nodes, 1, PYTHON=python)
-    fault = "FIX   gloo would listen at the address of this host's name, node1: 127.0.1.1"
-    advice = "export GLOO_SOCKET_IFNAME=eth0, or correct /etc/hosts"
-    assert (status, lines[1]) == (1, f"{fault}: {advice}")
+    """It names the interface that leads to node 0. If the variables name this one, all is ok."""
     ip = ("ip", "-n", nodes.names[1])
     sh(*ip, "link", "add", "docker0", "type", "veth", "peer", "name", "other")
     sh(*ip, "address", "add", "172.17.0.1/16", "dev", "docker0")
@@ -112,14 +99,12 @@ def test_which_interface(nodes, python):
 
 
 def test_hosts_that_differ(nodes, tmp_path, fake):
-    """There is a line for each: a different torch, a different clock, no torch, no login."""
+    """There is a line for each: a different torch, a different clock, no login."""
     older = "Python 3.11.0, torch 2.9.0, GPUs: 0"
     two = fake("two", f"[ $(hostname) = node1 ] && echo {older} || echo {VERSIONS}0")
-    missing = fake("missing", f"[ $(hostname) = node1 ] && exit 1; echo {VERSIONS}0")
     fake("date", "expr $(/bin/date +%s) + 3600")
     with Sshd(nodes, tmp_path) as sshd:
         status, lines = check(nodes, 0, HOSTS[1], "node7", PYTHON=two, SSH=sshd.command)
-        _, [*_, last] = check(nodes, 0, HOSTS[1], PYTHON=missing, SSH=sshd.command)
     assert status == 1
     clocks = r"FIX   the clock of node1 differs by about 3[56]\d\d s: set both clocks by NTP: "
     assert re.match(clocks, lines[-3])
@@ -128,40 +113,21 @@ def test_hosts_that_differ(nodes, tmp_path, fake):
     login = "FIX   cannot log in to node7 (ssh: Could not resolve hostname node7: "
     assert lines[-1].startswith(login)
     assert lines[-1].endswith(f"): try this alone: {sshd.command} node7")
-    setup = f"{sshd.command} node1 {ROOT}/run/setup.sh"
-    assert last == f"FIX   node1 cannot run {missing} with torch in {ROOT}: {setup}"
 
 
-OLD_DRIVER = """\
-import types
-__version__ = "2.15.0"
-cuda = types.SimpleNamespace(device_count=lambda: 2)
-def zeros(size, device):
-    if device == 1:
-        raise RuntimeError("The driver is too old.\\nUpdate it.")
-"""
+def test_gpus(nodes, fake, python):
+    """torch must find as many GPUs as nvidia-smi lists; parts of a GPU do not count."""
 
-
-def test_gpus(nodes, fake, python, tmp_path):
-    """torch must find as many GPUs as nvidia-smi lists, and all of them must work.
-
-    Parts of a GPU do not count. Otherwise a line has what to do.
-    """
-
-    def last(**settings):
-        status, lines = check(nodes, 0, **settings)
+    def last(python):
+        status, lines = check(nodes, 0, PYTHON=python)
         assert status == lines[-1].startswith("FIX   ")
         return lines[-1]
 
     fake("nvidia-smi", "echo 'NVIDIA-SMI has failed because it could not communicate'; exit 9")
-    assert last(PYTHON=python) == f"{VERSIONS}0: the lessons run on the CPU, with gloo"
-    lost = "Unable to determine the device handle for GPU0000:3F:00.0: Unknown Error"
-    fake("nvidia-smi", f"echo GPU 0; echo '  MIG 1g.18gb Device 0'; echo '{lost}'; echo GPU 1")
-    assert last(PYTHON=fake("two", f"echo {VERSIONS}2")) == f"{VERSIONS}2"
+    assert last(python) == f"{VERSIONS}0: the lessons run on the CPU, with gloo"
+    fake("nvidia-smi", "echo GPU 0; echo '  MIG 1g.18gb Device 0'; echo GPU 1")
+    assert last(fake("two", f"echo {VERSIONS}2")) == f"{VERSIONS}2"
     advice = "unset CUDA_VISIBLE_DEVICES, switch off MIG, or update the driver"
     fault = "FIX   nvidia-smi lists 2 GPUs, but torch finds 1"
-    assert last(PYTHON=fake("one", f"echo {VERSIONS}1")) == f"{fault}: {advice}"
-    (tmp_path / "torch.py").write_text(OLD_DRIVER)
-    broken = "torch 2.15.0, GPUs: 2, but GPU 1 does not work (The driver is too old.)"
-    assert f"{broken}: update its driver, or install " in last(PYTHONPATH=str(tmp_path))
-    assert last(PYTHON="/no/python") == "FIX   /no/python cannot import torch: run/setup.sh"
+    assert last(fake("one", f"echo {VERSIONS}1")) == f"{fault}: {advice}"
+    assert last("/no/python") == "FIX   /no/python cannot import torch: run/setup.sh"
