@@ -21,11 +21,8 @@ Rung 2 is any number of images. Your answer passes it if
 
 The first check copies this file to playground/exercises/answers/. Write in the copy.
 
-Check it:
-    python playground/exercises/accumulate_gradients.py            # what is wrong, or RIGHT
-    python playground/exercises/accumulate_gradients.py --trace    # which collectives a rank calls
-    python playground/exercises/accumulate_gradients.py --hint 1   # also 2 and 3
-    python playground/exercises/accumulate_gradients.py --answer
+Check it. For help, add --trace, --hint 1 (also 2 and 3) or --answer:
+    python playground/exercises/accumulate_gradients.py
 """
 
 from contextlib import nullcontext

@@ -12,11 +12,8 @@ Your answer passes if
 
 The first check copies this file to playground/exercises/answers/. Write in the copy.
 
-Check it:
-    python playground/exercises/all_gather.py            # what is wrong, or RIGHT
-    python playground/exercises/all_gather.py --trace    # who sends what to whom
-    python playground/exercises/all_gather.py --hint 1   # also 2 and 3
-    python playground/exercises/all_gather.py --answer
+Check it. For help, add --trace, --hint 1 (also 2 and 3) or --answer:
+    python playground/exercises/all_gather.py
 """
 
 import torch

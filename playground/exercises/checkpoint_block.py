@@ -28,10 +28,8 @@ Rung 2 is any block. Your answer passes it if
 
 The first check copies this file to playground/exercises/answers/. Write in the copy.
 
-Check it:
-    python playground/exercises/checkpoint_block.py            # what is wrong, or RIGHT
-    python playground/exercises/checkpoint_block.py --hint 1   # also 2 and 3
-    python playground/exercises/checkpoint_block.py --answer
+Check it. For help, add --hint 1 (also 2 and 3) or --answer:
+    python playground/exercises/checkpoint_block.py
 """
 
 import torch

@@ -26,11 +26,8 @@ send CPU tensors. (The check runs on CPUs, so it cannot notice this.)
 
 The first check copies this file to playground/exercises/answers/. Write in the copy.
 
-Check it:
-    python playground/exercises/exact_accuracy.py            # what is wrong, or RIGHT
-    python playground/exercises/exact_accuracy.py --trace    # which collectives each rank calls
-    python playground/exercises/exact_accuracy.py --hint 1   # also 2 and 3
-    python playground/exercises/exact_accuracy.py --answer
+Check it. For help, add --trace, --hint 1 (also 2 and 3) or --answer:
+    python playground/exercises/exact_accuracy.py
 """
 
 import torch

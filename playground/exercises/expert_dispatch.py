@@ -20,11 +20,8 @@ A check calls backward() on all ranks, so all ranks must get there.
 
 The first check copies this file to playground/exercises/answers/. Write in the copy.
 
-Check it:
-    python playground/exercises/expert_dispatch.py            # what is wrong, or RIGHT
-    python playground/exercises/expert_dispatch.py --trace    # who sends what to whom
-    python playground/exercises/expert_dispatch.py --hint 1   # also 2 and 3
-    python playground/exercises/expert_dispatch.py --answer
+Check it. For help, add --trace, --hint 1 (also 2 and 3) or --answer:
+    python playground/exercises/expert_dispatch.py
 """
 
 import torch

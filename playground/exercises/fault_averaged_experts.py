@@ -10,15 +10,12 @@ has all experts and all tokens. But the experts change by wrong numbers. Find th
 train.
 
 It is repaired if
-- the replicas and the experts are those of a single process;
-- this also holds for an expert to which no token goes.
+- the replicas and the experts are those of a single process.
 
 The first check copies this file to playground/exercises/answers/. Repair the copy.
 
-Check it:
-    python playground/exercises/fault_averaged_experts.py            # what is wrong, or RIGHT
-    python playground/exercises/fault_averaged_experts.py --hint 1   # also 2 and 3
-    python playground/exercises/fault_averaged_experts.py --answer
+Check it. For help, add --hint 1 (also 2 and 3) or --answer:
+    python playground/exercises/fault_averaged_experts.py
 """
 
 import torch

@@ -15,10 +15,8 @@ The gradients may also travel in a different order.
 
 The first check copies this file to playground/exercises/answers/. Repair the copy.
 
-Check it:
-    python playground/exercises/fault_mixed_gradients.py            # what is wrong, or RIGHT
-    python playground/exercises/fault_mixed_gradients.py --hint 1   # also 2 and 3
-    python playground/exercises/fault_mixed_gradients.py --answer
+Check it. For help, add --hint 1 (also 2 and 3) or --answer:
+    python playground/exercises/fault_mixed_gradients.py
 """
 
 import torch

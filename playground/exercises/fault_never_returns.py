@@ -14,10 +14,8 @@ It is repaired if
 
 The first check copies this file to playground/exercises/answers/. Repair the copy.
 
-Check it:
-    python playground/exercises/fault_never_returns.py            # what is wrong, or RIGHT
-    python playground/exercises/fault_never_returns.py --hint 1   # also 2 and 3
-    python playground/exercises/fault_never_returns.py --answer
+Check it. For help, add --hint 1 (also 2 and 3) or --answer:
+    python playground/exercises/fault_never_returns.py
 """
 
 import torch

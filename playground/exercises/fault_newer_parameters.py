@@ -19,11 +19,8 @@ It is repaired if
 
 The first check copies this file to playground/exercises/answers/. Repair the copy.
 
-Check it:
-    python playground/exercises/fault_newer_parameters.py            # what is wrong, or RIGHT
-    python playground/exercises/fault_newer_parameters.py --trace    # who sends what to whom
-    python playground/exercises/fault_newer_parameters.py --hint 1   # also 2 and 3
-    python playground/exercises/fault_newer_parameters.py --answer
+Check it. For help, add --trace, --hint 1 (also 2 and 3) or --answer:
+    python playground/exercises/fault_newer_parameters.py
 """
 
 import torch

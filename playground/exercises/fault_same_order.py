@@ -16,10 +16,8 @@ It is repaired if
 
 The first check copies this file to playground/exercises/answers/. Repair the copy.
 
-Check it:
-    python playground/exercises/fault_same_order.py            # what is wrong, or RIGHT
-    python playground/exercises/fault_same_order.py --hint 1   # also 2 and 3
-    python playground/exercises/fault_same_order.py --answer
+Check it. For help, add --hint 1 (also 2 and 3) or --answer:
+    python playground/exercises/fault_same_order.py
 """
 
 import torch

@@ -27,10 +27,8 @@ passes it if
 
 The first check copies this file to playground/exercises/answers/. Write in the copy.
 
-Check it:
-    python playground/exercises/gather_layer.py            # what is wrong, or RIGHT
-    python playground/exercises/gather_layer.py --hint 1   # also 2 and 3
-    python playground/exercises/gather_layer.py --answer
+Check it. For help, add --hint 1 (also 2 and 3) or --answer:
+    python playground/exercises/gather_layer.py
 """
 
 import torch

@@ -34,11 +34,8 @@ frozen parameters only, with an output that is not contiguous, with integers as 
 
 The first check copies this file to playground/exercises/answers/. Write in the copy.
 
-Check it:
-    python playground/exercises/gpipe.py            # what is wrong, or RIGHT
-    python playground/exercises/gpipe.py --trace    # who sends what to whom
-    python playground/exercises/gpipe.py --hint 1   # also 2 and 3
-    python playground/exercises/gpipe.py --answer
+Check it. For help, add --trace, --hint 1 (also 2 and 3) or --answer:
+    python playground/exercises/gpipe.py
 """
 
 import torch

@@ -24,10 +24,8 @@ To see what the limit costs, give your lists to manual_pipeline.py as --schedule
 
 The first check copies this file to playground/exercises/answers/. Write in the copy.
 
-Check it:
-    python playground/exercises/order_1f1b.py            # what is wrong, or RIGHT
-    python playground/exercises/order_1f1b.py --hint 1   # also 2 and 3
-    python playground/exercises/order_1f1b.py --answer
+Check it. For help, add --hint 1 (also 2 and 3) or --answer:
+    python playground/exercises/order_1f1b.py
 """
 
 from check import check

@@ -29,11 +29,8 @@ Your answer passes it if
 
 The first check copies this file to playground/exercises/answers/. Write in the copy.
 
-Check it:
-    python playground/exercises/overlap_gradients.py            # what is wrong, or RIGHT
-    python playground/exercises/overlap_gradients.py --trace    # which collectives each rank calls
-    python playground/exercises/overlap_gradients.py --hint 1   # also 2 and 3
-    python playground/exercises/overlap_gradients.py --answer
+Check it. For help, add --trace, --hint 1 (also 2 and 3) or --answer:
+    python playground/exercises/overlap_gradients.py
 """
 
 import torch

@@ -14,11 +14,8 @@ Your answer passes if
 
 The first check copies this file to playground/exercises/answers/. Write in the copy.
 
-Check it:
-    python playground/exercises/reduce_scatter.py            # what is wrong, or RIGHT
-    python playground/exercises/reduce_scatter.py --trace    # who sends what to whom
-    python playground/exercises/reduce_scatter.py --hint 1   # also 2 and 3
-    python playground/exercises/reduce_scatter.py --answer
+Check it. For help, add --trace, --hint 1 (also 2 and 3) or --answer:
+    python playground/exercises/reduce_scatter.py
 """
 
 import torch

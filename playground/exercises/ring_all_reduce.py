@@ -20,11 +20,8 @@ in order, so both ranks could wait for ever if both send first.
 
 The first check copies this file to playground/exercises/answers/. Write in the copy.
 
-Check it:
-    python playground/exercises/ring_all_reduce.py            # what is wrong, or RIGHT
-    python playground/exercises/ring_all_reduce.py --trace    # who sends what to whom
-    python playground/exercises/ring_all_reduce.py --hint 1   # also 2 and 3
-    python playground/exercises/ring_all_reduce.py --answer
+Check it. For help, add --trace, --hint 1 (also 2 and 3) or --answer:
+    python playground/exercises/ring_all_reduce.py
 """
 
 import torch

@@ -20,10 +20,8 @@ Your answer passes if
 
 The first check copies this file to playground/exercises/answers/. Write in the copy.
 
-Check it:
-    python playground/exercises/ring_attention.py            # what is wrong, or RIGHT
-    python playground/exercises/ring_attention.py --hint 1   # also 2 and 3
-    python playground/exercises/ring_attention.py --answer
+Check it. For help, add --hint 1 (also 2 and 3) or --answer:
+    python playground/exercises/ring_attention.py
 """
 
 import torch

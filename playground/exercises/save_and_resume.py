@@ -28,10 +28,8 @@ the same on all ranks. Your answer passes it if
 
 The first check copies this file to playground/exercises/answers/. Write in the copy.
 
-Check it:
-    python playground/exercises/save_and_resume.py            # what is wrong, or RIGHT
-    python playground/exercises/save_and_resume.py --hint 1   # also 2 and 3
-    python playground/exercises/save_and_resume.py --answer
+Check it. For help, add --hint 1 (also 2 and 3) or --answer:
+    python playground/exercises/save_and_resume.py
 """
 
 import os

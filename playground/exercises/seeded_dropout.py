@@ -25,10 +25,8 @@ Rung 2 is any p from 0 to below 1, any shape and any float dtype. Your answer pa
 
 The first check copies this file to playground/exercises/answers/. Write in the copy.
 
-Check it:
-    python playground/exercises/seeded_dropout.py            # what is wrong, or RIGHT
-    python playground/exercises/seeded_dropout.py --hint 1   # also 2 and 3
-    python playground/exercises/seeded_dropout.py --answer
+Check it. For help, add --hint 1 (also 2 and 3) or --answer:
+    python playground/exercises/seeded_dropout.py
 """
 
 import torch

@@ -31,11 +31,8 @@ Rung 2 is any pair. Your answer passes it if
 
 The first check copies this file to playground/exercises/answers/. Write in the copy.
 
-Check it:
-    python playground/exercises/split_pair.py            # what is wrong, or RIGHT
-    python playground/exercises/split_pair.py --trace    # who sends what to whom
-    python playground/exercises/split_pair.py --hint 1   # also 2 and 3
-    python playground/exercises/split_pair.py --answer
+Check it. For help, add --trace, --hint 1 (also 2 and 3) or --answer:
+    python playground/exercises/split_pair.py
 """
 
 import torch

@@ -1,11 +1,13 @@
 """An answer to an exercise on one number of ranks: it is run, and judged.
 
-A check is a module of checks/. It has CASES, run() and expected(). The function with the name of
-the exercise is its solution, and NAME is this name if the module has another. MISTAKES has typical
+A check is a module of checks/. On each rank, its run(the learner's function, **case) calls the
+function for each of the CASES. expected(rank, world_size, **case) returns what run() should return,
+and limits(), with the same arguments, how much a rank may send. The function with the name of the
+exercise is its solution, and NAME is this name if the module has another. MISTAKES has typical
 mistakes (see imitate.py), and HINTS three hints with empty lines in between. The rest is optional:
-HELPERS, the names of what --answer shows before the solution; limits(), RUNG_1, ONLY, INSTEAD,
-TOLERANCE, WORLD_SIZES, EVEN_ONLY, JOIN, runs(), FAULT, explain(), IMITATED, and WORDS: patterns
-that are searched in the lines of a verdict, and what they tell.
+HELPERS, the names of what --answer shows before the solution; RUNG_1, ONLY, INSTEAD, TOLERANCE,
+WORLD_SIZES, JOIN, runs(), FAULT, IMITATED; explain(), which puts a Trial at fault into words; and
+WORDS: patterns that are searched in the lines of a verdict, and what they tell.
 """
 
 import re
@@ -35,19 +37,17 @@ class Rung:
     """The first of the two rungs of an exercise. A check names it RUNG_1.
 
     The second rung has all cases, and no rank may send more than it needs to. The exercise is right
-    when both rungs are.
+    when both rungs are. In the cases of the first rung, a rank may send too much.
 
     Attributes:
         cases: the cases of the first rung, which are the first ones of CASES.
         words: what they are, as in "RIGHT for 7 numbers".
         then: what the second rung adds, as in "Next: any length."
-        costs: whether a rank that sends too much is at fault in the cases of the first rung.
     """
 
     cases: tuple[str, ...]
     words: str
     then: str
-    costs: bool = False
 
 
 @dataclass
@@ -160,7 +160,7 @@ class Attempt:
                     # Nothing of the learner has run, so this is no verdict on the answer.
                     raise RuntimeError(f"{size} ranks could not join: {trial}")
                 trial.case = self.exercise.CASES.get(name, {})
-                free = rung_1 is not None and name in rung_1.cases and not rung_1.costs
+                free = rung_1 is not None and name in rung_1.cases
                 self.judge(trial, verdict, last and name, not free)
                 if name and (trial.verdict or not verdict.trace):
                     verdict.trace = trace(trial.messages)

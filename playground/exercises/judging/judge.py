@@ -222,14 +222,8 @@ def right_only(exercise, verdicts, fault):
         return None
     several = [verdict for verdict in verdicts if verdict.world_size > 1 and verdict.finished]
     right = [verdict.world_size for verdict in several if verdict.passed > fault.passed]
-    even = [verdict.world_size for verdict in several if verdict.world_size % 2 == 0]
-    odd = [verdict.world_size for verdict in several if verdict.world_size % 2 == 1]
     if not right or len(right) == len(several):
         return None
-    if right == even and len(even) > 1:
-        return getattr(exercise, "EVEN_ONLY", "right for even numbers of ranks only")
-    if right == odd and len(odd) > 1:
-        return "right for odd numbers of ranks only"
     return f"right with {sizes_in_words(right)}"
 
 

@@ -1,6 +1,5 @@
 """How accumulate_gradients is checked."""
 
-import weakref
 from contextlib import nullcontext
 
 import torch
@@ -8,24 +7,16 @@ import torch._dynamo  # DDP imports it: here, before the ranks are forked
 import torch.distributed as dist
 from judging.attempt import Rung
 from judging.traffic import sent_bytes, uncounted
-from judging.words import difference
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 
-class Kept:
-    """What forward() keeps of one micro-batch until it is freed."""
-
-    def __init__(self, tensor):
-        self.tensor = tensor
-
-
 class Model(nn.Module):
     """A model with a tied and a frozen parameter, a buffer and two dtypes.
 
-    It notes how large the micro-batches are, how many of them are empty, and how many are in
-    memory at a time.
+    It notes how large the micro-batches are, how many of them are empty, and how many wait for
+    their backward() at a time.
     """
 
     def __init__(self):
@@ -40,26 +31,22 @@ class Model(nn.Module):
 
     def count_from_zero(self):
         """Forget what was noted."""
-        self.largest = 0
-        self.empty = 0
-        self.kept = weakref.WeakSet()
-        self.most_kept = 0
+        self.sizes = []
+        self.waiting = 0
+        self.most_waiting = 0
 
     def forward(self, images):
         """Return the logits. An image is one whole number here."""
-        self.largest = max(self.largest, len(images))
-        self.empty += len(images) == 0
+        self.sizes.append(len(images))
+        self.waiting += 1
+        self.most_waiting = max(self.most_waiting, self.waiting)
         hidden = self.in_float64(self.frozen(self.embedding(images)).double()).float()
-        with torch.autograd.graph.saved_tensors_hooks(self.keep, lambda kept: kept.tensor):
-            hidden = hidden.tanh()
-        return self.output(hidden * self.scale)
+        hidden.register_hook(self.note_backward)
+        return self.output(hidden.tanh() * self.scale)
 
-    def keep(self, tensor):
-        """Note that forward() keeps a tensor for backward(), which frees it."""
-        kept = Kept(tensor)
-        self.kept.add(kept)
-        self.most_kept = max(self.most_kept, len(self.kept))
-        return kept
+    def note_backward(self, gradient):
+        """Note that the backward() of a micro-batch has begun."""
+        self.waiting -= 1
 
 
 CASES = {
@@ -67,7 +54,6 @@ CASES = {
     "7 images in 3 micro-batches": {"images": 7, "count": 3},
     "6 images in 4 micro-batches": {"images": 6, "count": 4},
     "3 images in 5 micro-batches": {"images": 3, "count": 5},
-    "5 images in 1 micro-batch": {"images": 5, "count": 1},
 }
 RUNG_1 = Rung(
     cases=("8 images in 4 micro-batches",),
@@ -121,9 +107,9 @@ def run(accumulate_gradients, images, count):
         accumulate_gradients(ddp, *batch_of(dist.get_rank(), call, images), count)
         result |= gradients_of(model, call)
     # Smaller micro-batches are right, too.
-    result[LARGEST] = max(model.largest, largest(images, count))
-    result[EMPTY] = model.empty
-    result[IN_MEMORY] = model.most_kept
+    result[LARGEST] = max([*model.sizes, largest(images, count)])
+    result[EMPTY] = model.sizes.count(0)
+    result[IN_MEMORY] = model.most_waiting
     return result
 
 
@@ -142,7 +128,6 @@ def gradients_of(model, call):
 
 
 def expected(rank, world_size, images, count):
-    """Return what run() should return."""
     result = {}
     for call in CALLS:
         model = model_of()
@@ -177,49 +162,18 @@ def accumulate_gradients(model, images, labels, count):
             (loss * fraction).backward()
 
 
+MANY = f"{EMPTY}: "
+SEND = "bytes;|messages;"
 WORDS = {
-    "CRASH.*mark.*ready": "Each forward() of DDP needs its backward() before the next forward()."
+    "CRASH.*mark.*ready": "Each forward() of DDP needs its backward() before the next forward().",
+    SEND: "Is each forward() but the last one inside no_sync(), with its backward()? And is each "
+    "forward() a call of model(...), so that DDP averages the gradients?",
+    f"{LARGEST}: ": "A micro-batch is too large, so it may not fit into memory.",
+    MANY: "There are fewer images than `count`, so split them into fewer micro-batches.",
+    f"{IN_MEMORY}: ": "Call backward() for each micro-batch, before the next one's forward(). This "
+    "frees what forward() has kept.",
+    "call 2: ": "The first call is right. What is left behind for the next one?",
 }
-
-
-def explain(trial):
-    """Put typical mistakes into words."""
-    if trial.verdict == "COSTLY":
-        if all(each.kind != "broadcast" for each in trial.messages[trial.rank]):
-            return (
-                "DDP puts many gradients into one message if you call model(...), and not "
-                "model.module(...)."
-            )
-        calls = [each for each in trial.messages[trial.rank] if each.kind == "all_reduce"]
-        if len({each.line for each in calls}) > 1:
-            return (
-                "DDP already averages the gradients in the last backward(). "
-                "Are all the other forward() calls inside no_sync(), too?"
-            )
-        return "Is each forward() but the last one inside no_sync(), with its backward()?"
-    if trial.verdict == "HANG":
-        return None
-    actual, right = trial.of_rank()
-    wrong = [name for name in right if differs(actual[name], right[name])]
-    if wrong[0] == LARGEST:
-        return "A micro-batch is too large, so it may not fit into memory."
-    if wrong[0] == EMPTY:
-        return "There are fewer images than `count`, so split them into fewer micro-batches."
-    if wrong[0] == IN_MEMORY:
-        return (
-            "Call backward() for each micro-batch. This frees what forward() has kept for the "
-            "micro-batch, unless backward() gets retain_graph=True."
-        )
-    if wrong[0].startswith("call 2"):
-        return "The first call is right. What is left behind for the next one?"
-    return None
-
-
-def differs(left, right):
-    """Return whether two results differ."""
-    return difference(left, right, {"rtol": 1e-5, "atol": 1e-6}) is not None
-
-
 CONTEXT = "model.no_sync() if number < count else nullcontext()"
 FRACTION = "len(micro_labels) / len(labels)"
 MISTAKES = {
@@ -230,14 +184,9 @@ MISTAKES = {
     "Only the last micro-batch counts. Are the gradients set to zero in between?": (
         *("        with context:", "        model.zero_grad()\n        with context:"),
     ),
-    "The last images are missing, because `count` does not divide them.": (
-        *("images.tensor_split(count)", "images.split(len(images) // count)[:count]"),
-        *("labels.tensor_split(count)", "labels.split(len(images) // count)[:count]"),
-        *(FRACTION, "1 / count"),
-    ),
     "The gradients are not averaged over the ranks. Is the last micro-batch in no_sync()?": (
         *(CONTEXT, "model.no_sync()"),
     ),
-    "Is each forward() but the last one": (CONTEXT, "nullcontext()"),
-    "into fewer micro-batches": ("min(count, len(labels))", "count"),
+    WORDS[SEND]: (CONTEXT, "nullcontext()"),
+    WORDS[MANY]: ("min(count, len(labels))", "count"),
 }

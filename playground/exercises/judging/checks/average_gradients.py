@@ -9,57 +9,39 @@ from judging.traffic import sent_bytes
 from torch import nn
 
 
-class Plain(nn.Module):
-    """Two layers."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(2, 3)
-        self.second = nn.Linear(3, 1)
-
-
-class TiedAndFrozen(nn.Module):
-    """A tied parameter, frozen parameters, buffers, a parameter without an axis, odd layouts."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(7, 5)
-        self.output = nn.Linear(5, 7)
-        self.output.weight = self.embedding.weight
-        self.frozen = nn.Linear(9, 9).requires_grad_(False)
-        self.norm = nn.BatchNorm1d(5)
-        self.scale = nn.Parameter(torch.ones(()))
-        self.transposed = nn.Parameter(torch.ones(3, 2).t())
+def tied_and_frozen():
+    """Return a model with a tied parameter, frozen ones, buffers, one without an axis, a view."""
+    model = nn.ModuleDict({"embedding": nn.Embedding(7, 5), "output": nn.Linear(5, 7)})
+    model["output"].weight = model["embedding"].weight
+    model["frozen"] = nn.Linear(9, 9).requires_grad_(False)
+    model["norm"] = nn.BatchNorm1d(5)
+    model.scale = nn.Parameter(torch.ones(()))
+    model.transposed = nn.Parameter(torch.ones(3, 2).t())
+    return model
 
 
-class Unused(nn.Module):
-    """Parameters that have no gradient on some ranks, or on all."""
-
-    def __init__(self):
-        super().__init__()
-        self.used = nn.Linear(2, 2)
-        self.used_on_rank_0 = nn.Parameter(torch.ones(3))
-        self.used_on_the_last_rank = nn.Parameter(torch.ones(2, 2))
-        self.unused = nn.Parameter(torch.ones(4))
-        self.zeros_on_rank_0 = nn.Parameter(torch.ones(2))
+def unused():
+    """Return parameters that have no gradient on some ranks, or on all."""
+    names = ("used", "used_on_rank_0", "used_on_the_last_rank", "unused", "zeros_on_rank_0")
+    return nn.ParameterDict({name: torch.ones(2, 2) for name in names})
 
 
-class Dtypes(nn.Module):
-    """Parameters of three dtypes."""
-
-    def __init__(self):
-        super().__init__()
-        self.in_float32 = nn.Linear(7, 7)
-        self.in_float16 = nn.Linear(7, 5).half()
-        self.in_float64 = nn.Linear(2, 2).double()
-        self.in_float16_too = nn.Parameter(torch.ones(7, dtype=torch.float16))
+def dtypes():
+    """Return a model with parameters of three dtypes."""
+    return nn.ModuleDict(
+        {
+            "in_float32": nn.Linear(7, 7),
+            "in_float16": nn.Linear(7, 5).half(),
+            "in_float64": nn.Linear(2, 2).double(),
+        }
+    )
 
 
 CASES = {
-    "two layers": {"model_class": Plain},
-    "tied and frozen parameters": {"model_class": TiedAndFrozen},
-    "missing gradients": {"model_class": Unused},
-    "three dtypes": {"model_class": Dtypes},
+    "two layers": {"make": lambda: nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))},
+    "tied and frozen parameters": {"make": tied_and_frozen},
+    "missing gradients": {"make": unused},
+    "three dtypes": {"make": dtypes},
 }
 RUNG_1 = Rung(
     cases=("two layers",),
@@ -108,10 +90,9 @@ def gradient_of(name, parameter, rank, world_size):
     return gradient.copy_(numbers.view(parameter.shape))
 
 
-def run(average_gradients, model_class):
-    """Call the learner's function on this rank."""
+def run(average_gradients, make):
     torch.manual_seed(0)
-    model = model_class()
+    model = make()
     for name, parameter in model.named_parameters():
         parameter.grad = gradient_of(name, parameter, dist.get_rank(), dist.get_world_size())
     average_gradients(model)
@@ -126,10 +107,9 @@ def results_of(model):
     return {**gradients, **model.state_dict()}
 
 
-def expected(rank, world_size, model_class):
-    """Return what run() should return."""
+def expected(rank, world_size, make):
     torch.manual_seed(0)
-    model = model_class()
+    model = make()
     for name, parameter in model.named_parameters():
         gradients = [gradient_of(name, parameter, each, world_size) for each in range(world_size)]
         existing = [gradient.double() for gradient in gradients if gradient is not None]
@@ -138,9 +118,9 @@ def expected(rank, world_size, model_class):
     return results_of(model)
 
 
-def limits(rank, world_size, model_class):
+def limits(rank, world_size, make):
     """Return how much a rank may send: a message for each dtype, and one more."""
-    parameters = list(model_class().parameters())
+    parameters = list(make().parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     dtypes = {parameter.dtype for parameter in trained}
     nbytes = sum(parameter.nbytes for parameter in trained) + SLACK * len(parameters)
@@ -171,63 +151,38 @@ def average_gradients(model):
                 parameter.grad = mean.view_as(parameter)
 
 
-def one_by_one(model):
-    """Send a message for each gradient."""
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad /= dist.get_world_size()
-            dist.all_reduce(parameter.grad)
-
-
+NO_GRADIENT = "CRASH.*NoneType"
+DIFFERENT = "its buffer has|HANG, missing"
+ASSIGN = "CRASH.*assign.*grad"
+ZEROS = "expected +None"
+OTHER = "gradient of .*: None"
+INFINITE = r"float16.*: \[inf"
 WORDS = {
-    "CRASH.*NoneType": "A gradient is None if the parameter is frozen, or if forward() did not use "
-    "it.",
-    "its buffer has|HANG, missing": "The ranks send different messages. Do some ranks lack a "
-    "gradient?",
-    "CRASH.*assign.*grad": "All numbers of a message have the same dtype. Use one message for each "
-    "dtype.",
-    "CRASH.*not compatible": "view() needs numbers in the order of their indices. flatten() copies "
-    "if needed.",
+    NO_GRADIENT: "A gradient is None if the parameter is frozen, or if forward() did not use it.",
+    DIFFERENT: "The ranks send different messages. Do some ranks lack a gradient?",
+    ASSIGN: "All numbers of a message have the same dtype. Use one message for each dtype.",
     "messages;": "Join the gradients of one dtype with torch.cat, and send them in one message.",
     "dtypes.* bytes;": "A message has a larger dtype than the gradients. Does torch.cat join "
     "several dtypes?",
     "frozen.* bytes;": "Do frozen parameters travel, which have no gradient? Or does the tied one "
     "travel twice? model.parameters() yields it once.",
-    "unused: .*expected +None": "No rank has this gradient, so it stays None: the optimizer must "
-    "skip it.",
-    "expected +None": "This parameter is frozen, so it has no gradient.",
-    "zeros_on_rank_0: None": "Rank 0 has this gradient, although all its numbers are 0. Test "
-    "whether it is None.",
-    "gradient of .*: None": "Another rank has this gradient, so all ranks get the mean.",
-    "float16.*: \\[inf": "The sum is too large for float16. Divide before the numbers are added.",
-    "rank ., (?!the gradient)": "Only the gradients may change.",
+    ZEROS: "No rank has this gradient, so it stays None: the optimizer must skip it.",
+    OTHER: "Some rank has this gradient, so all ranks get the mean, even if all its numbers are 0.",
+    INFINITE: "The sum is too large for float16. Divide before the numbers are added.",
 }
 FLAG = "if flag > 0:"
 MEAN = "mean.view_as(parameter)"
 DIVIDE = "message /= dist.get_world_size()"
 REDUCE = "dist.all_reduce(message)"
 MISTAKES = {
-    WORDS["CRASH.*NoneType"]: ("torch.zeros_like(parameter) if missing else ", ""),
-    WORDS["its buffer has|HANG, missing"]: (
-        "parameter.requires_grad",
-        "parameter.grad is not None",
-    ),
-    WORDS["CRASH.*assign.*grad"]: ("buckets[parameter.dtype]", "buckets[None]"),
-    WORDS["CRASH.*not compatible"]: ("gradient.flatten()", "gradient.view(-1)"),
-    WORDS["messages;"]: one_by_one,
-    WORDS["dtypes.* bytes;"]: (
-        *("buckets[parameter.dtype]", "buckets[None]"),
-        *(MEAN, f"{MEAN}.to(parameter.dtype)"),
-    ),
+    WORDS[NO_GRADIENT]: ("torch.zeros_like(parameter) if missing else ", ""),
+    WORDS[DIFFERENT]: ("parameter.requires_grad", "parameter.grad is not None"),
+    WORDS[ASSIGN]: ("buckets[parameter.dtype]", "buckets[None]"),
+    WORDS["messages;"]: ("buckets[parameter.dtype]", "buckets[parameter]"),
     WORDS["frozen.* bytes;"]: ("if parameter.requires_grad:", "if True:"),
-    WORDS["unused: .*expected +None"]: (FLAG, "if True:"),
-    WORDS["expected +None"]: ("if parameter.requires_grad:", "if True:", FLAG, "if True:"),
-    WORDS["zeros_on_rank_0: None"]: (
-        *("parameter.grad is None", "parameter.grad is None or not parameter.grad.any()"),
-    ),
-    WORDS["gradient of .*: None"]: (FLAG, "if parameter.grad is not None:"),
-    WORDS["float16.*: \\[inf"]: (DIVIDE, "pass", REDUCE, f"{REDUCE}; {DIVIDE}"),
-    WORDS["rank ., (?!the gradient)"]: (MEAN, f"{MEAN}; parameter.data.add_(1)"),
+    WORDS[ZEROS]: (FLAG, "if True:"),
+    WORDS[OTHER]: (FLAG, "if parameter.grad is not None:"),
+    WORDS[INFINITE]: (DIVIDE, "pass", REDUCE, f"{REDUCE}; {DIVIDE}"),
     "This is the rank's own gradient. Is the mean copied into parameter.grad?": (
         *(f"parameter.grad = {MEAN}", "pass"),
     ),

@@ -7,7 +7,7 @@ import torch.distributed as dist
 import torch.fx.experimental.symbolic_shapes  # backward(gradient) imports it: see ranks.py
 from judging.attempt import Rung
 from judging.kept import Watching
-from judging.words import TOLERANCE, difference, times
+from judging.words import differing, times
 from torch import nn
 
 NAME = "CheckpointBlock"
@@ -17,8 +17,7 @@ CASES = {
     "a block with LayerNorm, float64": {"kind": "norm"},
     "a block with dropout": {"kind": "dropout"},
     "inputs without a gradient": {"kind": "mlp", "learn_inputs": False},
-    "a frozen layer": {"kind": "mlp", "frozen": True},
-    "a parameter that is not used": {"kind": "unused"},
+    "a frozen layer, and a parameter that is not used": {"kind": "unused", "frozen": True},
 }
 RUNG_1 = Rung(
     cases=("an MLP", "a block with LayerNorm, float64"),
@@ -27,6 +26,7 @@ RUNG_1 = Rung(
 )
 ROWS = 512  # so that the inputs are much larger than the state of the random numbers
 WIDTH = 16
+KEPT = "kept until backward"
 ENOUGH = "the inputs only"
 BEFORE = "random numbers before backward"
 AFTER = "random numbers after backward"
@@ -54,18 +54,6 @@ def is_tensor(value):
     return isinstance(value, torch.Tensor)
 
 
-class Residual(nn.Module):
-    """Adds what a module returns to its input."""
-
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
-
-    def forward(self, inputs):
-        """Return a tensor like the inputs."""
-        return inputs + self.module(inputs)
-
-
 def block_of(kind, rank, frozen=False, learn_inputs=True):
     """Return a block, the same on all ranks, a tensor, and the first layer, which needs it.
 
@@ -78,8 +66,6 @@ def block_of(kind, rank, frozen=False, learn_inputs=True):
     if kind == "dropout":
         layers.append(nn.Dropout(0.5))
     block = nn.Sequential(*layers)
-    if kind != "mlp":
-        block = Residual(block)
     if kind == "unused":
         block.unused = nn.Parameter(torch.ones(WIDTH))
     if frozen:
@@ -91,43 +77,18 @@ def block_of(kind, rank, frozen=False, learn_inputs=True):
     return block, images, first
 
 
-class Noting(torch.autograd.Function):
-    """Returns the inputs, and notes their gradient on its way to the layers before the block.
-
-    (A hook on the inputs would also run when a learner's backward() asks for their gradient.)
-    """
-
-    @staticmethod
-    def forward(ctx, inputs, gradients):
-        """Return the same tensor."""
-        ctx.gradients = gradients
-        ctx.set_materialize_grads(False)  # None stays None, and does not become zeros
-        return inputs.view_as(inputs)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        """Note the gradient, and return it."""
-        if gradient is not None:
-            ctx.gradients.append(gradient)
-        return gradient, None
-
-
-def result_of(output, block, gradients, first):
+def result_of(output, block, first):
     """Return what is compared of a step."""
     found = {"the output": output.detach() if is_tensor(output) else output}
-    found["the gradient of inputs"] = sum(gradients) if gradients else None
     for name, parameter in block.named_parameters():
         found[f"the gradient of {name}"] = parameter.grad
-    found["the gradient of the layer before the block"] = first.weight.grad
-    return found
+    return found | {"the gradient of the layer before the block": first.weight.grad}
 
 
 def run(checkpoint_block, kind, **case):
-    """Call the learner's function on this rank, forward and backward."""
     gc.freeze()  # what is there already is never searched, so gc.collect() is fast
     block, images, first = block_of(kind, dist.get_rank(), **case)
-    gradients = []
-    inputs = Noting.apply(first(images), gradients)
+    inputs = first(images)
     torch.manual_seed(1)
     with Watching() as memory:
         output = checkpoint_block.apply(block, inputs, *block.parameters())
@@ -137,30 +98,22 @@ def run(checkpoint_block, kind, **case):
         nbytes = memory.kept(enough, inputs, output, before)
         if is_tensor(output) and output.requires_grad:
             loss_of(output).backward()
-    after = torch.rand(3)
     kept = ENOUGH
     if nbytes > enough:
         kept = f"{nbytes} bytes more than the inputs ({inputs.nbytes} bytes)"
-    found = {"kept until backward": kept} | result_of(output, block, gradients, first)
-    if kind == "dropout":
-        found |= {BEFORE: before, AFTER: after}
-    return found
+    found = {KEPT: kept} | result_of(output, block, first)
+    return found | {BEFORE: before, AFTER: torch.rand(3)}
 
 
 def expected(rank, world_size, kind, **case):
-    """Return what run() should return."""
     block, images, first = block_of(kind, rank, **case)
-    gradients = []
-    inputs = Noting.apply(first(images), gradients)
+    inputs = first(images)
     torch.manual_seed(1)
     output = block(inputs)
     before = torch.rand(3)
     loss_of(output).backward()
-    after = torch.rand(3)
-    found = {"kept until backward": ENOUGH} | result_of(output, block, gradients, first)
-    if kind == "dropout":
-        found |= {BEFORE: before, AFTER: after}
-    return found
+    found = {KEPT: ENOUGH} | result_of(output, block, first)
+    return found | {BEFORE: before, AFTER: torch.rand(3)}
 
 
 def loss_of(output):
@@ -203,43 +156,30 @@ class CheckpointBlock(torch.autograd.Function):
         return None, *(next(gradients) if tensor.requires_grad else None for tensor in tensors)
 
 
+COUNT = "CRASH.*an incorrect number of gradients"
 WORDS = {
     "CRASH.*does not require grad": "autograd records nothing inside backward(), unless it "
     "computes inside `with torch.enable_grad():`. And some tensors need no gradient: see "
     "ctx.needs_input_grad.",
-    "CRASH.*an incorrect number of gradients": "backward() returns one value for each argument of"
-    " forward(), after ctx.",
+    COUNT: "backward() returns one value for each argument of forward(), after ctx.",
+    KEPT: "What the block has computed stays in memory until backward. Keep only the inputs.",
+    f"dropout.*(the output|{BEFORE})": "forward() must draw the random numbers that block(inputs) "
+    "would draw.",
+    AFTER: "backward() draws the block's random numbers again. At its end, restore the state that "
+    "was there at its beginning.",
+    "gradient of [^:]*: None": "Has backward() returned None for it?",
+    "dropout.*the gradient": "Does backward() drop the same numbers as forward() has dropped?",
 }
 
 
 def explain(trial):
-    """Put typical mistakes into words."""
-    if trial.verdict != "WRONG":
-        return None
-    actual, right = trial.of_rank()
-    wrong = [name for name in right if difference(actual[name], right[name], TOLERANCE)]
-    if "kept until backward" in wrong:
-        return "What the block has computed stays in memory until backward. Keep only the inputs."
-    if "the output" in wrong or BEFORE in wrong:
-        if trial.case["kind"] == "dropout":
-            return "forward() must draw the random numbers that block(inputs) would draw."
-        return None
-    if wrong == [AFTER]:
-        return (
-            "backward() draws the block's random numbers again. At its end, restore the state that "
-            "was there at its beginning."
-        )
-    missing = [name for name in wrong if actual[name] is None]
-    if missing:
-        return f"backward() has returned None for {missing[0].removeprefix('the gradient of ')}."
-    factors = [times(actual[name], right[name]) for name in wrong if name != AFTER]
-    if all(factor and abs(factor - 2) < 1e-2 for factor in factors):
+    """Tell gradients that are twice as large as they should be."""
+    factor = times(*differing(*trial.of_rank())) if trial.verdict == "WRONG" else None
+    if factor and abs(factor - 2) < 1e-2:
         return (
             "2 times what is expected. If backward() calls backward(), this adds to each .grad, "
             "and autograd then adds what you return. Use torch.autograd.grad."
         )
-    if trial.case["kind"] == "dropout":
-        return "backward() drops other numbers than forward() has dropped."
     return None
 
 
@@ -249,13 +189,8 @@ MISTAKES = {
     "some tensors need no gradient: see ctx.needs_input_grad.": (
         *("[tensor for tensor in tensors if tensor.requires_grad]", "tensors"),
     ),
-    WORDS["CRASH.*an incorrect number of gradients"]: (
-        RETURN,
-        RETURN.replace("None, *", "tuple", 1),
-    ),
-    "backward() drops other numbers than forward() has dropped.": (
-        *("torch.set_rng_state(ctx.random_state)", "pass"),
-    ),
+    WORDS[COUNT]: (RETURN, RETURN.replace("None, *", "tuple", 1)),
+    WORDS["dropout.*the gradient"]: (*("torch.set_rng_state(ctx.random_state)", "pass"),),
     "restore the state that was there at its beginning.": (
         *("torch.set_rng_state(state_now)", "pass"),
     ),

@@ -55,15 +55,7 @@ class Model(nn.Module):
 
 
 def batches_of(rank, world_size, empty, dtype, equal=False):
-    """Return the batches of a rank, a list of pairs (images, labels).
-
-    Args:
-        rank: the rank.
-        world_size: the number of ranks.
-        empty: the rank that has no batches; -1 is the last one. None: all have some.
-        dtype: the dtype of the images.
-        equal: whether all ranks have the same number of images, in batches of the same size.
-    """
+    """Return the batches of a rank, a list of pairs (images, labels). The rank `empty` has none."""
     if world_size > 1 and empty is not None and rank == empty % world_size:
         return []
     generator = torch.Generator().manual_seed(rank)
@@ -82,17 +74,15 @@ def model_of(dtype):
 
 
 def run(exact_accuracy, dtype, **case):
-    """Call the learner's function on this rank."""
     model = model_of(dtype)
     batches = batches_of(dist.get_rank(), dist.get_world_size(), dtype=dtype, **case)
     returned = exact_accuracy(model, batches)
     if isinstance(returned, (tuple, list)) and len(returned) == 2:
         returned = torch.tensor([float(each) for each in returned], dtype=torch.float64)
-    return {RESULT: returned, "autograd": model.autograd, **model.state_dict()}
+    return {**model.state_dict(), "autograd": model.autograd, RESULT: returned}
 
 
 def expected(rank, world_size, dtype, **case):
-    """Return what run() should return."""
     batches = []
     for each in range(world_size):
         batches += batches_of(each, world_size, dtype=dtype, **case)
@@ -102,11 +92,10 @@ def expected(rank, world_size, dtype, **case):
         logits = model_of(dtype).eval()(images)
     hits = (logits.argmax(dim=1) == labels).double().mean()
     means = torch.stack([F.cross_entropy(logits, labels).double(), hits])
-    return {RESULT: means, "autograd": "off", **model_of(dtype).state_dict()}
+    return {**model_of(dtype).state_dict(), "autograd": "off", RESULT: means}
 
 
 def limits(rank, world_size, **case):
-    """Return how much a rank may send."""
     return {"messages": 1, "bytes": sent_bytes("all_reduce", 3 * 8, world_size)}
 
 
@@ -127,51 +116,18 @@ def exact_accuracy(model, batches):
     return loss_sum / seen, hits / seen
 
 
+NO_IMAGES = "CRASH.*ZeroDivisionError"
 WORDS = {
-    "CRASH.*ZeroDivisionError": "A rank without images has nothing to divide. Add up over the "
-    "ranks first."
+    NO_IMAGES: "A rank without images has nothing to divide. Add up over the ranks first.",
+    "HANG, no images": "A rank without images must call the same collectives as the others.",
+    "HANG, batches": "The ranks have different numbers of batches. Call collectives after the last "
+    "batch.",
+    "messages;": "Put the sums into one tensor, and add it up over the ranks once, after the last "
+    "batch.",
+    "norm.running": "The buffers of batch norm have changed. Call model.eval() first.",
+    "autograd: on": "Autograd records each operation for backward(). Turn it off with "
+    "torch.no_grad().",
 }
-
-
-def explain(trial):
-    """Put typical mistakes into words."""
-    if trial.verdict == "HANG":
-        return explain_hang(trial)
-    if trial.verdict == "COSTLY":
-        mine = trial.messages[trial.rank]
-        if all(message.numel > 1 for message in mine):
-            return "Is this a message for each batch? Other ranks may have more batches, or fewer."
-        return "Put the sums into one tensor, and add it up over the ranks once."
-    actual, right = trial.of_rank()
-    if actual["autograd"] == "on":
-        return "Autograd records each operation for backward(). Turn it off with torch.no_grad()."
-    returned = actual[RESULT]
-    if not isinstance(returned, torch.Tensor) or returned.shape != (2,):
-        return "Return two numbers: the mean loss, and the accuracy."
-    if not returned.isfinite().all():
-        return "A rank without images has nothing to divide. Add up over the ranks first."
-    for number in (0, 1):
-        if torch.isclose(returned[number], right[RESULT][1 - number]):
-            return "Return the mean loss first, then the accuracy."
-    if not torch.equal(actual["norm.running_mean"], right["norm.running_mean"]):
-        return "The buffers of batch norm have changed. Call model.eval() first."
-    return None
-
-
-def explain_hang(trial):
-    """Put it into words if the ranks do not send the same messages."""
-    size = trial.world_size
-    counts = [len(messages) for messages in trial.messages]
-    for rank in range(size):
-        if counts[rank] == 0 and not batches_of(rank, size, **trial.case):
-            return (
-                f"Rank {rank} has no images, but it must call the same collectives as the others."
-            )
-    if len(set(counts)) > 1:
-        return "The ranks have different numbers of batches. Call collectives after the last batch."
-    return None
-
-
 REDUCE = "    dist.all_reduce(totals)\n"
 SUM = 'reduction="sum")'
 LOOP = "    for images, labels in batches:\n"
@@ -185,15 +141,7 @@ MISTAKES = {
         *("== labels).sum()", "== labels).float().mean()"),
         *("+= len(labels)", "+= 1"),
     ),
-    "These are sums over all images. Divide them by the number of images.": (
-        *("loss_sum / seen, hits / seen", "loss_sum, hits"),
-    ),
-    "The sums are divided by the number of ranks, not of images.": (
-        *("    return ", "    seen = dist.get_world_size()\n    return "),
-    ),
     "Call model.eval() first.": ("    model.eval()\n", ""),
     "Turn it off with torch.no_grad().": ("@torch.no_grad()\n", "", SUM, f"{SUM}.item()"),
-    "has no images, but it must call the same collectives as the others.": (
-        *(LOOP, f"    if not batches:\n        return 0.0, 0.0\n{LOOP}"),
-    ),
+    WORDS["HANG, no images"]: (*(LOOP, f"    if not batches:\n        return 0.0, 0.0\n{LOOP}"),),
 }

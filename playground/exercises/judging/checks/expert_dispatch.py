@@ -66,7 +66,6 @@ def gradient_of(expert):
 
 
 def run(expert_dispatch, here, kind, dtype=torch.float32):
-    """Call the learner's function on this rank, forward and backward."""
     rank = dist.get_rank()
     tokens, expert, gradient = inputs_of(rank, dist.get_world_size(), here, kind, dtype)
     tokens.requires_grad_()
@@ -77,27 +76,23 @@ def run(expert_dispatch, here, kind, dtype=torch.float32):
     found = {"the outputs": outputs, "the gradient of tokens": tokens.grad}
     if len(tokens) == 0:
         found["the gradient of tokens"] = torch.zeros_like(tokens)  # there may be none
+    busy = experts_of_all(dist.get_world_size(), here, kind)
     for index, each in enumerate(experts):
-        # An expert without tokens may have a gradient of zeros, or none.
+        number = rank * here + index
         gradient = gradient_of(each)
-        no_tokens = not tokens_of(rank * here + index, dist.get_world_size(), here, kind)
-        if gradient is None and no_tokens:
+        if gradient is None and number not in busy:  # zeros or none: both are right
             gradient = torch.zeros(WIDTH, WIDTH + 1, dtype=dtype)
-        found[f"the gradient of expert {rank * here + index}"] = gradient
+        found[f"the gradient of expert {number}"] = gradient
     return found
 
 
-def tokens_of(number, world_size, here, kind):
-    """Return how many tokens of all ranks an expert gets."""
-    total = 0
-    for rank in range(world_size):
-        _, expert, _ = inputs_of(rank, world_size, here, kind)
-        total += (expert == number).sum().item()
-    return total
+def experts_of_all(world_size, here, kind):
+    """Return the experts of the tokens of all ranks, one number for each token."""
+    experts = [inputs_of(rank, world_size, here, kind)[1] for rank in range(world_size)]
+    return torch.cat(experts).tolist()
 
 
 def expected(rank, world_size, here, kind, dtype=torch.float32):
-    """Return what run() should return."""
     experts = [make_expert(number, dtype) for number in range(world_size * here)]
     found = {}
     for other in range(world_size):
@@ -121,15 +116,10 @@ def limits(rank, world_size, here, kind, dtype=torch.float32):
 
     An answer may also send the number of the expert with each token.
     """
-    away = 0  # tokens of this rank whose expert is elsewhere
-    guests = 0  # tokens of other ranks whose expert is here
-    for other in range(world_size):
-        _, expert, _ = inputs_of(other, world_size, here, kind)
-        elsewhere = expert // here != rank
-        if other == rank:
-            away = elsewhere.sum().item()
-        else:
-            guests += (~elsewhere).sum().item()
+    _, expert, _ = inputs_of(rank, world_size, here, kind)
+    away = (expert // here != rank).sum().item()  # tokens of this rank whose expert is elsewhere
+    mine = [number for number in experts_of_all(world_size, here, kind) if number // here == rank]
+    guests = len(mine) - (len(expert) - away)  # tokens of other ranks whose expert is here
     rows = 2 * (away + guests) * WIDTH * dtype.itemsize
     all_counts = world_size * here
     counts = (world_size - 1) * all_counts * 8 + away * 8  # int64, to each rank
@@ -177,18 +167,22 @@ def expert_dispatch(tokens, expert, experts):
     return outputs
 
 
+SPLIT = "CRASH.*(?i:split sizes)"
 WORDS = {
-    "CRASH.*(?i:split sizes)": "The counts that a rank sends must be those with which the other "
-    "rank receives.",
+    SPLIT: "The counts that a rank sends must be those with which the other rank receives.",
     "COSTLY": "A token is needed by its expert only, and its output by its own rank only.",
+    "HANG, 3 experts": "A rank without tokens must call all collectives, also those of backward().",
 }
 SORT = "expert.argsort()"
 WORLD = "dist.get_world_size()"
 BACK = "Exchange.apply(computed, received, sent)"
 MISTAKES = {
-    WORDS["CRASH.*(?i:split sizes)"]: (BACK, "Exchange.apply(computed, sent, received)"),
+    WORDS[SPLIT]: (BACK, "Exchange.apply(computed, sent, received)"),
     WORDS["COSTLY"]: (
         *(WORLD, f"{WORLD}\n    dist.all_gather_object([None] * world_size, tokens)"),
+    ),
+    WORDS["HANG, 3 experts"]: (
+        *(WORLD, f"{WORLD}\n    if len(tokens) == 0:\n        return tokens"),
     ),
     "For autograd, a message is the end of the graph. Send gradients in backward().": (
         *(BACK, f"{BACK}.detach()"),
@@ -198,17 +192,12 @@ MISTAKES = {
         *("outputs[order] =", "outputs[:] ="),
     ),
     "was computed by expert": (SORT, "(expert // here).argsort(stable=True)"),
-    "A rank without tokens must call all of them, also those of backward().": (
-        *(WORLD, f"{WORLD}\n    if len(tokens) == 0:\n        return tokens"),
-    ),
 }
 
 
 def explain(trial):
-    """Put typical mistakes into words."""
-    if trial.verdict == "HANG":
-        return explain_hang(trial)
-    if trial.verdict == "COSTLY":
+    """Tell by the numbers which expert has computed a token, and what has no gradient."""
+    if trial.verdict != "WRONG":
         return None
     actual, right = trial.of_rank()
     outputs = actual["the outputs"]
@@ -216,10 +205,10 @@ def explain(trial):
         return "Return the outputs of this rank's tokens as one tensor."
     if difference(outputs, right["the outputs"], CLOSE):
         return explain_outputs(trial, outputs, right["the outputs"])
+    experts = [name for name in right if name.startswith("the gradient of expert")]
+    if any(actual[name] is None for name in experts):
+        return "For autograd, a message is the end of the graph. Send gradients in backward()."
     if difference(actual["the gradient of tokens"], right["the gradient of tokens"], CLOSE):
-        experts = [name for name in right if name.startswith("the gradient of expert")]
-        if any(actual[name] is None for name in experts):
-            return "For autograd, a message is the end of the graph. Send gradients in backward()."
         return "The outputs are right. How does the gradient get back to the rank of a token?"
     return "The outputs are right. Which ranks have the gradients that an expert needs?"
 
@@ -231,31 +220,11 @@ def explain_outputs(trial, outputs, right):
         return None
     if not difference(outputs, right[expert.argsort(stable=True)], CLOSE):
         return "The outputs are in the order of the experts. Return them in that of the tokens."
-    computed_by = []  # for each token, the expert whose output it has
-    for token, output in zip(tokens, outputs, strict=True):
-        computed_by.append(who_has_computed(token, output, trial))
-    for index, (number, wanted) in enumerate(zip(computed_by, expert.tolist(), strict=True)):
-        if number is not None and number != wanted:
-            return f"Token {index} was computed by expert {number}, and not by expert {wanted}."
+    count = trial.world_size * trial.case["here"]
+    experts = [make_expert(number, tokens.dtype) for number in range(count)]
+    for index, wanted in enumerate(expert.tolist()):
+        for number, each in enumerate(experts):
+            same = not difference(outputs[index].detach(), each(tokens[index]).detach(), CLOSE)
+            if same and number != wanted:
+                return f"Token {index} was computed by expert {number}, and not by expert {wanted}."
     return None
-
-
-def who_has_computed(token, output, trial):
-    """Return the number of the expert that computes this output of a token; None: there is none."""
-    for number in range(trial.world_size * trial.case["here"]):
-        expert = make_expert(number, token.dtype)
-        if not difference(output.detach(), expert(token).detach(), CLOSE):
-            return number
-    return None
-
-
-def explain_hang(trial):
-    """Say which ranks have called less than the others."""
-    calls = [len(mine) for mine in trial.messages]
-    if len(set(calls)) == 1:
-        return None
-    fewest = calls.index(min(calls))
-    return (
-        f"Rank {fewest} has called {min(calls)} collectives, and another rank {max(calls)}. A rank "
-        "without tokens must call all of them, also those of backward()."
-    )

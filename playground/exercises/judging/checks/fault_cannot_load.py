@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch._dynamo  # DDP imports it: here, before the ranks are forked
 import torch.distributed as dist
-from judging.words import TOLERANCE, difference
+from judging.single import step, together
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,6 +21,7 @@ CASES = {
 }
 PATH = "checkpoint.pt"
 RIGHT = "can be loaded"
+IMITATED = True
 HINTS = """
 Which keys does the state of the plain model have, and which does the state of the trained model
 have? What kind of object is the model that is trained?
@@ -90,46 +91,29 @@ def read(model):
     try:
         saved = torch.load(PATH, weights_only=True)
     except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
-        if "weights_only" in str(error):
-            return None, "contains Python objects that are not tensors"
-        return None, "is damaged"
-    if not isinstance(saved, dict) or "model" not in saved:
-        return None, 'has no entry "model"'
+        objects = "weights_only" in str(error)
+        return None, "contains Python objects that are not tensors" if objects else "is damaged"
+    if not isinstance(saved, dict) or not isinstance(saved.get("model"), dict):
+        return None, 'has no dict "model"'
     state = saved["model"]
-    if not isinstance(state, dict):
-        return None, f"has a {type(state).__name__} as its model, and not a dict"
     keys = list(model.state_dict())
     lacking = [key for key in keys if key not in state]
     other = [key for key in state if key not in keys]
-    if lacking and other:
-        return None, f"has no key `{lacking[0]}`, but `{other[0]}`"
     if lacking:
-        return None, f"has no key `{lacking[0]}`"
+        return None, f"has no key `{lacking[0]}`" + (f", but `{other[0]}`" if other else "")
     if other:
         return None, f"has the key `{other[0]}`, which the model does not have"
     model.load_state_dict(state)
     return dict(model.state_dict()), RIGHT
 
 
-def trained(kind, ranks, steps=2):
-    """Return the state of a single process that trains on the images of some ranks."""
-    model = make_model(kind)
-    parts = [part(rank) for rank in ranks]
-    for _ in range(steps):
-        model.zero_grad()
-        images = torch.cat([images for images, _ in parts])
-        labels = torch.cat([labels for _, labels in parts])
-        F.cross_entropy(model(images), labels).backward()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.grad is not None:
-                    parameter -= 0.1 * parameter.grad
-    return dict(model.state_dict())
-
-
 def expected(rank, world_size, kind):
-    """Return what run() should return."""
-    return {"the checkpoint": RIGHT, "the loaded model": trained(kind, range(world_size))}
+    """Train in a single process, with the images of all ranks. Returns what run() should return."""
+    model = make_model(kind)
+    images, labels = together([part(each) for each in range(world_size)])
+    for _ in range(2):
+        step(model, F.cross_entropy(model(images), labels))
+    return {"the checkpoint": RIGHT, "the loaded model": dict(model.state_dict())}
 
 
 def train(model, images, labels, path):
@@ -148,24 +132,8 @@ def train(model, images, labels, path):
     dist.barrier()  # no rank returns before the file is there
 
 
-def explain(trial):
-    """Put typical mistakes into words."""
-    if trial.verdict != "WRONG":
-        return None
-    state = trial.results[trial.rank]["the loaded model"]
-    kind = trial.case["kind"]
-    if state is None:
-        if trial.rank > 0:
-            return f"Rank {trial.rank} returned before rank 0 had written the file."
-        return None
-    if not difference(state, trained(kind, [], steps=0), TOLERANCE):
-        return "This is the model before training."
-    for rank in range(trial.world_size):
-        if not difference(state, trained(kind, [rank]), TOLERANCE):
-            return f"This model has learned from the images of rank {rank} only."
-    return None
-
-
+EARLY = "rank [1-9], the checkpoint: (does not exist|is damaged)"
+WORDS = {EARLY: "This rank returned before rank 0 had written the file."}
 STATE = "model.module.state_dict()"
 REPLACED = '{key.replace("module.", ""): each for key, each in model.state_dict().items()}'
 MISTAKES = {
@@ -173,9 +141,9 @@ MISTAKES = {
     "has no key `inner.module.weight`, but": (STATE, REPLACED),
     "contains Python objects that are not tensors": (STATE, "model.module"),
     "has no key `steps`": (STATE, "dict(model.module.named_parameters())"),
-    "This model has learned from the images of rank": (
+    "This model has learned from the images of rank 0 only.": (
         *("    model = DistributedDataParallel(model)\n", ""),
         *(STATE, "model.state_dict()"),
     ),
-    "Rank 1 returned before rank 0 had written the file.": ("    dist.barrier()", "    pass"),
+    WORDS[EARLY]: ("    dist.barrier()", "    pass"),
 }

@@ -4,12 +4,16 @@ import os
 
 import torch
 import torch.distributed as dist
+from judging.single import named, step
 from torch.nn import functional as F
 
 NAME = "train"
 JOIN = False
 FAULT = "CRASH with 2 ranks ... all_reduce ... has left the group"
 CASES = {"limit 1": {"limit": 1.0}, "limit 0.5": {"limit": 0.5}}
+STEPS = "the number of steps"
+LEFT = "the group, which this rank"
+IMITATED = True
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
 HINTS = """
 After how many steps does each rank leave the group, and which number decides this?
@@ -41,39 +45,22 @@ def run(train, limit):
     model = make_model()
     images, labels = part(int(os.environ["RANK"]))
     steps = train(model, images, labels, limit)
-    parameters = {name: each.detach() for name, each in model.named_parameters()}
     left = "has left" if not dist.is_initialized() else "has not left"
-    return {"the number of steps": steps, **parameters, "the group, which this rank": left}
-
-
-def trained(world_size, limit, number="mean"):
-    """Train in a single process. Returns the number of steps and the model.
-
-    Args:
-        number: what is compared with the limit: "mean" or "sum" of the losses, or a rank's loss.
-    """
-    model = make_model()
-    parts = [part(rank) for rank in range(world_size)]
-    steps = 0
-    while steps < 20:
-        steps += 1
-        model.zero_grad()
-        losses = torch.stack([F.mse_loss(model(images), labels) for images, labels in parts])
-        losses.mean().backward()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter -= 0.1 * parameter.grad
-        numbers = {"mean": losses.mean(), "sum": losses.sum(), **dict(enumerate(losses))}
-        if numbers[number] < limit:
-            break
-    return steps, model
+    return {STEPS: steps, **named(model), LEFT: left}
 
 
 def expected(rank, world_size, limit):
-    """Return what run() should return."""
-    steps, model = trained(world_size, limit)
-    parameters = {name: each.detach() for name, each in model.named_parameters()}
-    return {"the number of steps": steps, **parameters, "the group, which this rank": "has left"}
+    """Train in a single process. Returns what run() should return."""
+    model = make_model()
+    parts = [part(each) for each in range(world_size)]
+    steps = 0
+    while steps < 20:
+        steps += 1
+        losses = torch.stack([F.mse_loss(model(images), labels) for images, labels in parts])
+        step(model, losses.mean())
+        if losses.mean() < limit:
+            break
+    return {STEPS: steps, **named(model), LEFT: "has left"}
 
 
 def train(model, images, labels, limit):
@@ -100,38 +87,17 @@ def train(model, images, labels, limit):
     return steps
 
 
-def explain(trial):
-    """Put typical mistakes into words."""
-    if trial.verdict == "HANG":
-        return None
-    result, _ = trial.of_rank()
-    size = trial.world_size
-    steps = [trial.results[rank]["the number of steps"] for rank in range(size)]
-    if result["the group, which this rank"] == "has not left":
-        return "A rank must leave the group before its program ends."
-    if len(set(steps)) > 1:
-        return f"The ranks have taken different numbers of steps: {', '.join(map(str, steps))}."
-    if steps[0] == 20:
-        return "This is the largest number of steps. Is the limit checked?"
-    for rank in range(size):
-        if size > 1 and steps[0] == trained(size, **trial.case, number=rank)[0]:
-            return f"In this step the loss of rank {rank} is below the limit, but the mean is not."
-    if steps[0] == trained(size, **trial.case, number="sum")[0]:
-        return "In this step the sum of the losses is below the limit, but their mean is not."
-    return None
-
-
+NOT_LEFT = f"{LEFT}: has not"
+WORDS = {NOT_LEFT: "A rank must leave the group before its program ends."}
 MEAN = "        dist.all_reduce(mean_loss)\n        mean_loss /= dist.get_world_size()\n"
 MISTAKES = {
     "Another rank has left the group, or its process has ended": (MEAN, ""),
-    "In this step the sum of the losses is below the limit, but their mean is not.": (
+    "The sum of the losses is compared with the limit, and not their mean.": (
         *("        mean_loss /= dist.get_world_size()\n", ""),
     ),
-    "In this step the loss of rank 0 is below the limit, but the mean is not.": (
+    "The loss of rank 0 is compared with the limit, and not the mean.": (
         *(MEAN, "        dist.broadcast(mean_loss, src=0)\n"),
     ),
     "This is the largest number of steps. Is the limit checked?": ("mean_loss < limit", "False"),
-    "A rank must leave the group before its program ends.": (
-        *("    dist.destroy_process_group()\n", ""),
-    ),
+    WORDS[NOT_LEFT]: (*("    dist.destroy_process_group()\n", ""),),
 }

@@ -2,6 +2,7 @@
 
 import torch
 import torch.distributed as dist
+from judging.single import named, step
 from torch.nn import functional as F
 
 NAME = "train"
@@ -25,10 +26,10 @@ the loss of each rank = the loss / the number of ranks
 """
 
 
-def make_layers():
+def make_model():
     """Return both layers, the same on all ranks."""
     torch.manual_seed(1)
-    return torch.nn.Linear(4, 3), torch.nn.Linear(3, 2)
+    return torch.nn.ModuleDict({"layer": torch.nn.Linear(4, 3), "head": torch.nn.Linear(3, 2)})
 
 
 def sizes(world_size, each, more=0):
@@ -46,37 +47,22 @@ def data(world_size, each, more=0):
 
 
 def run(train, each, steps, more=0):
-    """Call the learner's function on this rank."""
-    layer, head = make_layers()
+    model = make_model()
     tokens, labels = data(dist.get_world_size(), each, more)
     count = sum(part.shape[1] for part in tokens)
-    train(layer, head, tokens[dist.get_rank()], labels, count, steps)
-    return state(layer, head)
-
-
-def state(layer, head):
-    """Return the parameters of both layers by name."""
-    found = {}
-    for name, module in (("layer", layer), ("head", head)):
-        for kind, parameter in module.named_parameters():
-            found[f"{name}.{kind}"] = parameter.detach()
-    return found
+    train(model["layer"], model["head"], tokens[dist.get_rank()], labels, count, steps)
+    return named(model)
 
 
 def expected(rank, world_size, each, steps, more=0):
-    """Return what run() should return: the parameters after training in a single process."""
-    layer, head = make_layers()
+    """Return the parameters after training in a single process."""
+    model = make_model()
     tokens, labels = data(world_size, each, more)
     count = sum(part.shape[1] for part in tokens)
     for _ in range(steps):
-        layer.zero_grad()
-        head.zero_grad()
-        total = sum(layer(part).tanh().sum(dim=1) for part in tokens)
-        F.cross_entropy(head(total / count), labels).backward()
-        with torch.no_grad():
-            for parameter in [*layer.parameters(), *head.parameters()]:
-                parameter -= 0.1 * parameter.grad
-    return state(layer, head)
+        total = sum(model["layer"](part).tanh().sum(dim=1) for part in tokens)
+        step(model, F.cross_entropy(model["head"](total / count), labels))
+    return named(model)
 
 
 class Add(torch.autograd.Function):
@@ -124,9 +110,6 @@ NO_GRAD = "        with torch.no_grad():\n"
 MISTAKES = {
     "Both layers move n times as far as they should, with n ranks. How many ranks compute the "
     "loss?": (DIVIDE, "        pass"),
-    "Both layers move 1/n as far as they should: divided by n twice.": (
-        *("-= 0.1 *", "-= 0.1 / dist.get_world_size() *"),
-    ),
     "`layer` is right, and `head` moves n times as far as it should. Each rank has the whole "
     "gradient of `head` already.": (
         *(DIVIDE, "        pass"),

@@ -1,19 +1,17 @@
 """How fault_mixed_gradients is checked."""
 
-import itertools
-
 import torch
 import torch.distributed as dist
-from judging.words import difference
+from judging.single import named, step, together
 from torch.nn import functional as F
 
 NAME = "train"
-FAULT = "WRONG with 2 ranks, two layers of the same size ... changes by rank 1's gradient of"
+FAULT = "WRONG with 2 ranks, two layers of the same size ... gradients of different parameters"
 CASES = {
     "two layers of the same size": {"kind": "square", "steps": 1},
     "frozen, tied and unused parameters": {"kind": "special", "steps": 3},
 }
-LR = 0.01
+IMITATED = True
 HINTS = """
 The first all_reduce of a rank meets the first all_reduce of the other ranks, the second one meets
 the second one, and so on. Which parameter is the first on each rank?
@@ -66,36 +64,18 @@ def part(rank):
 
 
 def run(train, kind, steps):
-    """Call the learner's function on this rank."""
     model = make_model(kind)
     train(model, *part(dist.get_rank()), steps)
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
-
-
-def gradients(model, ranks):
-    """Return the gradient of each parameter, by name, for all images of some ranks together."""
-    parts = [part(rank) for rank in ranks]
-    images = torch.cat([images for images, _ in parts])
-    labels = torch.cat([labels for _, labels in parts])
-    model.zero_grad()
-    F.mse_loss(model(images), labels).backward()
-    found = {}
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            found[name] = parameter.grad.clone()
-    return found
+    return named(model)
 
 
 def expected(rank, world_size, kind, steps):
-    """Return what run() should return."""
+    """Return the parameters after training in a single process."""
     model = make_model(kind)
+    images, labels = together([part(each) for each in range(world_size)])
     for _ in range(steps):
-        found = gradients(model, range(world_size))
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if name in found:
-                    parameter -= LR * found[name]
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+        step(model, F.mse_loss(model(images), labels), lr=0.01)
+    return named(model)
 
 
 def train(model, images, labels, steps):
@@ -114,83 +94,19 @@ def train(model, images, labels, steps):
                 parameter -= 0.01 * parameter.grad
 
 
-WORDS = {
-    "CRASH.*NoneType": "A parameter that is frozen or not used has no gradient: its grad is None."
-}
-
-
-def explain(trial):
-    """Put typical mistakes into words."""
-    if trial.verdict == "HANG" or trial.case["kind"] != "square":
-        return None
-    size = trial.world_size
-    model = make_model("square")
-    own = [gradients(model, [rank]) for rank in range(size)]
-    kinds = [call.kind for call in trial.messages[trial.rank]]
-    for name, parameter in model.named_parameters():
-        now = trial.results[trial.rank][name]
-        change = (parameter.detach() - now) / LR
-        found = words_on(name, change, own, trial.rank)
-        if found and "barrier" in kinds:
-            return f"{found} A barrier does not change which calls meet."
-        if found and len(kinds) == 1 and "gradient of" in found:
-            return f"{found} In which order are the gradients in the message?"
-        if found:
-            return found
-    return None
-
-
-def words_on(name, change, own, mine):
-    """Return in words which gradients have changed a parameter; None if they are right or unknown.
-
-    Args:
-        name: the parameter.
-        change: by what it has changed, as if it were a gradient.
-        own: for each rank, the gradients of its images by name.
-        mine: the rank on which it has changed.
-    """
-    size = len(own)
-    other = "1.weight" if name == "0.weight" else "0.weight"
-    right = sum(gradients[name] for gradients in own)
-    if close(change, right / size):
-        return None
-    if close(change, right):
-        return f"{name} changes by the sum of the ranks' gradients, and not by their mean."
-    if close(change, own[mine][name]):
-        return f"{name} changes by this rank's own gradient only."
-    for mixed in itertools.product([False, True], repeat=size):
-        total = 0
-        for gradients_of_rank, swapped in zip(own, mixed, strict=True):
-            total = total + gradients_of_rank[other if swapped else name]
-        if close(change, total / size):
-            rank = mixed.index(True)
-            return f"{name} changes by rank {rank}'s gradient of {other}."
-    return None
-
-
-def close(tensor, other):
-    """Return whether two gradients are equal, up to rounding."""
-    return difference(tensor, other, {"rtol": 1e-3, "atol": 1e-3}) is None
-
-
-LARGEST = ("parameter.numel()", "parameter.grad.norm()")
+NO_GRADIENT = "CRASH.*NoneType"
+WORDS = {NO_GRADIENT: "A parameter that is frozen or not used has no gradient: its grad is None."}
 MISTAKES = {
-    "changes by rank 1's gradient of": LARGEST,
-    "A barrier does not change which calls meet.": (
-        *LARGEST,
-        *("dist.all_reduce(parameter.grad)", "dist.barrier(); dist.all_reduce(parameter.grad)"),
+    "On some ranks, gradients of different parameters were added up. Which calls meet?": (
+        *("parameter.numel()", "parameter.grad.norm()"),
     ),
-    "changes by the sum of the ranks' gradients, and not": (
-        "parameter.grad /= dist.get_world_size()",
-        "pass",
+    "The parameters change by the sum of the ranks' gradients, and not by their mean.": (
+        *("parameter.grad /= dist.get_world_size()", "pass"),
     ),
-    "changes by this rank's own gradient only.": (
-        *(
-            "in trained:\n            dist.all_reduce",
-            "in trained[:1]:\n            dist.all_reduce",
-        ),
+    "The parameters change by this rank's own gradients only.": (
+        *("dist.all_reduce(parameter.grad)", "continue"),
     ),
-    WORDS["CRASH.*NoneType"]: (
+    WORDS[NO_GRADIENT]: (
         *(
             "[parameter for parameter in model.parameters() if parameter.grad is not None]",
             "list(model.parameters())",

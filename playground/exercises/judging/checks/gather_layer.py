@@ -17,12 +17,10 @@ NAME = "GatherLayer"
 CASES = {
     "the numbers of a linear layer": {"kind": "linear", "any_memory": True},
     "a linear layer": {"kind": "linear"},
-    "a layer that is used twice, float64": {"kind": "twice"},
-    "an embedding, float16": {"kind": "embedding"},
     "an embedding with large gradients, float16": {"kind": "embedding", "large": True},
     "a frozen linear layer": {"kind": "linear", "frozen": True},
     "inputs without a gradient": {"kind": "linear", "learn_inputs": False},
-    "3 numbers": {"kind": "scale"},
+    "3 numbers, float64": {"kind": "scale"},
 }
 RUNG_1 = Rung(
     cases=("the numbers of a linear layer",),
@@ -48,34 +46,14 @@ backward: flat = all shards; let inputs and flat require a gradient if they need
 """
 
 
-class Twice(nn.Module):
-    """Uses the same layer twice."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(5, 5)
-
-    def forward(self, inputs):
-        """Apply the layer, tanh, and the layer again."""
-        return self.layer(torch.tanh(self.layer(inputs)))
-
-
 def layer_of(kind, rank):
     """Return a layer, the same on all ranks, and inputs, different on each rank."""
     torch.manual_seed(0)
     if kind == "embedding":
-        layer = nn.Embedding(7, 5).half()
-        return layer, torch.tensor([[rank, 1, 6]])
-    if kind == "twice":
-        layer = Twice().double()
-        inputs = torch.randn(1, 5, dtype=torch.float64)
-    elif kind == "scale":
-        layer = nn.Linear(2, 1)
-        inputs = torch.randn(2, 2)
-    else:
-        layer = nn.Linear(7, 9)
-        inputs = torch.randn(1, 7)
-    return layer, inputs * (rank + 1)
+        return nn.Embedding(7, 5).half(), torch.tensor([[rank, 1, 6]])
+    if kind == "scale":
+        return nn.Linear(2, 1).double(), torch.randn(2, 2, dtype=torch.float64) * (rank + 1)
+    return nn.Linear(7, 9), torch.randn(1, 7) * (rank + 1)
 
 
 def parts(layer, flat):
@@ -108,7 +86,6 @@ def gradient_of(output, large=False):
 
 
 def run(gather_layer, kind, frozen=False, learn_inputs=True, large=False, any_memory=False):
-    """Call the learner's function on this rank, forward and backward."""
     gc.freeze()  # what is there already is never searched, so gc.collect() is fast
     rank = dist.get_rank()
     world_size = dist.get_world_size()
@@ -152,36 +129,27 @@ def in_words(nbytes, enough, shard):
     return f"{nbytes} bytes more than the shard ({shard.nbytes} bytes) and the inputs"
 
 
-def expected(rank, world_size, kind, frozen=False, learn_inputs=True, large=False, **others):
-    """Return what run() should return."""
-    gradients = []
-    for other in range(world_size):
-        layer, inputs = layer_of(kind, other)
-        flat = flat_of(layer, world_size).requires_grad_()
-        inputs.requires_grad_(inputs.is_floating_point())
-        output = functional_call(layer, parts(layer, flat), (inputs,))
-        output.backward(gradient_of(output, large))
-        gradients.append(flat.grad.double())
-        if other == rank:
-            mine = output.detach()
-            of_inputs = inputs.grad
-    mean = (sum(gradients) / world_size).to(flat.dtype)
+def whole(rank, world_size, kind, large=False, **others):
+    """Compute with the whole layer and a rank's inputs. Returns the output and two gradients."""
+    layer, inputs = layer_of(kind, rank)
+    flat = flat_of(layer, world_size).requires_grad_()
+    inputs.requires_grad_(inputs.is_floating_point())
+    output = functional_call(layer, parts(layer, flat), (inputs,))
+    output.backward(gradient_of(output, large))
+    return output.detach(), flat.grad, inputs.grad
+
+
+def expected(rank, world_size, frozen=False, learn_inputs=True, **case):
+    output, of_flat, of_inputs = whole(rank, world_size, **case)
+    total = sum(whole(other, world_size, **case)[1].double() for other in range(world_size))
+    mean = (total / world_size).to(of_flat.dtype)
     return {
-        "the output": mine,
+        "the output": output,
         "the gradient of its shard": None if frozen else mean.chunk(world_size)[rank],
         "the gradient of its inputs": of_inputs if learn_inputs else None,
         "kept until backward": ENOUGH,
         "kept after backward": ENOUGH,
     }
-
-
-def own_gradient(rank, world_size, kind, large=False, **others):
-    """Return a rank's shard of its own gradient."""
-    layer, inputs = layer_of(kind, rank)
-    flat = flat_of(layer, world_size).requires_grad_()
-    output = functional_call(layer, parts(layer, flat), (inputs,))
-    output.backward(gradient_of(output, large))
-    return flat.grad.chunk(world_size)[rank]
 
 
 def limits(rank, world_size, kind, frozen=False, **others):
@@ -225,58 +193,43 @@ class GatherLayer(torch.autograd.Function):
         return inputs.grad, of_shard, None
 
 
+GRADIENT = "CRASH.*invalid gradient at index 1"
+NO_GRAPH = "CRASH.*does not require grad"
+INTEGERS = "CRASH.*floating point"
 WORDS = {
-    "CRASH.*invalid gradient at index 1": "The gradient of `shard` has as many numbers as the "
-    "shard.",
-    "CRASH.*does not require grad": "autograd records nothing inside backward(), unless it "
-    "computes inside `with torch.enable_grad():`, with tensors that require a gradient.",
-    "CRASH.*floating point": "`inputs` may be integers. ctx.needs_input_grad[0] shows whether "
-    "they need a gradient.",
+    GRADIENT: "The gradient of `shard` has as many numbers as the shard.",
+    NO_GRAPH: "autograd records nothing inside backward(), unless it computes inside `with "
+    "torch.enable_grad():`, with tensors that require a gradient.",
+    INTEGERS: "`inputs` may be integers. ctx.needs_input_grad[0] shows whether they need a "
+    "gradient.",
+    "frozen.*messages;": "Is the gradient of the frozen layer sent? It is not needed.",
+    "messages;|bytes;": "Two all_gathers and one reduce_scatter are enough. A rank needs only its "
+    "shard of the gradient.",
+    "kept until backward: [0-9]": "The whole parameters, or what was computed from them, stay in "
+    "memory until backward. Save only the inputs and the shard, and gather again.",
+    "kept after backward: [0-9]": "The whole parameters, or their gradient, stay in memory.",
+    "the gradient of its [a-z]*: None": "backward() has returned None for it.",
+    r"shard: \[[^]]*inf": "The sum over the ranks is too large for float16. Divide before the "
+    "reduce_scatter.",
 }
 
 
 def explain(trial):
-    """Put typical mistakes into words."""
-    if trial.verdict == "COSTLY":
-        return explain_costs(trial)
-    if trial.verdict == "HANG":
+    """Tell gradients by their numbers."""
+    if trial.verdict != "WRONG":
         return None
     actual, right = trial.of_rank()
-    wrong = [name for name in right if difference(actual[name], right[name], TOLERANCE)]
-    if wrong[0] == "the output":
+    name = next(each for each in right if difference(actual[each], right[each], TOLERANCE))
+    if actual[name] is None:
         return None
-    if wrong[0] == "kept until backward":
-        return (
-            "The whole parameters, or what was computed from them, stay in memory until backward. "
-            "Save only the inputs and the shard, and gather again."
-        )
-    if wrong[0] == "kept after backward":
-        return "The whole parameters, or their gradient, stay in memory."
-    if actual[wrong[0]] is None:
-        return f"backward() has returned None for {wrong[0]}."
-    if wrong[0] == "the gradient of its inputs":
-        if trial.world_size == 1 and times(actual[wrong[0]], right[wrong[0]]):
-            return (
-                "Backward inside backward() has reached the caller's `inputs`, too. Begin with "
-                "inputs.detach()."
-            )
+    _, own, _ = whole(trial.rank, trial.world_size, **trial.case)
+    if name == "the gradient of its inputs" and trial.world_size > 1:
         return "The inputs are this rank's own. Neither add up nor average their gradient."
-    if actual[wrong[0]].isinf().any():
-        return "The sum over the ranks is too large for float16. Divide before the reduce_scatter."
-    own = own_gradient(trial.rank, trial.world_size, **trial.case)
-    factor = times(actual[wrong[0]], own)
-    if factor and abs(factor - 1) < 1e-2:
+    if name == "the gradient of its inputs" and times(actual[name], right[name]):
+        return "Has backward() inside backward() reached the caller's `inputs`? Detach them first."
+    own = own.chunk(trial.world_size)[trial.rank]
+    if name == "the gradient of its shard" and not difference(actual[name], own, TOLERANCE):
         return "This is a shard of this rank's own gradient. Those of the other ranks are missing."
-    return None
-
-
-def explain_costs(trial):
-    """Say which messages are not needed."""
-    kinds = [message.kind for message in trial.messages[trial.rank]]
-    if "all_reduce" in kinds:
-        return "all_reduce brings each rank the whole gradient. A rank needs its shard of it."
-    if kinds.count("reduce_scatter") == 1 and trial.case.get("frozen"):
-        return "The layer is frozen, so its gradient is not needed."
     return None
 
 
@@ -287,11 +240,8 @@ MISTAKES = {
     "The sum over the ranks is too large for float16. Divide before the reduce_scatter.": (
         *(MEAN, "flat.grad); of_shard /= dist.get_world_size()"),
     ),
-    "Begin with inputs.detach().": (LEAF, "inputs"),
-    WORDS["CRASH.*does not require grad"]: ("with torch.enable_grad():", "if True:"),
-    WORDS["CRASH.*invalid gradient at index 1"]: (
-        "inputs.grad, of_shard",
-        "inputs.grad, flat.grad",
-    ),
-    WORDS["CRASH.*floating point"]: ("requires_grad_(learn_inputs)", "requires_grad_()"),
+    "reached the caller's `inputs`? Detach them first.": (LEAF, "inputs"),
+    WORDS[NO_GRAPH]: ("with torch.enable_grad():", "if True:"),
+    WORDS[GRADIENT]: ("inputs.grad, of_shard", "inputs.grad, flat.grad"),
+    WORDS[INTEGERS]: ("requires_grad_(learn_inputs)", "requires_grad_()"),
 }

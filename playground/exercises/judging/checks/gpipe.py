@@ -1,5 +1,7 @@
 """How gpipe is checked."""
 
+from itertools import pairwise
+
 import torch
 import torch.distributed as dist
 import torch.fx.experimental.symbolic_shapes  # backward(gradient) imports it: see ranks.py
@@ -10,10 +12,9 @@ from torch.nn import functional as F
 CASES = {
     "2, 2 and 2 rows": {"rows": (2, 2, 2)},
     "3, 3 and 1 rows": {"rows": (3, 3, 1)},
-    "the first 3 layers are frozen": {"rows": (2, 2, 2, 1), "frozen": (0, 1, 2)},
-    "layer 3 is frozen": {"rows": (2, 1), "frozen": (3,)},
+    "the first 3 layers are frozen": {"rows": (2, 2, 2, 1), "frozen": True},
     "integers as inputs, float64": {"rows": (2, 2, 1), "words": True},
-    "1 micro-batch, earlier gradients": {"rows": (3,), "before": True},
+    "earlier gradients": {"rows": (3, 2), "before": True},
 }
 RUNG_1 = Rung(
     cases=("2, 2 and 2 rows",),
@@ -41,32 +42,12 @@ for each micro-batch: if there is a next rank, receive the gradient of the outpu
 """
 
 
-class Twice(nn.Module):
-    """Uses the same layer twice."""
+class Apply(nn.Module):
+    """Applies a function."""
 
-    def __init__(self, width):
+    def __init__(self, function):
         super().__init__()
-        self.layer = nn.Linear(width, width)
-
-    def forward(self, inputs):
-        """Apply the layer, tanh, and the layer again."""
-        return self.layer(torch.tanh(self.layer(inputs)))
-
-
-class Swap(nn.Module):
-    """Swaps two axes, so its output is not contiguous."""
-
-    def forward(self, inputs):
-        """Return a view."""
-        return inputs.transpose(1, 2)
-
-
-class Double(nn.Module):
-    """Continues in float64."""
-
-    def forward(self, inputs):
-        """Return the same numbers in float64."""
-        return inputs.double()
+        self.forward = function
 
 
 def layers_of(words, frozen, before):
@@ -74,28 +55,24 @@ def layers_of(words, frozen, before):
 
     Args:
         words: whether it takes integers and computes in float64.
-        frozen: the numbers of the layers that are not trained.
+        frozen: whether the first three layers are not trained.
         before: whether the parameters have gradients already.
     """
     torch.manual_seed(0)
     if words:
+        swap = Apply(lambda inputs: inputs.transpose(1, 2))  # so the output is not contiguous
         layers = [
-            nn.Sequential(nn.Embedding(9, 4), Swap()),
-            nn.Sequential(nn.Linear(2, 3), Swap(), Double()),
-            nn.Sequential(nn.Linear(4, 5).double(), Swap()),
+            nn.Sequential(nn.Embedding(9, 4), swap),
+            nn.Sequential(nn.Linear(2, 3), swap, Apply(torch.Tensor.double)),
+            nn.Sequential(nn.Linear(4, 5).double(), swap),
             nn.Sequential(nn.Flatten(), nn.Linear(15, 4).double(), nn.Tanh()),
             nn.Linear(4, CLASSES).double(),
         ]
     else:
-        layers = [
-            nn.Sequential(nn.Linear(4, 6), nn.Tanh()),
-            nn.Sequential(nn.Linear(6, 5), nn.Tanh()),
-            Twice(5),
-            nn.Sequential(nn.Linear(5, 7), nn.Tanh()),
-            nn.Linear(7, CLASSES),
-        ]
-    for number in frozen:
-        layers[number].requires_grad_(False)
+        widths = pairwise((4, 6, 5, 5, 7, CLASSES))
+        layers = [nn.Sequential(nn.Linear(*pair), nn.Tanh()) for pair in widths]
+    for layer in layers[:3]:
+        layer.requires_grad_(not frozen)
     for parameter in nn.Sequential(*layers).parameters():
         parameter.grad = torch.ones_like(parameter) if before else None
     return layers
@@ -125,7 +102,7 @@ def activations(layers, inputs):
     return found
 
 
-def run(gpipe, rows, words=False, frozen=(), before=False):
+def run(gpipe, rows, words=False, frozen=False, before=False):
     """Call the learner's function on this rank. Returns the gradients of its stage."""
     layers = layers_of(words, frozen, before)
     mine = numbers_of(dist.get_rank(), dist.get_world_size())
@@ -147,7 +124,7 @@ def results_of(layers, numbers, passes):
     return found | {"its forward passes": passes}
 
 
-def expected(rank, world_size, rows, words=False, frozen=(), before=False):
+def expected(rank, world_size, rows, words=False, frozen=False, before=False):
     """Return the gradients of a single process, and how many forward passes a rank computes."""
     layers = layers_of(words, frozen, before)
     inputs, labels = data_of(rows, words)
@@ -155,7 +132,7 @@ def expected(rank, world_size, rows, words=False, frozen=(), before=False):
     return results_of(layers, numbers_of(rank, world_size), len(rows))
 
 
-def limits(rank, world_size, rows, words=False, frozen=(), before=False):
+def limits(rank, world_size, rows, words=False, frozen=False, before=False):
     """Return how much a rank may send, and in how many rounds."""
     numbers = numbers_of(rank, world_size)
     inputs, _ = data_of(rows, words)
@@ -197,55 +174,43 @@ def gpipe(stage, inputs, labels, shape, dtype):
             dist.send(received[number].grad, rank - 1)
 
 
+SCALAR = "CRASH.*only for scalar outputs"
+NO_GRAPH = "CRASH.*does not require grad"
+NO_GRADIENT = "CRASH.*(NoneType|Expected Tensor, got)"
+BUFFER = "its buffer has"
+ROUNDS = "rounds of messages;"
 WORDS = {
-    "CRASH.*only for scalar outputs": "Only the last rank has a loss. On the others, "
-    "backward(gradient) starts with the gradient that the next rank has sent.",
-    "CRASH.*does not require grad": "If this stage and all before it are frozen, the output "
-    "requires no gradient, and backward() has nothing to do.",
-    "CRASH.*(NoneType|Expected Tensor, got)": "Was requires_grad_() called for what was received? "
-    "Then backward() fills its .grad.",
+    SCALAR: "Only the last rank has a loss. On the others, backward(gradient) starts with the "
+    "gradient that the next rank has sent.",
+    NO_GRAPH: "If this stage and all before it are frozen, the output requires no gradient, and "
+    "backward() has nothing to do.",
+    NO_GRADIENT: "Was requires_grad_() called for what was received? Then backward() fills its "
+    ".grad.",
     "CRASH.*contiguous": "send needs a contiguous tensor: output.contiguous().",
-    "its buffer has": "Has the buffer the shape and the dtype of the message, and its number of "
-    "rows?",
+    BUFFER: "Has the buffer the shape and the dtype of the message, and its number of rows?",
     "CRASH.*require gradients": "The inputs of rank 0 may be integers. They need no gradient.",
     "bytes;": "Only the stage's output goes forward, and only the gradient of its input back.",
-    "rounds of messages;": "Does a rank wait for the gradient of a micro-batch before it computes "
-    "the next one? Compute all forward passes first.",
+    ROUNDS: "Does a rank wait for the gradient of a micro-batch before it computes the next one? "
+    "Compute all forward passes first.",
     "expected +None": "A frozen parameter has got a gradient.",
     "gradient .*: None": "There is no gradient. Was backward() called on this rank?",
     "passes: ": "One forward pass for each micro-batch is enough: keep its output for backward().",
 }
 LOSS = ', reduction="sum") / rows'
-FORWARD = "output = stage(received[number])"
 BACKWARD = "output.backward(gradient)"
 MISTAKES = {
-    WORDS["CRASH.*only for scalar outputs"]: (BACKWARD, "output.backward()"),
-    WORDS["CRASH.*does not require grad"]: ("if output.requires_grad:", "if True:"),
-    WORDS["CRASH.*(NoneType|Expected Tensor, got)"]: ("buffer.requires_grad_()", "buffer"),
+    WORDS[SCALAR]: (BACKWARD, "output.backward()"),
+    WORDS[NO_GRAPH]: ("if output.requires_grad:", "if True:"),
+    WORDS[NO_GRADIENT]: ("buffer.requires_grad_()", "buffer"),
     WORDS["CRASH.*contiguous"]: (".contiguous()", ""),
-    WORDS["its buffer has"]: ("dtype=dtype, ", ""),
-    WORDS["CRASH.*require gradients"]: (
-        *("list(inputs)", "[each.requires_grad_() for each in inputs]"),
-    ),
-    WORDS["bytes;"]: (
-        *("output.detach().contiguous()", "torch.cat([output.detach()] * 2)"),
-        *("empty(len(micro_batch),", "empty(2 * len(micro_batch),"),
-        *("buffer.requires_grad_()", "buffer[: len(micro_batch)].clone().requires_grad_()"),
-    ),
-    WORDS["rounds of messages;"]: (
+    WORDS[BUFFER]: ("dtype=dtype, ", ""),
+    WORDS[ROUNDS]: (
         *("        outputs.append(output)\n    for number, output in enumerate(outputs):\n", ""),
     ),
-    WORDS["gradient .*: None"]: (BACKWARD, "pass"),
-    WORDS["passes: "]: (FORWARD, f"stage(received[number]); {FORWARD}"),
-    "These are the gradients of the sum of the micro-batches' mean losses. "
-    "The loss is the mean over all rows.": (LOSS, ")"),
     "These are the gradients of the mean of the micro-batches' mean losses. "
     "The last micro-batch has fewer rows, so it must count less.": (LOSS, ") / len(inputs)"),
     "These are the gradients of the sum over all rows, not of the mean.": (") / rows", ")"),
     "The earlier gradients are gone. backward() adds to what is in parameter.grad.": (
         *("outputs = []", "outputs = stage.zero_grad() or []"),
     ),
-    "Only the last micro-batch is in the gradients. backward() adds to parameter.grad, so "
-    "leave it as it is in between.": (BACKWARD, f"stage.zero_grad(); {BACKWARD}"),
-    "Only the first micro-batch is in the gradients.": (BACKWARD, f"number or {BACKWARD}"),
 }

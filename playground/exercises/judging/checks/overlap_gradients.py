@@ -1,30 +1,32 @@
 """How overlap_gradients is checked."""
 
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from judging.attempt import Rung
 from judging.traffic import Counting, sent_bytes
-from judging.words import difference
 from torch import nn
 
 
-class Plain(nn.Module):
-    """Three layers."""
+class Layers(nn.Module):
+    """A layer that all ranks run, and then some of the others, in an order of the rank."""
 
-    def __init__(self):
+    def __init__(self, even, odd, dtypes=(torch.float32,) * 3):
         super().__init__()
-        self.first = nn.Linear(3, 4)
-        self.second = nn.Linear(4, 4)
-        self.third = nn.Linear(4, 2)
+        self.first, self.second, self.third = (nn.Linear(4, 4, dtype=dtype) for dtype in dtypes)
+        self.paths = even, odd
 
     def forward(self, rank, at_first):
         """Return the output of a rank. backward() calls at_first() before the first layer."""
-        hidden = self.first(torch.randn(2, 3))
+        hidden = self.first(torch.randn(2, 4).to(self.first.weight.dtype))
         hidden.register_hook(at_first)
-        return self.third(self.second(hidden).tanh())
+        for name in self.paths[rank % 2]:
+            layer = getattr(self, name)
+            hidden = layer(hidden.to(layer.weight.dtype)).tanh()
+        return hidden
 
 
 class TiedAndFrozen(nn.Module):
@@ -46,70 +48,22 @@ class TiedAndFrozen(nn.Module):
         return self.output(self.norm(self.frozen(hidden)) * self.scale)
 
 
-class Dtypes(nn.Module):
-    """Layers of three dtypes."""
-
-    def __init__(self):
-        super().__init__()
-        self.first_float16 = nn.Linear(3, 4).half()
-        self.second_float32 = nn.Linear(4, 4)
-        self.third_float64 = nn.Linear(4, 2).double()
-
-    def forward(self, rank, at_first):
-        """Return the output of a rank. backward() calls at_first() before the first layer."""
-        hidden = self.first_float16(torch.randn(2, 3).half())
-        hidden.register_hook(at_first)
-        second = self.second_float32(hidden.float())
-        return self.third_float64(second.double())
-
-
-class Orders(nn.Module):
-    """Ranks with an odd number run the two middle layers in the other order."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(3, 4)
-        self.left = nn.Linear(4, 4)
-        self.right = nn.Linear(4, 4)
-
-    def forward(self, rank, at_first):
-        """Return the output of a rank. backward() calls at_first() before the first layer."""
-        hidden = self.first(torch.randn(2, 3))
-        hidden.register_hook(at_first)
-        if rank % 2:
-            return self.left(self.right(hidden).tanh())
-        return self.right(self.left(hidden).tanh())
-
-
-class Branches(nn.Module):
-    """Even ranks run a layer more, and no rank runs the last one."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(3, 4)
-        self.on_even_ranks = nn.Linear(4, 4)
-        self.unused = nn.Linear(2, 2)
-
-    def forward(self, rank, at_first):
-        """Return the output of a rank. backward() calls at_first() before the first layer."""
-        hidden = self.first(torch.randn(2, 3))
-        hidden.register_hook(at_first)
-        return hidden if rank % 2 else self.on_even_ranks(hidden)
-
-
+FORWARD = ("second", "third")
+DTYPES = (torch.float16, torch.float32, torch.float64)
 CASES = {
-    "three layers": {"model_class": Plain},
-    "tied and frozen parameters": {"model_class": TiedAndFrozen},
-    "three dtypes": {"model_class": Dtypes},
-    "a different order on odd ranks": {"model_class": Orders},
-    "missing gradients": {"model_class": Branches},
+    "three layers": {"make": partial(Layers, FORWARD, FORWARD)},
+    "tied and frozen parameters": {"make": TiedAndFrozen},
+    "three dtypes": {"make": partial(Layers, FORWARD, FORWARD, DTYPES)},
+    "a different order on odd ranks": {"make": partial(Layers, FORWARD, FORWARD[::-1])},
+    # A message for the third layer, which no rank uses, may be the first one.
+    "missing gradients": {"make": partial(Layers, ("second",), ()), "all_travel_early": False},
 }
 RUNG_1 = Rung(
     cases=("three layers",),
     words="for the lesson's own model",
     then="any model, such as one with a frozen parameter, or with layers in another order.",
 )
-TOLERANCE = {"rtol": 2e-3, "atol": 1e-5}  # float16 has 3 digits
+TOLERANCE = {"rtol": 2e-3, "atol": 2e-4}  # float16 has 3 digits
 STEPS = (1, 2)
 SLACK = 8  # bytes that each parameter may cost in addition
 SECONDS_TO_WAIT = 5
@@ -145,26 +99,25 @@ def backward(model, rank, step):
     return sum(message.numel for message in early)
 
 
-def needed_early(model_class):
-    """Return how many numbers must travel when backward() comes to the first layer."""
-    if model_class is Branches:  # a message for a layer that no rank uses may be the first one
-        return 0
-    model = model_of(model_class)
-    first_layer = next(model.children())
-    others = set(model.parameters()) - set(first_layer.parameters())
-    return sum(parameter.numel() for parameter in others if parameter.requires_grad)
-
-
-def model_of(model_class):
+def model_of(make):
     """Return the model."""
     torch.manual_seed(0)
-    return model_class()
+    return make()
 
 
-def run(overlap_gradients, model_class):
+def needed_early(make, all_travel_early=True):
+    """Return how many numbers must travel when backward() comes to the first layer."""
+    model = model_of(make)
+    first_layer = next(model.children())
+    others = set(model.parameters()) - set(first_layer.parameters())
+    early = sum(parameter.numel() for parameter in others if parameter.requires_grad)
+    return early if all_travel_early else 0
+
+
+def run(overlap_gradients, make, **case):
     """Call the learner's function on this rank, and run two steps."""
     rank = dist.get_rank()
-    model = model_of(model_class)
+    model = model_of(make)
     finish = overlap_gradients(model)
     result = {}
     for step in STEPS:
@@ -177,7 +130,7 @@ def run(overlap_gradients, model_class):
         finish()
         result |= gradients_of(model, step)
         # More is right, too: a message may also have flags.
-        result[f"step {step}: {EARLY}"] = min(early, needed_early(model_class))
+        result[f"step {step}: {EARLY}"] = min(early, needed_early(make, **case))
     return result
 
 
@@ -198,43 +151,33 @@ def wait_for_others():
 
 def gradients_of(model, step):
     """Return what is compared."""
-    gradients = {}
-    for name, parameter in model.named_parameters():
-        gradients[f"step {step}: the gradient of {name}"] = parameter.grad
-    return gradients
+    parameters = model.named_parameters()
+    return {f"step {step}: the gradient of {name}": each.grad for name, each in parameters}
 
 
-def all_gradients(world_size, model_class, step):
-    """Return the gradients of each parameter on all ranks, a dict of lists."""
-    gradients = {}
-    for rank in range(world_size):
-        model = model_of(model_class)
-        backward(model, rank, step)
-        for name, gradient in gradients_of(model, step).items():
-            gradients.setdefault(name, []).append(gradient)
-    return gradients
-
-
-def expected(rank, world_size, model_class):
-    """Return what run() should return."""
+def expected(rank, world_size, make, **case):
     result = {}
     for step in STEPS:
-        for name, gradients in all_gradients(world_size, model_class, step).items():
-            existing = [gradient for gradient in gradients if gradient is not None]
-            mean = None
+        everyone = []
+        for other in range(world_size):
+            model = model_of(make)
+            backward(model, other, step)
+            everyone.append(gradients_of(model, step))
+        for name in everyone[0]:
+            existing = [each[name] for each in everyone if each[name] is not None]
+            result[name] = None
             if existing:
                 total = sum(gradient.double() for gradient in existing)
-                mean = (total / world_size).to(existing[0].dtype)
-            result[name] = mean
-        result[f"step {step}: {EARLY}"] = needed_early(model_class)
+                result[name] = (total / world_size).to(existing[0].dtype)
+        result[f"step {step}: {EARLY}"] = needed_early(make, **case)
     if rank == 0:
         result[WAITED] = NO_HOOK_WAITS
     return result
 
 
-def limits(rank, world_size, model_class):
+def limits(rank, world_size, make, **case):
     """Return how much a rank may send in all steps."""
-    parameters = list(model_of(model_class).parameters())
+    parameters = list(model_of(make).parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     nbytes = sum(parameter.nbytes for parameter in trained) + SLACK * len(parameters)
     return {
@@ -283,49 +226,22 @@ def overlap_gradients(model):
     return finish
 
 
+HOOKLESS = "CRASH.*doesn't require gradient"
 WORDS = {
-    "CRASH.*doesn't require gradient": "backward() computes no gradient for a frozen parameter, "
-    "so it can have no hook.",
+    HOOKLESS: "backward() computes no gradient for a frozen parameter, so it can have no hook.",
     "CRASH.*object is not callable": "overlap_gradients(model) must return the function finish.",
-    "CRASH.*its buffer has": "All ranks must start the same messages in the same order. Is a "
-    "gradient missing?",
-    "CRASH.*assign.*grad": "All numbers of a message have the same dtype.",
+    "CRASH.*its buffer has": "All ranks must start the same messages in the same order.",
+    "HANG, missing": "All ranks must send the same messages, even those that lack a gradient.",
+    "first layer: 0": "The means of this step are right, but no message starts in time. Start each "
+    "one in a hook.",
+    "first layer: [1-9]": "The means of this step are right, but only some start in time. Has each "
+    "one a hook?",
+    "a hook waits": "The means are right, but a hook waits. Start messages with async_op=True.",
+    "WRONG, a different order": "Do all ranks start their messages in the same order?",
+    "expected +None": "No rank has this gradient, so it stays None: the optimizer must skip it.",
+    "gradient of [^ ]*: None": "Some rank has this gradient, so all ranks get the mean.",
+    "step 2: the": "Step 1 is right. What has finish() left behind, or not waited for?",
 }
-
-
-def explain(trial):
-    """Put typical mistakes into words."""
-    model_class = trial.case["model_class"]
-    if trial.verdict == "HANG":
-        if model_class is Branches:
-            return "All ranks must send the same messages, even those that lack a gradient."
-        return None
-    if trial.verdict == "COSTLY":
-        return None
-    actual, right = trial.of_rank()
-    wrong = [name for name in right if difference(actual[name], right[name], TOLERANCE)]
-    if EARLY in wrong[0] and actual[wrong[0]] > 0:
-        return "The means are right, but only some start in time. Does each one have a hook?"
-    if EARLY in wrong[0]:
-        return "The means are right, but no message starts in time. Start each one in a hook."
-    if WAITED in wrong[0]:
-        return "The means are right, but a hook waits. Start messages with async_op=True."
-    step = 2 if wrong[0].startswith("step 2") else 1
-    own = all_gradients(trial.world_size, model_class, step)[wrong[0]][trial.rank]
-    found = actual[wrong[0]]
-    if own is not None and not difference(found, own / trial.world_size, TOLERANCE):
-        return "Gradients of other ranks are still missing. Does finish() wait for each message?"
-    if step == 2:
-        return "Step 1 is right. What has finish() left behind, or not waited for?"
-    if right[wrong[0]] is None:
-        return "No rank has this gradient, so it stays None: the optimizer must skip it."
-    if found is None:
-        return "Another rank has this gradient, so all ranks get the mean."
-    if not difference(found, own, TOLERANCE):
-        return "This is the rank's own gradient. Is the mean copied into parameter.grad?"
-    if model_class is Orders:
-        return "Are gradients of different parameters added up? Fix one order for all ranks."
-    return None
 
 
 START = "        started.append((message, dist.all_reduce(message, async_op=True)))\n"
@@ -334,7 +250,7 @@ MISTAKES = {
     "but no message starts in time.": (
         *("parameter.register_post_accumulate_grad_hook(on_gradient)", "pass"),
     ),
-    WORDS["CRASH.*doesn't require gradient"]: (" if each.requires_grad]", "]"),
+    WORDS[HOOKLESS]: (" if each.requires_grad]", "]"),
     "No rank has this gradient, so it stays None": ("if message[-1] > 0:", "if True:"),
     "Step 1 is right. What has finish() left behind": ("        started.clear()\n", ""),
 }

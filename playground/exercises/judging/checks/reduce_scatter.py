@@ -31,26 +31,18 @@ def tensor_of(rank, world_size, chunk, dtype):
 
 
 def run(reduce_scatter, chunk, dtype):
-    """Call the learner's function on this rank."""
     tensor = tensor_of(dist.get_rank(), dist.get_world_size(), chunk, dtype)
     returned = reduce_scatter(tensor)
     return {"the returned tensor": returned, "its own tensor": tensor}
 
 
-def total(world_size, chunk, dtype):
-    """Return the sum over all ranks."""
-    return sum(tensor_of(other, world_size, chunk, dtype) for other in range(world_size))
-
-
 def expected(rank, world_size, chunk, dtype):
-    """Return what run() should return."""
-    mine = total(world_size, chunk, dtype).chunk(world_size)[rank]
-    own = tensor_of(rank, world_size, chunk, dtype)
-    return {"the returned tensor": mine, "its own tensor": own}
+    tensors = [tensor_of(other, world_size, chunk, dtype) for other in range(world_size)]
+    mine = sum(tensors).chunk(world_size)[rank]
+    return {"the returned tensor": mine, "its own tensor": tensors[rank]}
 
 
 def limits(rank, world_size, chunk, dtype):
-    """Return how much a rank may send."""
     chunks = world_size - 1
     # An all_to_all counts as one message, also if it has nothing to send.
     return {"messages": max(chunks, 1), "bytes": chunks * chunk * dtype.itemsize}
@@ -63,35 +55,29 @@ def reduce_scatter(tensor):
     return received.view(dist.get_world_size(), -1).sum(0)
 
 
+CHANGED = "its own tensor:"
+WORDS = {
+    "bytes;": "A rank needs one chunk of each tensor, and not the whole tensors.",
+    "returned tensor: None": "Return the chunk as a new tensor.",
+    CHANGED: "The tensor of the caller has changed. Add up in a separate tensor.",
+}
+
+
 def explain(trial):
-    """Put typical mistakes into words."""
+    """Tell by the digits which ranks' numbers are in the sums."""
+    if trial.verdict != "WRONG":
+        return None
     size = trial.world_size
-    if trial.verdict == "COSTLY":
-        mine = trial.messages[trial.rank]
-        if any(message.numel == size * trial.case["chunk"] for message in mine):
-            return "Each rank sends its whole tensor. A rank needs one chunk of it."
-        return None
-    if trial.verdict == "HANG":
-        return None
-    actual, right = trial.of_rank()
-    returned = actual["the returned tensor"]
-    if returned is None:
-        return "Return the chunk as a new tensor."
-    if difference(actual["its own tensor"], right["its own tensor"], EXACT):
-        return "The tensor of the caller has changed. Add up in a separate tensor."
-    if not isinstance(returned, torch.Tensor):
-        return None
-    whole = total(size, **trial.case)
-    if not difference(returned, whole, EXACT):
-        return "This is the whole sum. Return this rank's chunk of it."
-    for rank, chunk in enumerate(whole.chunk(size)):
-        if not difference(returned, chunk, EXACT):
+    actual, right = (each["the returned tensor"] for each in trial.of_rank())
+    for rank in range(size):
+        other = trial.expected[rank]["the returned tensor"]
+        if rank != trial.rank and not difference(actual, other, EXACT):
             return f"This is chunk {rank} of the sum, which is rank {rank}'s."
-    if returned.shape != right["the returned tensor"].shape:
+    if not isinstance(actual, torch.Tensor) or actual.shape != right.shape:
         return None
     first = trial.rank * trial.case["chunk"]
     parts = [tensor_of(rank, size, **trial.case)[first].item() for rank in range(size)]
-    counts = contributions(returned[0].item(), parts)
+    counts = contributions(actual[0].item(), parts)
     if counts is not None and 0 in counts:
         return f"Rank {counts.index(0)}'s numbers are missing."
     if counts is not None and max(counts) > 1:
@@ -106,9 +92,7 @@ MISTAKES = {
     "This is chunk 1 of the sum, which is rank 1's.": (
         *("(received, tensor)", "(received, tensor.roll(-len(tensor) // dist.get_world_size()))"),
     ),
-    "The tensor of the caller has changed. Add up in a separate tensor.": (
-        *("return received", "tensor.copy_(received); return received"),
-    ),
+    WORDS[CHANGED]: (*("return received", "tensor.copy_(received); return received"),),
     "Rank 0's numbers are missing.": (
         *(".sum(0)", ".sum(0) - tensor.chunk(dist.get_world_size())[dist.get_rank()]"),
     ),

@@ -52,7 +52,6 @@ def expected(rank, world_size, shape, dtype):
 
 
 def limits(rank, world_size, shape, dtype):
-    """Return how much a rank may send."""
     numbers = -(-torch.Size(shape).numel() // world_size)  # in the largest chunk
     messages = 2 * (world_size - 1)
     return {"messages": messages, "bytes": messages * numbers * dtype.itemsize}
@@ -82,20 +81,6 @@ def ring_all_reduce(tensor):
         exchange(chunks[(rank - step + 1) % n], chunks[(rank - step) % n])
 
 
-def whole_tensors(tensor):
-    """Let the whole tensors travel."""
-    rank = dist.get_rank()
-    n = dist.get_world_size()
-    travelling = tensor.clone()
-    for _ in range(n - 1):
-        received = torch.empty_like(tensor)
-        request = dist.isend(travelling, (rank + 1) % n)
-        dist.recv(received, (rank - 1) % n)
-        request.wait()
-        tensor.add_(received)
-        travelling = received
-
-
 WORDS = {"bytes;": "Is a message the whole tensor? Send one chunk of it, of 1/n of the numbers."}
 MISTAKES = {
     "chunk never arrived at position 0: 2(n - 1) = 2 steps, not 0?": (
@@ -104,7 +89,6 @@ MISTAKES = {
     ),
     "rank 1's numbers are missing at position 0. Is each chunk sent": ("keep.add_", "keep.copy_"),
     "rank 0's numbers were added twice": ("keep.add_(received)", "keep.add_(2 * received)"),
-    WORDS["bytes;"]: whole_tensors,
 }
 
 

@@ -60,14 +60,12 @@ def whole(world_size, order, each, heads=1, more=0, scale=1.0):
 
 
 def run(ring_attention, **case):
-    """Call the learner's function on this rank."""
     tensors, places = whole(dist.get_world_size(), **case)
     mine = places[dist.get_rank()]
     return ring_attention(*[tensor[:, :, mine] for tensor in tensors], places)
 
 
 def expected(rank, world_size, **case):
-    """Return what run() should return."""
     (query, key, value), places = whole(world_size, **case)
     read = F.scaled_dot_product_attention(query, key, value, is_causal=True)
     return read[:, :, places[rank]]
@@ -124,25 +122,6 @@ def pass_on(tensor, tokens):
     return received
 
 
-def mean_of_means(query, key, value, places):
-    """Return the mean over the blocks of what a token reads in each, where it reads anything."""
-    rank = dist.get_rank()
-    n = dist.get_world_size()
-    total = torch.zeros_like(query)
-    count = torch.zeros_like(query[..., :1])
-    travelling = torch.stack([key, value])
-    for step in range(n):
-        keys, values = travelling
-        scores = query @ keys.mT / query.shape[-1] ** 0.5
-        later = places[(rank - step) % n] > places[rank][:, None]
-        scores = scores.masked_fill(later, -torch.inf)
-        total += scores.softmax(dim=-1).nan_to_num() @ values
-        count += scores.isfinite().any(dim=-1, keepdim=True)
-        if step < n - 1:
-            travelling = pass_on(travelling, len(places[(rank - step - 1) % n]))
-    return total / count
-
-
 WORDS = {
     "CRASH.*(its buffer has|must match the size of tensor)": "Ranks may have different numbers of"
     " tokens. places tells how many will arrive.",
@@ -174,8 +153,6 @@ MISTAKES = {
     "The scores are not divided by the square root of the size.": (
         *(" / query.shape[-1] ** 0.5", ""),
     ),
-    "This is the mean of the blocks' means. A block counts as much as its weights add up to, so "
-    "divide once, at the end.": mean_of_means,
     "When a block has a larger score, what was added up before must shrink by exp(the maximum "
     "before - the larger one).": ("(maximum - larger).exp()", "1"),
 }

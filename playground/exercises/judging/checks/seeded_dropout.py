@@ -68,29 +68,22 @@ def again(seeded_dropout, p, shape, dtype, may_seed=False):
     found = {"its result": kind_of(returned)}
     if found["its result"] != kind_of(inputs):
         return found
-    found["its inputs"] = "as before"
-    if not torch.equal(inputs.detach(), inputs_of(shape, dtype)):
-        found["its inputs"] = "changed"
     mask = returned.detach().flatten() == 0
-    found["each by itself"] = is_regular(mask, shape)
-    found["dropped"] = how_many(mask, p)
+    rows = mask.view(-1, shape[-1])
+    alike = len(rows) > 1 and torch.equal(rows, rows[:1].expand_as(rows))
+    found["the rows"] = "all alike" if alike else "different"
+    part = mask.double().mean().item()
+    found["dropped"] = f"about {p:.0%}" if abs(part - p) < 0.1 else f"{part:.0%}"
     found["the others"] = scale(returned.detach(), inputs.detach(), p)
     twice = dropped(seeded_dropout, p, shape, dtype, SEED, FIRST)
-    found["called twice for one step"] = "the same"
-    if not torch.equal(mask, twice):
-        found["called twice for one step"] = "different numbers are dropped"
+    found["called twice for one step"] = same_or_not(mask, twice)
     before = torch.load(f"rank{dist.get_rank()}.pt")
-    masks = masks_of_all(before)
-    found["dropped in both"] = equal_masks(masks)
-    found["with no number in common"] = mirrored_masks(masks)
+    found["dropped in both"] = equal_masks(before)
     other = dropped(seeded_dropout, p, shape, dtype, SEED + 54321, FIRST)
-    found["a different seed"] = (
-        "the same numbers" if torch.equal(mask, other) else "different numbers"
-    )
-    found["after the restart"] = "as without a break"
-    for step in STEPS[FIRST:]:
-        if not torch.equal(before[step], dropped(seeded_dropout, p, shape, dtype, SEED, step)):
-            found["after the restart"] = "different numbers are dropped"
+    found["with a different seed"] = same_or_not(mask, other)
+    masks = [dropped(seeded_dropout, p, shape, dtype, SEED, step) for step in STEPS[FIRST:]]
+    as_before = torch.cat([before[step] for step in STEPS[FIRST:]])
+    found["after the restart"] = same_or_not(torch.cat(masks), as_before)
     found["PyTorch's random numbers"] = "as before"
     if not may_seed and not torch.equal(torch.get_rng_state(), state):
         found["PyTorch's random numbers"] = "changed"
@@ -105,10 +98,9 @@ def kind_of(value):
     return f"shape {tuple(value.shape)}, {value.dtype}"
 
 
-def how_many(mask, p):
-    """Return which part of the numbers is dropped, in words."""
-    part = mask.double().mean().item()
-    return f"about {p:.0%}" if abs(part - p) < 0.1 else f"{part:.0%}"
+def same_or_not(mask, other):
+    """Return whether the same numbers are dropped, in words."""
+    return "the same numbers" if torch.equal(mask, other) else "different numbers"
 
 
 def scale(returned, inputs, p):
@@ -117,53 +109,23 @@ def scale(returned, inputs, p):
     right = 1 / (1 - p)
     if torch.allclose(factors, torch.full_like(factors, right), rtol=2e-3):
         return f"times {right:.4g}"
-    low = factors.min().item()
-    high = factors.max().item()
-    return f"times {low:.4g}" if high - low < 1e-2 else f"times {low:.4g} to {high:.4g}"
+    return f"times {factors.min().item():.4g} to {factors.max().item():.4g}"
 
 
-def is_regular(mask, shape):
-    """Return whether rows or columns are dropped alike, in words."""
-    rows = mask.view(-1, shape[-1])
-    for each, name in ((rows, "all rows are alike"), (rows.T, "all columns are alike")):
-        if len(each) > 1 and bool((each == each[0]).all()):
-            return name
-    return "yes"
-
-
-def masks_of_all(masks):
-    """Return what each rank drops in each step: {"rank 0 in step 0": mask}. All ranks call it."""
+def equal_masks(masks):
+    """Return which two ranks and steps drop the same numbers, in words. All ranks call it."""
     mine = torch.stack(list(masks.values())).byte()
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     with uncounted():
         dist.all_gather(everyone, mine)
-    found = {}
+    seen = {}
     for rank, each in enumerate(everyone):
         for step, mask in zip(STEPS, each, strict=True):
-            found[f"rank {rank} in step {step}"] = mask
-    return found
-
-
-def equal_masks(masks):
-    """Return which two ranks and steps drop the same numbers, in words."""
-    seen = {}
-    for name, mask in masks.items():
-        key = bytes(mask.tolist())
-        if key in seen:
-            return f"{seen[key]}, and {name}"
-        seen[key] = name
-    return "no two calls"
-
-
-def mirrored_masks(masks):
-    """Return which two ranks and steps drop no number in common, in words."""
-    names = list(masks)
-    dropped = torch.stack(list(masks.values())).double()
-    common = dropped @ dropped.T
-    for one, row in enumerate(common.tolist()):
-        for other in range(one):
-            if row[other] == 0:
-                return f"{names[other]}, and {names[one]}"
+            name = f"rank {rank} in step {step}"
+            key = bytes(mask.tolist())
+            if key in seen:
+                return f"{seen[key]}, and {name}"
+            seen[key] = name
     return "no two calls"
 
 
@@ -182,15 +144,13 @@ def expected(rank, world_size, p, shape, dtype, may_seed=False):
     """Return what again() should return."""
     return {
         "its result": kind_of(inputs_of(shape, dtype)),
-        "its inputs": "as before",
-        "each by itself": "yes",
+        "the rows": "different",
         "dropped": f"about {p:.0%}",
         "the others": f"times {1 / (1 - p):.4g}",
-        "called twice for one step": "the same",
+        "called twice for one step": "the same numbers",
         "dropped in both": "no two calls",
-        "with no number in common": "no two calls",
-        "a different seed": "different numbers",
-        "after the restart": "as without a break",
+        "with a different seed": "different numbers",
+        "after the restart": "the same numbers",
         "PyTorch's random numbers": "as before",
         "the gradient": "right",
     }
@@ -214,47 +174,23 @@ def seeded_dropout(inputs, p, seed, step):
     return torch.where(random < p, 0, inputs / (1 - p))
 
 
-def explain(trial):
-    """Put typical mistakes into words."""
-    if trial.verdict == "COSTLY":
-        return "A rank knows its rank and the step, so it needs no message."
-    if trial.verdict == "HANG":
-        return None
-    actual, right = trial.of_rank()
-    wrong = [name for name in right if actual.get(name) != right[name]]
-    both = actual.get("dropped in both", "")
-    words = {
-        "dropped": "Each number is dropped with probability p.",
-        "the others": "The numbers that stay are divided by 1 - p, so the mean stays the same.",
-        "each by itself": "Draw a random number for each number of `inputs`.",
-        "called twice for one step": "Seed in each call, with a number that depends only on "
-        "`seed`, the rank and the step.",
-        "with no number in common": "One of the two drops what the other keeps, so the calls "
-        "depend on each other. Each needs random numbers of its own.",
-        "a different seed": "`seed` has no effect.",
-        "after the restart": "Something that differs after a restart has been used.",
-        "PyTorch's random numbers": "Then the ranks would draw different orders of the images. "
-        "Draw from a generator of your own.",
-        "its inputs": "Return a new tensor.",
-    }
-    if wrong[0] == "dropped in both":
-        return about_both(both)
-    return words.get(wrong[0])
-
-
-def about_both(both):
-    """Say which number is missing in the seed, from the two calls that drop the same numbers."""
-    left, right = both.split(", and ")
-    if left.split(" in ")[0] == right.split(" in ")[0]:
-        return "The steps must differ: does the seed depend on `step`?"
-    if left.split(" in ")[1] == right.split(" in ")[1]:
-        return "The ranks must differ: does the seed depend on the rank?"
-    return (
-        "Two ranks have the same seed in different steps. Multiply the step by the number of ranks "
-        "before you add the rank."
-    )
-
-
+WORDS = {
+    "COSTLY": "A rank knows its rank and the step, so it needs no message.",
+    "the rows:": "Draw a random number for each number of `inputs`.",
+    ", dropped:": "Each number is dropped with probability p.",
+    "the others:": "The numbers that stay are divided by 1 - p, so the mean stays the same.",
+    "called twice": "Seed in each call, with a number that depends only on `seed`, the rank and "
+    "the step.",
+    r"both: (rank \d) in .*, and \1": "The steps must differ: does the seed depend on `step`?",
+    r"both: .*(step \d+), and rank \d in \1\b": "The ranks must differ: does the seed depend on "
+    "the rank?",
+    "both: rank": "Two ranks have the same seed in different steps. Multiply the step by the "
+    "number of ranks before you add the rank.",
+    "a different seed": "`seed` has no effect.",
+    "after the restart": "Something that differs after a restart has been used.",
+    "random numbers: changed": "Then the ranks would draw different orders of the images. Draw "
+    "from a generator of your own.",
+}
 OWN = "seed + step * dist.get_world_size() + dist.get_rank()"
 MISTAKES = {
     "The ranks must differ: does the seed depend on the rank?": (OWN, "seed + step"),

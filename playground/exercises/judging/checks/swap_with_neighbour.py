@@ -37,14 +37,12 @@ def neighbour(rank, world_size):
 
 
 def run(swap_with_neighbour, shape, dtype):
-    """Call the learner's function on this rank."""
     tensor = tensor_of(dist.get_rank(), shape, dtype)
     returned = swap_with_neighbour(tensor)
     return {"the returned tensor": returned, "the tensor that was sent": tensor}
 
 
 def expected(rank, world_size, shape, dtype):
-    """Return what run() should return."""
     returned = tensor_of(neighbour(rank, world_size), shape, dtype)
     return {
         "the returned tensor": returned,
@@ -75,7 +73,6 @@ def swap_with_neighbour(tensor):
 
 
 def explain(trial):
-    """Put typical mistakes into words."""
     if trial.verdict != "WRONG":
         return None
     actual, right = trial.of_rank()

@@ -12,7 +12,6 @@ CASES = {
 WORLD_SIZES = (1, 2, 3, 4, 5, 8)  # from 7 ranks on, some trees with two branches are too slow
 ONLY = ("send", "recv")
 INSTEAD = "use send and recv"
-EVEN_ONLY = "right for powers of two only"
 EXACT = {"rtol": 0, "atol": 0}
 HINTS = """
 After the first round, ranks 0 and 1 have the tensor. In the second round, both of them send. Which
@@ -68,15 +67,11 @@ def tree_broadcast(tensor):
 
 
 def explain(trial):
-    """Put typical mistakes into words."""
     sent, _ = steps(trial.messages)
     senders = {each.sender for each in sent}
     if trial.verdict == "COSTLY":
         if senders == {0}:
             return "Only rank 0 sends. The ranks that have the tensor already could help."
-        each_once = all(len(mine) <= 2 for mine in trial.messages)
-        if each_once and len(sent) == trial.world_size - 1:
-            return "Each rank sends once only. It could send again in the next round."
         last = sent[-1]
         return (
             f"Rank {last.sender} sends to rank {last.receiver} in round {last.step}. Which rank "
@@ -106,18 +101,8 @@ def from_rank_0(tensor):
             dist.send(tensor, rank)
 
 
-def along_a_chain(tensor):
-    """Let each rank send to the next one."""
-    rank = dist.get_rank()
-    if rank > 0:
-        dist.recv(tensor, rank - 1)
-    if rank + 1 < dist.get_world_size():
-        dist.send(tensor, rank + 1)
-
-
 MISTAKES = {
     "Only rank 0 sends. The ranks that have the tensor already could help.": from_rank_0,
-    "Each rank sends once only. It could send again in the next round.": along_a_chain,
     "No message has reached rank 2. Is the number of rounds rounded up?": (
         *("while have < n:", "while 2 * have <= n:"),
     ),

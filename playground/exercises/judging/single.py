@@ -1,0 +1,24 @@
+"""Trains in a single process, with whose parameters a check compares those of the ranks."""
+
+import torch
+
+
+def together(parts):
+    """Join pairs of tensors, such as the images and the labels of each rank."""
+    firsts, seconds = zip(*parts, strict=True)
+    return torch.cat(firsts), torch.cat(seconds)
+
+
+def step(model, loss, lr=0.1):
+    """Change the parameters of a model by a step of gradient descent."""
+    model.zero_grad()
+    loss.backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter -= lr * parameter.grad
+
+
+def named(model):
+    """Return the parameters of a model by name."""
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
