@@ -172,7 +172,7 @@ WORDS = {
     MANY: "There are fewer images than `count`, so split them into fewer micro-batches.",
     f"{IN_MEMORY}: ": "Call backward() for each micro-batch, before the next one's forward(). This "
     "frees what forward() has kept.",
-    "call 2: ": "The first call is right. What is left behind for the next one?",
+    "call 2: ": "The first call is right here. What is left behind for the next one?",
 }
 CONTEXT = "model.no_sync() if number < count else nullcontext()"
 FRACTION = "len(micro_labels) / len(labels)"

@@ -209,8 +209,8 @@ def explain(trial):
     if any(actual[name] is None for name in experts):
         return "For autograd, a message is the end of the graph. Send gradients in backward()."
     if difference(actual["the gradient of tokens"], right["the gradient of tokens"], CLOSE):
-        return "The outputs are right. How does the gradient get back to the rank of a token?"
-    return "The outputs are right. Which ranks have the gradients that an expert needs?"
+        return "The outputs are right here. How does the gradient get back to the rank of a token?"
+    return "The outputs are right here. Which ranks have the gradients that an expert needs?"
 
 
 def explain_outputs(trial, outputs, right):

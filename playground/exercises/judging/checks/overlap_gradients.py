@@ -232,18 +232,17 @@ WORDS = {
     "CRASH.*object is not callable": "overlap_gradients(model) must return the function finish.",
     "CRASH.*its buffer has": "All ranks must start the same messages in the same order.",
     "HANG, missing": "All ranks must send the same messages, even those that lack a gradient.",
-    "first layer: 0": "The means of this step are right, but no message starts in time. Start each "
+    "first layer: 0": "This rank has the right means, but no message starts in time. Start each "
     "one in a hook.",
-    "first layer: [1-9]": "The means of this step are right, but only some start in time. Has each "
+    "first layer: [1-9]": "This rank has the right means, but only some start in time. Has each "
     "one a hook?",
-    "a hook waits": "The means are right, but a hook waits. Start messages with async_op=True.",
+    "a hook waits": "This rank has the right means, but a hook waits. Start messages with "
+    "async_op=True.",
     "WRONG, a different order": "Do all ranks start their messages in the same order?",
     "expected +None": "No rank has this gradient, so it stays None: the optimizer must skip it.",
     "gradient of [^ ]*: None": "Some rank has this gradient, so all ranks get the mean.",
-    "step 2: the": "Step 1 is right. What has finish() left behind, or not waited for?",
+    "step 2: the": "Step 1 is right here. What has finish() left behind, or not waited for?",
 }
-
-
 START = "        started.append((message, dist.all_reduce(message, async_op=True)))\n"
 MISTAKES = {
     "but a hook waits.": (START, f"{START}        started[-1][1].wait()\n"),
@@ -252,5 +251,5 @@ MISTAKES = {
     ),
     WORDS[HOOKLESS]: (" if each.requires_grad]", "]"),
     "No rank has this gradient, so it stays None": ("if message[-1] > 0:", "if True:"),
-    "Step 1 is right. What has finish() left behind": ("        started.clear()\n", ""),
+    "Step 1 is right here. What has finish() left behind": ("        started.clear()\n", ""),
 }
