@@ -6,13 +6,14 @@
 # The tests of several nodes need root and some Debian packages. Without these they are skipped.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-run/setup.sh tests/requirements.txt
-where=(tests)
+run/setup.sh tests/requirements.txt .github/pages/requirements.txt
+where=(tests .github/pages)
 case ${1-} in
     "") set -- -m quick ;;
     --all) shift ;;
 esac
 for word in "$@"; do
-    [[ $word != tests/* ]] || where=() # a file of tests was given, or a test in it
+    # A file of tests was given, or a test in it.
+    [[ $word != tests/* && $word != .github/pages* ]] || where=()
 done
 exec .venv/bin/python -m pytest "${where[@]}" -n 4 --dist worksteal "$@"

@@ -1,0 +1,14 @@
+"""Sphinx's settings for the web pages."""
+
+project = html_title = "The PyTorch distributed playground"
+extensions = ["myst_parser", "sphinx_copybutton"]
+myst_enable_extensions = ["attrs_block", "deflist"]
+myst_heading_anchors = 4
+copybutton_prompt_text = r"(?:node\d)?\$ "
+copybutton_prompt_is_regexp = True
+html_theme = "furo"
+pygments_dark_style = "github-dark"
+html_static_path = ["static"]
+html_css_files = ["pages.css"]
+html_js_files = ["pages.js"]
+smartquotes = html_copy_source = html_show_sphinx = html_show_copyright = False
