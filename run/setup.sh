@@ -54,7 +54,7 @@ for file in "${missing[@]}"; do
             install -r "$folder/torch.txt" --index-url "$TORCH_INDEX_URL"
         else
             echo "Installing $what into $PWD/.venv, once. On Linux this takes about 6 GB of disk," >&2
-            echo "most of it for CUDA. README.md has how to install a smaller build for CPUs." >&2
+            echo "most of it for CUDA. installing.md has how to install a smaller build for CPUs." >&2
         fi
     else
         echo "Installing $file into $PWD/.venv, once." >&2

@@ -13,9 +13,10 @@ from conftest import FEWER, ROOT, Lesson, epochs, free_port, lesson_path, ranks,
 from lessons import LESSONS
 from torch.distributed.run import parse_args
 
-README = (ROOT / "README.md").read_text()
-MEASURED = (ROOT / "playground" / "pages" / "measured.md").read_text()
-BLOCKS = re.findall(r"^```console\n(.*?)^```$", README, re.M | re.S)
+PAGES = ROOT / "playground" / "pages"
+MEASURED = (PAGES / "measured.md").read_text()
+TEXTS = [path.read_text() for path in (ROOT / "README.md", *sorted(PAGES.glob("*.md")))]
+BLOCKS = re.findall(r"^```console\n(.*?)^```$", "".join(TEXTS), re.M | re.S)
 
 
 def docstring(lesson):
@@ -127,10 +128,8 @@ def test_console_block(block, request):
 
 
 def test_every_console_block_is_found():
-    """The blocks of README.md; the exercises and run/README.md have tests of their own."""
-    assert len(BLOCKS) == README.count("```console\n") >= 4
-    for path in (ROOT / "playground" / "pages").glob("*.md"):
-        assert "```console\n" not in path.read_text()
+    """The blocks of all pages; the exercises and run/README.md have tests of their own."""
+    assert len(BLOCKS) == "".join(TEXTS).count("```console\n") >= 4
 
 
 def can_run(command):

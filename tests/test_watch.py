@@ -21,7 +21,7 @@ from conftest import (
     run,
 )
 
-README = (ROOT / "README.md").read_text()
+PAGE = (ROOT / "playground/pages/watching.md").read_text()
 WATCHED = ROOT / "tests" / "watched.py"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 PARAMETERS = 4 * 59_210  # bytes of those of the MLP
@@ -90,8 +90,8 @@ def in_browser(page):
 
 
 def test_the_waits_of_readme():
-    """README shows who waits for whom in a lesson without an optimizer, and at which lines."""
-    shown = re.search(r"^    who waits for whom\n((?:    .*\n)+)", README, re.M)[1]
+    """The page shows who waits for whom in a lesson without an optimizer, and at which lines."""
+    shown = re.search(r"^    who waits for whom\n((?:    .*\n)+)", PAGE, re.M)[1]
     done = run("watch", lesson_path("blocking_p2p"), "--device", "cpu")
     without_times = [re.sub(r"[\d.]+ ms", "", text) for text in (shown, done.stdout)]
     rows, printed = [{row.strip() for row in text.splitlines()} for text in without_times]
@@ -206,8 +206,8 @@ def test_ctrl_c(to_all):
 
 
 def test_the_hang_of_readme(change, tmp_path):
-    """README shows what a hang in an exercise of collectives.py looks like."""
-    reason, rows = re.search(r"^    (watch: .*\n)((?:    .*\n)+)", README, re.M).groups()
+    """The page shows what a hang in an exercise of collectives.py looks like."""
+    reason, rows = re.search(r"^    (watch: .*\n)((?:    .*\n)+)", PAGE, re.M).groups()
     skipping = ("    dist.all_reduce(mine)", "    if rank != 1:\n        dist.all_reduce(mine)")
     path = change("collectives", skipping)
     flags = ("-g", 2, "--timeout", 120, "--device", "cpu")
