@@ -1,7 +1,6 @@
 """The exercises in the docstrings end as playground/pages/answers.md says. Each is done on a copy.
 
-Here are those that end with other losses or sums. One of model_parallel.py needs a GPU, so it is in
-test_gpu.py. test_resumable.py kills ranks.
+Here are those that end with other losses or sums. test_resumable.py kills ranks.
 """
 
 import re

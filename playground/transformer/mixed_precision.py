@@ -217,7 +217,7 @@ def show_norms(model):
     norm = clip_grad_norm_(model.parameters(), math.inf)  # changes no gradient
     gradients = [parameter.grad for parameter in model.parameters()]
     if isinstance(norm, DTensor):
-        # NEW: the norm over all ranks. (norm.to_local() would be this rank's part.)
+        # NEW: the norm over all ranks. (With torch 2.9, to_local() has only this rank's part.)
         norm = norm.full_tensor()
         gradients = [gradient.to_local() for gradient in gradients]
     if dist.get_rank() == 0:
