@@ -1,8 +1,8 @@
 """A lesson for launchers without PyTorch, for tests that are about the launcher.
 
-Each rank prints where it runs and its flags. Then it connects to rank 0 at MASTER_ADDR and
-MASTER_PORT, as PyTorch's ranks do. With --wait it then waits until another rank ends, and fails, as
-in a collective.
+Each rank prints where it runs, its flags, and variables of its environment. Then it connects to
+rank 0 at MASTER_ADDR and MASTER_PORT, as PyTorch's ranks do. With --wait it then waits until
+another rank ends, and fails, as in a collective. With --sleep it only ends if it is told to.
 """
 
 import os
@@ -13,8 +13,12 @@ import time
 
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 place = "rank {} of {}, on its node {} of {}, node {}".format(*map(os.environ.get, names))
-# One call writes the whole line, because other ranks write to the same output.
-sys.stdout.write(f"{place}, {os.uname().nodename}, flags {sys.argv[1:]}\n")
+host = os.uname().nodename
+variables = ("NCCL_DEBUG", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS", "TORCH_NAME")
+variables += ("CUDA_VISIBLE_DEVICES",)
+there = {name: os.environ[name] for name in variables if name in os.environ}
+# One call writes both lines, because other ranks write to the same output.
+sys.stdout.write(f"{place}, {host}, flags {sys.argv[1:]}\n{host}: {there}\n")
 sys.stdout.flush()
 
 rank = int(os.environ["RANK"])
@@ -32,8 +36,8 @@ for other in others:
     other.sendall(b".")
 for other in others:
     other.recv(1)
-if "--wait" in sys.argv:
+if "--wait" in sys.argv or "--sleep" in sys.argv:
     sys.stdout.write(f"rank {rank} waits\n")
     sys.stdout.flush()
-    select.select(others, [], [])
+    select.select(others if "--wait" in sys.argv else [], [], [])
     sys.exit(f"error: rank {rank}: another rank has ended")

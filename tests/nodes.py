@@ -39,22 +39,13 @@ FILE_OF_HOSTS = "127.0.0.1 localhost\n10.77.0.1 node0\n10.77.0.2 node1\n"
 TRAVEL = {
     "NCCL_DEBUG": "INFO",
     "GLOO_SOCKET_IFNAME": "eth0",
-    "TORCH_NAME": "a b'$c",
     "OMP_NUM_THREADS": "1",
+    "TORCH_NAME": "a b'$c",
 }
 STAYS = {"CUDA_VISIBLE_DEVICES": "0"}
-# A script that prints them. It reads RANK, because lessons for launchers are known by that.
-VARIABLES = f"""import os
-os.environ.get("RANK")
-there = {{name: os.environ[name] for name in {[*TRAVEL, *STAYS]} if name in os.environ}}
-print(f"{{os.uname().nodename}}: {{there}}", flush=True)
-"""
 PATIENT = ("--timeout", 300)  # for lessons, because ranks start late on a busy machine
 LIGHT = "tests/light.py"  # a lesson for launchers that does not import PyTorch
-PLACES = [  # the lines that its ranks print, with two ranks on each of two nodes
-    f"rank {rank} of 4, on its node {rank % 2} of 2, node {rank // 2}, {HOSTS[rank // 2]}"
-    for rank in range(4)
-]
+FLAGS = ("--device", "cpu", "--sleep", "a folder/c.pt")  # for it
 os.environ["PATH"] += ":/usr/sbin:/sbin"  # where Debian has ip and the daemons
 
 
@@ -86,6 +77,21 @@ def small_disk(folder: Path, size: str) -> Iterator[None]:
         yield
     finally:
         sh("umount", folder)
+
+
+def check_places(text: str, *flags: str) -> None:
+    """Check what the light lesson prints, with these flags and two ranks on each of two nodes."""
+    expected = []
+    for rank in range(4):
+        node, local = divmod(rank, 2)
+        place = f"rank {rank} of 4, on its node {local} of 2, node {node}, {HOSTS[node]}"
+        expected.append(f"{place}, flags {[*flags]}")
+    assert sorted(re.findall(r"rank \d of .*", text)) == expected, text
+
+
+def variables(text: str) -> dict[str, str]:
+    """Return which variables the light lesson has seen on each node."""
+    return dict(re.findall(r"(node\d): (\{.*\})$", text, re.M))
 
 
 def read_until(job, pattern: str, count: int = 1) -> str:
@@ -155,13 +161,13 @@ class Nodes:
         return [int(pid) for pid in done.stdout.split()]
 
     def ranks(self) -> list[int]:
-        """Return the pids of a lesson's ranks on both nodes, in their order, by their RANK."""
+        """Return the pids of the light lesson's ranks on both nodes, in their order."""
         found = {}
         for pid in [*self.pids(0), *self.pids(1)]:
             with contextlib.suppress(psutil.Error):  # it has just ended
                 process = psutil.Process(pid)
                 rank = process.environ().get("RANK")
-                if rank and "playground/" in " ".join(process.cmdline()):
+                if rank and LIGHT in process.cmdline():
                     found[int(rank)] = pid
         return [found[rank] for rank in sorted(found)]
 
@@ -171,12 +177,9 @@ class Nodes:
         The pids in `own` do not count.
         """
         end = time.monotonic() + seconds
-        while pids := {*self.pids(0), *self.pids(1)} - set(own):
-            if time.monotonic() >= end:
-                ps = ["ps", "-o", "args=", "-p", ",".join(map(str, pids))]
-                return subprocess.run(ps, capture_output=True, text=True).stdout.splitlines()
+        while (pids := {*self.pids(0), *self.pids(1)} - set(own)) and time.monotonic() < end:
             time.sleep(0.1)
-        return []
+        return [" ".join(psutil.Process(pid).cmdline()) for pid in pids]
 
     def link(self, state: str) -> None:
         """Disconnect the cable ("down") or connect it again ("up")."""

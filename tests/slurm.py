@@ -7,6 +7,7 @@ import subprocess
 import time
 from pathlib import Path
 
+from lessons import ROOT
 from nodes import ADDRESSES, HOSTS, need
 
 SETTINGS = """\
@@ -32,8 +33,8 @@ BatchStartTimeout=300
 {nodes}
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
-# Two tasks fit on each node, however many CPUs the machine has.
-NODE = "NodeName={host} NodeAddr={address} CPUs=2 RealMemory=4000"
+# Two tasks of two cores fit on each node, however many CPUs the machine has.
+NODE = "NodeName={host} NodeAddr={address} CPUs=4 RealMemory=4000"
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
 
 
@@ -56,26 +57,25 @@ class Slurm:
             (self.folder / f"spool-{host}").mkdir()
             lines.append(NODE.format(host=host, address=address))
         text = SETTINGS.format(folder=self.folder, host=HOSTS[0], nodes="\n".join(lines))
-        (self.folder / "slurm.conf").write_text(text)
+        settings, key = self.folder / "slurm.conf", self.folder / "munge.key"
+        settings.write_text(text)
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
-        key = self.folder / "munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o400)
-        settings = self.folder / "slurm.conf"
+        flags = ["--foreground", "--force", f"--socket={self.folder}/munge.socket"]
+        for name in ("key", "pid", "log", "seed"):
+            flags.append(f"--{name}-file={self.folder}/munge.{name}")
         try:
-            flags = ["--foreground", "--force", f"--socket={self.folder}/munge.socket"]
-            for name in ("key", "pid", "log", "seed"):
-                flags.append(f"--{name}-file={self.folder}/munge.{name}")
             self.start("munged", 0, *flags)
             until((self.folder / "munge.socket").exists, self.ends_of_logs)
             self.start("slurmctld", 0, "-D", "-f", settings)
             for index, host in enumerate(HOSTS):
                 self.start("slurmd", index, "-D", "-N", host, "-f", settings)
             until(self.is_idle, self.ends_of_logs)
-            self.own = [*self.nodes.pids(0), *self.nodes.pids(1)]
         except BaseException:
             self.__exit__()
             raise
+        self.own = [*self.nodes.pids(0), *self.nodes.pids(1)]
         return self
 
     def start(self, program, index, *flags):
@@ -100,27 +100,28 @@ class Slurm:
             daemon.kill()  # Nodes ends what slurmd has started
             daemon.wait()
 
-    def command(self, *words, cwd=None, env=None):
-        """Run one of Slurm's commands on node 0 to its end. `env` is added to its environment."""
+    def command(self, *words, **env):
+        """Run one of Slurm's commands on node 0, in the checkout, with variables in addition."""
         words = [*self.nodes.enter(0), *(str(word) for word in words)]
         found = {"SLURM_CONF": str(self.folder / "slurm.conf"), "OMP_NUM_THREADS": "1"}
-        env = os.environ | found | (env or {})
-        return subprocess.run(words, env=env, cwd=cwd, capture_output=True, text=True, timeout=300)
+        env = os.environ | found | env
+        return subprocess.run(words, env=env, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
-    def submit(self, *words, cwd, env=None, by="sbatch"):
-        """Submit a job by sbatch or by qsub. It inherits the environment. Returns its id."""
-        done = self.command(by, *words, cwd=cwd, env=env)
+    def submit(self, *words, **env):
+        """Submit a job, which inherits the environment. Returns its id and its output's path."""
+        done = self.command("sbatch", "--output", self.folder / "%j.out", *words, **env)
         assert done.returncode == 0, done.stderr
-        return int(done.stdout.split()[-1])
+        job = int(done.stdout.split()[-1])
+        return job, self.folder / f"{job}.out"
 
     def show(self, job):
-        """Return what Slurm knows about a job, such as JobState, ExitCode and StdOut."""
+        """Return what Slurm knows about a job, such as its JobState."""
         done = self.command("scontrol", "--oneliner", "show", "job", job)
         return dict(pair.split("=", 1) for pair in done.stdout.split() if "=" in pair)
 
     def wait(self, job):
         """Wait until a job has ended and the nodes are idle. Returns what `show` returns."""
-        until(lambda: self.show(job).get("JobState") in ENDED, lambda: self.show(job))
+        until(lambda: self.show(job).get("JobState") in ENDED, self.ends_of_logs)
         until(self.is_idle, self.ends_of_logs)
         return self.show(job)
 
@@ -139,9 +140,6 @@ def until(condition, told, seconds=600):
 
 def wait_for(output, pattern, count=1):
     """Wait until a job's output file matches so many times. Returns its text."""
-
-    def text():
-        return output.read_text() if output.exists() else ""
-
-    until(lambda: len(re.findall(pattern, text(), re.M)) >= count, text)
-    return text()
+    until(output.exists, lambda: f"there is no {output}")
+    until(lambda: len(re.findall(pattern, output.read_text(), re.M)) >= count, output.read_text)
+    return output.read_text()

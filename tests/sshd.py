@@ -35,9 +35,8 @@ UserKnownHostsFile {folder}/known_hosts
 class Sshd:
     """Servers on the nodes, and the client `command` for them.
 
-    Use it as a context manager, inside the one of Nodes. A command that a server runs has the
-    node's network, host name and hosts, but neither the folder nor the environment of the client.
-    So `nodes.pids` finds it, and Job does not.
+    Use it as a context manager, inside the one of Nodes. What a server runs does not have the
+    environment of the client. So `nodes.pids` finds it, and Job does not.
     """
 
     def __init__(self, nodes, folder):
