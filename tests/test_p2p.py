@@ -2,7 +2,7 @@
 
 With three ranks, the last rank and the first are neighbours in the ring, and both are even. Time is
 a clock that goes on by a second whenever it is read. The lessons' own commands are run by
-test_readme.py, on two nodes and by hand by test_rendezvous.py and test_nodes.py.
+test_readme.py, and by hand by test_rendezvous.py.
 """
 
 import contextlib

@@ -1,7 +1,6 @@
 """The torchrun lesson on one node: its numbers, and Ctrl-C.
 
-test_torchrun_node.py has two nodes, test_resumable.py a rank that is killed, and test_break_it.py
-the report of an error.
+test_torchrun_node.py has two nodes, and test_resumable.py a rank that is killed.
 """
 
 import os

@@ -31,17 +31,19 @@ COLAB = f"https://colab.research.google.com/github/{REPOSITORY}/{NOTEBOOK}"
 KAGGLE = f"https://www.kaggle.com/kernels/welcome?src={GITHUB}/{NOTEBOOK}"
 FIRST = ("blocking_p2p.py", "single_gpu.py")  # they build on no other lesson
 COMMAND = re.compile(r"(?:[A-Z_0-9]+=\S+ )*(?:python|torchrun|tensorboard|git|pip|run/\w+\.sh) ")
-# A docstring's blocks: a numbered list, indented lines, or a paragraph.
+# A docstring's blocks: a numbered list, another list, indented lines, or a paragraph.
 BLOCK = re.compile(
     r"(?P<list>(?:^ *\d+\. .*\n(?:^ {3,}\S.*\n)*)+)"
+    r"|(?P<bullets>(?:^- .*\n(?:^ +\S.*\n|^\n(?=^ {2,}\S))*)+)"
     r"|(?P<indented>(?:^ .*\n(?:^\n(?=^ ))*)+)"
-    r"|(?P<text>(?:^\S.*\n)+)",
+    r"|(?P<text>(?:^(?!- )\S.*\n)+)",
     re.M,
 )
 # What becomes code in a paragraph, without backticks there, and characters that Markdown reads.
 WORD = re.compile(
     r"`[^`\n]+`|https?://[\w./#?=&-]+\w|\(cp \S+ \S+\)|(?<![\w-])--?[a-z][\w-]*"
     r"|(?:\w+/)*\w+\.(?:py|md|sh|png)\b|(?:\w+/)+\w*|[\w.]+\([^() ]*(?:, [^() ]+)*\)|\w*[a-z]_\w+"
+    r"|\b[a-z]\w+(?:\.[a-z]\w+)+"
     r"|[\\*_<>\[\]#$|]"
 )
 # Words of the glossary with a plain meaning, too, in which lessons often use them.
@@ -280,7 +282,7 @@ class Course:
             term = r"(--\S+ \S+|\w+) {2,}(?=\S)"
             if block == "Run it:":  # the heading above says so
                 continue
-            if match.lastgroup == "text":
+            if match.lastgroup in ("text", "bullets"):
                 result += self.inline(block, source.file, explained) + "\n\n"
             elif match.lastgroup == "list":
                 result += self.questions(match[0], source, explained)
