@@ -6,6 +6,9 @@ myst_enable_extensions = ["attrs_block", "deflist"]
 myst_heading_anchors = 4
 copybutton_prompt_text = r"(?:node\d)?\$ "
 copybutton_prompt_is_regexp = True
+copybutton_selector = ", ".join(
+    f"div.highlight-{language} pre" for language in ("console", "default", "python")
+)
 html_theme = "furo"
 pygments_dark_style = "github-dark"
 html_static_path = ["static"]

@@ -47,7 +47,19 @@ WORD = re.compile(
     r"|[\\*_<>\[\]#$|]"
 )
 # Words of the glossary with a plain meaning, too, in which lessons often use them.
-PLAIN = {"block", "gather", "load", "norm", "pass", "reduce", "scatter", "store", "trace", "word"}
+PLAIN = {
+    "block",
+    "buffer",
+    "gather",
+    "handle",
+    "load",
+    "norm",
+    "pass",
+    "reduce",
+    "scatter",
+    "stage",
+}
+PLAIN |= {"store", "trace", "word"}
 
 
 class LackingError(ValueError):
@@ -83,8 +95,20 @@ class Source:
                 last = node.body[0].lineno - 2 if hasattr(node, "body") else node.end_lineno - 1
                 break
         self.new |= {*range(number, last + 1)}
-        heads = [i for i in range(number) if re.match(r" *(?:def|class) ", self.lines[i])]
-        self.near |= {i for i in (*heads[-1:], number - 1, last + 1) if self.lines[i].strip()}
+        self.near |= {*self._around(number)} - self.new
+
+    def _around(self, number: int) -> list[int]:
+        """Return the heads of what a line stands in: its loops, conditions and functions."""
+        heads, branch = [], False
+        indent = len(self.lines[number]) - len(self.lines[number].lstrip())
+        for i in range(number - 1, self.first, -1):
+            code = self.lines[i].lstrip()
+            width = len(self.lines[i]) - len(code)
+            begins = branch and width == indent and re.match("(?:if|for|while|try)\\b", code)
+            if code and code[0] != "#" and (width < indent or begins):
+                heads.append(i)
+                indent, branch = width, bool(re.match("(?:else|elif|except|finally)\\b", code))
+        return heads
 
     def link(self, file: str) -> str:
         """Return a link to the page of this file, as seen from the page of another one."""
@@ -105,6 +129,7 @@ class Source:
         shown = ""
         for i in range(first, end):
             number, kind = i + 1, " new" * (i in self.new) or " near" * (i in self.near)
+            kind += " cut" * (i - 1 not in self.new | self.near)
             shown += f'<span class="line{kind}" id="L{number}" data-n="{number}">{self.rows[i]}\n'
             shown += "</span>"
         return f"<pre>{shown}</pre>" if shown else ""
@@ -178,7 +203,8 @@ class Course:
         self.common = [Source(path) for path in sorted(COURSE.glob("common/[a-z]*.py"))]
         pages = [*COURSE.glob("playground/**/*.md"), *COURSE.glob("*/README.md")]
         pages.append(COURSE / ".github/CONTRIBUTING.md")
-        self.markdown = sorted({str(path.relative_to(COURSE)) for path in pages})
+        files = {str(path.relative_to(COURSE)) for path in pages}
+        self.markdown = sorted(files, key=lambda file: (not file.startswith("playground"), file))
         self.pages = {"README.md": "index.md"} | {file: file for file in self.markdown}
         for number, sources in enumerate(self.tasks.values(), 1):
             for source in sources:
@@ -195,10 +221,11 @@ class Course:
         tables = readme.split("## The lessons")[0] + glossary
         for words, meaning in re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", tables, re.M):
             for word in words.replace("`", "").split(", "):
-                if word not in PLAIN | {"word"}:
-                    self.tips[word.lower()] = re.sub(r"\[([^]]*)\]\([^)]*\)|`", r"\1", meaning)
+                if word not in PLAIN:
+                    meaning = re.sub(r"\[([^]]*)\]\([^)]*\)|`", r"\1", meaning)
+                    self.tips[word] = self.tips[word[0].upper() + word[1:]] = meaning
         longest_first = "|".join(sorted(map(re.escape, self.tips), key=len, reverse=True))
-        self.tip_words = re.compile(rf"(?<![\w-])({longest_first})(?:e?s)?(?![\w-])", re.I)
+        self.tip_words = re.compile(rf"(?<![\w-])({longest_first})(?:e?s)?(?![\w-])")
         self.answers = self.chapters("playground/pages/answers.md")
         self.pictures = self.chapters("playground/pages/pictures.md")
 
@@ -234,7 +261,7 @@ class Course:
         """Return a paragraph of a docstring as Markdown, with code, links and tips for words."""
 
         def explain(match: re.Match) -> str:
-            meaning = self.tips[match[1].lower()]
+            meaning = self.tips[match[1]]
             if meaning in explained:
                 return match[0]
             explained.add(meaning)
@@ -354,7 +381,7 @@ class Course:
             result += self.inline(each.question, lesson.file, explained) + "\n\n"
             result += f'<div class="recording" data-page="{page}">{buttons}<p hidden>{why}</p>\n'
             result += f'<p><a href="{page}">Show the recorded run</a></p></div>\n\n'
-        return "## Who waits for whom\n\n" + result if result else ""
+        return "## A recorded run\n\n" + result if result else ""
 
     def lesson(self, number: int) -> str:
         """Return the page of a lesson."""
@@ -378,9 +405,12 @@ class Course:
         page += self.recordings(lesson, explained)
         count = len(lesson.lines) - lesson.first
         page += f"## The code\n\n`{lesson.file}` has {count} lines below its docstring"
-        page += f", of which {len(lesson.new)} are lit: they are new. " if lesson.new else ". "
-        page += "What stands in an earlier lesson, word for word, is folded.\n\n" * bool(earlier)
-        page += "\n\n" + lesson.code(earlier) + (lesson.difference(base) if base else "")
+        if lesson.new:
+            page += f", of which {len(lesson.new)} are lit, because they carry a new idea"
+        code = lesson.code(earlier)
+        if "unchanged from" in code:
+            page += ". What stands in an earlier lesson, word for word, is folded"
+        page += f".\n\n{code}" + (lesson.difference(base) if base else "")
         for key, heading in ("broken", "Try breaking it"), ("write", "Now you"), ("next", "Go on"):
             if sections[key]:
                 page += f"## {heading}\n\n" + self.prose(lesson, sections[key], explained)

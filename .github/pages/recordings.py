@@ -39,8 +39,8 @@ RECORDINGS = {
             "only rank 1, because rank 0 sends first",
             "neither: gloo keeps the message until the other rank receives",
         ),
-        why="Each rank waits in its send, for three seconds, until the group's timeout. Then the"
-        " even rank sends first, and the odd one receives first.",
+        why="Each rank waits in its send, for three seconds, until the group's timeout. What follows,"
+        " at the right, is the cure: the even rank sends first, and the odd one receives first.",
     ),
     "each_gradient": Recording(
         lesson="manual_data_parallel.py",
@@ -59,7 +59,7 @@ RECORDINGS = {
             "eight messages, but all at the same time",
             "one message, of an eighth of the bytes",
         ),
-        why="The bytes are the same. What is saved is the time that each call takes by itself.",
+        why="The bytes are the same, but only one call has to start, and to wait for the other rank.",
     ),
     "fsdp": Recording(
         lesson="fully_sharded_data_parallel.py",
@@ -76,14 +76,14 @@ RECORDINGS = {
     "pipeline": Recording(
         lesson="pipeline_parallel.py",
         command="playground/split/pipeline_parallel.py",
-        question="The batch has several micro-batches. When does rank 1 wait for rank 0?",
+        question="Each rank has one stage. What must rank 1 have before it can compute in a step?",
         answers=(
-            "at the beginning of a step, until the first micro-batch arrives",
-            "at the end of a step",
-            "never",
+            "the first stage's output for one micro-batch",
+            "the first stage's output for the whole batch",
+            "the labels, and nothing from rank 0",
         ),
-        why="Rank 1 cannot begin before the first stage has computed a micro-batch. Rank 0 waits at"
-        " other moments: for the gradients that rank 1 sends back.",
+        why="It receives 4,096 bytes for each micro-batch, and sends as many back, the gradient of"
+        " what it has received. A send with gloo waits, too, until the other rank receives.",
     ),
 }
 

@@ -147,7 +147,7 @@ def show_records(paths, page):
             print_table(rows)
     show_letters(records, begin, end)
     waits = longest_waits(records)
-    print("\nwho waits for whom" + (" in a step" if trains else ""))
+    print("\nwho waits for whom" + (" in a step, on average" if trains else ""))
     for wait in waits:
         print(*wait["text"], sep="\n    ")
     if not waits:

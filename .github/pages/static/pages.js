@@ -39,6 +39,7 @@ document.addEventListener("DOMContentLoaded", () => {
       const frame = document.createElement("iframe");
       frame.src = recording.dataset.page;
       frame.title = "A recorded run";
+      recording.querySelector("a").remove();
       recording.append(frame);
     };
     for (const button of recording.querySelectorAll("button"))
@@ -47,6 +48,11 @@ document.addEventListener("DOMContentLoaded", () => {
         recording.querySelector("[data-right]").className = "right";
         show();
       };
+    // The page of watch.py tells how high it is.
+    addEventListener("message", (event) => {
+      const frame = recording.querySelector("iframe");
+      if (event.source === frame?.contentWindow) frame.height = event.data.height;
+    });
     recording.querySelector("a").onclick = (event) => {
       event.preventDefault();
       show();
