@@ -3,8 +3,8 @@
 Run it:
     python playground/blocking_p2p.py    # two processes; -g 3: three
 
-Rank 0 sends twice: first it starts a second late itself, then rank 1 does. After a table of the
-ranks, it prints on CPUs:
+Rank 0 sends to rank 1 twice: the first time it is a second late itself, the second time rank 1 is.
+After a table of the ranks, it prints on CPUs:
     rank 0 starts a second late:
     rank 0: [0.0, 1.0, 2.0, 3.0], 0.0 s in send
     rank 1: [0.0, 0.0, 0.0, 0.0] -> [0.0, 1.0, 2.0, 3.0], 1.0 s in recv

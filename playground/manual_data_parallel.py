@@ -86,7 +86,7 @@ def train(local_rank, args):
     """As one of the ranks, make the loaders, the model and the optimizer, and train."""
     rank, device = join(local_rank, args)
     train_loader, test_loader = loaders(args, rank, dist.get_world_size())
-    torch.manual_seed(args.seed + rank)  # NEW: different models, so that send_weights has an effect
+    torch.manual_seed(args.seed + rank)  # NEW: only rank 0 has the model of single_gpu.py
     model = make_model(args).to(device)
     send_weights(model)  # NEW: from here on, all ranks have the model of rank 0
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
