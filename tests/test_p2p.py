@@ -1,7 +1,7 @@
 """The point-to-point lessons: who waits, what is in the buffers, the deadlock, the ring.
 
 With three ranks, the last rank and the first are neighbours in the ring, and both are even. Time is
-a clock that goes on by a second whenever it is read. The lessons' own commands are run by
+a clock that advances by a second whenever it is read. The lessons' own commands are run by
 test_readme.py, and by hand by test_rendezvous.py.
 """
 

@@ -37,7 +37,7 @@ gpus = torch.cuda.device_count()
 device = "--device cpu" if gpus == 1 else ""
 print(gpus, "GPUs", device)"""
 END = """\
-## Go on
+## More lessons
 
 The files in `playground/` have the code. Their docstrings also have questions, and `README.md`
 lists the other lessons. A T4 has no bfloat16 of its own: there, run `mixed_precision.py` with

@@ -125,7 +125,7 @@ class Source:
         return found
 
     def show(self, first: int, end: int) -> str:
-        """Return lines as HTML, without an empty line, where Markdown would go on."""
+        """Return lines as HTML, without an empty line, where Markdown would resume."""
         shown = ""
         for i in range(first, end):
             number, kind = i + 1, " new" * (i in self.new) or " near" * (i in self.near)
@@ -411,7 +411,11 @@ class Course:
         if "unchanged from" in code:
             page += ". What stands in an earlier lesson, word for word, is folded"
         page += f".\n\n{code}" + (lesson.difference(base) if base else "")
-        for key, heading in ("broken", "Try breaking it"), ("write", "Now you"), ("next", "Go on"):
+        for key, heading in (
+            ("broken", "Try breaking it"),
+            ("write", "Now you"),
+            ("next", "The next lesson"),
+        ):
             if sections[key]:
                 page += f"## {heading}\n\n" + self.prose(lesson, sections[key], explained)
         return page
