@@ -39,8 +39,8 @@ RECORDINGS = {
             "only rank 1, because rank 0 sends first",
             "neither: gloo keeps the message until the other rank receives",
         ),
-        why="Each rank waits in its send, for three seconds, until the group's timeout. What follows,"
-        " at the right, is the cure: the even rank sends first, and the odd one receives first.",
+        why="Each rank waits in its send, for three seconds, until the group's timeout. Then, at"
+        " the right, comes the cure: the even rank sends first, and the odd one receives first.",
     ),
     "each_gradient": Recording(
         lesson="manual_data_parallel.py",
@@ -59,7 +59,7 @@ RECORDINGS = {
             "eight messages, but all at the same time",
             "one message, of an eighth of the bytes",
         ),
-        why="The bytes are the same, but only one call has to start, and to wait for the other rank.",
+        why="The bytes are the same, but only one call has to start and wait for the other rank.",
     ),
     "fsdp": Recording(
         lesson="fully_sharded_data_parallel.py",
