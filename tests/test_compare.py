@@ -18,9 +18,8 @@ import pytest
 from conftest import DIGITS, Lesson, alive, epochs
 
 from figures import compare as tool
-from figures import processes, report
-from figures.charts import draw_scaling, draw_widths
-from figures.report import tell_parity, tell_speed, tell_widths
+from figures import processes
+from figures.charts import draw_widths
 
 SHORT = (*DIGITS, "--batch_size", 120)
 TORCHRUN = "distributed_data_parallel_torchrun"
@@ -76,10 +75,10 @@ def test_the_numbers_are_the_lessons_own(compare, monkeypatch, tmp_path):
     assert traced["step"] == pytest.approx(traced["data"] + traced["compute"] + traced["waiting"])
     assert min(traced["data"], traced["compute"], traced["waiting"]) > 0
     assert 0 <= traced["hidden"] <= traced["compute"]
-    assert drawn(tmp_path / "out" / "speed.png") and drawn(tmp_path / "out" / "steps.png")
+    assert drawn(tmp_path / "out" / "steps.png")
 
 
-def test_what_fails_is_a_row(compare, capsys, tmp_path):
+def test_what_fails_is_a_row(compare, capsys):
     """Two lessons agree, three are broken, a package is missing: the status names the three."""
     missing = "error: x is missing: pip install x"
     scripts = {
@@ -111,9 +110,6 @@ def test_what_fails_is_a_row(compare, capsys, tmp_path):
     assert "| 0.750000000000 |" in out
     assert one["difference"] == 0
     assert other["difference"] == pytest.approx(3e-12, rel=0.01)
-    assert "1 of 1 end with the loss of single_gpu.py" in out
-    assert "only rounding differs" in out
-    assert drawn(tmp_path / "out" / "speed.png")
 
 
 GROWS = """import time
@@ -135,72 +131,19 @@ def test_memory(tmp_path):
     assert 400 < memory < 550
 
 
-def test_scaling_on_one_core(tmp_path, monkeypatch, capsys):
-    """More processes than cores are marked, and a line says that they cannot be faster."""
-    monkeypatch.setattr(tool, "CORES", 1)
-    monkeypatch.setattr(report, "cores", lambda: 1)
-    args = argparse.Namespace(**dict.fromkeys(tool.PASSED_ON), processes=[1, 2])
-    vars(args).update(device="cpu", batch_size=120)
-    runs = tool.plan_scaling(args)
-    words = [" ".join(tool.command(each, args, tmp_path)[0]) for each in runs]
-    assert "--batch_size=120" in words[0] and words[2].endswith("-g 2 --batch_size 240")
-    for each, speed in zip(runs, (100, 120, 150), strict=True):
-        assert tool.command(each, args, tmp_path)[1] == {"OMP_NUM_THREADS": "1"}
-        each.images_per_s, each.failed = speed, False
-    tool.add_speed_ups(runs)
-    assert [each.speed_up for each in runs] == [1, 1.2, 1.5]
-    assert [each.efficiency for each in runs] == [1, 0.6, 0.75]
-    assert [each.note for each in runs[1:]] == ["more processes than cores"] * 2
-    report.tell_scaling(runs, args)
-    out = " ".join(capsys.readouterr().out.split())
-    assert "more processes cannot be faster than one" in out
-    assert "With the same per-rank batch, 2 processes are 1.50 times as fast" in out
-    draw_scaling(runs, tmp_path / "scaling.png")
-    assert drawn(tmp_path / "scaling.png")
-
-
-def run(lesson="x", **known):
-    """Return a made-up run."""
-    return tool.Run("parity", lesson, [], name=f"{lesson}.py", **known)
-
-
-def test_where_ddp_starts_to_be_faster(tmp_path, capsys):
-    """From made-up runs, one of which has failed: the rows, the sentence and the figure."""
-    args = argparse.Namespace(widths=[64, 256, 1024], gpus=2)
-    traced = [run(kind="traced", width=64, waiting=3, step=4)]
-    traced.append(run(kind="traced", width=256, note="oh"))
-    for speeds, where in (
-        ((5, 6, 7), "with none of these widths"),
-        ((5, 9, 11), "between the widths 64 and 256"),
-        ((12, 12, 12), "already with the smallest width, 64"),
-    ):
-        runs = [*traced]
-        for width, speed in zip(args.widths, speeds, strict=True):
-            runs.append(run(kind="one", width=width, images_per_s=8))
-            runs.append(run(kind="several", width=width, images_per_s=speed))
-        rows = tool.by_width(runs, args)
-        expected = {"width": 64, "one": 8, "several": speeds[0], "messages": 0.75, "note": ""}
-        assert rows[0] == expected
-        assert (rows[1]["messages"], rows[1]["note"]) == (None, "oh")
-        tell_widths(rows, args)
-        said = " ".join(capsys.readouterr().out.split())
-        assert f"DDP starts to be faster than one process {where}." in said
+def test_the_widths(tmp_path):
+    """A row has both speeds, and the share of messages; what is not known is left out."""
+    args = argparse.Namespace(widths=[64, 256])
+    runs = [tool.Run("widths", "x", [], "traced", width=64, waiting=3, step=4)]
+    runs.append(tool.Run("widths", "x", [], "traced", width=256, note="oh"))
+    for width in args.widths:
+        runs.append(tool.Run("widths", "x", [], "one", width=width, images_per_s=8))
+        runs.append(tool.Run("widths", "x", [], "several", width=width, images_per_s=5))
+    rows = tool.by_width(runs, args)
+    assert rows[0] == {"width": 64, "one": 8, "several": 5, "messages": 0.75, "note": ""}
+    assert (rows[1]["messages"], rows[1]["note"]) == (None, "oh")
     draw_widths(rows, tmp_path / "widths.png")
     assert drawn(tmp_path / "widths.png")
-
-
-def test_what_the_tables_say(capsys):
-    """From made-up runs: whether float64 shows more than rounding; a column if a GPU was used."""
-    known = {"failed": False, "loss": 1.4064, "train": 72.43, "test": 85.19}
-    known["loss_float64"] = 1.406419734911
-    tell_parity([run("single_gpu", difference=0, **known), run(difference=1e-3, **known)])
-    out = " ".join(capsys.readouterr().out.split())
-    assert "a loss differs by 0.001. This is more than rounding" in out
-    known = {"failed": False, "images_per_s": 1, "start_up_s": 1, "memory_mib": 1}
-    tell_speed([run(**known)], None)
-    assert "GPU" not in capsys.readouterr().out
-    tell_speed([run(**known), run(gpu_memory_mib=1234.5, **known)], None)
-    assert "| on a GPU MiB |" in capsys.readouterr().out
 
 
 def test_a_lesson_that_hangs(compare, tmp_path):
@@ -240,16 +183,3 @@ def test_ctrl_c_keeps_what_there_is(change, tmp_path):
     assert results["interrupted"]
     assert [run["name"] for run in results["runs"]] == ["single_gpu.py"]
     assert "| single_gpu.py |" in re.sub(" +", " ", done.stdout)
-    assert drawn(out / "speed.png")
-
-
-def test_bad_input(main):
-    """Status 2 and one line, before anything is run."""
-    for flags, told in (
-        (("--out", "/proc/nowhere"), "--out: cannot write /proc/nowhere"),
-        (("--widths", "0"), "must be 1 or more"),
-        (("--batch_size", 100), "cannot be divided by each of [1, 2, 8]: use --batch_size 96"),
-        (("--double",), "--double: leave it out"),
-    ):
-        done = main("figures.compare", *SHORT, "--processes", 2, *flags)
-        assert told in done.stderr and len(done.stderr.splitlines()) == 1

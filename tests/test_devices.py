@@ -153,9 +153,8 @@ def test_how_many_processes(lesson, machine, main, chosen):
         assert chosen(lesson, *flags, "-g", 3, "--device", "cpu").gpus == 3
     os.environ["CUDA_VISIBLE_DEVICES"] = "6,1,3"  # the fixture restores it
     assert chosen(lesson, *flags).gpus == 3
-    flag = "--gpus and --processes" if lesson == "figures.compare" else "-g"
     done = main(lesson, *batch(lesson, 144), "--device", "cuda", "-g", 4)
-    one_line(done, "this machine has 3", f"use {flag} 3")
+    one_line(done, "this machine has 3", "use -g 3")
 
 
 def test_more_processes_of_a_launcher_than_gpus(machine, main, monkeypatch):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 
-from figures.style import BLUE, GREEN, GREY, INK, ORANGE, SKY, add_legend, new_figure, save
+from figures.style import BLUE, GREY, INK, ORANGE, SKY, add_legend, new_figure, save
 
 
 def _label(axes: Axes, ends: dict[str, tuple[float, float]]) -> None:
@@ -17,70 +17,6 @@ def _label(axes: Axes, ends: dict[str, tuple[float, float]]) -> None:
     for place, (text, end) in enumerate(from_the_top):
         offset = (9, 7 - 14 * place)
         axes.annotate(text, end, xytext=offset, textcoords="offset points", va="center")
-
-
-def _part_of_the_course(lesson: str) -> str:
-    """Return what a lesson does with the model."""
-    if lesson in ("single_gpu", "data_parallel", "model_parallel"):
-        return "one process"
-    if lesson in ("sharded_optimizer", "manual_fully_sharded", "fully_sharded_data_parallel"):
-        return "model sharded"
-    if lesson in ("manual_pipeline", "pipeline_parallel", "tensor_parallel", "hybrid_parallel"):
-        return "model split"
-    return "model replicated"
-
-
-def draw_speed(runs: list, path: Path) -> None:
-    """Draw images/s and memory of each run as bars, in the order of the runs."""
-    runs = [run for run in reversed(runs) if not run.failed]
-    if not runs:
-        return
-    colours = {"one process": GREY, "model replicated": BLUE}
-    colours |= {"model sharded": ORANGE, "model split": GREEN}
-    size = (11, 1.4 + 0.34 * len(runs))
-    figure, panels = new_figure(1, 2, 0, sharey=True, figsize=size)
-    columns = {"images_per_s": "images/s", "memory_mib": "peak memory, MiB"}
-    names = [run.name.replace(".py", "") for run in runs]
-    parts = [_part_of_the_course(run.lesson) for run in runs]
-    for panel, (column, title) in zip(panels[0], columns.items(), strict=True):
-        values = [getattr(run, column) for run in runs]
-        bars = panel.barh(names, values, color=[colours[part] for part in parts], edgecolor=INK)
-        panel.bar_label(bars, fmt="{:,.0f}", padding=3)
-        panel.set_xlabel(title)
-        panel.margins(x=0.25, y=0.01)
-        panel.locator_params(axis="x", nbins=3)
-        panel.xaxis.set_major_formatter("{x:,.0f}")
-    add_legend(figure, {part: colours[part] for part in colours if part in parts})
-    save(figure, path)
-
-
-def draw_scaling(runs: list, path: Path) -> None:
-    """Draw the speed-up over the number of processes, and the line that would be ideal."""
-    runs = [run for run in runs if run.speed_up]
-    if not runs:
-        return
-    counts = sorted({run.processes for run in runs})
-    figure, [[axes]] = new_figure(1, 1, 4.5)
-    axes.plot(counts, counts, ":", color=INK)
-    end = (counts[-1], counts[-1])
-    axes.annotate("ideal", end, xytext=(9, 0), textcoords="offset points", va="center")
-    ends = {}
-    for kind, look, colour, text in (
-        ("strong", "o-", BLUE, "same global batch"),
-        ("weak", "s--", ORANGE, "same per-rank batch"),
-    ):
-        line = []
-        for run in runs:
-            if run.kind == kind or run.processes == 1:
-                line.append((run.processes, run.speed_up))
-        axes.plot(*zip(*line, strict=True), look, color=colour, linewidth=2, markersize=8)
-        ends[text] = line[-1]
-    _label(axes, ends)
-    axes.set_xlabel("processes")
-    axes.set_ylabel("speed-up over one process")
-    axes.set_xticks(counts)
-    axes.set_ylim(0, None)
-    save(figure, path)
 
 
 def draw_steps(runs: list, path: Path) -> None:

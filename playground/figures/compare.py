@@ -1,39 +1,35 @@
 r"""What parallelism gains and costs: this tool runs the lessons with the same flags.
 
 Parallelism pays if it saves more computing than it costs in messages, in starting Python again, and
-in a second copy of the model. This cannot be predicted, but it can be measured. The tool has four
+in a second copy of the model. This cannot be predicted, but it can be measured. The tool has three
 parts. Each run is a process of its own, which is started by the command line of a lesson.
 
   parity   The training lessons run, and the tool compares the losses and accuracies that they
            print. The same runs show images/s, start-up time and memory. A second run of each lesson
            computes in float64. Its losses have twelve digits, so they show any difference that is
            more than rounding.
-  scaling  distributed_data_parallel.py runs with 1, 2, 4, ... processes. Strong scaling keeps the
-           global batch, and weak scaling keeps the per-rank batch.
   steps    profile_steps.py shows where the time of a step goes: when DDP averages the gradients,
            and when the lesson averages them by hand.
   widths   A single process and DDP train wider and wider layers. The tool shows the width at which
            DDP becomes faster.
 
-In the parts scaling and widths, each process computes with one thread.
+In the part widths, each process computes with one thread.
 
 Run it:
     pip install -r playground/figures/requirements.txt
     python playground/figures/compare.py
     python playground/figures/compare.py --dataset digits --epochs 2
-    python playground/figures/compare.py --only scaling --processes 1 2 4 8 --model cnn \
-        --batch_size 512
     python playground/figures/compare.py --only widths --widths 64 256 1024 4096 --out wide
 
 The second command takes many minutes without a GPU, the third one some minutes.
 
-It prints a table and some sentences for each part (numbers will differ):
+It prints tables for each part (numbers will differ):
     | lesson                                      | images/s | start-up s | peak memory MiB | ...
     | ------------------------------------------- | -------- | ---------- | --------------- | ...
     | single_gpu.py                               |  253,824 |        2.9 |             957 | ...
     | tensor_parallel.py, 2 processes             |   94,421 |        4.4 |             960 | ...
 
-A lesson that fails has a row with its error. The folder --out gets results.json, four figures, and
+A lesson that fails has a row with its error. The folder --out gets results.json, two figures, and
 what each run has left: its output, and traces for https://ui.perfetto.dev.
 
 What is approximate:
@@ -47,15 +43,6 @@ What is approximate:
     freed memory, unless MALLOC_MMAP_THRESHOLD_=1000000 is set (glibc).
   - Memory on a GPU is what the tensors of a process take at most, until its end. PyTorch counts it
     (torch.accelerator.max_memory_allocated).
-
-Try breaking it, in a copy:
-    cp playground/figures/compare.py playground/figures/broken.py
-  1. On a machine with two cores, write `threads = 2` instead of `threads = 1`. A single process
-     becomes faster. What happens to the speed-up?
-  2. In plan_scaling, leave out the line with "--batch_size". What is the difference between the
-     two kinds of scaling then?
-  3. In `step_times()` of playground/profile_steps.py, write `computing[:] = False` before
-     `waiting = ...`. Which column of the table of `--only steps` is 0 now, and why?
 """
 
 import json
@@ -83,11 +70,11 @@ from profile_steps import step_times
 from common import flags
 from common.data import fetch
 from common.models import HEADS, LAYERS, TOKENS, WIDTH
-from figures.charts import draw_scaling, draw_speed, draw_steps, draw_widths
+from figures.charts import draw_steps, draw_widths
 from figures.processes import cores, follow, gpu_memory, gpu_variables, last_words
-from figures.report import tell_parity, tell_scaling, tell_speed, tell_steps, tell_widths
+from figures.report import PARITY, SPEED, STEPS, WIDTHS, table
 
-PARTS = ("parity", "scaling", "steps", "widths")
+PARTS = ("parity", "steps", "widths")
 LESSONS = (  # N stands for --gpus, GRID for a mesh of as many ranks
     "single_gpu",
     "data_parallel",
@@ -157,7 +144,7 @@ class Run:
         kind: what the part does with it.
         ranks: how many processes torchrun starts; None: the lesson starts its processes itself.
         one_thread: whether each process has one core.
-        processes, width: which line of the part it belongs to.
+        width: which line of the part it belongs to.
         name: the lesson and its flags, for tables.
         command, variables, folder: how and where it was run.
         note: why it has failed, or what else a reader should know.
@@ -172,7 +159,6 @@ class Run:
     kind: str = ""
     ranks: int | None = None
     one_thread: bool = False
-    processes: int | None = None
     width: int | None = None
     name: str = ""
     command: str = ""
@@ -191,8 +177,6 @@ class Run:
     gpu_memory_mib: float | None = None
     loss_float64: float | None = None
     difference: float | None = None
-    speed_up: float | None = None
-    efficiency: float | None = None
     step: float | None = None
     data: float | None = None
     compute: float | None = None
@@ -242,8 +226,6 @@ def plan(args):
     runs = []
     if "parity" in args.only:
         runs += plan_parity(args)
-    if "scaling" in args.only:
-        runs += plan_scaling(args)
     if "steps" in args.only:
         for average in ("ddp", "each", "bucket"):
             words = ["--average", average]
@@ -288,24 +270,6 @@ def plan_parity(args):
                 if lesson == "hybrid_parallel":
                     words += ["--kind", "hsdp"]
             runs.append(Run("parity", lesson, words + double, kind))
-    return runs
-
-
-def plan_scaling(args):
-    """List the runs of DDP with more and more processes."""
-    runs = []
-    for count in args.processes:
-        for kind in ("strong", "weak"):
-            words = ["-g", str(count)]
-            if kind == "weak" and count == 1:
-                continue  # it would be the same
-            if kind == "weak":
-                words += ["--batch_size", str(count * args.batch_size)]
-            run = Run("scaling", "distributed_data_parallel", words, kind, one_thread=True)
-            run.processes = count
-            if args.device == "cpu" and count > CORES:
-                run.note = "more processes than cores"
-            runs.append(run)
     return runs
 
 
@@ -409,16 +373,6 @@ def add_float64(runs):
     return rows
 
 
-def add_speed_ups(runs):
-    """Add to the runs of scaling how much faster than one process they are, and than the ideal."""
-    if not runs or runs[0].failed:
-        return  # the first run has one process
-    for run in runs:
-        if not run.failed:
-            run.speed_up = run.images_per_s / runs[0].images_per_s
-            run.efficiency = run.speed_up / run.processes
-
-
 def by_width(runs, args):
     """Return a row for each width: images/s with one and several processes, share of messages."""
     rows = []
@@ -441,17 +395,15 @@ def tell(runs, args, interrupted):
     for part in PARTS:
         of_part[part] = [run for run in runs if run.part == part]
     of_part["parity"] = add_float64(of_part["parity"])
-    add_speed_ups(of_part["scaling"])
     widths = by_width(of_part["widths"], args)
     if of_part["parity"]:
-        tell_parity(of_part["parity"])
-        tell_speed([run for run in of_part["parity"] if not run.failed], args)
-    if of_part["scaling"]:
-        tell_scaling(of_part["scaling"], args)
+        table("Parity: the last epoch", of_part["parity"], PARITY)
+        good = [run for run in of_part["parity"] if not run.failed]
+        table("Speed, start-up, memory", good, SPEED)
     if of_part["steps"]:
-        tell_steps(of_part["steps"], args)
+        table("Where the time of a step goes", of_part["steps"], STEPS)
     if of_part["widths"]:
-        tell_widths(widths, args)
+        table("Width of the layers", widths, WIDTHS)
     gpus = []
     if args.device == "cuda":
         gpus = [torch.cuda.get_device_name(index) for index in range(args.gpus)]
@@ -465,8 +417,6 @@ def tell(runs, args, interrupted):
         "widths": widths,
     }
     (args.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    draw_speed(of_part["parity"], args.out / "speed.png")
-    draw_scaling(of_part["scaling"], args.out / "scaling.png")
     draw_steps(of_part["steps"], args.out / "steps.png")
     draw_widths(widths, args.out / "widths.png")
 
@@ -484,24 +434,14 @@ def complete(parser, args):
     """Choose what was not given: numbers of processes and a batch that fit all runs."""
     if args.double:
         parser.error("--double: leave it out, because the part parity runs each lesson with it")
-    most = max(2, CORES)
-    default = 2
-    if args.device == "cuda":
-        most = torch.cuda.device_count()
-        default = most
     if args.gpus is None:
-        args.gpus = default
-    if args.processes is None:
-        args.processes = [count for count in (2, 4, 8, 16, 32, 64) if count <= most]
-    args.processes = sorted({1, *args.processes})
+        args.gpus = torch.cuda.device_count() if args.device == "cuda" else 2
     args.widths = sorted(set(args.widths))
-    parser.check_gpus(args.device, max([args.gpus, *args.processes]), "--gpus and --processes")
+    parser.check_gpus(args.device, args.gpus, "-g")
     args.stages = fitting_stages(args.gpus, args.model, args.layers)
     args.pieces = fitting_pieces(args.gpus, args.model, args.width)
     args.head_parts = fitting_heads(args.gpus, args.heads, args.tokens)
     counts = {args.gpus}
-    if "scaling" in args.only:
-        counts |= set(args.processes)
     if "parity" in args.only:
         counts.add(8)  # micro-batches of the pipeline
     nearest = fitting_batch(counts, args.batch_size or 128)
@@ -524,7 +464,6 @@ def main():
     number = flags.positive
     processes = "processes of a lesson with several; default: all GPUs, or 2"
     add("-g", "--gpus", type=number, help=processes)
-    add("--processes", nargs="+", type=number, help="for scaling; default: up to all cores or GPUs")
     add("--widths", nargs="+", type=number, default=[64, 256, 1024], help="for widths")
     add("--timeout", dest="seconds", type=number, default=900, help="seconds that a run may take")
     parser.set_defaults(batch_size=None)  # 128, or what all numbers of processes divide near it
