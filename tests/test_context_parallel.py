@@ -1,4 +1,4 @@
-"""The context parallelism lesson: attention, gradients, messages and bytes, and wrong flags.
+"""The context parallelism lesson: attention, gradients, messages and bytes.
 
 The functions without "test" in their names run on ranks, or help them.
 """
@@ -15,7 +15,7 @@ import context_parallel as lesson
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import DIGITS, ROOT, one_line
+from conftest import ROOT
 from forked import in_group
 from torch.nn import functional as F
 
@@ -114,18 +114,3 @@ def test_a_long_sequence():
     in_group(long_sequence, 4, four)
     one, four = (int(number.replace(",", "")) for number in (one, four))
     assert 4 * four == pytest.approx(one, rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("processes", "flags", "words"),
-    [
-        (2, ("--model", "mlp"), ("--model mlp has no tokens", "use --model transformer")),
-        (8, ("--tokens", 4), ("8 ranks cannot split --tokens 4", "use more tokens")),
-        (3, ("--by", "ulysses"), ("3 ranks cannot split --heads 4", "use --by ring")),
-    ],
-)
-def test_flags_that_cannot_work(processes, flags, words, main):
-    """Status 2 and one line that says what to type."""
-    env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": f"{processes}"}
-    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    one_line(main("context_parallel", *DIGITS, *flags, env=env), *words)

@@ -1,4 +1,4 @@
-"""The lesson on experts: losses, messages, gradients, and wrong flags."""
+"""The lesson on experts: losses, messages and gradients."""
 
 import copy
 import functools
@@ -8,7 +8,7 @@ import expert_parallel as lesson
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import DIGITS, epochs, one_line, train
+from conftest import DIGITS, epochs, train
 from forked import in_group
 from torch import nn
 
@@ -35,21 +35,6 @@ def test_the_numbers_and_the_load():
     _, uneven = lines_of(processes=1)
     assert all(97 <= sum(row) <= 103 for row in (*even, *uneven))
     assert sum(map(max, even)) < sum(map(max, uneven))
-
-
-@pytest.mark.parametrize(
-    ("ranks", "flags", "words"),
-    [
-        (3, (), ("3 ranks cannot divide --experts 4: use 3",)),
-        (2, ("--experts", 1), ("--experts 1: use 2",)),
-        (2, ("--model", "mlp"), ("--model mlp has no tokens", "use --model transformer")),
-    ],
-)
-def test_flags_that_cannot_work(ranks, flags, words, main):
-    """Status 2 and one line that says what to type."""
-    env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": f"{ranks}"}
-    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    one_line(main(LESSON, *DIGITS, "--batch_size", 120, *flags, env=env), *words)
 
 
 def whole_forward(mixture, tokens):

@@ -1,8 +1,9 @@
-"""Flags that do not fit the number of ranks, in lessons whose ranks divide a model."""
+"""Flags that do not fit the number of ranks, or each other, in lessons that torchrun starts."""
 
 import pytest
 from conftest import DIGITS, one_line
 
+CHECKPOINTS = "fully_sharded_checkpoints"
 CIRCULAR = ("--layers", 7, "--schedule", "Interleaved1F1B", "--micro_batches", 7)
 
 
@@ -35,6 +36,19 @@ CIRCULAR = ("--layers", 7, "--schedule", "Interleaved1F1B", "--micro_batches", 7
         ("three_axes", 4, ("--mesh", "1x4x1", "--tokens", 2), ("along cp", "use --tokens 4")),
         ("three_axes", 7, (), ("7 ranks cannot divide --batch_size 120: use 119",)),
         ("three_axes", 2, ("--model", "cnn"), ("has no tokens", "use --model transformer")),
+        ("context_parallel", 2, ("--model", "mlp"), ("has no tokens", "use --model transformer")),
+        ("context_parallel", 8, ("--tokens", 4), ("8 ranks cannot split --tokens 4", "use more")),
+        ("context_parallel", 3, ("--by", "ulysses"), ("split --heads 4", "use --by ring")),
+        ("expert_parallel", 3, (), ("3 ranks cannot divide --experts 4: use 3",)),
+        ("expert_parallel", 2, ("--experts", 1), ("--experts 1: use 2",)),
+        ("expert_parallel", 2, ("--model", "mlp"), ("has no tokens", "use --model transformer")),
+        ("activation_checkpointing", 2, ("--model", "mlp"), ("has no blocks", "transformer")),
+        ("mixed_precision", 2, ("--double", "--precision", "bfloat16"), ("leave out --precision",)),
+        ("mixed_precision", 2, ("--clip", -1), ("--clip", "0 or more")),
+        (CHECKPOINTS, 3, ("--dropout", 0.5), ("--dropout 0.5", "--model cnn")),
+        (CHECKPOINTS, 3, ("--dropout", 1, "--model", "cnn"), ("--dropout 1", "below 1")),
+        (CHECKPOINTS, 3, ("--savefile", "/proc/here/c.pt"), ("cannot write /proc/here/c.pt",)),
+        (CHECKPOINTS, 3, ("--async_save",), ("--async_save", "--run_dir")),
     ],
 )
 def test_flags_that_cannot_work(lesson, ranks, flags, words, main):

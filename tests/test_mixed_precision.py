@@ -1,4 +1,4 @@
-"""The mixed precision lesson: dtypes, bytes, clipping, the scaler, and wrong flags.
+"""The mixed precision lesson: dtypes, bytes, clipping, and the scaler.
 
 The functions without "test" in their names run on two ranks, or help them.
 """
@@ -14,7 +14,7 @@ import mixed_precision as lesson
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import DIGITS, losses, one_line, single_gpu, train
+from conftest import DIGITS, losses, single_gpu, train
 from forked import in_group
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -152,17 +152,3 @@ def test_float16(change):
     assert {float(each) for each in re.findall("^factor (.*)$", out, re.M)} == {65536}
     [right] = single_gpu(*flags, "--model", "transformer")
     assert losses(out) == [pytest.approx(right["loss"], abs=0.003)]
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (("--double", "--precision", "bfloat16"), ("--double", "leave out --precision")),
-        (("--clip", -1), ("--clip", "0 or more")),
-    ],
-)
-def test_wrong_flags(flags, words, main):
-    """Status 2, one line."""
-    env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
-    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    one_line(main("mixed_precision", *DIGITS, *flags, env=env), *words)
