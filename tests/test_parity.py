@@ -4,73 +4,58 @@ In float64 the printed losses must agree to 1e-10 and the parameters to 1e-12, b
 rounding differs in float32. test_readme.py compares what the lessons print in float32.
 """
 
-import copy
 import functools
 import tempfile
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import DIGITS, SHORT, epochs, run, single_gpu, talks, train
-from forked import in_group
+from conftest import DIGITS, epochs, single_gpu, talks, train
 from lessons import LESSONS
 from parameters import largest_difference
-from torch import nn
-from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
-
-from common.models import MODELS
 
 pytestmark = pytest.mark.quick
-# Flags of a lesson, and the numbers of processes; None: it takes none. The last run of a lesson
-# trains a transformer, and the runs before it the MLP.
-VARIANTS = {
-    "data_parallel": {(): (None,), ("--by", "hand"): (3,)},
-    "manual_data_parallel": {(): (3,), ("--bucket",): (1,)},
-    "overlapped_data_parallel": {(): (3,), ("--by", "each"): (1,)},
-    "distributed_data_parallel": {(): (3, 1)},
-    "distributed_data_parallel2": {(): (3, 1)},
-    "distributed_data_parallel_torchrun": {(): (3, 1)},
-    "distributed_data_parallel_resumable": {(): (3, 1)},
-    "model_parallel": {(): (None,), ("--pipelined", "--micro_batches", 7): (None,)},
-    "manual_pipeline": {(): (1,), ("--schedule", "1F1B"): (3,)},
-    "pipeline_parallel": {
-        (): (1,),
-        ("--schedule", "InterleavedZeroBubble"): (2,),
-        ("--schedule", "1F1B"): (3,),
-    },
-    "sharded_optimizer": {(): (3, 1)},
-    "manual_fully_sharded": {("--keep_weights",): (1,), (): (3,)},
-    "fully_sharded_data_parallel": {("--meta",): (3,), ("--keep_weights",): (1,), (): (3,)},
-    "fully_sharded_checkpoints": {(): (3, 1)},
-    "tensor_parallel": {(): (1, 4)},  # it does not split the transformer
-    "hybrid_parallel": {(): (1,), ("--kind", "hsdp", "--mesh", "1x3"): (3,)},
-    "profile_steps": {("--average", "bucket"): (3,), ("--average", "each"): (2,)},
-}
-OF_TRANSFORMERS = {  # lessons that train the transformer only
-    "mixed_precision": {("--precision", "full"): (1,), ("--precision", "full", "--sharded"): (3,)},
-    "activation_checkpointing": {(): (1,), ("--checkpoint", "second", "--sharded"): (3,)},
-    "sequence_parallel": {(): (1,), ("--sequence",): (4,), ("--by", "dtensor"): (2,)},
-    "context_parallel": {(): (1, 3), ("--by", "ulysses"): (4,)},
-    "expert_parallel": {("--experts", 1): (1,)},  # with more experts it is another model
-    "three_axes": {(): (1,), ("--mesh", "1x3x1", "--fsdp"): (3,)},
-}
+# What is trained: a lesson with its flags, the processes (None: it takes no such flag), the model.
+# A lesson that reads the layers of a model trains both models. test_fsdp_checkpoints.py also
+# compares the parameters of that lesson, with two and three ranks.
+RUNS = """
+data_parallel --by hand; 3; transformer
+manual_data_parallel; 3; mlp
+overlapped_data_parallel; 3; mlp
+distributed_data_parallel; 3; mlp
+distributed_data_parallel2; 3; mlp
+distributed_data_parallel_torchrun; 3; transformer
+distributed_data_parallel_resumable; 3; mlp
+model_parallel; None; mlp
+model_parallel --pipelined --micro_batches 7; None; transformer
+manual_pipeline --schedule 1F1B; 3; transformer
+pipeline_parallel --schedule InterleavedZeroBubble; 2; mlp
+pipeline_parallel --schedule 1F1B; 3; transformer
+sharded_optimizer; 3; mlp
+manual_fully_sharded; 3; mlp
+manual_fully_sharded --keep_weights; 1; transformer
+fully_sharded_data_parallel --meta; 3; mlp
+fully_sharded_data_parallel; 2; transformer
+fully_sharded_checkpoints; 1; transformer
+tensor_parallel; 4; mlp
+tensor_parallel --by dtensor; 2; mlp
+hybrid_parallel; 4; mlp
+hybrid_parallel --kind hsdp; 4; transformer
+profile_steps --average bucket; 3; mlp
+profile_steps --average each; 2; mlp
+mixed_precision --precision full --sharded; 3; transformer
+activation_checkpointing --checkpoint second --sharded; 2; transformer
+sequence_parallel --sequence; 4; transformer
+sequence_parallel --by dtensor; 2; transformer
+context_parallel; 3; transformer
+context_parallel --by ulysses; 2; transformer
+expert_parallel --experts 1; 1; transformer
+three_axes --mesh 1x2x1 --fsdp; 2; transformer
+"""
 MODEL = {"mlp": (*DIGITS, "--batch_size", 120, "--epochs", 2)}  # flags that select a model
 MODEL["transformer"] = (*MODEL["mlp"], "--model", "transformer", "--tokens", 8, "--width", 16)
-NO_PARITY = {"distributed_data_parallel_resnet"}  # because of batch norm
+NO_PARITY = {"single_gpu", "distributed_data_parallel_resnet"}  # the latter has batch norm
 FLAT_SHARDS = {"sharded_optimizer", "manual_fully_sharded"}
-
-
-def cases():
-    """Return what is trained: (lesson, flags, processes, model)."""
-    found = []
-    for lesson, variants in (VARIANTS | OF_TRANSFORMERS).items():
-        runs = [(flags, count) for flags, counts in variants.items() for count in counts]
-        for each in runs:
-            last = each == runs[-1] and lesson != "tensor_parallel"
-            model = "transformer" if last or lesson in OF_TRANSFORMERS else "mlp"
-            found.append((lesson, *each, model))
-    return found
 
 
 def with_parameters(lesson, *flags, folder, processes=None):
@@ -96,14 +81,17 @@ def expected_parameters(model):
 
 def test_all_training_lessons_are_here():
     """A lesson that trains has parity, or a reason why it can't."""
-    training = {lesson for lesson in LESSONS if not talks(lesson)} - {"single_gpu"}
-    assert training == VARIANTS.keys() | OF_TRANSFORMERS.keys() | NO_PARITY
+    trained = {run.split(";")[0].split()[0] for run in RUNS.strip().splitlines()}
+    assert trained | NO_PARITY == {lesson for lesson in LESSONS if not talks(lesson)}
 
 
-@pytest.mark.parametrize(("lesson", "flags", "processes", "model"), cases())
-def test_float64(lesson, flags, processes, model, tmp_path, record_property):
-    """All variants: the same losses, accuracies and parameters."""
-    flags = (*MODEL[model], *flags)
+@pytest.mark.parametrize("run", RUNS.strip().splitlines())
+def test_float64(run, tmp_path, record_property):
+    """The same losses, accuracies and parameters."""
+    command, processes, model = run.split("; ")
+    lesson, *own = command.split()
+    flags = (*MODEL[model], *own)
+    processes = None if processes == "None" else int(processes)
     lines = with_parameters(lesson, *flags, folder=tmp_path, processes=processes)
     right = single_gpu(*MODEL[model], "--double")
     assert lines == [line | {"loss": pytest.approx(line["loss"], abs=1e-10)} for line in right]
@@ -118,32 +106,6 @@ def test_float64(lesson, flags, processes, model, tmp_path, record_property):
     record_property("largest difference of a parameter in float64", difference)
 
 
-def test_a_checkpoint_has_what_it_should(tmp_path):
-    """Four keys, plain values, and a state for each parameter."""
-    path = tmp_path / "c.pt"
-    train("distributed_data_parallel", *SHORT, "--model", "cnn", "--savefile", path, processes=2)
-    checkpoint = torch.load(path, weights_only=True)
-    assert set(checkpoint) == {"model", "optimizer", "epoch", "args"}
-    assert checkpoint["epoch"] == 1
-    assert checkpoint["args"]["batch_size"] == 120
-    model = MODELS["cnn"]()
-    model.load_state_dict(checkpoint["model"])
-    optimizer = torch.optim.Adam(model.parameters())
-    optimizer.load_state_dict(checkpoint["optimizer"])
-    assert len(optimizer.state) == len(list(model.parameters()))
-
-
-def test_mnist_gives_the_same_numbers(mnist):
-    """An epoch on the real MNIST: the same losses and accuracies from two processes as from one."""
-    flags = ("--data_dir", mnist, "--epochs", 1, "--device", "cpu")
-    (one,) = epochs(run("single_gpu", *flags).stdout)
-    (two,) = epochs(run("distributed_data_parallel", *flags, "-g", 2).stdout)
-    assert one["test"] > 90
-    assert two["loss"] == pytest.approx(one["loss"], abs=2e-4)
-    assert two["train"] == pytest.approx(one["train"], abs=0.02)
-    assert two["test"] == pytest.approx(one["test"], abs=0.2)
-
-
 def test_the_flags_matter():
     """Parity would mean nothing if every run gave the same numbers whatever it was told.
 
@@ -154,36 +116,3 @@ def test_the_flags_matter():
     assert round(right, 4) != right
     for flags in (("--lr", 2e-3), ("--seed", 1), ("--batch_size", 60)):
         assert abs(single_gpu(*MODEL["mlp"], *flags)[-1]["loss"] - right) > 1e-3, flags
-
-
-def resnet_rank(rank):
-    """Train with the lesson's own run_epoch, and as all ranks, one piece of a batch at a time."""
-    import distributed_data_parallel_resnet as lesson
-
-    torch.manual_seed(0)
-    norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()
-    model = nn.Sequential(*norm, nn.Flatten(), nn.Linear(4 * 6 * 6, 10)).double()
-    alone = copy.deepcopy(model)
-    images = torch.randn(2, 3, 7, 3, 8, 8).double()  # two steps, three ranks, seven images each
-    labels = torch.randint(10, (2, 3, 7))
-    wrapped = DistributedDataParallel(model)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-6)
-    step = functools.partial(lesson.update, wrapped, optimizer, 2)
-    share = list(zip(images[:, rank], labels[:, rank], strict=True))
-    lesson.run_epoch(wrapped, share, torch.device("cpu"), step)
-    optimizer = torch.optim.Adam(alone.parameters(), lr=1e-3, eps=1e-6)
-    for ranks in zip(images, labels, strict=True):
-        optimizer.zero_grad()
-        for batch in zip(*ranks, strict=True):
-            pieces = [part.tensor_split(2) for part in batch]
-            for piece_images, piece_labels in zip(*pieces, strict=True):
-                loss = F.cross_entropy(alone(piece_images), piece_labels, reduction="sum")
-                (loss / (3 * 7)).backward()
-        optimizer.step()
-    for parameter, right in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(parameter, right, atol=1e-12, rtol=0)
-
-
-def test_batch_norm_and_accumulation_as_in_one_process():
-    """DDP, pieces of unequal length and no_sync change nothing but rounding: 1e-12 in float64."""
-    in_group(resnet_rank, 3)

@@ -1,7 +1,4 @@
-"""The ResNet lesson: pretrained parameters, micro-batches, no_sync, the DataLoader's workers.
-
-That accumulation and batch norm compute what they should in several ranks is in test_parity.py.
-"""
+"""The ResNet lesson: pretrained parameters, micro-batches, no_sync, the DataLoader's workers."""
 
 import argparse
 import copy
@@ -11,12 +8,17 @@ import re
 import distributed_data_parallel_resnet as lesson
 import pytest
 import torch
-from conftest import FEWER, train
+from conftest import SIZES, train
 from forked import in_group
+from torch import nn
+from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torchvision.models import resnet18
 
+from figures.messages import Messages
+
 LESSON = "distributed_data_parallel_resnet"
+FEW = (SIZES.format(1800, 200), SIZES.format(60, 12))
 
 
 def test_two_ranks_with_everything(change, tmp_path):
@@ -31,11 +33,11 @@ def test_two_ranks_with_everything(change, tmp_path):
     save = f'    if rank == 0:\n        torch.save(model.module.state_dict(), "{tmp_path}/c.pt")\n'
     main = "    main()\n"
     forkserver = '    torch.multiprocessing.set_start_method("forkserver", force=True)\n'
-    copy = change(LESSON, FEWER, (end, save + end), (main, forkserver + main))
-    flags = ["--dataset", "fake", "--device", "cpu", "--batch_size", 60, "--epochs", 1]
+    copy = change(LESSON, FEW, (end, save + end), (main, forkserver + main))
+    flags = ["--dataset", "fake", "--device", "cpu", "--batch_size", 20, "--epochs", 1]
     flags += ["--pretrained", "--lr", 1e-9, "--accumulate", 2, "--double", "--workers", 1]
     done = train(copy, *flags, processes=2, env={"TORCH_HOME": str(tmp_path)})
-    assert "global batch 60 = 2 ranks x 30 images, on each rank in 2 micro-batches" in done.stdout
+    assert "global batch 20 = 2 ranks x 10 images, on each rank in 2 micro-batches" in done.stdout
     assert len(re.findall(r"^epoch 1/1  loss \d\.\d{12}  ", done.stdout, re.M)) == 1
     state = torch.load(tmp_path / "c.pt", weights_only=True)
     assert state["fc.weight"].shape == (10, 512) and state["fc.bias"].dtype == torch.float64
@@ -76,55 +78,38 @@ def test_a_worker_that_never_answers():
         assert [each.timeout for each in lesson.loaders(args, 0, 2)] == [timeout] * 2
 
 
-class Odd(torch.nn.Module):
-    """A model with a tied parameter and a frozen one."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = torch.nn.Linear(6, 6)
-        self.second = torch.nn.Linear(6, 6)
-        self.second.weight = self.first.weight
-        self.second.bias.requires_grad_(False)
-
-    def forward(self, images):
-        """Turn (N, 6) into (N, 6)."""
-        return self.second(self.first(images).relu())
-
-
-def accumulating_rank(rank):
-    """Train with 4 micro-batches of 3 images, and without any."""
+def rank_of(rank, count):
+    """Train with the lesson's own run_epoch, and as all ranks, one piece of a batch at a time."""
     torch.manual_seed(0)
-    ours = Odd().double()
-    whole = copy.deepcopy(ours)
-    images, labels = torch.randn(3, 6).double(), torch.randint(6, (3,))
-    model = DistributedDataParallel(ours)
-    calls = []
-
-    def hook(state, bucket):
-        calls.append(bucket.index())
-        future = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
-
-    model.register_comm_hook(None, hook)
-    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1, momentum=0.9)
-    step = functools.partial(lesson.update, model, optimizer, 4)
-    sums = lesson.run_epoch(model, [(images, labels)] * 2, torch.device("cpu"), step)
-    assert calls == [0, 0]
-    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
-    losses = 0
-    for _ in range(2):
+    norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()
+    model = nn.Sequential(*norm, nn.Flatten(), nn.Linear(4 * 6 * 6, 10)).double()
+    alone = copy.deepcopy(model)
+    images = torch.randn(2, 3, 7, 3, 8, 8).double()  # two steps, three ranks, seven images each
+    labels = torch.randint(10, (2, 3, 7))
+    wrapped = DistributedDataParallel(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-6)
+    step = functools.partial(lesson.update, wrapped, optimizer, count)
+    share = list(zip(images[:, rank], labels[:, rank], strict=True))
+    with Messages() as messages:
+        lesson.run_epoch(wrapped, share, torch.device("cpu"), step)
+    assert len(messages.of("all_reduce")) == 2 + 1  # one in each step, and one for the sums
+    optimizer = torch.optim.Adam(alone.parameters(), lr=1e-3, eps=1e-6)
+    for ranks in zip(images, labels, strict=True):
         optimizer.zero_grad()
-        loss = torch.nn.functional.cross_entropy(whole(images), labels)
-        loss.backward()
+        for batch in zip(*ranks, strict=True):
+            pieces = [part.tensor_split(min(count, 7)) for part in batch]
+            for piece_images, piece_labels in zip(*pieces, strict=True):
+                loss = F.cross_entropy(alone(piece_images), piece_labels, reduction="sum")
+                (loss / (3 * 7)).backward()
         optimizer.step()
-        losses += loss.item() * 3
-    assert sums[0] == pytest.approx(losses, abs=1e-12)
-    assert sums[2] == 2 * 3
-    torch.testing.assert_close(ours.state_dict(), whole.state_dict(), atol=1e-12, rtol=0)
-    assert ours.second.bias.grad is None
+    for parameter, right in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(parameter, right, atol=1e-12, rtol=0)
 
 
-def test_accumulation_with_fewer_images_than_micro_batches():
-    """The parameters of whole batches, for any model, and one message in each step (no_sync)."""
-    in_group(accumulating_rank, 1)
+@pytest.mark.parametrize("count", [2, 9])
+def test_batch_norm_and_accumulation_as_in_one_process(count):
+    """DDP, pieces of unequal length and no_sync change nothing but rounding: 1e-12 in float64.
+
+    Nor do more micro-batches than images.
+    """
+    in_group(rank_of, 3, count)

@@ -1,43 +1,16 @@
-"""The sequence parallelism lesson: one process's numbers, its gradients and its messages."""
+"""The sequence parallelism lesson: gradients and messages. test_parity.py has its numbers."""
 
 import copy
-import re
 from collections import Counter
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import DIGITS, losses, single_gpu, train
 from forked import in_group
 
 from common.models import Transformer
 from figures.messages import Messages
-
-LESSON = "sequence_parallel"
-TRANSFORMER = ("--model", "transformer", "--double")
-STEPS = (*DIGITS, "--batch_size", 120, "--epochs", 1, *TRANSFORMER)
-SMALL = ("--tokens", 4, "--width", 8, "--layers", 1)
-KEPT = r"^rank \d keeps ([\d,]+) bytes$"
-
-
-def kept(out):
-    """Return the bytes that each rank has printed that it keeps for backward()."""
-    return [int(number.replace(",", "")) for number in re.findall(KEPT, out, re.M)]
-
-
-def test_what_is_kept():
-    """With --sequence a rank keeps less, and as much as DTensor does. The losses are right."""
-    [right] = single_gpu(*STEPS, *SMALL)
-    bytes_kept = []
-    for flags in ((), ("--sequence",), ("--sequence", "--by", "dtensor")):
-        done = train(LESSON, *STEPS, *SMALL, *flags, processes=2)
-        assert not done.stderr
-        assert losses(done.stdout) == pytest.approx([right["loss"]], abs=1e-10)
-        bytes_kept.append(kept(done.stdout))
-    whole, own, by_dtensor = bytes_kept
-    assert len(own) == 2 and own[0] == own[1] < whole[0]
-    assert by_dtensor == pytest.approx(own, rel=0.01)
 
 
 def sample(rank, sequence, messages):
