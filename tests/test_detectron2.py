@@ -1,6 +1,6 @@
 """The lesson with detectron2's helpers: a seed for all ranks, checkpoints, a full disk.
 
-test_nodes.py has two nodes.
+test_rendezvous.py has two nodes.
 """
 
 import os

@@ -78,16 +78,6 @@ def test_a_node_without_the_others(nodes):
         told(done, words)
 
 
-def test_the_second_node_has_other_flags(nodes):
-    """Both nodes name the flag, before the first step."""
-    flags = (*SHORT, "-n", 2, "-g", 1, "-ip", ADDRESSES[0])
-    zero = Lesson(DDP, *flags, "-nr", 0, "--lr", 0.001, node=(nodes, 0))
-    one = Lesson(DDP, *flags, "-nr", 1, "--lr", 0.002, node=(nodes, 1))
-    for done in ends(nodes, zero, one):
-        told(done, "ValueError: the nodes differ in --lr: 0.001, 0.002")
-        assert "epoch" not in done.stdout
-
-
 def test_the_link_is_cut_for_good(nodes):
     """When the link is cut during training, both nodes end after --timeout."""
     zero, one = on_both(nodes, DDP, *LONG, "--timeout", 10)

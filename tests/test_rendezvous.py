@@ -13,8 +13,9 @@ def both_nodes(lesson, *flags, ranks=1, env=None):
     """Run a lesson as two nodes with so many ranks each. Returns node 0's output."""
     own = () if talks(lesson) else SHORT
     flags = (*own, "-n", 2, "-g", ranks, *flags)
-    one = Lesson(lesson, *flags, "-nr", 1, env=env)
-    done = run(lesson, *flags, "-nr", 0, env=env)
+    number = "-r" if lesson == f"{DDP}2" else "-nr"  # the older name of this flag
+    one = Lesson(lesson, *flags, number, 1, env=env)
+    done = run(lesson, *flags, number, 0, env=env)
     assert one.wait().returncode == 0
     return done.stdout
 
@@ -24,27 +25,20 @@ def places(text):
     return ["".join(row) for row in re.findall(r"^(\d) +(\d) +(\d) +cpu", text, re.M)]
 
 
-def test_file(tmp_path):
-    """Two nodes find each other in a file that both can read, without an address.
+def test_file_tcp_and_env(tmp_path):
+    """Two nodes find each other in a file that both can read, by a URL, or by the environment.
 
     blocking_p2p --deadlock makes a second group, which uses the same file.
     """
-    out = both_nodes(DDP, "--init_method", f"file://{tmp_path}/meet")
-    assert epochs(out) == one_process(*SHORT)
-    out = both_nodes("blocking_p2p", "--deadlock", "--init_method", f"file://{tmp_path}/again")
+    out = both_nodes("blocking_p2p", "--deadlock", "--init_method", f"file://{tmp_path}/meet")
     assert places(out) == ["000", "110"]
     assert "rank 1: even ranks send first: received 0" in out
-
-
-def test_tcp_and_env():
-    """The address comes from a URL or from the environment. What is computed stays the same."""
     url = f"tcp://127.0.0.2:{free_port()}"
-    out = both_nodes("distributed_data_parallel2", "--init_method", url)
+    out = both_nodes(f"{DDP}2", "--init_method", url)
     assert epochs(out) == one_process(*SHORT)
     env = {"MASTER_ADDR": "127.0.0.2", "MASTER_PORT": str(free_port())}
-    out = both_nodes("nonblocking_p2p", "--init_method", "env://", env=env)
-    ring = "[0.0, 2.0, 4.0, 6.0, 8.0] -> [0.0, 3.0, 6.0, 9.0, 12.0], all_reduce agrees: True"
-    assert f"ring, rank 1: {ring}" in out
+    out = both_nodes(DDP, "--init_method", "env://", env=env)
+    assert epochs(out) == one_process(*SHORT)
 
 
 def test_started_by_hand():

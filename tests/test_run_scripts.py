@@ -88,17 +88,6 @@ def test_what_is_installed_when(checkout, tmp_path):
     assert rest == "-r requirements.txt"
 
 
-def test_which_tests(ready):
-    """run/test.sh runs the quick tests, all, or what is given."""
-    for words, where, flags in (
-        ("", "tests .github/pages ", " -m quick"),
-        ("--all -x", "tests .github/pages ", " -x"),
-        ("tests/test_data.py -x", "", " tests/test_data.py -x"),
-    ):
-        done = script(ready / "run" / "test.sh", *words.split())
-        assert done.stdout == f"-m pytest {where}-n 4 --dist worksteal{flags}\n", done.stderr
-
-
 def test_quickstart_counts_the_gpus_that_torch_can_use(ready, tmp_path):
     """With fewer than two it uses the CPU. What nvidia-smi lists does not count.
 
@@ -173,18 +162,6 @@ def test_the_kind_of_each_lesson():
     kinds |= dict.fromkeys(["single_gpu", "data_parallel", "model_parallel"], [])
     for lesson in LESSONS:  # all that the table does not name are "later lessons"
         assert kind(lesson_path(lesson)) == kinds.get(lesson, ["launcher"]), lesson
-
-
-def test_the_kind_of_a_lesson_depends_on_its_code(tmp_path):
-    """An import, a comment or a docstring does not count."""
-    for text, expected in (
-        ("    ranks = mp.spawn(train, join=False)", ["itself"]),
-        ('"""What mp.spawn( and launch( do, and init_process_group()."""\n# mp.spawn(train)', []),
-        ("init_process_group()\nlaunch(train, 2)", ["itself"]),
-        ("rank = os.environ['RANK']", ["launcher"]),
-    ):
-        (tmp_path / "a lesson.py").write_text(f"{text}\n")
-        assert kind(tmp_path / "a lesson.py") == expected
 
 
 def test_the_scripts_are_executable():
