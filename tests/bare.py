@@ -1,4 +1,4 @@
-"""Six lessons without anything around their training, and the same with a DataLoader of images.
+"""Six lessons without anything around their training.
 
 A bare program uses the same PyTorch classes as its lesson. It trains on the same shuffled batches,
 counts the same losses and hits, and prints the same numbers. It has no DataLoader, no flags, no
@@ -11,9 +11,6 @@ transformer is that of common/models.py.
 The arguments are the kind of program (single_gpu, ddp, fsdp, tensor, pipeline or transformer), the
 data set, its folder, the global batch and the epochs. The transformer is trained with DDP. The
 pipeline needs two ranks. single_gpu also takes a device: with "cuda" all images lie on the GPU.
-
-Two more kinds, torchvision and accelerate, read single images, as most tutorials do. The latter
-needs Hugging Face's accelerate. It also runs in two processes.
 """
 
 import sys
@@ -24,8 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Subset
-from torchvision import transforms
 from torchvision.datasets import MNIST
 
 
@@ -41,15 +36,6 @@ def read(dataset, data_dir):
         images = part.data.unsqueeze(1).float().div_(255).sub_(0.1307).div_(0.3081)
         tensors += [images, part.targets]
     return tensors
-
-
-def image_by_image(dataset, data_dir, train):
-    """Return MNIST, of which torchvision converts and normalises an image when it is read."""
-    if dataset == "digits":
-        part = slice(0, 2) if train else slice(2, 4)
-        return list(zip(*read(dataset, data_dir)[part], strict=True))
-    steps = [transforms.ToTensor(), transforms.Normalize(0.1307, 0.3081)]
-    return MNIST(data_dir, train=train, transform=transforms.Compose(steps))
 
 
 def make_model(kind):
@@ -160,11 +146,7 @@ def main():
     kind, dataset, data_dir, *numbers = sys.argv[1:]
     device = numbers.pop() if len(numbers) == 3 else "cpu"
     batch_size, epochs = map(int, numbers)
-    if kind == "accelerate":
-        from accelerate import Accelerator
-
-        accelerator = Accelerator(cpu=True)  # in several processes, it also makes their group
-    elif kind not in ("single_gpu", "torchvision"):
+    if kind != "single_gpu":
         dist.init_process_group("gloo")
     rank, world_size = 0, 1
     if dist.is_initialized():
@@ -174,32 +156,23 @@ def main():
     model = parallelize(kind, model.to(device))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-6, fused=True)
 
-    split_data = kind in ("ddp", "fsdp", "transformer", "accelerate")
+    split_data = kind in ("ddp", "fsdp", "transformer")
     summed = world_size > 1 and kind != "tensor"
     own_batch = batch_size // world_size if split_data else batch_size
-    if kind in ("torchvision", "accelerate"):
-        images, tests = [image_by_image(dataset, data_dir, train) for train in (True, False)]
-        trained, tested = len(images), len(tests)
-        batches = DataLoader(images, own_batch, shuffle=True, drop_last=True)
-        tests = DataLoader(Subset(tests, range(rank, tested, world_size)), 1000)
-        if kind == "accelerate":
-            model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
-    else:
-        data = [tensor.to(device) for tensor in read(dataset, data_dir)]
-        images, labels, *tests = data
-        trained, tested = len(labels), len(tests[1])
-        tests = [[part[rank::world_size] for part in tests]] if split_data else [tests]
-        if schedule:
-            tests = in_equal_batches(*tests[0], batch_size)
+    data = [tensor.to(device) for tensor in read(dataset, data_dir)]
+    images, labels, *tests = data
+    trained, tested = len(labels), len(tests[1])
+    tests = [[part[rank::world_size] for part in tests]] if split_data else [tests]
+    if schedule:
+        tests = in_equal_batches(*tests[0], batch_size)
     trained -= trained % batch_size
     for epoch in range(1, epochs + 1):
         start = time.perf_counter()
-        if kind not in ("torchvision", "accelerate"):
-            order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(epoch - 1))
-            order = order[:trained].to(device)
-            if split_data:
-                order = order[rank::world_size]
-            batches = in_order(images, labels, order, own_batch)
+        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(epoch - 1))
+        order = order[:trained].to(device)
+        if split_data:
+            order = order[rank::world_size]
+        batches = in_order(images, labels, order, own_batch)
         totals = train_epoch(model, schedule, optimizer, batches, device)
         if summed:
             dist.all_reduce(totals)

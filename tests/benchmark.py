@@ -11,22 +11,15 @@ a run's first.
 
 The first six rows compare a lesson with its bare program in bare.py. Each gives two lines: an
 epoch, and the whole run, from command to exit. Both programs must print the same losses. The next
-four compare two lessons (see COMMANDS). In images/s, each process has one thread. The next four:
+four compare two lessons (see COMMANDS). In images/s, each process has one thread. The last three:
 
     loader         images/s of single_gpu.py's DataLoader alone, and of torchvision's MNIST, which
                    reads single images
     start_up       distributed_data_parallel.py -g 2, from command to first optimizer step, and its
                    limit: 2 s and twice `python -c "import torch"`, because first the command and
                    then its ranks import torch
-    ring           a forward and a backward pass of context_parallel.py's RingAttention on one rank,
-                   and of PyTorch's attention, 784 tokens of 12 images, one thread (no target)
     loader_memory  the peak memory that loading and one pass over single_gpu.py's DataLoader add to
                    a fresh process, and the bytes of all images as float32
-
-Only if they are named with --only: torchvision compares single_gpu.py with the loop of most
-tutorials, accelerate with Hugging Face's accelerate (pip install accelerate), and accelerate_2
-distributed_data_parallel.py with it in two processes, which torchrun starts, because `accelerate
-launch --cpu --num_processes 2` starts only one unless it uses MPI. These have no target.
 """
 
 import argparse
@@ -34,7 +27,6 @@ import multiprocessing
 import os
 import platform
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -45,16 +37,13 @@ from pathlib import Path
 from statistics import median
 
 import torch
-import torch.distributed as dist
-from bare import image_by_image
-from lessons import FOLDERS, PATHS, ROOT
-from torch.nn import functional as F
+from lessons import PATHS, ROOT
 from torch.utils.data import DataLoader, RandomSampler, Subset
+from torchvision import transforms
+from torchvision.datasets import MNIST
 from tqdm import tqdm
 
-sys.path += map(str, [ROOT, *FOLDERS])  # find common/ and the lessons
-from context_parallel import RingAttention
-
+sys.path.append(str(ROOT))  # find common/
 from common.data import DATA_DIR, fetch, load, whole_batch
 
 EPOCHS = 3  # the lessons' defaults
@@ -79,11 +68,7 @@ COMMANDS = {  # A; B; the flags of both; target
     " --width 512 --layers 8 --batch_size 2048; at least 1.3 images/s",
     "by_hand": "torchrun tensor_parallel --by hand; torchrun tensor_parallel --by dtensor;"
     " --width 1024 --batch_size 512; at most 1.2 s",
-    "torchvision": "single_gpu; bare torchvision; ; - s",
-    "accelerate": "single_gpu; bare accelerate; ; - s",
-    "accelerate_2": "distributed_data_parallel -g 2; torchrun bare accelerate; ; - s",
 }
-OTHERS = ("torchvision", "accelerate", "accelerate_2")  # only if they are named
 
 
 def run(*command, **variables):
@@ -93,26 +78,17 @@ def run(*command, **variables):
     """
     kept = {key: value for key, value in os.environ.items() if key not in LAUNCHED}
     start = time.monotonic()
-    with subprocess.Popen(
+    done = subprocess.run(
         [sys.executable, *map(str, command)],
         env=kept | variables,
         text=True,
-        process_group=0,  # Ctrl-C reaches only this process
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    ) as process:
-        try:
-            output, errors = process.communicate()
-        except KeyboardInterrupt:
-            # Not SIGKILL, because a program that has started others has to end them.
-            process.send_signal(signal.SIGINT)
-            process.communicate()
-            raise
+        capture_output=True,
+    )
     seconds = time.monotonic() - start
-    if process.returncode:
-        sys.exit(f"error: {command} failed with status {process.returncode}:\n{errors}")
-    return seconds, output
+    if done.returncode:
+        sys.exit(f"error: {command} failed with status {done.returncode}:\n{done.stderr}")
+    return seconds, done.stdout
 
 
 def run_lesson(command, data_dir, one_thread):
@@ -134,12 +110,12 @@ def run_lesson(command, data_dir, one_thread):
     return run(*launcher, PROGRAMS[name], *flags, OMP_NUM_THREADS=str(threads))
 
 
-def epoch_lines(output):
-    """Return each epoch's test accuracy in % and training speed in images/s, from an output."""
-    pattern = r"^epoch .*  test ([\d.]+)%  [\d.]+ s  ([\d,]+) images/s"
+def speeds_of(output):
+    """Return the training speed of each epoch in images/s, from an output."""
+    pattern = r"^epoch .* s  ([\d,]+) images/s"
     found = re.findall(pattern, output, re.M)
     assert len(found) == EPOCHS, output
-    return [(float(test), int(speed.replace(",", ""))) for test, speed in found]
+    return [int(speed.replace(",", "")) for speed in found]
 
 
 def in_turn(name, repeats, *measurements):
@@ -153,44 +129,35 @@ def in_turn(name, repeats, *measurements):
     return [list(values) for values in zip(*rounds, strict=True)]
 
 
-def cells(what, a, b, unit, target="-"):
+def cells(what, a, b, unit, target):
     """Return the cells of a line: what, A, B, ratio, target, and whether it is met."""
-    digits = {"s": 3, "%": 2}.get(unit, 0)
-    met = "-"
-    if target != "-":
-        limit = float(target.split()[-1])
-        reached = a / b <= limit if "at most" in target else a / b >= limit
-        met = "met" if reached else "missed"
+    digits = 3 if unit == "s" else 0
+    limit = float(target.split()[-1])
+    reached = a / b <= limit if "at most" in target else a / b >= limit
+    met = "met" if reached else "missed"
     numbers = [f"{value:,.{digits}f} {unit}" for value in (a, b)]
     return [what, *numbers, f"{a / b:.4g}", target, met]
 
 
 def two_commands(name, data_dir, repeats):
-    """Compare the epochs of two commands, and for a bare program also the whole runs.
-
-    Others than a bare program give lines about the accuracy, and the former has the same losses.
-    """
+    """Compare the epochs of two commands, and for a bare program also whole runs and losses."""
     *commands, flags, target = COMMANDS[name].split("; ")
     target, unit = target.rsplit(maxsplit=1)
     measure = []
     for command in commands:
         measure.append(partial(run_lesson, f"{command} {flags}", data_dir, unit == "images/s"))
-    epochs, whole, losses, accuracies = [], [], [], []
+    epochs, whole, losses = [], [], []
     for runs in in_turn(name, repeats, *measure):
-        speeds = [median([speed for _, speed in epoch_lines(output)[1:]]) for _, output in runs]
+        speeds = [median(speeds_of(output)[1:]) for _, output in runs]
         epochs.append(TRAINED / median(speeds) if unit == "s" else median(speeds))
         whole.append(median([seconds for seconds, _ in runs]))
         losses.append(re.findall(r"^epoch .*  loss ([\d.]+)", runs[-1][1], re.M))
-        accuracies.append(epoch_lines(runs[-1][1])[-1][0])
     what = "; ".join([*commands, flags or "the default flags"])
     lines = [cells(f"epoch: {what}", *epochs, unit, target)]
     if "bare" in commands[1]:
-        whole_target = "-" if name in OTHERS else "at most 1.1"
-        lines.append(cells(f"command to exit: {what}", *whole, "s", whole_target))
-    if name in OTHERS:
-        lines.append(cells(f"test accuracy: {what}", *accuracies, "%"))
-    elif "bare" in commands[1] and losses[0] != losses[1]:
-        sys.exit(f"error: {what}: the losses {losses[0]} and {losses[1]}")
+        lines.append(cells(f"command to exit: {what}", *whole, "s", "at most 1.1"))
+        if losses[0] != losses[1]:
+            sys.exit(f"error: {what}: the losses {losses[0]} and {losses[1]}")
     return lines
 
 
@@ -205,7 +172,8 @@ def lesson_loader(train_set):
 def loader(data_dir, repeats):
     """Compare single_gpu.py's DataLoader with torchvision's single images."""
     fast = lesson_loader(load("mnist", data_dir)[0])
-    some_images = Subset(image_by_image("mnist", data_dir, train=True), range(5000))
+    steps = transforms.Compose([transforms.ToTensor(), transforms.Normalize(0.1307, 0.3081)])
+    some_images = Subset(MNIST(data_dir, transform=steps), range(5000))
     slow = DataLoader(some_images, BATCH_SIZE, shuffle=True)
 
     def speed(batches):
@@ -248,28 +216,6 @@ def start_up(data_dir, repeats):
     return [cells(what, median(first), limit, "s", "at most 1")]
 
 
-def ring(data_dir, repeats):
-    """Compare ring attention on one rank with PyTorch's attention. It reads no data."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    places = [torch.arange(784)]
-    size = (12, 4, 784, 8)  # images, heads, tokens, numbers of a token in a head
-
-    def seconds(attention):
-        inputs = [torch.randn(size, requires_grad=True) for _ in range(3)]
-        start = time.perf_counter()
-        attention(*inputs).sum().backward()
-        return time.perf_counter() - start
-
-    def ours(*inputs):
-        return RingAttention.apply(*inputs, places, dist.group.WORLD)
-
-    theirs = partial(F.scaled_dot_product_attention, is_causal=True)
-    found = in_turn("ring", repeats, partial(seconds, ours), partial(seconds, theirs))
-    dist.destroy_process_group()
-    return [cells("RingAttention, 1 rank; PyTorch's attention", *map(median, found), "s")]
-
-
 def loader_growth(data_dir):
     """Load MNIST and pass over single_gpu.py's DataLoader.
 
@@ -301,7 +247,7 @@ def loader_memory(data_dir, repeats):
 
 
 ROWS = {name: partial(two_commands, name) for name in COMMANDS}
-ROWS |= {row.__name__: row for row in (loader, start_up, ring, loader_memory)}
+ROWS |= {row.__name__: row for row in (loader, start_up, loader_memory)}
 
 
 def machine():
@@ -320,8 +266,7 @@ def main():
     add = parser.add_argument
     add("--data_dir", default=DATA_DIR, help="default: data/ beside playground/")
     add("--repeats", type=int, default=5, help="measurements of each kind")
-    usual = [name for name in ROWS if name not in OTHERS]
-    add("--only", nargs="+", choices=ROWS, default=usual, metavar="NAME", help="some rows")
+    add("--only", nargs="+", choices=ROWS, default=list(ROWS), metavar="NAME", help="some rows")
     args = parser.parse_args()
     fetch("mnist", args.data_dir)  # before any measurement
     print(f"{machine()}; {args.repeats} repeats\n")
