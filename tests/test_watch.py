@@ -30,6 +30,7 @@ HIDDEN = 4 * 128 * 64  # bytes of a hidden layer of a batch
 # What each of two ranks gives to its calls in a step, and in how many calls.
 GIVEN = {
     "manual_data_parallel": [("all_reduce", 8, PARAMETERS)],
+    "manual_fully_sharded": [("all_gather", 8, PARAMETERS), ("reduce_scatter", 4, PARAMETERS)],
     "fully_sharded_data_parallel": [
         ("all_gather", 4, HALF),  # in forward()
         ("all_gather", 4, HALF),  # in backward()

@@ -109,23 +109,7 @@ OF_TRANSFORMERS = (  # with --model transformer only
     "three_axes",
     "three_axes --fsdp",
 )
-TORCHRUN = (  # lessons whose processes are started by torchrun
-    "distributed_data_parallel_torchrun",
-    "distributed_data_parallel_resumable",
-    "profile_steps",
-    "sharded_optimizer",
-    "manual_fully_sharded",
-    "fully_sharded_data_parallel",
-    "manual_pipeline",
-    "pipeline_parallel",
-    "tensor_parallel",
-    "hybrid_parallel",
-    "mixed_precision",
-    "activation_checkpointing",
-    "sequence_parallel",
-    "context_parallel",
-    "three_axes",
-)
+IN_ONE_PROCESS = ("single_gpu", "data_parallel", "model_parallel")
 PASSED_ON = ("device", "epochs", "batch_size", "lr", "model", "width", "layers", "tokens", "heads")
 PASSED_ON += ("dataset", "data_dir", "seed")
 # The last layer; in the CNN also two convolutions, in the transformer also the embedding.
@@ -228,8 +212,7 @@ def plan(args):
         runs += plan_parity(args)
     if "steps" in args.only:
         for average in ("ddp", "each", "bucket"):
-            words = ["--average", average]
-            runs.append(Run("steps", "profile_steps", words))
+            runs.append(Run("steps", "profile_steps", ["--average", average]))
     if "widths" in args.only:
         runs += plan_widths(args)
     rows, columns = fitting_mesh(args.device, args.gpus, args.width)
@@ -245,7 +228,7 @@ def plan(args):
     for run in runs:
         words = [word for word in run.words if word != "--double"]  # that is its kind
         run.name = " ".join([f"{run.lesson}.py", *words])
-        if run.lesson in TORCHRUN:
+        if run.lesson not in IN_ONE_PROCESS and "-g" not in words:  # torchrun starts its ranks
             run.ranks = ranks.get(run.lesson, args.gpus)
             run.name += ", 1 process" if run.ranks == 1 else f", {run.ranks} processes"
     return runs

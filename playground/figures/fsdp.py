@@ -1,9 +1,12 @@
 """Which layers are whole on a rank while each layer computes, with FSDP."""
 
 import argparse
+import time
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import fully_sharded_data_parallel
 from torch import nn
@@ -11,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from common.models import MLP
 from figures.counting import WIDTH, forward_and_backward, random_batch
-from figures.memory import Gathered
+from figures.messages import Messages
 from figures.style import BLUE, ORANGE, add_legend, box, new_figure, save
 
 RANKS = 4
@@ -45,6 +48,30 @@ def shard(model, keep_weights):
     """Call shard() of fully_sharded_data_parallel.py."""
     flags = argparse.Namespace(device="cpu", keep_weights=keep_weights, timeout=60)
     fully_sharded_data_parallel.shard(model, flags)
+
+
+class Gathered(Messages):
+    """Notes the messages of this rank, and what its all_gathers have in memory."""
+
+    def __init__(self):
+        super().__init__()
+        self._outputs = []  # weak references, which do not keep memory from being freed
+
+    def note(self, kind: str, operation: Any, args: tuple) -> None:
+        """Note a message before it starts."""
+        super().note(kind, operation, args)
+        if kind == "all_gather":
+            self._outputs.append(weakref.ref(args[0].untyped_storage()))
+
+    def gathered(self) -> int:
+        """Return the bytes of gathered tensors that are in memory now."""
+        time.sleep(0.01)  # gloo's thread may hold a tensor for a moment after its message
+        sizes = {}
+        for reference in self._outputs:
+            storage = reference()
+            if storage is not None:
+                sizes[storage.data_ptr()] = storage.nbytes()
+        return sum(sizes.values())
 
 
 def _watch_layers(layers: list[nn.Module], step: Callable) -> list[dict]:

@@ -2,7 +2,7 @@
 
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,6 @@ from figures.counting import (
     two_rows,
 )
 from figures.fsdp import shard
-from figures.memory import held
 from figures.style import BLUE, GREEN, INK, ORANGE, PINK, box, new_figure, save
 
 RANKS = 4
@@ -153,12 +152,25 @@ def _count_step(model: nn.Module, optimizer: Any, compute: Callable) -> dict[str
     for averages in adam.state.values():
         state += averages.values()
     return {
-        "parameters": held(parameters),
-        "gradients": held(gradients),
-        "Adam's averages": held(_local(tensor) for tensor in state),
-        "activations": held(activations),
+        "parameters": _bytes(parameters),
+        "gradients": _bytes(gradients),
+        "Adam's averages": _bytes(_local(tensor) for tensor in state),
+        "activations": _bytes(activations),
         "buffers": buffers.most([*parameters, *gradients, *activations]),
     }
+
+
+def _bytes(tensors: Iterable[Tensor | None]) -> int:
+    """Return the bytes that tensors keep in memory.
+
+    A tensor keeps the whole storage behind it, and a storage of several tensors counts once.
+    """
+    sizes = {}
+    for tensor in tensors:
+        if tensor is not None:
+            storage = tensor.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
 
 
 def _local(tensor: Tensor | None) -> Tensor | None:

@@ -1,13 +1,13 @@
 """When rank 0 computes and when its messages travel, in a step of profile_steps.py with DDP."""
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 from figures.style import BLUE, GREEN, INK, ORANGE, SKY, add_legend, box, new_figure, save
-from figures.traces import named, whole_steps
 
 LESSON = Path(__file__).resolve().parents[1] / "profile_steps.py"
 WIDE = ("--dataset", "digits", "--batch_size", "240", "--width", "1024", "--layers", "5")
@@ -31,9 +31,30 @@ def count(flags: tuple[str, ...] = WIDE) -> dict[str, dict[str, list]]:
             command += ["--device", "cpu", "--out", folder, "--bucket_cap_mb", str(mebibytes)]
             subprocess.run([*command, *flags], check=True, stdout=subprocess.DEVNULL)
             trace = json.loads(Path(folder, "rank0.json").read_text())
-        found = [_parts_of_step(trace, *step) for step in whole_steps(trace)]
+        found = [_parts_of_step(trace, *step) for step in _whole_steps(trace)]
         found.sort(key=lambda parts: parts["optimizer"][1])
         steps[name] = found[len(found) // 2]
+    return steps
+
+
+def _named(trace: dict, pattern: str) -> list[tuple[float, float]]:
+    """Return the spans of a trace whose category and name, with a space between, match."""
+    spans = []
+    for event in trace["traceEvents"]:
+        if event.get("ph") != "X":
+            continue  # it has no duration
+        if re.match(pattern, f"{event.get('cat')} {event['name']}"):
+            spans.append((event["ts"], event["ts"] + event["dur"]))
+    return spans
+
+
+def _whole_steps(trace: dict) -> list[tuple[float, float]]:
+    """Return the steps of a trace, without a last one that has no update of the parameters."""
+    updates = _named(trace, r"user_annotation Optimizer\.step")
+    steps = []
+    for start, end in _named(trace, "user_annotation ProfilerStep"):
+        if any(start <= update < end for update, _ in updates):
+            steps.append((start, end))
     return steps
 
 
@@ -42,7 +63,7 @@ def _parts_of_step(trace: dict, start: float, end: float) -> dict[str, list]:
 
     def inside(pattern):
         spans = []
-        for first, last in sorted(named(trace, pattern)):
+        for first, last in sorted(_named(trace, pattern)):
             if start <= first < end:
                 spans.append([round((first - start) / 1000, 2), round((last - start) / 1000, 2)])
         return spans

@@ -87,12 +87,12 @@ def _order(marks: list[tuple]) -> str:
 
 
 class Span(NamedTuple):
-    """A time in which one rank computes, or is in a call.
+    """A time in which one rank computes.
 
     rank: its number.
-    kind: what it computes, or a kind of Calls.
-    micro_batch: its number, from 0. For a call it is 0.
-    start, end: in seconds, or in steps, counted from a moment that is the same for all ranks.
+    kind: what it computes.
+    micro_batch: its number, from 0.
+    start, end: in logical time, which is the same for all ranks.
     """
 
     rank: int
