@@ -2,11 +2,7 @@
 
 import re
 
-import torch
 from conftest import run
-from forked import in_group
-
-from figures.messages import Messages
 
 BEFORE = [[10.0, 11.0, 12.0], [20.0, 21.0, 22.0], [30.0, 31.0, 32.0]]  # on three ranks
 OWN = [10.0, 21.0, 32.0]
@@ -42,21 +38,3 @@ def test_what_is_printed():
     for line in rows(BEFORE, [SUMS] * 3):
         assert f"\n{line} by async_op\n" in out
     assert re.findall(r"^rank (\d): [\d.]+ s at a barrier", out, re.M) == ["0", "1", "2"]
-
-
-def count_messages(rank):
-    """Count what the ring of nonblocking_p2p.py sends, and the barriers of the lesson."""
-    from collectives import show_barrier
-    from nonblocking_p2p import ring_all_reduce
-
-    with Messages() as messages:
-        ring_all_reduce(torch.ones(3 * 5))
-    assert [each.nbytes for each in messages.of("send")] == [4 * 5] * 2 * (3 - 1)
-    with Messages() as messages:
-        show_barrier(rank)
-    assert messages.noted[0].kind == "barrier"
-
-
-def test_what_is_sent():
-    """A ring sends 2(n-1) chunks, as the docstring says of an all_reduce. A barrier is one."""
-    in_group(count_messages, 3)

@@ -16,14 +16,13 @@ import pytest
 import torch
 from forked import in_ranks
 from nodes import small_disk
-from sklearn.datasets import load_digits
 from torch.nn import functional as F
 from torch.utils.data import BatchSampler, RandomSampler
 from torchvision.datasets import MNIST
 from torchvision.transforms import Compose, Normalize, ToTensor
 
 from common.data import Images, fetch, load, loaders
-from common.models import CNN, MLP, Attention, Block, Transformer
+from common.models import CNN, MLP, Block, Transformer
 
 # Bytes of the unpacked files. They are not taken from common.data, to detect a wrong number there.
 SIZES = {
@@ -96,23 +95,6 @@ def fetch_as_rank(rank, world_size, port, results, folder):
     torch.set_num_threads(1)  # a forked process cannot use the threads of the first one
     os.environ["LOCAL_RANK"] = str(rank)
     results[rank] = fetch(None, folder)
-
-
-def test_digits_are_all_of_scikit_learns(tmp_path):
-    """1,500 of the 1,797 digits are for training, in an order that no seed of the user changes."""
-    torch.manual_seed(1)
-    train_set, test_set = load("digits", tmp_path)
-    assert (len(train_set), len(test_set)) == (1500, 297)
-    assert train_set.images.mean().item() == pytest.approx(0, abs=0.01)
-    assert train_set.images.std().item() == pytest.approx(1, abs=0.01)
-    originals = load_digits()
-    order = torch.randperm(1797, generator=torch.Generator().manual_seed(0))
-    pixels = torch.tensor(originals.images / 16).unsqueeze(1)[order]
-    found = torch.cat([train_set.images, test_set.images]).mul(0.3245).add(0.3051).double()
-    expected = F.interpolate(pixels, (28, 28), mode="bilinear")
-    torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
-    labels = torch.cat([train_set.labels, test_set.labels])
-    assert labels.equal(torch.tensor(originals.target)[order])
 
 
 def test_the_loaders_of_all_ranks(monkeypatch):
@@ -264,35 +246,6 @@ def test_layers_of_the_mlp_and_the_cnn():
 def count(network):
     """Return the number of a network's parameters."""
     return sum(parameter.numel() for parameter in network.parameters())
-
-
-def test_layers_of_the_transformer():
-    """A row of pixels is a token; blocks add to them; the last one gives the class."""
-    network = Transformer()
-    images = torch.randn(5, 1, 28, 28)
-    embed = network.stage1[0]
-    tokens = F.linear(images[:, 0], embed.embed.weight, embed.embed.bias) + embed.position
-    for block in (network.stage1[1], network.stage2[0]):
-        tokens = tokens + block.attention(F.layer_norm(tokens, (32,)))  # its weights are still 1
-        tokens = tokens + block.mlp(F.layer_norm(tokens, (32,)))
-    scores = network.stage2[1].linear(F.layer_norm(tokens[:, -1], (32,)))
-    torch.testing.assert_close(network(images), scores)
-
-
-def test_attention():
-    """Each head weighs the values of this token and of those before it, by their keys."""
-    attention = Attention(12, 3)
-    tokens = torch.randn(2, 5, 12)
-    read = []
-    for head in range(3):
-        part = slice(4 * head, 4 * head + 4)
-        query = attention.query(tokens)[..., part]
-        key = attention.key(tokens)[..., part]
-        value = attention.value(tokens)[..., part]
-        scores = query @ key.mT / 2  # the root of 4, the numbers of a head
-        scores = scores.masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf)
-        read.append(scores.softmax(-1) @ value)
-    torch.testing.assert_close(attention(tokens), attention.output(torch.cat(read, -1)))
 
 
 def test_depth_and_width():

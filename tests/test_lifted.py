@@ -3,9 +3,10 @@
 import ast
 import re
 
-import pytest
-from conftest import SHORT, Lesson, by_torchrun, lesson_path, ranks, talks
+from conftest import SHORT, lesson_path, ranks
 from lessons import LESSONS
+
+LESSON = "distributed_data_parallel_torchrun"  # the one to copy
 
 
 def leaning(text):
@@ -34,7 +35,8 @@ PARSER = """    parser = argparse.ArgumentParser()
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batch_size", type=int, default=100)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--double", action="store_true")"""
+    parser.add_argument("--double", action="store_true")
+    parser.add_argument("--timeout", type=int, default=60)"""
 FAKE = "        FakeData({}, (1, 28, 28), 10, ToTensor())"
 SETS = f"    train_set, test_set = (\n{FAKE.format(600)},\n{FAKE.format(99)},\n    )"
 DATA = """from torchvision.datasets import FakeData
@@ -42,23 +44,10 @@ from torchvision.transforms import ToTensor"""
 MODEL = "    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10)).to(device)"
 # What a reader writes in place of the lines that lean on this project, as the course's README says.
 # If it is empty, the line is deleted.
-EVERYWHERE = {
+CHANGES = {
     r"^sys\.path\.insert\(.*\n": "",
     r"^from common import flags\n": "",
     r"^import sys\n": "import argparse\nimport sys\n",
-}
-TALKING = {
-    r"^    parser = flags\.Parser\(__doc__\)": "    parser = argparse.ArgumentParser()",
-    r"flags\.accelerator\(\)": '"cpu"',
-    r"type=flags\.device, ": "",
-    r"^        parser\.check_torchrun\(args\)\n": "",
-}
-STARTING = {
-    r"type=flags\.(positive|port)": "type=int",
-    r"^    parser\.check_(no_launcher|nodes)\(.*\n": "",
-}
-ALONE = {r"^    parser = flags\.training\(__doc__\)": PARSER}
-TRAINING = {
     r"^from common\.models import .*\n": "",
     r"^    model = make_model\(args\)\.to\(device\)": MODEL,
     r"^from common\.data import .*": DATA,
@@ -66,31 +55,17 @@ TRAINING = {
     r'"collate_fn": whole_batch, ': "",
     r"^    dtype = torch\.float64 if args\.double else torch\.float32\n": "",
     r"^    train_set, test_set = load\(.*": SETS,
-}
-BATCH = {r"^    parser\.check_batch\(.*\n": ""}
-RANKS = {
-    r"^    parser = flags\.ranks\(__doc__\)": PARSER
-    + '\n    parser.add_argument("--timeout", type=int, default=60)',
+    r"^    parser\.check_batch\(.*\n": "",
+    r"^    parser = flags\.ranks\(__doc__\)": PARSER,
     r"^    parser\.check_torchrun\(args\).*\n": "",
 }
-CHANGES = {
-    "distributed_data_parallel": EVERYWHERE
-    | ALONE
-    | TRAINING
-    | STARTING
-    | BATCH
-    | {r"type=flags\.new_file, ": "", r', "args": vars\(args\)': ""},
-    "distributed_data_parallel_torchrun": EVERYWHERE | TRAINING | BATCH | RANKS,
-    "blocking_p2p": EVERYWHERE | TALKING | STARTING,
-}
 
 
-@pytest.mark.parametrize("lesson", CHANGES)
-def test_a_lesson_lifted_into_a_project_of_its_own(lesson, tmp_path):
-    """In an empty folder, with those lines replaced by plain PyTorch: it trains, or it talks."""
-    after = lesson_path(lesson).read_text()
+def test_a_lesson_lifted_into_a_project_of_its_own(tmp_path):
+    """In an empty folder, with those lines replaced by plain PyTorch, it trains."""
+    after = lesson_path(LESSON).read_text()
     changed = 0
-    for pattern, mine in CHANGES[lesson].items():
+    for pattern, mine in CHANGES.items():
         after, count = re.subn(pattern, mine, after, flags=re.M)
         assert count >= 1, pattern
         changed += count
@@ -99,17 +74,11 @@ def test_a_lesson_lifted_into_a_project_of_its_own(lesson, tmp_path):
     assert "common" not in code and not leaning(after)
     copy = tmp_path / "mine.py"
     copy.write_text(after)
-    words = {"env": {"PYTHONPATH": ""}, "cwd": tmp_path}  # nothing of ours is found
-    if by_torchrun(lesson):
-        jobs = ranks(copy, "--epochs", 2, **words)
-    else:
-        jobs = [Lesson(copy, *([] if talks(lesson) else ["--epochs", 2]), **words)]
+    # With this PYTHONPATH, nothing of ours is found.
+    jobs = ranks(copy, "--epochs", 2, env={"PYTHONPATH": ""}, cwd=tmp_path)
     done = [job.wait() for job in jobs]
     assert [each.returncode for each in done] == [0] * len(jobs), done[0].stderr
-    if talks(lesson):
-        assert "rank 1: [0.0, 0.0, 0.0, 0.0] -> [0.0, 1.0, 2.0, 3.0]" in done[0].stdout
-    else:
-        assert re.findall(r"^epoch (\d)/2  loss \d", done[0].stdout, re.M) == ["1", "2"]
+    assert re.findall(r"^epoch (\d)/2  loss \d", done[0].stdout, re.M) == ["1", "2"]
 
 
 COUNTED = """
@@ -144,7 +113,7 @@ def counted(train):
 
 def test_no_thread_of_the_group_outlives_it(tmp_path):
     """A thread that is left may abort Python's shutdown: there is none when train has returned."""
-    text = lesson_path("distributed_data_parallel_torchrun").read_text()
+    text = lesson_path(LESSON).read_text()
     assert text.count("\ndef train(") == 1
     copy = tmp_path / "counted.py"
     copy.write_text(text.replace("\ndef train(", f"\n{COUNTED}@counted\ndef train("))

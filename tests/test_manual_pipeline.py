@@ -1,13 +1,11 @@
 """What manual_pipeline.py builds by hand: for any nn.Sequential, with few activations kept."""
 
-import re
 from datetime import timedelta
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import SHORT, train
 from forked import in_group
 from torch import nn
 from torch.nn import functional as F
@@ -97,12 +95,3 @@ def test_a_shared_parameter_is_refused():
     last.weight = first.weight
     with pytest.raises(ValueError, match="two stages share a parameter"):
         cut(nn.Sequential(first, last), 2)
-
-
-def test_what_is_printed():
-    """The passes of each rank, here of its own list, and what it keeps."""
-    lists = ("F0,F1,B0,B1", "F0,B0,F1,B1")  # 1F1B with two micro-batches
-    out = train("manual_pipeline", *SHORT, "--schedule", *lists, processes=2).stdout
-    assert "rank 0: F0 F1 B0 B1\nrank 1: F0 B0 F1 B1\n" in out
-    kept = re.findall(r"^rank (\d) keeps ([\d,]+) .* at most (\d) micro-batch", out, re.M)
-    assert kept == [("0", "54,400", "2"), ("1", "4,810", "1")]

@@ -3,11 +3,8 @@
 import json
 
 import pytest
-from conftest import DIGITS, SHORT, train
+from conftest import SHORT, train
 from profile_steps import step_times
-
-# three layers with parameters of 1 MiB or more, and the last with 20 KiB
-WIDE = (*DIGITS, "--width", 512, "--batch_size", 300, "--epochs", 1)
 
 
 def traced(folder, *flags, processes=2):
@@ -43,26 +40,6 @@ def test_a_trace_for_each_rank(tmp_path):
         times = list(map(float, row.split()[1:]))
         assert times == pytest.approx(list(step_times(trace).values()), abs=0.006)
         assert times[0] == pytest.approx(sum(times[1:4]), abs=0.03)
-
-
-@pytest.mark.parametrize(
-    ("flags", "messages", "early"),
-    [
-        (("--bucket_cap_mb", 1), 3, True),  # for each wide layer; the last one shares a bucket
-        (("--average", "each"), 8, False),
-    ],
-)
-def test_messages_of_a_step(flags, messages, early, tmp_path):
-    """How many they are, and whether the first one travels while backward() still computes."""
-    _, traces = traced(tmp_path, *WIDE, *flags)
-    for trace in traces:
-        for names in steps(trace):
-            assert names.count("c10d::allreduce_") == messages
-            assert len([name for name in names if name.startswith("gloo:")]) == messages
-            ends = [name.endswith(": AddmmBackward0") for name in names]
-            assert ends.count(True) == 4
-            last_backward = len(ends) - 1 - ends[::-1].index(True)
-            assert (names.index("c10d::allreduce_") < last_backward) == early
 
 
 LOADER = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
