@@ -5,12 +5,11 @@ from pathlib import Path
 import context_parallel
 import three_axes
 import torch.distributed as dist
-from matplotlib.patches import Patch
 
 from common.models import TOKENS, Transformer
 from figures.counting import forward_and_backward, of_all_ranks, random_batch
 from figures.messages import Messages
-from figures.style import BLUE, GREY, INK, ORANGE, PINK, box, double_arrow, new_figure, save
+from figures.style import BLUE, GREY, ORANGE, PINK, add_key, box, double_arrow, new_figure, save
 
 RANKS = 8
 
@@ -75,15 +74,5 @@ def draw(counts: dict, path: Path) -> None:
     panel.set_aspect("equal")
     panel.axis("off")
     figure.suptitle("kB sent by each rank in a step", fontsize=14, weight="bold")
-    patches = [
-        Patch(facecolor=colours[name], edgecolor=INK, label=travels[name]) for name in colours
-    ]
-    figure.legend(
-        handles=patches,
-        loc="outside lower center",
-        ncols=3,
-        handlelength=1.2,
-        columnspacing=1.2,
-        fontsize=11,
-    )
+    add_key(figure, {travels[name]: colours[name] for name in colours})
     save(figure, path)

@@ -4,12 +4,11 @@ from pathlib import Path
 
 import hybrid_parallel
 import torch.distributed as dist
-from matplotlib.patches import Patch
 
 from common.models import MLP
 from figures.counting import forward_and_backward, of_all_ranks, random_batch, two_rows
 from figures.messages import Messages
-from figures.style import BLUE, GREY, INK, ORANGE, PINK, box, double_arrow, new_figure, save
+from figures.style import BLUE, GREY, ORANGE, PINK, add_key, box, double_arrow, new_figure, save
 
 RANKS = 4
 
@@ -88,14 +87,5 @@ def draw(counts: list, path: Path) -> None:
     figure.suptitle(
         "kB that each rank sends in a step, along each arrow", fontsize=14, weight="bold"
     )
-    colours = dict(travels.values())
-    patches = [Patch(facecolor=colours[name], edgecolor=INK, label=name) for name in colours]
-    figure.legend(
-        handles=patches,
-        loc="outside lower center",
-        ncols=3,
-        handlelength=1.2,
-        columnspacing=1.2,
-        fontsize=11,
-    )
+    add_key(figure, dict(travels.values()))
     save(figure, path)

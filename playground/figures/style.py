@@ -107,3 +107,10 @@ def double_arrow(axes: Axes, start: tuple, end: tuple, width: float, colour: str
     else:
         points = [(start[0] + away, along) for along, away in outline]
     axes.add_patch(Polygon(points, facecolor=colour, edgecolor=INK, linewidth=0.8))
+
+
+def add_key(figure: Figure, colours: dict[str, str]) -> None:
+    """Write below a figure what travels along the arrows of each colour."""
+    patches = [Patch(facecolor=colours[name], edgecolor=INK, label=name) for name in colours]
+    look = {"ncols": 3, "handlelength": 1.2, "columnspacing": 1.2, "fontsize": 11}
+    figure.legend(handles=patches, loc="outside lower center", **look)
