@@ -15,7 +15,7 @@ import time
 
 import matplotlib.image
 import pytest
-from conftest import DIGITS, Lesson, alive, epochs
+from conftest import DIGITS, Lesson, epochs
 
 from figures import compare as tool
 from figures import processes
@@ -59,7 +59,13 @@ def drawn(path):
 def test_the_numbers_are_the_lessons_own(compare, monkeypatch, tmp_path):
     """One process and the last run of the traced steps are run for real."""
     plan = tool.plan
-    monkeypatch.setattr(tool, "plan", lambda args: [plan(args)[0], plan(args)[-1]])
+
+    def first_and_last(args):
+        one, *_, traced = plan(args)
+        traced.ranks = 1  # a second rank takes long to start
+        return [one, traced]
+
+    monkeypatch.setattr(tool, "plan", first_and_last)
     flags = ("--only", "parity", "steps", "--lessons", "single_gpu")
     status, [one, traced] = compare({}, *flags)
     assert status == 0
@@ -144,22 +150,6 @@ def test_the_widths(tmp_path):
     assert (rows[1]["messages"], rows[1]["note"]) == (None, "oh")
     draw_widths(rows, tmp_path / "widths.png")
     assert drawn(tmp_path / "widths.png")
-
-
-def test_a_lesson_that_hangs(compare, tmp_path):
-    """It is ended after --timeout, with the process that it has started, and the note says so."""
-    sleeper = "import os, time; print(os.getpid(), flush=True); time.sleep(999)"
-    code = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', '{sleeper}'])\n"
-    flags = ("--only", "parity", "--lessons", "single_gpu", "--timeout", 2)
-    status, [hung] = compare({"single_gpu": code}, *flags)
-    assert status == "error: failed: single_gpu.py"
-    assert hung["note"] == "took longer than 2 s: use a larger --timeout"
-    pid = (tmp_path / "out" / "runs" / "01" / "out.txt").read_text().strip()
-    if pid:  # a busy machine may not come so far
-        end = time.monotonic() + 300
-        while alive(int(pid)) and time.monotonic() < end:  # the kernel may be slow
-            time.sleep(0.1)
-        assert not alive(int(pid))
 
 
 def test_ctrl_c_keeps_what_there_is(change, tmp_path):
