@@ -21,33 +21,31 @@ from lessons import PATHS, ROOT
 from nodes import HOSTS, Nodes
 from preloaded import Script
 
-# Folders in which MNIST may be, in torchvision's layout: first that of the lessons. Tests that need
-# it are skipped if it is in neither.
-MNIST_FOLDERS = [ROOT / "data", ROOT.parent / "shared" / "mnist"]
-IMAGES = "MNIST/raw/train-images-idx3-ubyte*"
-MNIST = next((path for path in MNIST_FOLDERS if any(path.glob(IMAGES))), None)
+# The folder with MNIST, in torchvision's layout: that of the lessons goes first. Tests that need it
+# are skipped if it is in neither.
+folders = (ROOT / "data", ROOT.parent / "shared" / "mnist")
+MNIST = next(
+    (each for each in folders if any(each.glob("MNIST/raw/train-images-idx3-ubyte*"))), None
+)
 DIGITS = ("--dataset", "digits", "--device", "cpu")
 SHORT = (*DIGITS, "--batch_size", 120, "--epochs", 1)
 LONG = (*DIGITS, "--epochs", 100_000)
-SIZES = "        train_size = {}\n        test_size = {}\n"  # random images of the ResNet lesson
-FEWER = (SIZES.format(1800, 200), SIZES.format(180, 30))  # to replace in a copy
-ON_NODE = Path(__file__).parent / "on_node.py"
+FEWER = (  # random images of the ResNet lesson, to replace in a copy
+    "        train_size = 1800\n        test_size = 200\n",
+    "        train_size = 180\n        test_size = 30\n",
+)
 STANDIN = Path(__file__).parent / "detectron2_standin"
+# In the background, or under nohup, these signals are ignored, and processes inherit this.
 for number, action in (
     (signal.SIGINT, signal.default_int_handler),
     (signal.SIGHUP, signal.SIG_DFL),
 ):
-    if (
-        signal.getsignal(number) == signal.SIG_IGN
-    ):  # as in the background, or under nohup: it would be inherited
+    if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, action)
-FOUND = os.environ.setdefault(
-    "TESTS_FOUND_GPUS", os.environ.get("CUDA_VISIBLE_DEVICES", "all")
-)  # workers inherit it
-ALL_GPUS = {
-    "CUDA_VISIBLE_DEVICES": None if FOUND == "all" else FOUND
-}  # for tests that are about GPUs
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # all others are about CPUs
+# Only tests that are about GPUs see them. Workers inherit what was found.
+found = os.environ.setdefault("TESTS_FOUND_GPUS", os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
+ALL_GPUS = {"CUDA_VISIBLE_DEVICES": None if found == "all" else found}
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 LAUNCHER_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
@@ -56,15 +54,9 @@ LAUNCHER_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-
-
-def real_detectron2() -> bool:
-    """Whether the real detectron2 can be imported by the Python that runs the tests."""
-    found = subprocess.run([sys.executable, "-c", "import detectron2.engine"], capture_output=True)
-    return found.returncode == 0
-
-
-DETECTRON2 = "the real detectron2" if real_detectron2() else "a stand-in for detectron2"
+imported = subprocess.run([sys.executable, "-c", "import detectron2.engine"], capture_output=True)
+IS_REAL = imported.returncode == 0
+DETECTRON2 = "the real detectron2" if IS_REAL else "a stand-in for detectron2"
 
 
 def pytest_report_header():
@@ -74,17 +66,11 @@ def pytest_report_header():
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Say last what tests have recorded, such as how much a check compared.
-
-    Of values whose name begins with "largest", only the largest one is shown.
-    """
+    """Say last what tests have recorded: of each name the largest value."""
     largest = {}
     for report in terminalreporter.getreports("passed"):
         for name, value in report.user_properties if report.when == "call" else ():
-            if name.startswith("largest "):
-                largest[name] = max(value, largest.get(name, value))
-            else:
-                terminalreporter.write_line(f"{name}: {value}")
+            largest[name] = max(value, largest.get(name, value))
     for name, value in largest.items():
         terminalreporter.write_line(f"{name}: {value:.0e}")
 
@@ -110,7 +96,7 @@ class Job:
             key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES
         }
         environment["OMP_NUM_THREADS"] = "1"  # several tests and processes share the cores
-        if DETECTRON2 != "the real detectron2":  # which causes such warnings itself
+        if not IS_REAL:  # which causes such warnings itself
             environment["PYTHONWARNINGS"] = "error::FutureWarning"
         environment |= {"PLAYGROUND_TEST": self.mark} | (env or {})
         environment = {name: value for name, value in environment.items() if value is not None}
@@ -188,7 +174,7 @@ def python_path(path):
     """Return the PYTHONPATH with which a lesson, or a changed copy, finds what it imports."""
     finds = any((folder / "common").is_dir() for folder in path.parents)
     folders = [] if finds else [str(ROOT), str(ROOT / "playground")]
-    if "detectron2" in path.read_text() and DETECTRON2 != "the real detectron2":
+    if "detectron2" in path.read_text() and not IS_REAL:
         folders.append(str(STANDIN))
     return os.pathsep.join(folders)
 
@@ -196,25 +182,18 @@ def python_path(path):
 class Lesson(Job):
     """A lesson, named by its file in playground/ or by a path.
 
-    `prefix` is a command that runs it elsewhere. `node` is one of `Nodes` and the index of a node:
-    it runs there.
+    `node` is one of `Nodes` and the index of a node: it runs there.
     """
 
-    def __init__(self, name, *flags, env=None, cwd=None, prefix=(), node=None, cold=False):
+    def __init__(self, name, *flags, env=None, cwd=None, node=None, cold=False):
         path = lesson_path(name)
         env = {"PYTHONPATH": python_path(path)} | (env or {})
-        cold = cold or bool(prefix)
-        if node and cold:
-            prefix = node[0].enter(node[1])
-        there = [ON_NODE, node[0].names[node[1]], HOSTS[node[1]]] if node and not cold else []
-        super().__init__(
-            *prefix, *[sys.executable] * cold, *there, path, *flags, env=env, cwd=cwd, cold=cold
-        )
-
-
-# In tests of torchrun's report rank 0 sleeps while rank 1 fails. If it lost its connection, and
-# torchrun ended it while it wrote its error to a file, torchrun would fail to read half a file.
-ASLEEP = "time.sleep(999 * (rank == 0))"
+        command = [sys.executable] if cold else []
+        if node:
+            nodes, index = node
+            on_node = [Path(__file__).parent / "on_node.py", nodes.names[index], HOSTS[index]]
+            command = [*nodes.enter(index), *command] if cold else on_node
+        super().__init__(*command, path, *flags, env=env, cwd=cwd, cold=cold)
 
 
 def torchrun(name, *flags, processes=2, restarts=0, env=None):
@@ -281,22 +260,21 @@ def train(name, *flags, processes=None, status=0, timeout=300, **options):
     else:
         jobs = [Lesson(name, *flags, *(("-g", processes) if processes else ()), **options)]
     ends = [job.wait(timeout) for job in jobs]
-    words, errors = ends[0].args, "".join(end.stderr for end in ends)
-    done = subprocess.CompletedProcess(
-        words, max(abs(end.returncode) for end in ends), ends[0].stdout, errors
-    )
-    assert done.returncode == status, (
-        f"status {done.returncode}, not {status}\n{done.stdout}\n{done.stderr}"
-    )
-    return done
+    largest = max(abs(end.returncode) for end in ends)
+    errors = "".join(end.stderr for end in ends)
+    done = subprocess.CompletedProcess(ends[0].args, largest, ends[0].stdout, errors)
+    return ended(done, status)
 
 
 def run(name, *flags, status=0, timeout=300, **options):
     """Run a lesson to its end and check its exit status. Returns it with stdout and stderr."""
-    done = Lesson(name, *flags, **options).wait(timeout)
-    assert done.returncode == status, (
-        f"status {done.returncode}, not {status}\n{done.stdout}\n{done.stderr}"
-    )
+    return ended(Lesson(name, *flags, **options).wait(timeout), status)
+
+
+def ended(done, status):
+    """Check with which status a lesson has ended, and return what it was given."""
+    words = f"status {done.returncode}, not {status}\n{done.stdout}\n{done.stderr}"
+    assert done.returncode == status, words
     return done
 
 
@@ -366,7 +344,7 @@ def main(monkeypatch, capsys):
     """Return a function like `run` for what ends at its flags: it calls main() in this process."""
 
     def called(name, *flags, status=2, env=None):
-        if DETECTRON2 != "the real detectron2":
+        if not IS_REAL:
             monkeypatch.syspath_prepend(STANDIN)
         monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, flags)])
         kept = {key: os.environ.pop(key) for key in LAUNCHER_VARIABLES if key in os.environ}
@@ -406,13 +384,6 @@ def nodes():
 def losses(out):
     """Return the losses of all epochs that a lesson has printed."""
     return [line["loss"] for line in epochs(out)]
-
-
-def fails(path, *flags, processes):
-    """Run a lesson or a copy, which must fail. Returns what its ranks printed on stderr."""
-    with pytest.raises(AssertionError) as failed:
-        train(path, *flags, processes=processes)
-    return str(failed.value)
 
 
 def one_line(done, *words):

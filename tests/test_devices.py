@@ -10,7 +10,7 @@ import re
 
 import pytest
 import torch
-from conftest import DETECTRON2, ROOT, STANDIN, by_torchrun, lesson_path, one_line, talks
+from conftest import IS_REAL, ROOT, STANDIN, by_torchrun, lesson_path, one_line, talks
 from lessons import LESSONS
 
 STARTED = {  # the environment of a rank that a launcher has started
@@ -74,7 +74,7 @@ def chosen(main, monkeypatch):
             seen["args"].shown = os.environ.get("CUDA_VISIBLE_DEVICES")
             raise SystemExit(STOPPED)
 
-        if DETECTRON2 != "the real detectron2":
+        if not IS_REAL:
             monkeypatch.syspath_prepend(STANDIN)
         lesson = importlib.import_module(name)
         path = name.replace(".", "/")

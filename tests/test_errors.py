@@ -10,8 +10,8 @@ import time
 import pytest
 import torch
 from conftest import (
-    DETECTRON2,
     DIGITS,
+    IS_REAL,
     LONG,
     SHORT,
     Lesson,
@@ -259,7 +259,7 @@ def test_the_cause_is_told_and_not_what_follows_from_it(tmp_path):
 
 def test_without_detectron2():
     """One line with the command that installs it."""
-    if DETECTRON2 == "the real detectron2":
+    if IS_REAL:
         pytest.skip("detectron2 is installed")
     done = run("distributed_data_parallel2", status=1, env={"PYTHONPATH": ""})
     install = "pip install --no-build-isolation 'git+https://github.com/facebookresearch/detectron2"
