@@ -43,7 +43,7 @@ FOLDER = Path(__file__).resolve().parent
 ANSWERS = FOLDER / "answers"
 KEPT = ANSWERS / "verdicts.json"
 JUDGING = FOLDER / "judging"
-# The exercises in the order of the lessons. A name without a file is not listed.
+# The exercises in the order of the lessons.
 ORDER = [
     "swap_with_neighbour",
     "tree_broadcast",
@@ -87,13 +87,6 @@ def check(file):
     sys.stdout.flush()
     program = str(FOLDER / "check.py")
     os.execv(sys.executable, [sys.executable, program, Path(file).stem, *sys.argv[1:]])
-
-
-def exercises():
-    """Return the names of all exercises in order. Those that ORDER lacks come last."""
-    there = {path.stem for path in (JUDGING / "checks").glob("*.py")}
-    known = [name for name in ORDER if name in there]
-    return known + sorted(there - set(ORDER))
 
 
 def task_of(name):
@@ -233,7 +226,7 @@ def state_of(name):
 def show_all():
     """Print all exercises and their state. Returns whether all are right."""
     states = []
-    for name in exercises():
+    for name in ORDER:
         state = state_of(name)
         print(f"{name:<31}{state}", flush=True)
         states.append(state)
@@ -244,7 +237,7 @@ def show_all():
 
 def show_next():
     """Print the task of the first exercise that is not right. Returns whether all are right."""
-    for name in exercises():
+    for name in ORDER:
         state = state_of(name)
         if not state.startswith("RIGHT"):
             begin(name)
@@ -323,8 +316,8 @@ def main():
     add("--seconds", type=float, help="time for each case (default: 8)")
     args = parser.parse_args()
     name = Path(args.exercise).stem if args.exercise else None
-    if name and name not in exercises():
-        parser.error(f"there is no exercise {name}: choose from {', '.join(exercises())}")
+    if name and name not in ORDER:
+        parser.error(f"there is no exercise {name}: choose from {', '.join(ORDER)}")
     if name is None and (args.hint or args.answer or args.reset or args.file):
         parser.error("name an exercise")
     if args.ranks and min(args.ranks) < 1:
@@ -342,7 +335,7 @@ def main():
         signal.signal(number, lambda signal_number, frame: sys.exit(128 + signal_number))
     try:
         if args.watch:
-            watch([name] if name else exercises(), args)
+            watch([name] if name else ORDER, args)
         if name:
             right = show(name, args)
         elif args.next:

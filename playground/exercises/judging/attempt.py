@@ -6,8 +6,8 @@ and limits(), with the same arguments, how much a rank may send. The function wi
 exercise is its solution, and NAME is this name if the module has another. MISTAKES has typical
 mistakes (see imitate.py), and HINTS three hints with empty lines in between. The rest is optional:
 HELPERS, the names of what --answer shows before the solution; RUNG_1, ONLY, INSTEAD, TOLERANCE,
-WORLD_SIZES, JOIN, runs(), FAULT, IMITATED; explain(), which puts a Trial at fault into words; and
-WORDS: patterns that are searched in the lines of a verdict, and what they tell.
+WORLD_SIZES, JOIN, runs(), FAULT, IMITATED; explain(), which puts a Trial with wrong results into
+words; and WORDS: patterns that are searched in the lines of a verdict, and what they tell.
 """
 
 import re
@@ -94,7 +94,8 @@ class Attempt:
         file: the file of the answer. Verdicts quote its lines.
         name: the name of the answer in it.
         functions: what the ranks try in place of the answer in the file, unless it is empty.
-        later: after how many seconds a rank looks at its result again.
+        later: after how many seconds a rank looks at its result again; 0: it does not, and no rank
+            starts its messages later than the others.
         printed: what each rank has printed.
         trial: the last Trial, and `number`, the number of its case.
     """
@@ -248,7 +249,7 @@ class Attempt:
 
     def words_on(self, verdict):
         """Return the exercise's own words on a fault; None if it has none."""
-        if verdict.kind != "CRASH" and hasattr(self.exercise, "explain"):
+        if verdict.kind == "WRONG" and hasattr(self.exercise, "explain"):
             words = self.exercise.explain(self.trial)
             if words:
                 return words

@@ -19,6 +19,15 @@ def step(model, loss, lr=0.1):
                 parameter -= lr * parameter.grad
 
 
+def mean_of(gradients):
+    """Return the mean of the ranks' gradients, in which None counts as zero; None if all are."""
+    existing = [gradient for gradient in gradients if gradient is not None]
+    if not existing:
+        return None
+    total = sum(gradient.double() for gradient in existing)
+    return (total / len(gradients)).to(existing[0].dtype)
+
+
 def named(model):
     """Return the parameters of a model by name."""
     return {name: parameter.detach() for name, parameter in model.named_parameters()}

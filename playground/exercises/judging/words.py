@@ -221,6 +221,11 @@ def tensors_of(value):
     return []
 
 
+def digits_of(rank, count, dtype):
+    """Return the numbers of a rank: 1, 2, 3, ... times 10**rank. A sum tells whose it has."""
+    return 10**rank * torch.arange(1, count + 1).to(dtype)
+
+
 def contributions(number, parts):
     """Return how often each rank's number is in a sum, 0 to 2 times; None if there is no such way.
 

@@ -30,7 +30,6 @@ class Model(nn.Module):
         self.count_from_zero()
 
     def count_from_zero(self):
-        """Forget what was noted."""
         self.sizes = []
         self.waiting = 0
         self.most_waiting = 0
@@ -45,7 +44,6 @@ class Model(nn.Module):
         return self.output(hidden.tanh() * self.scale)
 
     def note_backward(self, gradient):
-        """Note that the backward() of a micro-batch has begun."""
         self.waiting -= 1
 
 
@@ -81,7 +79,6 @@ for each micro-batch:
 
 
 def model_of():
-    """Return the model."""
     torch.manual_seed(0)
     return Model()
 
@@ -94,7 +91,6 @@ def batch_of(rank, call, images):
 
 
 def run(accumulate_gradients, images, count):
-    """Call the learner's function on this rank, twice."""
     model = model_of()
     with uncounted():
         ddp = DistributedDataParallel(model)
@@ -114,12 +110,10 @@ def run(accumulate_gradients, images, count):
 
 
 def largest(images, count):
-    """Return how many images a micro-batch may have."""
     return -(-images // count)
 
 
 def gradients_of(model, call):
-    """Return the gradients of a model as they are now."""
     gradients = {}
     for name, parameter in model.named_parameters():
         gradient = None if parameter.grad is None else parameter.grad.clone()
@@ -139,7 +133,6 @@ def expected(rank, world_size, images, count):
 
 
 def limits(rank, world_size, images, count):
-    """Return how much a rank may send in all calls."""
     model = model_of()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     gradients = sum(parameter.nbytes for parameter in trained)
@@ -168,11 +161,9 @@ WORDS = {
     "CRASH.*mark.*ready": "Each forward() of DDP needs its backward() before the next forward().",
     SEND: "Is each forward() but the last one inside no_sync(), with its backward()? And is each "
     "forward() a call of model(...), so that DDP averages the gradients?",
-    f"{LARGEST}: ": "A micro-batch is too large, so it may not fit into memory.",
     MANY: "There are fewer images than `count`, so split them into fewer micro-batches.",
     f"{IN_MEMORY}: ": "Call backward() for each micro-batch, before the next one's forward(). This "
     "frees what forward() has kept.",
-    "call 2: ": "The first call is right here. What is left behind for the next one?",
 }
 CONTEXT = "model.no_sync() if number < count else nullcontext()"
 FRACTION = "len(micro_labels) / len(labels)"

@@ -5,6 +5,7 @@ from collections import defaultdict
 import torch
 import torch.distributed as dist
 from judging.attempt import Rung
+from judging.single import mean_of
 from judging.traffic import sent_bytes
 from torch import nn
 
@@ -27,7 +28,6 @@ def unused():
 
 
 def dtypes():
-    """Return a model with parameters of three dtypes."""
     return nn.ModuleDict(
         {
             "in_float32": nn.Linear(7, 7),
@@ -100,7 +100,6 @@ def run(average_gradients, make):
 
 
 def results_of(model):
-    """Return what is compared."""
     gradients = {}
     for name, parameter in model.named_parameters():
         gradients[f"the gradient of {name}"] = parameter.grad
@@ -112,9 +111,7 @@ def expected(rank, world_size, make):
     model = make()
     for name, parameter in model.named_parameters():
         gradients = [gradient_of(name, parameter, each, world_size) for each in range(world_size)]
-        existing = [gradient.double() for gradient in gradients if gradient is not None]
-        if existing:
-            parameter.grad = (sum(existing) / world_size).to(parameter.dtype)
+        parameter.grad = mean_of(gradients)
     return results_of(model)
 
 
@@ -162,10 +159,6 @@ WORDS = {
     DIFFERENT: "The ranks send different messages. Do some ranks lack a gradient?",
     ASSIGN: "All numbers of a message have the same dtype. Use one message for each dtype.",
     "messages;": "Join the gradients of one dtype with torch.cat, and send them in one message.",
-    "dtypes.* bytes;": "A message has a larger dtype than the gradients. Does torch.cat join "
-    "several dtypes?",
-    "frozen.* bytes;": "Do frozen parameters travel, which have no gradient? Or does the tied one "
-    "travel twice? model.parameters() yields it once.",
     ZEROS: "No rank has this gradient, so it stays None: the optimizer must skip it.",
     OTHER: "Some rank has this gradient, so all ranks get the mean, even if all its numbers are 0.",
     INFINITE: "The sum is too large for float16. Divide before the numbers are added.",
@@ -179,13 +172,9 @@ MISTAKES = {
     WORDS[DIFFERENT]: ("parameter.requires_grad", "parameter.grad is not None"),
     WORDS[ASSIGN]: ("buckets[parameter.dtype]", "buckets[None]"),
     WORDS["messages;"]: ("buckets[parameter.dtype]", "buckets[parameter]"),
-    WORDS["frozen.* bytes;"]: ("if parameter.requires_grad:", "if True:"),
     WORDS[ZEROS]: (FLAG, "if True:"),
     WORDS[OTHER]: (FLAG, "if parameter.grad is not None:"),
     WORDS[INFINITE]: (DIVIDE, "pass", REDUCE, f"{REDUCE}; {DIVIDE}"),
-    "This is the rank's own gradient. Is the mean copied into parameter.grad?": (
-        *(f"parameter.grad = {MEAN}", "pass"),
-    ),
     "Divide by the number of ranks. A rank without this gradient counts as zero.": (
         *(MEAN, f"{MEAN} / flag"),
     ),

@@ -48,7 +48,6 @@ class Model(nn.Module):
         self.autograd = "off"
 
     def forward(self, images):
-        """Return the logits."""
         if torch.is_grad_enabled():
             self.autograd = "on"
         return self.last(self.dropout(self.norm(self.first(images)).relu()))
@@ -68,7 +67,6 @@ def batches_of(rank, world_size, empty, dtype, equal=False):
 
 
 def model_of(dtype):
-    """Return the model."""
     torch.manual_seed(0)
     return Model().to(dtype)
 

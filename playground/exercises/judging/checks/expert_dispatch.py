@@ -53,7 +53,6 @@ def inputs_of(rank, world_size, here, kind, dtype=torch.float32):
 
 
 def make_expert(number, dtype):
-    """Return the expert with this number."""
     torch.manual_seed(1000 + number)
     return torch.nn.Linear(WIDTH, WIDTH).to(dtype)
 
@@ -191,14 +190,11 @@ MISTAKES = {
         *(SORT, "expert.argsort(stable=True)"),
         *("outputs[order] =", "outputs[:] ="),
     ),
-    "was computed by expert": (SORT, "(expert // here).argsort(stable=True)"),
+    "Has each token's own expert computed it": (SORT, "(expert // here).argsort(stable=True)"),
 }
 
 
 def explain(trial):
-    """Tell by the numbers which expert has computed a token, and what has no gradient."""
-    if trial.verdict != "WRONG":
-        return None
     actual, right = trial.of_rank()
     outputs = actual["the outputs"]
     if not isinstance(outputs, torch.Tensor):
@@ -214,17 +210,9 @@ def explain(trial):
 
 
 def explain_outputs(trial, outputs, right):
-    """Say what is wrong with the outputs."""
-    tokens, expert, _ = inputs_of(trial.rank, trial.world_size, **trial.case)
+    _, expert, _ = inputs_of(trial.rank, trial.world_size, **trial.case)
     if outputs.shape != right.shape:
         return None
     if not difference(outputs, right[expert.argsort(stable=True)], CLOSE):
         return "The outputs are in the order of the experts. Return them in that of the tokens."
-    count = trial.world_size * trial.case["here"]
-    experts = [make_expert(number, tokens.dtype) for number in range(count)]
-    for index, wanted in enumerate(expert.tolist()):
-        for number, each in enumerate(experts):
-            same = not difference(outputs[index].detach(), each(tokens[index]).detach(), CLOSE)
-            if same and number != wanted:
-                return f"Token {index} was computed by expert {number}, and not by expert {wanted}."
-    return None
+    return "Has each token's own expert computed it, also if a rank has several experts?"

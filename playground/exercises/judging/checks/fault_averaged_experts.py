@@ -105,7 +105,6 @@ def own_names(model, rank, here):
 
 
 def expected(rank, world_size, here, steps):
-    """Return the parameters after training in a single process."""
     experts = world_size * here
     model = Mixture(range(experts))
     for _ in range(steps):

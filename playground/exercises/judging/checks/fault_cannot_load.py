@@ -49,7 +49,6 @@ class Buffered(torch.nn.Module):
 
 
 def make_model(kind):
-    """Return a small model, the same one on all ranks."""
     torch.manual_seed(3)
     if kind == "buffer":
         return Buffered()
@@ -66,7 +65,6 @@ def make_model(kind):
 
 
 def part(rank):
-    """Return the images and the labels of a rank."""
     generator = torch.Generator().manual_seed(rank)
     return torch.randn(4, 3, generator=generator), torch.tensor([0, 1, 1, 0])
 
@@ -108,7 +106,6 @@ def read(model):
 
 
 def expected(rank, world_size, kind):
-    """Train in a single process, with the images of all ranks. Returns what run() should return."""
     model = make_model(kind)
     images, labels = together([part(each) for each in range(world_size)])
     for _ in range(2):

@@ -38,7 +38,6 @@ class Recorded(torch.nn.Module):
         self.states = []
 
     def note(self):
-        """Note the parameters and buffers as they are now."""
         tensors = [*self.named_parameters(), *self.named_buffers()]
         self.states.append({name: tensor.detach().clone() for name, tensor in tensors})
 
@@ -49,7 +48,6 @@ class Recorded(torch.nn.Module):
 
 
 def run(train, length):
-    """Call the learner's function on this rank. Returns what came of it, in words."""
     rank = dist.get_rank()
     generator = torch.Generator().manual_seed(rank)
     images = torch.randn(length, 3, generator=generator)

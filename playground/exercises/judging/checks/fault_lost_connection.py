@@ -28,7 +28,6 @@ after each step:
 
 
 def make_model():
-    """Return a small model, the same one on all ranks."""
     torch.manual_seed(4)
     return torch.nn.Linear(2, 1, bias=False)
 
@@ -50,7 +49,6 @@ def run(train, limit):
 
 
 def expected(rank, world_size, limit):
-    """Train in a single process. Returns what run() should return."""
     model = make_model()
     parts = [part(each) for each in range(world_size)]
     steps = 0

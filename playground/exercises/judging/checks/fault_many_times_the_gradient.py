@@ -27,7 +27,6 @@ the loss of each rank = the loss / the number of ranks
 
 
 def make_model():
-    """Return both layers, the same on all ranks."""
     torch.manual_seed(1)
     return torch.nn.ModuleDict({"layer": torch.nn.Linear(4, 3), "head": torch.nn.Linear(3, 2)})
 
@@ -55,7 +54,6 @@ def run(train, each, steps, more=0):
 
 
 def expected(rank, world_size, each, steps, more=0):
-    """Return the parameters after training in a single process."""
     model = make_model()
     tokens, labels = data(world_size, each, more)
     count = sum(part.shape[1] for part in tokens)

@@ -32,7 +32,6 @@ wait for all ranks
 
 
 def make_data():
-    """Return the images and the labels in the file."""
     generator = torch.Generator().manual_seed(5)
     images = torch.randn(IMAGES, 3, generator=generator)
     images[:, 0] = torch.arange(IMAGES) / IMAGES  # its first number tells which image it is
@@ -40,7 +39,6 @@ def make_data():
 
 
 def make_model():
-    """Return a small model, the same one on all ranks."""
     torch.manual_seed(6)
     return torch.nn.Linear(3, 2)
 
@@ -60,7 +58,6 @@ def download(path):
 
 
 def nodes(world_size, ranks):
-    """Return how many nodes there are."""
     return -(-world_size // ranks)
 
 
@@ -105,7 +102,6 @@ def words_on(used):
 
 
 def expected(rank, world_size, ranks):
-    """Return what run() should return, with the step of a single process that has all images."""
     result = {f"downloads on node {node}": 1 for node in range(nodes(world_size, ranks))}
     images, labels = make_data()
     model = make_model()

@@ -42,7 +42,6 @@ class Special(torch.nn.Module):
 
 
 def make_model(kind):
-    """Return a small model, the same one on all ranks."""
     torch.manual_seed(2)
     if kind == "special":
         return Special()
@@ -70,7 +69,6 @@ def run(train, kind, steps):
 
 
 def expected(rank, world_size, kind, steps):
-    """Return the parameters after training in a single process."""
     model = make_model(kind)
     images, labels = together([part(each) for each in range(world_size)])
     for _ in range(steps):

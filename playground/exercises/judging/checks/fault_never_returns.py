@@ -54,15 +54,14 @@ def test(model, images, labels):
 
 SEVERAL = "WRONG.*rank [1-9] has"
 WORDS = {
+    "HANG": "All ranks must call the same collectives in the same order.",
     "WRONG.*rank 0 has None": "Rank 0 should return the accuracy.",
     SEVERAL: "Only rank 0 should return the accuracy.",
 }
 REDUCE = "    dist.all_reduce(counts)\n"
 IF_FIRST = "    if dist.get_rank() == 0:\n"
 MISTAKES = {
-    "All ranks must call the same collectives in the same order.": (
-        *(REDUCE + IF_FIRST, f"{IF_FIRST}    {REDUCE}"),
-    ),
+    WORDS["HANG"]: (*(REDUCE + IF_FIRST, f"{IF_FIRST}    {REDUCE}"),),
     "This is the accuracy on rank 0's own images.": (REDUCE, ""),
     "This is the mean of the ranks' accuracies. But the ranks have unequal parts.": (
         *("[hits, len(labels)]", "[hits / max(len(labels), 1), 1]"),

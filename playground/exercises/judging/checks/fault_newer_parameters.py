@@ -28,7 +28,6 @@ take a step, and wait for each request, as before
 
 
 def start(rank, shape):
-    """Return the parameters of a rank at the start."""
     return torch.full(shape, 10.0**rank)
 
 
@@ -64,12 +63,10 @@ def run(train, shape, steps):
 
 
 def own_step(parameters, rank, shape):
-    """Return the parameters of a rank after a step of its own."""
     return parameters - 0.5 * (parameters - goal(rank, shape))
 
 
 def trained(world_size, shape, steps):
-    """Return the parameters of all ranks after training."""
     now = [start(rank, shape) for rank in range(world_size)]
     for _ in range(steps):
         new = []
@@ -120,9 +117,6 @@ WORDS = {
 
 
 def explain(trial):
-    """Tell by the digits which parameters have arrived."""
-    if trial.verdict != "WRONG":
-        return None
     rank = trial.rank
     shape = trial.case["shape"]
     actual = trial.results[rank]["the parameters"]

@@ -45,13 +45,11 @@ class Recorded(Dataset):
 
 
 def make_model():
-    """Return a small model, the same one on all ranks."""
     torch.manual_seed(1)
     return torch.nn.Linear(3, 2, bias=False)
 
 
 def run(train, length, epochs):
-    """Call the learner's function on this rank. Returns what came of it, in words."""
     dataset = Recorded(length)
     model = make_model()
     # The random numbers of the ranks differ, as those of programs that set no seed.

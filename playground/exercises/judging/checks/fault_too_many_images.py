@@ -45,7 +45,6 @@ def hit(index):
 
 
 def run(test, length):
-    """Call the learner's function on this rank. Returns the counts, and in words what was read."""
     dataset = Recorded(length)
     model = torch.nn.Linear(2, 2, bias=False)
     torch.nn.init.eye_(model.weight)  # so the model returns its input
@@ -105,9 +104,6 @@ def test(model, dataset):
 
 
 def explain(trial):
-    """Compare the counts with the images that were read."""
-    if trial.verdict != "WRONG":
-        return None
     result, right = trial.of_rank()
     counts = result["hits and images"]
     hits, length = right["hits and images"]

@@ -29,13 +29,11 @@ the gradient = the sum of the ranks' gradients / all_images
 
 
 def make_model():
-    """Return a small model, the same one on all ranks."""
     torch.manual_seed(1)
     return torch.nn.Linear(3, 2)
 
 
 def part(rank, lengths):
-    """Return the images and the labels of a rank."""
     generator = torch.Generator().manual_seed(rank)
     images = torch.randn(lengths[rank], 3, generator=generator) * (rank + 1)
     return images, torch.full((lengths[rank],), rank % 2)
@@ -48,7 +46,6 @@ def run(train, lengths, steps):
 
 
 def expected(rank, world_size, lengths, steps):
-    """Return the parameters after training in a single process."""
     images, labels = together([part(each, lengths) for each in range(world_size)])
     model = make_model()
     for _ in range(steps):

@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.fx.experimental.symbolic_shapes  # backward(gradient) imports it: see ranks.py
 from judging.attempt import Rung
 from judging.kept import Watching
+from judging.single import mean_of
 from judging.words import difference, times
 from torch import nn
 from torch.func import functional_call
@@ -140,9 +141,8 @@ def whole(rank, world_size, kind, large=False, **others):
 
 
 def expected(rank, world_size, frozen=False, learn_inputs=True, **case):
-    output, of_flat, of_inputs = whole(rank, world_size, **case)
-    total = sum(whole(other, world_size, **case)[1].double() for other in range(world_size))
-    mean = (total / world_size).to(of_flat.dtype)
+    output, _, of_inputs = whole(rank, world_size, **case)
+    mean = mean_of([whole(other, world_size, **case)[1] for other in range(world_size)])
     return {
         "the output": output,
         "the gradient of its shard": None if frozen else mean.chunk(world_size)[rank],
@@ -153,7 +153,6 @@ def expected(rank, world_size, frozen=False, learn_inputs=True, **case):
 
 
 def limits(rank, world_size, kind, frozen=False, **others):
-    """Return how much a rank may send. With a single rank there is nothing to send."""
     if world_size == 1:
         return {}
     layer, _ = layer_of(kind, rank)
@@ -207,17 +206,12 @@ WORDS = {
     "shard of the gradient.",
     "kept until backward: [0-9]": "The whole parameters, or what was computed from them, stay in "
     "memory until backward. Save only the inputs and the shard, and gather again.",
-    "kept after backward: [0-9]": "The whole parameters, or their gradient, stay in memory.",
-    "the gradient of its [a-z]*: None": "backward() has returned None for it.",
     r"shard: \[[^]]*inf": "The sum over the ranks is too large for float16. Divide before the "
     "reduce_scatter.",
 }
 
 
 def explain(trial):
-    """Tell gradients by their numbers."""
-    if trial.verdict != "WRONG":
-        return None
     actual, right = trial.of_rank()
     name = next(each for each in right if difference(actual[each], right[each], TOLERANCE))
     if actual[name] is None:

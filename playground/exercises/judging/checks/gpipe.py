@@ -79,7 +79,6 @@ def layers_of(words, frozen, before):
 
 
 def data_of(rows, words):
-    """Return the micro-batches and their labels, two lists."""
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(sum(rows), 4, generator=generator)
     if words:
@@ -89,7 +88,6 @@ def data_of(rows, words):
 
 
 def numbers_of(rank, world_size):
-    """Return the numbers of the layers in the stage of a rank."""
     return torch.arange(5).tensor_split(world_size)[rank].tolist()
 
 
@@ -103,7 +101,6 @@ def activations(layers, inputs):
 
 
 def run(gpipe, rows, words=False, frozen=False, before=False):
-    """Call the learner's function on this rank. Returns the gradients of its stage."""
     layers = layers_of(words, frozen, before)
     mine = numbers_of(dist.get_rank(), dist.get_world_size())
     inputs, labels = data_of(rows, words)
@@ -125,7 +122,6 @@ def results_of(layers, numbers, passes):
 
 
 def expected(rank, world_size, rows, words=False, frozen=False, before=False):
-    """Return the gradients of a single process, and how many forward passes a rank computes."""
     layers = layers_of(words, frozen, before)
     inputs, labels = data_of(rows, words)
     F.cross_entropy(nn.Sequential(*layers)(torch.cat(inputs)), torch.cat(labels)).backward()
@@ -133,7 +129,6 @@ def expected(rank, world_size, rows, words=False, frozen=False, before=False):
 
 
 def limits(rank, world_size, rows, words=False, frozen=False, before=False):
-    """Return how much a rank may send, and in how many rounds."""
     numbers = numbers_of(rank, world_size)
     inputs, _ = data_of(rows, words)
     found = activations(layers_of(words, frozen, before), torch.cat(inputs))
@@ -186,14 +181,11 @@ WORDS = {
     "backward() has nothing to do.",
     NO_GRADIENT: "Was requires_grad_() called for what was received? Then backward() fills its "
     ".grad.",
-    "CRASH.*contiguous": "send needs a contiguous tensor: output.contiguous().",
     BUFFER: "Has the buffer the shape and the dtype of the message, and its number of rows?",
     "CRASH.*require gradients": "The inputs of rank 0 may be integers. They need no gradient.",
     "bytes;": "Only the stage's output goes forward, and only the gradient of its input back.",
     ROUNDS: "Does a rank wait for the gradient of a micro-batch before it computes the next one? "
     "Compute all forward passes first.",
-    "expected +None": "A frozen parameter has got a gradient.",
-    "gradient .*: None": "There is no gradient. Was backward() called on this rank?",
     "passes: ": "One forward pass for each micro-batch is enough: keep its output for backward().",
 }
 LOSS = ', reduction="sum") / rows'
@@ -202,14 +194,12 @@ MISTAKES = {
     WORDS[SCALAR]: (BACKWARD, "output.backward()"),
     WORDS[NO_GRAPH]: ("if output.requires_grad:", "if True:"),
     WORDS[NO_GRADIENT]: ("buffer.requires_grad_()", "buffer"),
-    WORDS["CRASH.*contiguous"]: (".contiguous()", ""),
     WORDS[BUFFER]: ("dtype=dtype, ", ""),
     WORDS[ROUNDS]: (
         *("        outputs.append(output)\n    for number, output in enumerate(outputs):\n", ""),
     ),
     "These are the gradients of the mean of the micro-batches' mean losses. "
     "The last micro-batch has fewer rows, so it must count less.": (LOSS, ") / len(inputs)"),
-    "These are the gradients of the sum over all rows, not of the mean.": (") / rows", ")"),
     "The earlier gradients are gone. backward() adds to what is in parameter.grad.": (
         *("outputs = []", "outputs = stage.zero_grad() or []"),
     ),

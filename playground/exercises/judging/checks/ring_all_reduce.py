@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 from judging.attempt import Rung
-from judging.words import contributions
+from judging.words import contributions, digits_of
 
 CASES = {
     "60 numbers": {"shape": (60,), "dtype": torch.float32},
@@ -34,20 +34,16 @@ for step in range(n - 1): send chunk (rank - step + 1) % n, receive chunk (rank 
 
 
 def tensor_of(rank, shape, dtype):
-    """Return the tensor of a rank. Its digits tell which ranks a sum contains."""
-    count = torch.Size(shape).numel()
-    return (10**rank * torch.arange(1, count + 1, dtype=dtype)).view(shape)
+    return digits_of(rank, torch.Size(shape).numel(), dtype).view(shape)
 
 
 def run(ring_all_reduce, shape, dtype):
-    """Call the learner's function on this rank. Returns what its tensor then is."""
     tensor = tensor_of(dist.get_rank(), shape, dtype)
     ring_all_reduce(tensor)
     return tensor
 
 
 def expected(rank, world_size, shape, dtype):
-    """Return what the tensor of a rank should be."""
     return sum(tensor_of(other, shape, dtype) for other in range(world_size))
 
 
@@ -93,9 +89,6 @@ MISTAKES = {
 
 
 def explain(trial):
-    """Tell by the digits which ranks' numbers are in the sums."""
-    if trial.verdict != "WRONG":
-        return None
     size = trial.world_size
     actual, right = trial.of_rank()
     if getattr(actual, "shape", None) != right.shape:

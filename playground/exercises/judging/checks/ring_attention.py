@@ -149,7 +149,6 @@ MISTAKES = {
             "places[(rank - step) % n] < 0 * places[rank]",
         ),
     ),
-    "Here each token reads from the tokens of its own rank only.": ("in range(n):", "in range(1):"),
     "The scores are not divided by the square root of the size.": (
         *(" / query.shape[-1] ** 0.5", ""),
     ),

@@ -66,12 +66,10 @@ class Net(nn.Module):
         self.register_buffer("seen", torch.zeros(1))
 
     def forward(self, inputs):
-        """Return one number for each row."""
         return self.last(torch.tanh(self.first(inputs))) / (1 + self.seen / IMAGES)
 
 
 def make(kind, seed):
-    """Return a model and an optimizer."""
     torch.manual_seed(seed)
     model = Net().double()
     if kind == "adam":
@@ -197,7 +195,6 @@ def digest(path):
 
 
 def again(save_and_resume, kind, seeded=False):
-    """Resume. Returns what was restored, and what came of it."""
     rank = dist.get_rank()
     model, optimizer = make(kind, seed=50 + rank)
     only_rank_0_writes()
@@ -231,7 +228,6 @@ def results(state, trained, restored, orders, model):
 
 
 def expected(rank, world_size, kind, seeded=False):
-    """Train in one process, without a break. Returns what again() should return."""
     model, optimizer = make(kind, seed=0)
     orders = []
     for epoch in range(EPOCHS):
@@ -275,18 +271,13 @@ WORDS = {
     "CRASH.*rank [1-9]: EOFError": "In the first run, this rank sees an empty file, but rank 0 "
     "sees none. Rank 0 must decide for all.",
     "CRASH.*trains epoch": "All ranks must load the file.",
-    "the file: not saved": "A run that is killed loses an epoch. Save after each epoch.",
     "the file: ": "If the run is killed at this moment, no complete file is left. Write a "
     "different file, and rename it with os.replace() when it is complete.",
     r"restart: \[0, 1": "Training starts from the beginning. The file says how many epochs are "
     "done.",
     r"restart: \[2, 3": "The last epoch is trained twice. Save the number of the next epoch.",
-    "the restored parameters": "All ranks need the parameters of the file.",
-    "the restored buffers": "Buffers belong to the model, too: model.state_dict() has them.",
     "the restored optimizer": "The optimizer's state has its averages and its learning rate: "
     "optimizer.state_dict() has all of it.",
-    "the order before": "train_epoch() draws the random numbers of all epochs one after another. "
-    "Do not seed them in between.",
     "the order after": "The random numbers differ after the restart. Their state after the last "
     "epoch belongs in the file, and all ranks must set it.",
 }

@@ -92,14 +92,12 @@ def again(seeded_dropout, p, shape, dtype, may_seed=False):
 
 
 def kind_of(value):
-    """Return the shape and the dtype of a tensor, in words."""
     if not isinstance(value, torch.Tensor):
         return "not a tensor"
     return f"shape {tuple(value.shape)}, {value.dtype}"
 
 
 def same_or_not(mask, other):
-    """Return whether the same numbers are dropped, in words."""
     return "the same numbers" if torch.equal(mask, other) else "different numbers"
 
 
@@ -141,7 +139,6 @@ def gradient_of(returned, inputs, mask, p):
 
 
 def expected(rank, world_size, p, shape, dtype, may_seed=False):
-    """Return what again() should return."""
     return {
         "its result": kind_of(inputs_of(shape, dtype)),
         "the rows": "different",
@@ -162,7 +159,6 @@ def runs(world_size):
 
 
 def limits(rank, world_size, **case):
-    """Return how much a rank may send: nothing."""
     return {"messages": 0}
 
 
@@ -175,9 +171,7 @@ def seeded_dropout(inputs, p, seed, step):
 
 
 WORDS = {
-    "COSTLY": "A rank knows its rank and the step, so it needs no message.",
     "the rows:": "Draw a random number for each number of `inputs`.",
-    ", dropped:": "Each number is dropped with probability p.",
     "the others:": "The numbers that stay are divided by 1 - p, so the mean stays the same.",
     "called twice": "Seed in each call, with a number that depends only on `seed`, the rank and "
     "the step.",
@@ -187,7 +181,6 @@ WORDS = {
     "both: rank": "Two ranks have the same seed in different steps. Multiply the step by the "
     "number of ranks before you add the rank.",
     "a different seed": "`seed` has no effect.",
-    "after the restart": "Something that differs after a restart has been used.",
     "random numbers: changed": "Then the ranks would draw different orders of the images. Draw "
     "from a generator of your own.",
 }

@@ -6,12 +6,12 @@ import torch
 import torch._dynamo  # optimizers import it: here, before the ranks are forked
 import torch.distributed as dist
 from judging.attempt import Rung
+from judging.single import mean_of
 from judging.traffic import sent_bytes
 from torch import nn
 
 
 def plain():
-    """Return two layers."""
     return nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 4))
 
 
@@ -74,7 +74,6 @@ step: find out which gradients exist on any rank (NCCL cannot send CPU tensors, 
 
 
 def model_of(make):
-    """Return the model."""
     torch.manual_seed(0)
     return make()
 
@@ -108,7 +107,6 @@ def bytes_of_state(optimizers):
 
 
 def run(sharded_optimizer, make, make_optimizer):
-    """Call the learner's class on this rank, and run some steps."""
     model = model_of(make)
     made = []
 
@@ -127,7 +125,6 @@ def run(sharded_optimizer, make, make_optimizer):
 
 
 def trained(model):
-    """Return the parameters of a model that are not frozen."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
@@ -137,7 +134,6 @@ def bytes_of_shards(make, world_size):
 
 
 def allowed_state(world_size, make, make_optimizer):
-    """Return how many bytes the state of a rank may have."""
     return MOMENTS[make_optimizer.func] * bytes_of_shards(make, world_size)
 
 
@@ -147,16 +143,12 @@ def expected(rank, world_size, make, make_optimizer):
     for step in STEPS:
         for name, parameter in model.named_parameters():
             everyone = [gradient_of(name, parameter, each, step) for each in range(world_size)]
-            existing = [gradient.double() for gradient in everyone if gradient is not None]
-            parameter.grad = None
-            if existing:
-                parameter.grad = torch.zeros_like(parameter).copy_(sum(existing) / world_size)
+            parameter.grad = mean_of(everyone)
         optimizer.step()
     return {**model.state_dict(), STATE: allowed_state(world_size, make, make_optimizer)}
 
 
 def limits(rank, world_size, make, make_optimizer):
-    """Return how much a rank may send in all steps."""
     if world_size == 1:
         return {}
     parameters = list(model_of(make).parameters())
@@ -205,8 +197,6 @@ class ShardedOptimizer:
 
 
 WORDS = {
-    "CRASH.*non\\-leaf": "A view of a parameter is part of a graph. Make the shard from "
-    "parameter.detach().",
     "CRASH.*NoneType": "A gradient is None if the parameter is frozen, or if forward() did not "
     "use it.",
     "CRASH.*(outputShape|SIGABRT)": "All shards must have the same length. padded(tensor) sees to"

@@ -97,7 +97,6 @@ def expected(rank, world_size, **case):
 
 
 def pair(inputs, first, first_bias, second, second_bias):
-    """Compute the pair of layers in one process."""
     hidden = F.relu(F.linear(inputs, first, first_bias))
     return F.linear(hidden, second, second_bias)
 
@@ -146,13 +145,10 @@ WORDS = {
     "without a gradient.*;": "`inputs` needs no gradient here, so backward needs no all_reduce.",
     "messages;": "One all_reduce is enough in forward, and one in backward.",
     "bytes;": "The shards stay where they are. Only terms of a sum have to travel.",
-    "the output: None": "forward must return the output.",
-    ": None": "This has no gradient. backward() returns one for each argument, in order.",
 }
 MISTAKES = {
     WORDS["CRASH.*None"]: ("if ctx.needs_input_grad[2] else None", ""),
     WORDS["without a gradient.*;"]: ("if ctx.needs_input_grad[0]:", "if True:"),
-    WORDS[": None"]: ("of_hidden.sum(0) if ctx.needs_input_grad[2] else None", "None"),
     "All ranks have used `inputs`, each for its own rows of `first`. So its gradient is a sum over "
     "the ranks.": ("            dist.all_reduce(of_inputs)\n", ""),
     "This is only this rank's term of the output. Add up over the ranks.": (SUM, "pass"),

@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from judging.words import difference
+from judging.words import difference, digits_of
 
 CASES = {
     "4 numbers": {"shape": (4,), "dtype": torch.float32},
@@ -25,9 +25,7 @@ If rank is even: send, then receive. Otherwise: receive, then send.
 
 
 def tensor_of(rank, shape, dtype):
-    """Return the tensor of a rank."""
-    count = torch.Size(shape).numel()
-    return (10**rank * torch.arange(1, count + 1)).to(dtype).view(shape)
+    return digits_of(rank, torch.Size(shape).numel(), dtype).view(shape)
 
 
 def neighbour(rank, world_size):
@@ -43,15 +41,11 @@ def run(swap_with_neighbour, shape, dtype):
 
 
 def expected(rank, world_size, shape, dtype):
-    returned = tensor_of(neighbour(rank, world_size), shape, dtype)
-    return {
-        "the returned tensor": returned,
-        "the tensor that was sent": tensor_of(rank, shape, dtype),
-    }
+    theirs, own = (tensor_of(each, shape, dtype) for each in (neighbour(rank, world_size), rank))
+    return {"the returned tensor": theirs, "the tensor that was sent": own}
 
 
 def limits(rank, world_size, shape, dtype):
-    """Return how much a rank may send: its tensor, if it has a neighbour."""
     messages = 0 if neighbour(rank, world_size) == rank else 1
     return {"messages": messages, "bytes": messages * tensor_of(rank, shape, dtype).nbytes}
 
@@ -73,8 +67,6 @@ def swap_with_neighbour(tensor):
 
 
 def explain(trial):
-    if trial.verdict != "WRONG":
-        return None
     actual, right = trial.of_rank()
     returned = actual["the returned tensor"]
     sent = actual["the tensor that was sent"]
@@ -87,11 +79,6 @@ def explain(trial):
         return f"Rank {trial.rank} has no neighbour, so it should get its own tensor back."
     if not difference(returned, own, EXACT):
         return f"Rank {trial.rank} gets its own tensor back, and not that of its neighbour."
-    if not any(message.kind == "recv" for message in trial.messages[trial.rank]):
-        return f"Rank {trial.rank} receives no message."
-    for rank in range(trial.world_size):
-        if not difference(returned, tensor_of(rank, **trial.case), EXACT):
-            return f"This is the tensor of rank {rank}."
     return "Is the buffer read before wait() has returned?"
 
 

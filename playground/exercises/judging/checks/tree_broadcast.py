@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 from judging.traffic import steps
-from judging.words import difference
+from judging.words import difference, digits_of
 
 CASES = {
     "4 numbers": {"shape": (4,), "dtype": torch.float32},
@@ -29,25 +29,20 @@ while have < n:
 
 
 def tensor_of(rank, shape, dtype):
-    """Return the tensor of a rank."""
-    count = torch.Size(shape).numel()
-    return (10**rank * torch.arange(1, count + 1)).to(dtype).view(shape)
+    return digits_of(rank, torch.Size(shape).numel(), dtype).view(shape)
 
 
 def run(tree_broadcast, shape, dtype):
-    """Call the learner's function on this rank. Returns what its tensor then is."""
     tensor = tensor_of(dist.get_rank(), shape, dtype)
     tree_broadcast(tensor)
     return tensor
 
 
 def expected(rank, world_size, shape, dtype):
-    """Return what the tensor of a rank should be."""
     return tensor_of(0, shape, dtype)
 
 
 def limits(rank, world_size, shape, dtype):
-    """Return how many rounds are enough, and how much a rank may send in them."""
     rounds = (world_size - 1).bit_length()  # ceil(log2 n)
     nbytes = rounds * tensor_of(rank, shape, dtype).nbytes
     return {"rounds": rounds, "messages": rounds, "bytes": nbytes}
@@ -68,17 +63,6 @@ def tree_broadcast(tensor):
 
 def explain(trial):
     sent, _ = steps(trial.messages)
-    senders = {each.sender for each in sent}
-    if trial.verdict == "COSTLY":
-        if senders == {0}:
-            return "Only rank 0 sends. The ranks that have the tensor already could help."
-        last = sent[-1]
-        return (
-            f"Rank {last.sender} sends to rank {last.receiver} in round {last.step}. Which rank "
-            "has the tensor, and could send in an earlier round?"
-        )
-    if trial.verdict == "HANG":
-        return None
     actual, _ = trial.of_rank()
     own = tensor_of(trial.rank, **trial.case)
     received = [each for each in sent if each.receiver == trial.rank]
@@ -92,17 +76,17 @@ def explain(trial):
     return None
 
 
-def from_rank_0(tensor):
-    """Let rank 0 send to all."""
-    if dist.get_rank() > 0:
-        dist.recv(tensor, 0)
-    else:
-        for rank in range(1, dist.get_world_size()):
-            dist.send(tensor, rank)
-
-
+WORDS = {
+    "COSTLY": "Does each rank that has the tensor send in every round? `--trace` shows the rounds."
+}
 MISTAKES = {
-    "Only rank 0 sends. The ranks that have the tensor already could help.": from_rank_0,
+    WORDS["COSTLY"]: (
+        *("rank < have and rank + have < n", "rank == 0"),
+        *("rank + have)", "have)"),
+        *("have <= rank < 2 * have", "rank == have"),
+        *("rank - have", "0"),
+        *("have *= 2", "have += 1"),
+    ),
     "No message has reached rank 2. Is the number of rounds rounded up?": (
         *("while have < n:", "while 2 * have <= n:"),
     ),
