@@ -3,6 +3,12 @@
 import torch
 
 
+def seeded(make):
+    """Return make(), the same model wherever it is called."""
+    torch.manual_seed(0)
+    return make()
+
+
 def together(parts):
     """Join pairs of tensors, such as the images and the labels of each rank."""
     firsts, seconds = zip(*parts, strict=True)

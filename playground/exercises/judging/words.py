@@ -221,9 +221,10 @@ def tensors_of(value):
     return []
 
 
-def digits_of(rank, count, dtype):
-    """Return the numbers of a rank: 1, 2, 3, ... times 10**rank. A sum tells whose it has."""
-    return 10**rank * torch.arange(1, count + 1).to(dtype)
+def digits_of(rank, shape, dtype):
+    """Return a tensor of a rank: 1, 2, 3, ... times 10**rank. A sum tells whose numbers it has."""
+    count = torch.Size(shape).numel()
+    return (10**rank * torch.arange(1, count + 1)).to(dtype).view(shape)
 
 
 def contributions(number, parts):

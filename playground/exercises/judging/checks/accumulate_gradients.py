@@ -6,6 +6,7 @@ import torch
 import torch._dynamo  # DDP imports it: here, before the ranks are forked
 import torch.distributed as dist
 from judging.attempt import Rung
+from judging.single import seeded
 from judging.traffic import sent_bytes, uncounted
 from torch import nn
 from torch.nn import functional as F
@@ -78,11 +79,6 @@ for each micro-batch:
 """
 
 
-def model_of():
-    torch.manual_seed(0)
-    return Model()
-
-
 def batch_of(rank, call, images):
     """Return the images and labels of a rank."""
     generator = torch.Generator().manual_seed(10 * call + rank)
@@ -91,7 +87,7 @@ def batch_of(rank, call, images):
 
 
 def run(accumulate_gradients, images, count):
-    model = model_of()
+    model = seeded(Model)
     with uncounted():
         ddp = DistributedDataParallel(model)
         for _ in range(2):  # DDP sends more in its first steps, because it changes its buckets
@@ -124,7 +120,7 @@ def gradients_of(model, call):
 def expected(rank, world_size, images, count):
     result = {}
     for call in CALLS:
-        model = model_of()
+        model = seeded(Model)
         for each in range(world_size):
             inputs, labels = batch_of(each, call, images)
             (F.cross_entropy(model(inputs), labels) / world_size).backward()
@@ -133,7 +129,7 @@ def expected(rank, world_size, images, count):
 
 
 def limits(rank, world_size, images, count):
-    model = model_of()
+    model = seeded(Model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     gradients = sum(parameter.nbytes for parameter in trained)
     buffers = sum(buffer.nbytes for buffer in model.buffers())  # DDP sends them in forward()

@@ -5,7 +5,7 @@ from collections import defaultdict
 import torch
 import torch.distributed as dist
 from judging.attempt import Rung
-from judging.single import mean_of
+from judging.single import mean_of, seeded
 from judging.traffic import sent_bytes
 from torch import nn
 
@@ -91,8 +91,7 @@ def gradient_of(name, parameter, rank, world_size):
 
 
 def run(average_gradients, make):
-    torch.manual_seed(0)
-    model = make()
+    model = seeded(make)
     for name, parameter in model.named_parameters():
         parameter.grad = gradient_of(name, parameter, dist.get_rank(), dist.get_world_size())
     average_gradients(model)
@@ -107,8 +106,7 @@ def results_of(model):
 
 
 def expected(rank, world_size, make):
-    torch.manual_seed(0)
-    model = make()
+    model = seeded(make)
     for name, parameter in model.named_parameters():
         gradients = [gradient_of(name, parameter, each, world_size) for each in range(world_size)]
         parameter.grad = mean_of(gradients)

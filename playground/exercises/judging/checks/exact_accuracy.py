@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 from judging.attempt import Rung
+from judging.single import seeded
 from judging.traffic import sent_bytes
 from torch import nn
 from torch.nn import functional as F
@@ -66,13 +67,8 @@ def batches_of(rank, world_size, empty, dtype, equal=False):
     return batches
 
 
-def model_of(dtype):
-    torch.manual_seed(0)
-    return Model().to(dtype)
-
-
 def run(exact_accuracy, dtype, **case):
-    model = model_of(dtype)
+    model = seeded(Model).to(dtype)
     batches = batches_of(dist.get_rank(), dist.get_world_size(), dtype=dtype, **case)
     returned = exact_accuracy(model, batches)
     if isinstance(returned, (tuple, list)) and len(returned) == 2:
@@ -87,10 +83,10 @@ def expected(rank, world_size, dtype, **case):
     images = torch.cat([each for each, _ in batches])
     labels = torch.cat([each for _, each in batches])
     with torch.no_grad():
-        logits = model_of(dtype).eval()(images)
+        logits = seeded(Model).to(dtype).eval()(images)
     hits = (logits.argmax(dim=1) == labels).double().mean()
     means = torch.stack([F.cross_entropy(logits, labels).double(), hits])
-    return {**model_of(dtype).state_dict(), "autograd": "off", RESULT: means}
+    return {**seeded(Model).to(dtype).state_dict(), "autograd": "off", RESULT: means}
 
 
 def limits(rank, world_size, **case):

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from judging.attempt import Rung
-from judging.single import mean_of
+from judging.single import mean_of, seeded
 from judging.traffic import Counting, sent_bytes
 from torch import nn
 
@@ -100,13 +100,8 @@ def backward(model, rank, step):
     return sum(message.numel for message in early)
 
 
-def model_of(make):
-    torch.manual_seed(0)
-    return make()
-
-
 def needed_early(make, all_travel_early=True):
-    model = model_of(make)
+    model = seeded(make)
     first_layer = next(model.children())
     others = set(model.parameters()) - set(first_layer.parameters())
     early = sum(parameter.numel() for parameter in others if parameter.requires_grad)
@@ -115,7 +110,7 @@ def needed_early(make, all_travel_early=True):
 
 def run(overlap_gradients, make, **case):
     rank = dist.get_rank()
-    model = model_of(make)
+    model = seeded(make)
     finish = overlap_gradients(model)
     result = {}
     for step in STEPS:
@@ -157,7 +152,7 @@ def expected(rank, world_size, make, **case):
     for step in STEPS:
         everyone = []
         for other in range(world_size):
-            model = model_of(make)
+            model = seeded(make)
             backward(model, other, step)
             everyone.append(gradients_of(model, step))
         for name in everyone[0]:
@@ -169,7 +164,7 @@ def expected(rank, world_size, make, **case):
 
 
 def limits(rank, world_size, make, **case):
-    parameters = list(model_of(make).parameters())
+    parameters = list(seeded(make).parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     nbytes = sum(parameter.nbytes for parameter in trained) + SLACK * len(parameters)
     return {

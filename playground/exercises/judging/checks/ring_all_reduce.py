@@ -33,18 +33,14 @@ for step in range(n - 1): send chunk (rank - step + 1) % n, receive chunk (rank 
 """
 
 
-def tensor_of(rank, shape, dtype):
-    return digits_of(rank, torch.Size(shape).numel(), dtype).view(shape)
-
-
 def run(ring_all_reduce, shape, dtype):
-    tensor = tensor_of(dist.get_rank(), shape, dtype)
+    tensor = digits_of(dist.get_rank(), shape, dtype)
     ring_all_reduce(tensor)
     return tensor
 
 
 def expected(rank, world_size, shape, dtype):
-    return sum(tensor_of(other, shape, dtype) for other in range(world_size))
+    return sum(digits_of(other, shape, dtype) for other in range(world_size))
 
 
 def limits(rank, world_size, shape, dtype):
@@ -94,7 +90,7 @@ def explain(trial):
     if getattr(actual, "shape", None) != right.shape:
         return None
     steps = sum(message.kind == "send" for message in trial.messages[trial.rank])
-    parts = [tensor_of(rank, **trial.case).flatten().tolist() for rank in range(size)]
+    parts = [digits_of(rank, **trial.case).flatten().tolist() for rank in range(size)]
     for position, number in enumerate(actual.flatten().tolist()):
         counts = contributions(number, [part[position] for part in parts])
         if not counts or set(counts) == {1}:

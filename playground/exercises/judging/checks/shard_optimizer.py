@@ -6,7 +6,7 @@ import torch
 import torch._dynamo  # optimizers import it: here, before the ranks are forked
 import torch.distributed as dist
 from judging.attempt import Rung
-from judging.single import mean_of
+from judging.single import mean_of, seeded
 from judging.traffic import sent_bytes
 from torch import nn
 
@@ -73,11 +73,6 @@ step: find out which gradients exist on any rank (NCCL cannot send CPU tensors, 
 """
 
 
-def model_of(make):
-    torch.manual_seed(0)
-    return make()
-
-
 def gradient_of(name, parameter, rank, step):
     """Return the gradient of a parameter on a rank in a step, or None."""
     if not parameter.requires_grad or name == "unused":
@@ -107,7 +102,7 @@ def bytes_of_state(optimizers):
 
 
 def run(sharded_optimizer, make, make_optimizer):
-    model = model_of(make)
+    model = seeded(make)
     made = []
 
     def make_and_note(tensors):
@@ -130,7 +125,7 @@ def trained(model):
 
 def bytes_of_shards(make, world_size):
     """Return the bytes of one shard of each trained parameter, with padding."""
-    return sum(-(-each.numel() // world_size) * each.itemsize for each in trained(model_of(make)))
+    return sum(-(-each.numel() // world_size) * each.itemsize for each in trained(seeded(make)))
 
 
 def allowed_state(world_size, make, make_optimizer):
@@ -138,7 +133,7 @@ def allowed_state(world_size, make, make_optimizer):
 
 
 def expected(rank, world_size, make, make_optimizer):
-    model = model_of(make)
+    model = seeded(make)
     optimizer = make_optimizer(trained(model))
     for step in STEPS:
         for name, parameter in model.named_parameters():
@@ -151,7 +146,7 @@ def expected(rank, world_size, make, make_optimizer):
 def limits(rank, world_size, make, make_optimizer):
     if world_size == 1:
         return {}
-    parameters = list(model_of(make).parameters())
+    parameters = list(seeded(make).parameters())
     flat = world_size * bytes_of_shards(make, world_size)
     used = sent_bytes("all_reduce", SLACK * len(parameters), world_size)
     # An all_reduce sends what a reduce_scatter and an all_gather send together.
