@@ -1,4 +1,4 @@
-"""The flags of the lessons. A wrong one ends a lesson in one line, before anything starts."""
+"""The flags of the lessons: a wrong one ends a lesson in one line, before anything starts."""
 
 import argparse
 import math

@@ -1,7 +1,8 @@
-"""The networks of the lessons: an MLP, a CNN and a transformer. `make_model` makes that of --model.
+"""The networks of the lessons: an MLP, a CNN and a transformer.
 
-Each consists of two stages, so that model_parallel.py can put them on two devices. A stage is an
-ordinary `nn.Sequential`. The names of the parameters do not depend on where a stage is.
+`make_model` makes that of --model. Each consists of two stages, so that model_parallel.py can put
+them on two devices. A stage is an ordinary `nn.Sequential`. The names of the parameters do not
+depend on where a stage is.
 """
 
 import argparse

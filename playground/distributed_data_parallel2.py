@@ -1,6 +1,6 @@
 """DistributedDataParallel with detectron2's helpers: launch starts the ranks, comm has collectives.
 
-Run it (the README.md of the course has the commands that install detectron2):
+Run it (`playground/pages/installing.md` has the commands that install detectron2):
     python playground/distributed_data_parallel2.py -g 2
 
 It prints the table of ranks and the numbers of `single_gpu.py`, up to rounding (times differ):

@@ -78,8 +78,11 @@ def faults_of_figures():
 
 def faults_of_lessons():
     """Find what a docstring lacks. README lists the lessons in the order of their docstrings."""
-    link = r"\[`(\w+)\.py`\]\(playground/(?:\w+/)?\1\.py\)"
-    listed = re.findall(rf"^\| ★? ?{link} \| .+ \|$", README, re.M)
+    link = r"\[`(\w+)\.py`\]\(playground/(?:\w+/)?\2\.py\)"
+    rows = re.findall(rf"^\| (\d+)\. {link}(?: ★)? \| .+ \|$", README, re.M)
+    listed = [lesson for _, lesson in rows]
+    if [int(number) for number, _ in rows] != [*range(1, len(rows) + 1)]:
+        yield "README.md does not number the lessons 1, 2, 3 ..."
     if sorted(listed) != sorted(DOCSTRINGS):
         yield "README.md does not list each lesson once"
     for lesson, following in zip(listed, [*listed[1:], None], strict=True):

@@ -530,7 +530,7 @@ def test_verdicts_are_kept(copy, tmp_path):
 def test_where_the_exercises_stand():
     """They are in the order of the lessons. The docstring of their lesson and README name them."""
     readme = (ROOT / "README.md").read_text()
-    lessons = re.findall(r"^\| (?:★ )?\[`(\w+)\.py`\]", readme, re.M)
+    lessons = re.findall(r"^\| \d+\. \[`(\w+)\.py`\]", readme, re.M)
     assert sorted(ORDER) == EXERCISES
     positions = []
     for name in ORDER:

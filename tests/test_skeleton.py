@@ -14,7 +14,7 @@ from fold import FOLD, folded
 from lessons import LESSONS
 
 README = (ROOT / "README.md").read_text()
-READING_ORDER = re.findall(r"^\| ★? ?\[`(\w+)\.py`\]\(playground/", README, re.M)
+READING_ORDER = re.findall(r"^\| \d+\. \[`(\w+)\.py`\]\(playground/", README, re.M)
 IN_FULL = {  # these show the frames, which the others have below a fold
     "blocking_p2p",
     "single_gpu",

@@ -1,5 +1,12 @@
 """Sphinx's settings for the web pages."""
 
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+from pages import Course
+
 project = html_title = "The PyTorch distributed playground"
 extensions = ["myst_parser", "sphinx_copybutton"]
 myst_enable_extensions = ["attrs_block", "deflist"]
@@ -13,5 +20,5 @@ html_theme = "furo"
 pygments_dark_style = "github-dark"
 html_static_path = ["static"]
 html_css_files = ["pages.css"]
-html_js_files = ["pages.js"]
+html_js_files = [(None, {"body": f"const IDEAS = {json.dumps(Course().ideas)}"}), "pages.js"]
 smartquotes = html_copy_source = html_show_sphinx = html_show_copyright = False

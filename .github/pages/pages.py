@@ -114,14 +114,16 @@ class Source:
         """Return a link to the page of this file, as seen from the page of another one."""
         return f'<a href="{relative(self.page, file, ".html")}">{self.path.name}</a>'
 
-    def definitions(self) -> dict[str, tuple[int, int, str]]:
-        """Return where each function and class of the file begins and ends, and its plain text."""
+    def definitions(self) -> dict[str, tuple[int, int, str, str]]:
+        """Return where functions and classes begin and end, what they do, and their plain text."""
         found = {}
         for node in self.body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 first = min([node.lineno, *(each.lineno for each in node.decorator_list)]) - 1
                 lines = "\n".join(self.lines[first : node.end_lineno])
-                found[node.name] = (first, node.end_lineno, lines.replace("# NEW: ", "# ").lower())
+                does = re.split(r"\.\s|\.$", ast.get_docstring(node) or "")[0]
+                plain = lines.replace("# NEW: ", "# ").lower()
+                found[node.name] = (first, node.end_lineno, does, plain)
         return found
 
     def show(self, first: int, end: int) -> str:
@@ -136,20 +138,28 @@ class Source:
 
     def fold(self, first: int, end: int, label: str) -> str:
         """Return lines that are shown after a click."""
-        label = f"<summary>{label}, {end - first} lines</summary>"
+        label = f"<summary>{label} · {end - first} lines</summary>"
         return f"<details>{label}{self.show(first, end)}</details>"
 
     def code(self, earlier: list["Source"] = ()) -> str:
-        """Return the file as HTML. What stands in an earlier lesson, word for word, is folded."""
+        """Return the file as HTML, folded but for its idea.
+
+        The folds are the functions of earlier lessons, and the helpers that follow the idea.
+        """
         folds = [(0, self.first, "the text of this page")] if self.first > 2 else []
         imports = [node for node in self.body if isinstance(node, ast.Import | ast.ImportFrom)]
         if imports and earlier:
             folds.append((imports[0].lineno - 1, imports[-1].end_lineno, "imports"))
-        for name, (first, end, text) in self.definitions().items():
+        found = self.definitions()
+        _, idea, *_ = found.get("train") or found.get("talk") or (0, 0)
+        rule = next((i for i, line in enumerate(self.lines) if line.startswith("# -----")), 0)
+        for name, (first, end, does, text) in found.items():
             where = [each for each in earlier if each.definitions().get(name, ("",))[-1] == text]
             if where:
                 label = f"<b>{name}</b> unchanged from {where[-1].link(self.file)}"
                 folds.append((first, end, label))
+            elif earlier and idea < first < rule and text.startswith("def "):
+                folds.append((first, end, f"<b>{name}</b> · {html.escape(does)}"))
         folds = [fold for fold in folds if not self.new & {*range(fold[0], fold[1])}]
         result, shown = "", 0
         folds.append((len(self.lines), len(self.lines), ""))
@@ -192,12 +202,15 @@ class Course:
 
     def __init__(self):
         readme = (COURSE / "README.md").read_text()
-        self.lessons, self.parts, self.tasks = [], {}, {}
+        self.lessons, self.parts, self.tasks, self.ideas = [], {}, {}, {}
         for title, text in re.findall(r"^### (Part \d[^\n]*)\n(.*?)(?=^##)", readme, re.M | re.S):
-            rows = re.findall(r"^\| (★ )?\[`\w+\.py`\]\((\S+)\)", text, re.M)
-            for star, file in rows:
-                self.lessons.append(Source(COURSE / file))
-                self.parts[file] = (title, star.strip())
+            rows = re.findall(r"^\| \d+\. \[`\w+\.py`\]\((\S+)\) ?(★?) \| (.*) \|$", text, re.M)
+            for file, star, idea in rows:
+                lesson = Source(COURSE / file)
+                self.lessons.append(lesson)
+                self.parts[file] = (title, star)
+                words = f"{lesson.path.name} {lesson.title} {idea}".lower()
+                self.ideas[file.removesuffix(".py")] = re.sub("[-_]", " ", words.replace("`", ""))
             tasks = re.findall(rf"\(({EXERCISES}/\w+\.py)\)", text)
             self.tasks[title] = [Source(COURSE / file) for file in tasks]
         self.common = [Source(path) for path in sorted(COURSE.glob("common/[a-z]*.py"))]
@@ -383,23 +396,28 @@ class Course:
             result += f'<p><a href="{page}">Show the recorded run</a></p></div>\n\n'
         return "## A recorded run\n\n" + result if result else ""
 
+    def title(self, source: Source, facts: str, explained: set[str]) -> str:
+        """Return the head of a page: its title up to a colon, some facts, the rest of the title."""
+        head, _, lead = source.title.partition(": ")
+        page = f"# {head}\n\n{{.facts}}\n{facts}\n\n"
+        if lead:
+            lead = f"{lead[0].upper()}{lead[1:]}."
+            page += "{.lead}\n" + self.inline(lead, source.file, explained) + "\n\n"
+        return page
+
     def lesson(self, number: int) -> str:
         """Return the page of a lesson."""
         lesson, earlier = self.lessons[number], self.lessons[:number]
         sections, explained = self.sections(lesson), set()
         title, star = self.parts[lesson.file]
-        head, _, lead = lesson.title.partition(": ")
         facts = [f"Lesson {number + 1} of {len(self.lessons)}", title]
         facts += ["★ on the short path"] * bool(star)
         base = None
         if sections["base"]:
             base = next(each for each in earlier if each.path.name == sections["base"])
             facts.append(f"Builds on: [`{base.path.name}`]({relative(base.page, lesson.file)})")
-        page = f"# {head}\n\n" + "{.facts}\n" + " · ".join(facts) + "\n\n"
-        if lead:
-            lead = f"{lead[0].upper()}{lead[1:]}."
-            page += "{.lead}\n" + self.inline(lead, lesson.file, explained)
-        page += "\n\n## Run it\n\n" + self.prose(lesson, sections["run"], explained)
+        page = self.title(lesson, " · ".join(facts), explained)
+        page += "## Run it\n\n" + self.prose(lesson, sections["run"], explained)
         page += "## The idea\n\n" * bool(sections["idea"])
         page += self.prose(lesson, sections["idea"], explained) + self.drawings(lesson)
         page += self.recordings(lesson, explained)
@@ -408,24 +426,20 @@ class Course:
         if lesson.new:
             page += f", of which {len(lesson.new)} are lit, because they carry a new idea"
         code = lesson.code(earlier)
-        if "unchanged from" in code:
-            page += ". What stands in an earlier lesson, word for word, is folded"
+        if "<b>" in code:
+            page += ". What earlier lessons have, and helpers without a new idea, are folded"
         page += f".\n\n{code}" + (lesson.difference(base) if base else "")
-        for key, heading in (
-            ("broken", "Try breaking it"),
-            ("write", "Now you"),
-            ("next", "The next lesson"),
-        ):
-            if sections[key]:
-                page += f"## {heading}\n\n" + self.prose(lesson, sections[key], explained)
-        return page
+        broken = sections["broken"].replace("Try breaking it, in", "In", 1)
+        page += "## Try breaking it\n\n" + self.prose(lesson, broken, explained)
+        page += "## What next\n\n" + self.prose(lesson, sections["write"], explained)
+        return page + self.prose(lesson, sections["next"], explained)
 
     def exercises(self, title: str) -> str:
         """Return the page with the exercises of a part."""
         page = f"# Exercises of {title[0].lower()}{title[1:]}\n\n"
         page += "[How they work](README.md)\n\n"
         for task in self.tasks[title]:
-            page += f"## {task.path.stem}\n\n"
+            page += f"## `{task.path.stem}`\n\n"
             page += "{.lead}\n" + self.inline(f"{task.title}.", task.file, set())
             page += "\n\n" + self.prose(task, task.doc.removeprefix("\n"), set())
             page += details("The file", task.code())
@@ -478,8 +492,9 @@ def main() -> None:
         write(page, course.exercises(title))
         index += tree([*entries, f"Exercises: {len(tasks)} <{page}>"], title)
     for source in course.common:
-        text = course.prose(source, source.doc, set())
-        write(source.page, f"# {source.title}\n\n{text}This is `{source.file}`.\n\n{source.code()}")
+        explained = set()
+        page = course.title(source, f"`{source.file}`", explained)
+        write(source.page, page + course.prose(source, source.doc, explained) + source.code())
     others = [*course.markdown, *(source.page for source in course.common)]
     index += tree(others, "Other pages")
     write("index.md", index)

@@ -62,3 +62,15 @@ document.addEventListener("DOMContentLoaded", () => {
   addEventListener("beforeprint", () =>
     document.querySelectorAll("details").forEach((fold) => { fold.open = true; }));
 });
+// Search shows the lessons first: those whose name or row in README has what one types, and then
+// the others, in reading order, because the first lesson that has a word explains it.
+var Scorer = {
+  title: 15, partialTitle: 7, term: 5, partialTerm: 2,
+  score: ([page, , , , score]) => {
+    const number = Object.keys(IDEAS).indexOf(page);
+    if (number < 0) return score;
+    const typed = new URLSearchParams(location.search).get("q").trim().toLowerCase();
+    const named = IDEAS[page].includes(typed.replace(/[-_]/g, " "));
+    return (named ? 1000 : 500) - number;
+  },
+};
