@@ -13,7 +13,6 @@ import re
 import shutil
 import sys
 from difflib import unified_diff
-from itertools import pairwise
 from pathlib import Path
 from textwrap import dedent
 
@@ -42,7 +41,7 @@ BLOCK = re.compile(
 # What becomes code in a paragraph, without backticks there, and characters that Markdown reads.
 WORD = re.compile(
     r"`[^`\n]+`|https?://[\w./#?=&-]+\w|\(cp \S+ \S+\)|(?<![\w-])--?[a-z][\w-]*"
-    r"|(?:\w+/)*\w+\.(?:py|md|sh|png)\b|(?:\w+/)+\w*|[\w.]+\([^() ]*(?:, [^() ]+)*\)|\w*[a-z]_\w+"
+    r"|(?:\w+/)*\w+\.(?:py|md|sh|png)\b|(?:\w+/)+\w*|[\w.]+\([^() ]*(?:, [^() ]+)*\)|(?:\w+\.)*\w*[a-z]_\w+"
     r"|\b[a-z]\w+(?:\.[a-z]\w+)+"
     r"|[\\*_<>\[\]#$|]"
 )
@@ -162,15 +161,13 @@ class Source:
                 folds.append((first, end, f"<b>{name}</b> · {html.escape(does)}"))
         folds = [fold for fold in folds if not self.new & {*range(fold[0], fold[1])}]
         result, shown = "", 0
-        folds.append((len(self.lines), len(self.lines), ""))
-        for (first, end, label), following in pairwise([*folds, folds[-1]]):
+        for first, end, label in folds:
             result += self.show(shown, first)
             shown = end
-            while shown < following[0] and not self.lines[shown]:
-                shown += 1  # empty lines between two folds are in the first one
-            if shown < following[0]:
-                shown = end
-            result += self.fold(first, shown, label) if label else ""
+            while self.lines[shown : shown + 1] == [""]:
+                shown += 1  # empty lines after a fold are in it
+            result += self.fold(first, shown, label)
+        result += self.show(shown, len(self.lines))
         return f'<div class="code highlight" data-file="{self.path.name}">{result}</div>\n\n'
 
     def difference(self, base: "Source") -> str:
@@ -226,13 +223,13 @@ class Course:
         sources = [*self.common, *(task for tasks in self.tasks.values() for task in tasks)]
         for source in [*sources, *self.lessons]:
             # Docstrings name most files without their folder.
-            self.pages[source.file] = self.pages[source.path.name] = source.page
+            for name in (source.file, source.file.removeprefix("playground/"), source.path.name):
+                self.pages[name] = source.page
         for file in self.markdown:
             self.pages.setdefault(Path(file).name, file)
         glossary = (COURSE / "playground/pages/glossary.md").read_text()
         self.tips = {}
-        tables = readme.split("## The lessons")[0] + glossary
-        for words, meaning in re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", tables, re.M):
+        for words, meaning in re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", glossary, re.M):
             for word in words.replace("`", "").split(", "):
                 if word not in PLAIN:
                     meaning = re.sub(r"\[([^]]*)\]\([^)]*\)|`", r"\1", meaning)
