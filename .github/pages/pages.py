@@ -41,8 +41,8 @@ BLOCK = re.compile(
 # What becomes code in a paragraph, without backticks there, and characters that Markdown reads.
 WORD = re.compile(
     r"`[^`\n]+`|https?://[\w./#?=&-]+\w|\(cp \S+ \S+\)|(?<![\w-])--?[a-z][\w-]*"
-    r"|(?:\w+/)*\w+\.(?:py|md|sh|png)\b|(?:\w+/)+\w*|[\w.]+\([^() ]*(?:, [^() ]+)*\)|(?:\w+\.)*\w*[a-z]_\w+"
-    r"|\b[a-z]\w+(?:\.[a-z]\w+)+"
+    r"|(?:\w+/)*\w+\.(?:py|md|sh|png)\b|(?:\w+/)+\w*|[\w.]+\([^() ]*(?:, [^() ]+)*\)"
+    r"|(?:\w+\.)*\w*[a-z]_\w+|\b[a-z]\w+(?:\.[a-z]\w+)+"
     r"|[\\*_<>\[\]#$|]"
 )
 # Words of the glossary with a plain meaning, too, in which lessons often use them.
