@@ -21,4 +21,4 @@ pygments_dark_style = "github-dark"
 html_static_path = ["static"]
 html_css_files = ["pages.css"]
 html_js_files = [(None, {"body": f"const IDEAS = {json.dumps(Course().ideas)}"}), "pages.js"]
-smartquotes = html_copy_source = html_show_sphinx = html_show_copyright = False
+smartquotes = html_copy_source = html_use_index = html_show_sphinx = html_show_copyright = False

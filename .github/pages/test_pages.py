@@ -66,9 +66,13 @@ def test_the_code_is_whole_and_what_is_new_is_never_folded(course):
         assert re.findall(r'id="L(\d+)"', code) == [str(i + 1) for i in range(len(lesson.lines))]
         folded = "".join(re.findall(r"<details>.*?</details>", code, re.S))
         assert "# NEW:" not in folded and 'class="line new"' not in folded
+        assert "<b>train</b>" not in folded and "<b>talk</b>" not in folded
         for name, origin in re.findall(r"<b>(\w+)</b> unchanged from <a [^>]*>([\w.]+)<", folded):
             assert functions(lesson)[name] == functions(by_name[origin])[name]
             assert course.lessons.index(by_name[origin]) < number
+    pipeline = by_name["pipeline_parallel.py"].code(course.lessons[:1])
+    for helper in ("cut", "connect", "check_flags"):
+        assert f"<summary><b>{helper}</b> · " in pipeline
 
 
 @pytest.mark.parametrize("part", ["Run it", "Try breaking it", "Builds on", "The next lesson"])
@@ -166,6 +170,20 @@ def test_links(site):
             assert path.is_file(), (page, target)
             if path.suffix == ".html" and "recorded" not in path.parts:
                 assert unquote(parts.fragment) in parsed(path).places, (page, target)
+
+
+def test_the_way_through_the_course(site, course):
+    """What is next, from the front page: the lessons, after a part its exercises, other pages."""
+    expected = []
+    for part, title in enumerate(course.tasks, 1):
+        lessons = [each for each in course.lessons if course.parts[each.file][0] == title]
+        expected += [lesson.page for lesson in lessons]
+        expected.append(f"{pages.EXERCISES}/part{part}.md")
+    page, found = site / "index.html", []
+    while following := re.search(r'class="next-page" href="([^"]+)"', page.read_text()):
+        page = (page.parent / following[1]).resolve()
+        found.append(str(page.relative_to(site.resolve()).with_suffix(".md")))
+    assert found[: len(expected) + 1] == [*expected, "playground/README.md"]
 
 
 @pytest.fixture(scope="session")
@@ -277,12 +295,20 @@ def test_copy_the_file(tab, server, course):
 
 
 def test_search_and_colours(tab, address):
-    """Words of a docstring and of its code are found. The browser's wish for dark is followed."""
-    for wanted, title in ("zigzag", "Context parallelism"), ("reduce_scatter", "Collectives"):
+    """The lesson of a name, an idea or a word in code comes first. A wish for dark is followed."""
+    for wanted, title in (
+        ("tensor parallel", "Tensor parallelism"),
+        ("deadlock", "Blocking messages"),
+        ("DDP", "DistributedDataParallel"),
+        ("zigzag", "Context parallelism"),
+        ("reduce_scatter", "Collectives"),
+    ):
         tab.goto(f"{address}/{LESSON}")
         tab.fill("input[name=q]", wanted)
         tab.press("input[name=q]", "Enter")
-        tab.locator("ul.search a", has_text=title).first.wait_for()
+        found = tab.locator("ul.search a").first
+        found.wait_for()
+        assert found.inner_text() == title
     colour = "getComputedStyle(document.body).backgroundColor"
     light = tab.evaluate(colour)
     tab.emulate_media(color_scheme="dark")
