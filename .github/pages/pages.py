@@ -46,19 +46,8 @@ WORD = re.compile(
     r"|[\\*_<>\[\]#$|]"
 )
 # Words of the glossary with a plain meaning, too, in which lessons often use them.
-PLAIN = {
-    "block",
-    "buffer",
-    "gather",
-    "handle",
-    "load",
-    "norm",
-    "pass",
-    "reduce",
-    "scatter",
-    "stage",
-}
-PLAIN |= {"store", "trace", "word"}
+PLAIN = {"block", "buffer", "gather", "handle", "load", "norm", "pass", "reduce", "scatter"}
+PLAIN |= {"stage", "store", "trace", "word"}
 
 
 class LackingError(ValueError):
