@@ -10,10 +10,10 @@ of ten steps and of their parts for each rank. Here only rank 0 is shown (times 
     rank  step (ms)   = data      + computing + messages    messages hidden
     0     69.22       0.30        59.94       8.97          8.77
 
-In "data", a rank only reads a batch. In "messages", it only waits, for a message or for a late
-rank. "computing" is the rest of the step, with most of Python's own overhead. "messages hidden" is
-how long messages travelled while the rank computed, so it is no part of the sum. The profiler makes
-steps slower, so compare the parts of a step, and not images/s.
+In "data", a rank only reads a batch. In "messages", it only waits, for a message or for a late rank
+(`stragglers.md` finds the late one). "computing" is the rest of the step, with most of Python's own
+overhead. "messages hidden" is how long messages travelled while the rank computed, so it is no part
+of the sum. The profiler makes steps slower, so compare the parts of a step, and not images/s.
 
 DDP hides a part of its messages, because it sends a bucket as soon as all of its gradients are
 complete. On CPUs, messages slow the computing a little, because both use the same cores.
