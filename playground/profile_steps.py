@@ -32,7 +32,7 @@ Try breaking it, in a copy:
      "computing" grow, and on which rank "messages"?
   2. Replace `model.profiler.step()` with `pass`. Which steps does the trace have, and why?
 Builds on: distributed_data_parallel_torchrun.py
-The next lesson, `sharded_optimizer.py`, shards what DDP replicates on every rank.
+The next lesson, `finding_hangs.py`, finds the rank for which the others wait.
 """
 
 import json

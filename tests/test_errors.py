@@ -107,9 +107,11 @@ def test_files_and_folders_that_can_not_be_written(tmp_path, main):
         ("distributed_data_parallel_resumable", "--run_dir"),
         ("fully_sharded_checkpoints", "--run_dir"),
         ("profile_steps", "--out"),
+        ("finding_hangs", "--out"),
     ]:
         path = tmp_path / "file" / "new"
-        done = main(lesson, *DIGITS, flag, path, env=LAUNCHED if by_torchrun(lesson) else None)
+        flags = (flag, path) if talks(lesson) else (*DIGITS, flag, path)
+        done = main(lesson, *flags, env=LAUNCHED if by_torchrun(lesson) else None)
         one_line(done, flag, f"cannot write {path}")
     for path in (tmp_path, tmp_path / "missing" / "c.pt"):
         done = main("distributed_data_parallel", *DIGITS, "--savefile", path)

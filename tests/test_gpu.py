@@ -188,6 +188,7 @@ def shown(out):
 def test_all_lessons_are_here():
     """Each lesson has a row, or a test of its own. This test needs no GPU."""
     others = {"blocking_p2p", "nonblocking_p2p", "distributed_data_parallel_resnet"}
+    others.add("finding_hangs")
     assert {row.split()[0] for row in ROWS} | others == set(LESSONS)
 
 
@@ -365,6 +366,22 @@ def test_a_trace_has_nccls_kernels(average, tmp_path):
     for rank, _, _, computing, waited, hidden in rows:
         assert '"ncclDevKernel_' in (tmp_path / f"rank{rank}.json").read_text()
         assert float(computing) > 0 and float(waited) + float(hidden) > 0
+
+
+def test_what_nccl_writes_at_a_timeout(tmp_path):
+    """Each rank writes its recorder to a file, and torchfrtrace reads all of them."""
+    need(3)
+    env = ALL_GPUS | {
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": f"{tmp_path}/nccl_",
+    }
+    flags = ("--fault", "loader", "--timeout", 20, "--out", tmp_path, *CUDA)
+    out = run("finding_hangs", *flags, env=env, cold=True).stdout
+    assert re.search(r"^  rank 0  .*all_reduce \[4\] not done$", out, re.M)
+    assert len(list(tmp_path.glob("nccl_*"))) == 3
+    tool = (sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace")
+    assert Job(*tool, "--prefix", "nccl_", tmp_path).wait().returncode == 0
 
 
 def test_compare(tmp_path):

@@ -158,7 +158,7 @@ def test_the_kind_of_each_lesson():
         for lesson in re.findall(r"`(\w+)\.py`", names):
             words = zip(["itself", "launcher"], answers, strict=True)
             kinds[lesson] = [word for word, answer in words if answer == "yes"]
-    assert len(kinds) == 8
+    assert len(kinds) == 9
     kinds |= dict.fromkeys(["single_gpu", "data_parallel", "model_parallel"], [])
     for lesson in LESSONS:  # all that the table does not name are "later lessons"
         assert kind(lesson_path(lesson)) == kinds.get(lesson, ["launcher"]), lesson

@@ -53,6 +53,7 @@ class Rank(threading.Thread):
         self.place = None
         self.since = time.time()
         self.calls = []
+        self.failed = False  # whether an error of Python ends it
         self.stopped = threading.Event()
         self.alive = Alive(Path(folder, f"{index}.alive"))
         self.stack = open(Path(folder, f"{index}.stack"), "w")  # noqa: SIM115
@@ -94,6 +95,7 @@ class Rank(threading.Thread):
         if dist.is_available() and dist.is_initialized():
             self.rank = dist.get_rank()
         notes = {"pid": os.getpid(), "rank": self.rank, "since": self.since, "calls": self.calls}
+        notes["failed"] = self.failed
         part = Path(f"{self.notes}.part")
         # The observer may have removed the folder, because it saw the end of the last rank.
         with contextlib.suppress(FileNotFoundError):
@@ -130,6 +132,10 @@ class Noted:
         rank = Rank(folder, index, script)
         try:
             self.function(index, *rest)
+        except BaseException:
+            rank.failed = True
+            rank.write()
+            raise
         finally:
             rank.stop_recorder()
         rank.stop()

@@ -46,7 +46,8 @@ def read_notes(folder):
             written = path.stat().st_mtime
             late = time.time() - written > 5
             notes["still"] = (time.time() if late else written) - notes["since"]
-            ranks.append(notes)
+            if notes["alive"] or path.exists():  # otherwise it has ended just now
+                ranks.append(notes)
     return sorted(ranks, key=lambda notes: notes["rank"])
 
 
@@ -110,6 +111,14 @@ def show_ranks(ranks, reason, script):
     for lines, heads in ranks_at.items():
         text += [*heads, *(f"    {line}" for line in lines)]
     print(*text, sep="\n", file=sys.stderr, flush=True)
+
+
+def show_gone(ranks):
+    """Print which ranks have ended in the middle of the script, and not by an error of Python."""
+    for notes in ranks:
+        if not notes["alive"] and not notes["failed"]:
+            text = f"watch: rank {notes['rank']} (process {notes['pid']}) is gone: it was killed,"
+            print(f"{text} or it has crashed", file=sys.stderr, flush=True)
 
 
 def show_records(paths, page):
@@ -430,6 +439,7 @@ def main():
     seconds, page = float(sys.argv[3]), sys.argv[4]
     shown = set()  # which ranks have been shown, and since when they had been at one place
     was_interrupted = False
+    all_there = True
     recorded = []
     while any(is_held(path) for path in [folder / "main", *folder.glob("*.alive")]):
         time.sleep(0.1)
@@ -446,6 +456,10 @@ def main():
             reason = f"no progress of rank {new[0]['rank']} for {new[0]['still']:.0f} s."
             show_ranks(ranks, f"{reason} The ranks of this node:", script)
             shown |= {(notes["path"], notes["since"]) for notes in ranks}
+        ended = any(notes["failed"] or not notes["alive"] for notes in ranks)
+        if ended and all_there and not was_interrupted:
+            show_gone(ranks)  # only those that end first: the others end because of them
+            all_there = False
         records = list(folder.glob("*.record"))
         if records and not recorded and len(records) == len(list(folder.glob("*.alive"))):
             recorded = records
