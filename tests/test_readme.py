@@ -63,7 +63,8 @@ def start(command, *more, copy=None, folder=ROOT):
     if program == "torchrun":
         args = parse_args(words)
         words = [args.training_script, *args.training_script_args]
-    path = copy or ROOT / words[0]
+    words = [str(ROOT / word) if word.startswith("playground/") else word for word in words]
+    path = copy or words[0]
     if program == "torchrun":
         return ranks(path, *words[1:], *more, processes=int(args.nproc_per_node), cwd=folder)
     assert program == "python", command
