@@ -1,0 +1,329 @@
+r"""Sending less: what to do if the network is slow.
+
+Run it:
+    torchrun --standalone --nproc-per-node 2 playground/sending_less.py
+
+By default this is DDP, so it prints the same numbers as `single_gpu.py`, up to rounding:
+    epoch 1/3  loss 0.3960  train 88.26%  test 93.96%  1.43 s  41,881 images/s
+
+The next command trains on two simulated nodes, each of which sends at most 10 Mbit/s
+(`run/README.md`). There the lesson also prints how many bytes a node has sent:
+    GPUS=1 BANDWIDTH=10mbit run/rehearse_two_nodes.sh playground/sending_less.py --epochs 1
+
+In each step, DDP sends as many bytes as the parameters have: 236,840 for the default model. At 10
+Mbit/s this takes 0.19 s, while computing takes 2 ms. Two kinds of remedies send less. With a
+communication hook, DDP still sends in each step, but only an approximation of the gradients. Or the
+ranks send seldom: they train alone for many steps, and then agree on their parameters. These are
+the flags to add, and what an epoch then takes:
+                                   seconds    MB sent    test
+                                   97.58      118.86     93.96%
+    --by bf16                      48.28      59.81      93.85%
+    --by powersgd                  11.39      13.86      93.62%
+    --by local                     3.05       2.54       93.38%
+    --by diloco                    2.50       2.54       93.40%
+    --batch_size 1280 --lr 1e-2    9.86       11.89      93.59%
+
+The last line is the control: ten times as many images in a step, and therefore a tenth of the
+messages. It needs no new idea, only a learning rate that fits. `measured.md` compares all six over
+time, and says what they gain on a fast network: nothing.
+
+A step of plain SGD is linear in the gradient, so there it makes no difference whether gradients or
+parameters are averaged. With `--sgd --double --lr 0.1`, DDP, `--by local --every 1`, and `--by
+diloco --every 1 --outer_lr 1 --outer_momentum 0` print the same twelve digits.
+
+Try breaking it, in a copy:
+  1. Write `parameter - agreed` in DiLoCo.agree(). Where does the model go?
+  2. Add `use_error_feedback=False` to PowerSGDState(...), and set its rank to 1. What is lost?
+Builds on: overlapped_data_parallel.py
+The next lesson, `sharded_optimizer.py`, shards what DDP replicates on every rank.
+"""
+
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # find common/ from any folder
+from common import flags
+from common.data import fetch, loaders
+from common.models import make_model
+
+
+def with_hook(model, by):
+    """Wrap a model in DDP, which sends gradients in backward(): whole, rounded, or as products."""
+    # PowerSGD gets a single bucket, because with several it may hang on gloo. None: DDP chooses.
+    bucket_cap_mb = 1000 if by == "powersgd" else None
+    model = DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb)
+    if by == "bf16":
+        # NEW: as soon as a bucket is complete, DDP calls the hook, which averages it in place of
+        # DDP. This hook sends the gradients in bfloat16, so in half of the bytes.
+        model.register_comm_hook(None, bf16_compress_hook)
+    if by == "powersgd":
+        # NEW: for a gradient M of n x m numbers, this hook sends two thin matrices, P of n x 4 and
+        # Q of m x 4. Their product P Q^T is nearly the mean of M. A layer of 64 x 784 numbers sends
+        # 4 x (64 + 784) = 3,392 in place of 50,176.
+        #     P = M Q, with the Q of the last step. The mean of P, then its columns orthonormal.
+        #     Q = M^T P. The mean of Q. The gradient is P Q^T.
+        # Error feedback: each rank keeps M - P Q^T, and adds it to its gradient of the next step.
+        # So what is missing in a step comes later. The first ten steps are sent whole.
+        state = PowerSGDState(
+            process_group=None,
+            matrix_approximation_rank=4,
+            start_powerSGD_iter=10,
+            orthogonalization_epsilon=1e-8,  # otherwise a column of zeros becomes 0 / 0
+        )
+        model.register_comm_hook(state, powerSGD_hook)
+    return model
+
+
+@torch.no_grad()
+def average(tensors):
+    """Replace each tensor with its mean over the ranks, in one message."""
+    message = torch.cat([tensor.flatten() for tensor in tensors])
+    dist.all_reduce(message)
+    message /= dist.get_world_size()
+    sizes = [tensor.numel() for tensor in tensors]
+    for tensor, mean in zip(tensors, message.split(sizes), strict=True):
+        tensor.copy_(mean.view_as(tensor))
+
+
+class LocalSGD:
+    """An optimizer that averages the parameters of all ranks after every few steps.
+
+    In between, the ranks send nothing, and their models drift apart. (PyTorch has this, too: a
+    PostLocalSGDOptimizer with a PeriodicModelAverager.)
+
+    Args:
+        model: the same on all ranks at the start, and not wrapped in DDP.
+        optimizer: of the model. Its state, such as Adam's averages, is this rank's own.
+        every: how many steps the ranks make alone.
+        steps_of_epoch: the ranks also agree after the last step of an epoch, to test one model.
+    """
+
+    def __init__(self, model, optimizer, every, steps_of_epoch):
+        self.parameters = list(model.parameters())
+        self.optimizer = optimizer
+        self.every = every
+        self.steps_of_epoch = steps_of_epoch
+        self.steps = 0  # made in this epoch
+
+    def zero_grad(self):
+        """Free the gradients of the previous step."""
+        self.optimizer.zero_grad()
+
+    def step(self):
+        """Make a step of this rank, and agree with the other ranks when it is time."""
+        self.optimizer.step()  # NEW: with the gradient of this rank's images only
+        self.steps += 1
+        last = self.steps == self.steps_of_epoch
+        if last or self.steps % self.every == 0:
+            self.agree()
+        if last:
+            self.steps = 0
+
+    def agree(self):
+        """Give all ranks the mean of their parameters."""
+        average(self.parameters)  # NEW: parameters, not gradients
+
+
+class DiLoCo(LocalSGD):
+    """Local SGD with a second, outer optimizer (https://arxiv.org/abs/2311.08105).
+
+    The ranks do not take over the mean of their parameters. How far it is from where they last
+    agreed is a gradient for the outer optimizer, which has momentum.
+    """
+
+    def __init__(self, model, optimizer, every, steps_of_epoch, outer_lr, outer_momentum):
+        super().__init__(model, optimizer, every, steps_of_epoch)
+        # NEW: the parameters on which the ranks last agreed. Only the outer optimizer moves them.
+        self.agreed = [parameter.detach().clone() for parameter in self.parameters]
+        nesterov = outer_momentum > 0
+        self.outer = torch.optim.SGD(self.agreed, outer_lr, outer_momentum, nesterov=nesterov)
+
+    @torch.no_grad()
+    def agree(self):
+        """Make a step of the outer optimizer, the same on all ranks, and continue from there."""
+        for agreed, parameter in zip(self.agreed, self.parameters, strict=True):
+            # NEW: an optimizer moves against the gradient, so the gradient points back.
+            agreed.grad = agreed - parameter
+        average([agreed.grad for agreed in self.agreed])
+        # NEW: agreed -= outer_lr * (agreed - mean of the parameters), and the same with momentum.
+        # With outer_lr 1 and without momentum, this is the mean, as in local SGD.
+        self.outer.step()
+        for agreed, parameter in zip(self.agreed, self.parameters, strict=True):
+            parameter.copy_(agreed)
+
+
+def train(args):
+    """Train as one of the ranks, and tell what this node has sent."""
+    rank, device = join(args)
+    train_loader, test_loader = loaders(args, rank, dist.get_world_size())
+    torch.manual_seed(args.seed)
+    model = make_model(args).to(device)  # the same on all ranks, because they have the same seed
+    torch.manual_seed(args.seed + rank)  # dropout, if there is any, must differ between ranks
+    if args.sgd:
+        optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
+    else:
+        optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
+    # NEW: either DDP sends in backward(), or an optimizer sends in step().
+    steps = len(train_loader)  # of an epoch
+    if args.by == "local":
+        optimizer = LocalSGD(model, optimizer, args.every, steps)
+    elif args.by == "diloco":
+        outer = (args.outer_lr, args.outer_momentum)
+        optimizer = DiLoCo(model, optimizer, args.every, steps, *outer)
+    else:
+        model = with_hook(model, args.by)
+    before = bytes_sent()
+    fit(model, optimizer, train_loader, test_loader, device, args)
+    after = bytes_sent()
+    if rank == 0 and after is None:
+        print("bytes sent: they cannot be told apart from those of other programs", flush=True)
+    elif rank == 0:
+        print(f"bytes sent by this node: {(after - before) / 1e6:.2f} MB", flush=True)
+    # DDP refers to the group, so delete DDP first. Otherwise the process may hang.
+    del model
+    dist.destroy_process_group()
+
+
+def bytes_sent():
+    """Return how many bytes this node has sent to other nodes, as Linux counts them.
+
+    On a real machine, other programs send, too, so this returns None. A simulated node has a
+    network of its own (a namespace), which is not the one of the machine's first process.
+    """
+    try:
+        own = os.readlink("/proc/self/ns/net")
+        others = os.readlink("/proc/1/ns/net")
+    except OSError:  # not Linux, or not for this user to see
+        return None
+    if own == others:
+        return None
+    sent = 0
+    for line in Path("/proc/net/dev").read_text().splitlines()[2:]:  # after two lines of headings
+        interface, numbers = line.split(":")
+        if interface.strip() != "lo":  # which does not leave the node
+            sent += int(numbers.split()[8])  # bytes sent; the eight before are about receiving
+    return sent
+
+
+def add_flags(parser):
+    """Add the flags that only this lesson has."""
+    add = parser.add_argument
+    ways = ["ddp", "bf16", "powersgd", "local", "diloco"]
+    add("--by", choices=ways, default="ddp", help="how the ranks agree")
+    add("--every", type=flags.positive, default=50, help="steps between messages (local, diloco)")
+    add("--outer_lr", type=flags.rate, default=0.7, help="rate of DiLoCo's outer optimizer")
+    add("--outer_momentum", type=flags.rate, default=0.9, help="momentum of the outer optimizer")
+    add("--sgd", action="store_true", help="plain SGD in place of Adam")
+
+
+# ---------- Unchanged from distributed_data_parallel_torchrun.py ----------
+# You know what follows: join(), fit(), run_epoch(), check_flags() and main(). If you copy this
+# lesson, copy it, too.
+
+
+def join(args):
+    """Join the process group that torchrun describes. Returns this rank and its device."""
+    local_rank = int(os.environ["LOCAL_RANK"])  # torchrun has numbered this node's processes
+    device = torch.device(args.device)
+    gpu = None
+    if args.device != "cpu":
+        gpu = device = torch.device(args.device, local_rank)
+        torch.accelerator.set_device_index(gpu)  # otherwise all ranks would take memory on GPU 0
+    backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA's GPUs, gloo for CPUs
+    # The address, the rank and the world size are in the environment.
+    dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=gpu)
+    rank = dist.get_rank()
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, vars(args))
+    for flag in vars(args).keys() - {"data_dir"}:
+        values = {str(each.get(flag)) for each in everyone}
+        if len(values) > 1:
+            dist.destroy_process_group()
+            raise ValueError(f"the nodes differ in --{flag}: {', '.join(sorted(values))}")
+    if rank == 0:
+        print(f"{len(everyone)} ranks, {backend}, {args.device}", flush=True)
+    return rank, device
+
+
+def fit(model, optimizer, train_loader, test_loader, device, args):
+    """Train and test, and print one line for each epoch."""
+    rank = dist.get_rank()
+    for epoch in range(args.epochs):
+        train_loader.sampler.set_epoch(epoch)  # a new order, the same on all ranks
+        start = time.perf_counter()
+        # Only rank 0 shows a bar, and only in a terminal.
+        bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)
+        loss, correct, images = run_epoch(model, bar, device, optimizer)
+        seconds = time.perf_counter() - start
+        speed = len(train_loader) * args.batch_size / seconds
+        # A wrapper such as DDP may send messages in forward(), so test the model that it wraps.
+        plain = getattr(model, "module", model)
+        _, test_correct, test_images = run_epoch(plain, test_loader, device)
+        if rank == 0:
+            digits = 12 if args.double else 4
+            print(
+                f"epoch {epoch + 1}/{args.epochs}  loss {loss / images:.{digits}f}"
+                f"  train {correct / images:.2%}  test {test_correct / test_images:.2%}"
+                f"  {seconds:.2f} s  {speed:,.0f} images/s",
+                flush=True,
+            )
+
+
+def run_epoch(model, loader, device, optimizer=None):
+    """Train, or only test if there is no optimizer.
+
+    Returns three sums over the images of all ranks: the loss, the number classified correctly, the
+    number of images.
+    """
+    model.train(optimizer is not None)
+    # The sums stay on the device. Reading them in each step would make Python wait for the GPU.
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    for images, labels in loader:
+        images = images.to(device, non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
+        with torch.set_grad_enabled(model.training):
+            logits = model(images)
+            loss = F.cross_entropy(logits, labels)
+        if optimizer is not None:
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        sums[0] += loss.detach() * len(labels)
+        sums[1] += (logits.argmax(dim=1) == labels).sum()
+        sums[2] += len(labels)
+    dist.all_reduce(sums)
+    return sums.tolist()
+
+
+def check_flags(parser, args, world_size):
+    """Refuse flags that do not fit the number of ranks."""
+    parser.check_batch(args.batch_size, world_size)
+
+
+@record  # writes the traceback of an error to a file, and torchrun's report shows it
+def main():
+    """Read the flags, make sure that the data is there, and train as one of the ranks."""
+    parser = flags.ranks(__doc__)
+    add_flags(parser)
+    args = parser.parse_args()
+    parser.check_torchrun(args)  # an error of one line if torchrun has not started this
+    check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
+    # There is no group yet, so a download may take long. One process of each node does it.
+    args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
+    train(args)
+
+
+if __name__ == "__main__":
+    main()
