@@ -5,35 +5,35 @@ Run it:
 
 By default this is DDP, so it prints the same numbers as `single_gpu.py`, up to rounding:
     epoch 1/3  loss 0.3960  train 88.26%  test 93.96%  1.43 s  41,881 images/s
+    bytes sent: they cannot be told apart from those of other programs
 
-The next command trains on two simulated nodes, each of which sends at most 10 Mbit/s
-(`run/README.md`). There the lesson also prints how many bytes a node has sent:
+They can on simulated nodes (`run/README.md`). Here are two, each of which sends at most 10 Mbit/s:
     GPUS=1 BANDWIDTH=10mbit run/rehearse_two_nodes.sh playground/sending_less.py --epochs 1
 
-In each step, DDP sends as many bytes as the parameters have: 236,840 for the default model. At 10
-Mbit/s this takes 0.19 s, while computing takes 2 ms. Two kinds of remedies send less. With a
-communication hook, DDP still sends in each step, but only an approximation of the gradients. Or the
-ranks send seldom: they train alone for many steps, and then agree on their parameters. These are
-the flags to add, and what an epoch then takes:
+In each step, DDP sends as many bytes as the gradients have: 236,840 for the default model. At 10
+Mbit/s this takes 0.19 s, while computing takes about a millisecond. There are two ways to send
+less. With a communication hook, DDP still sends in each step, but only an approximation of the
+gradients. Or the ranks send seldom: each trains alone for many steps (--every), and then they agree
+on their parameters. These are the flags to add, and what an epoch of MNIST takes on the two nodes:
                                    seconds    MB sent    test
-                                   97.58      118.86     93.96%
-    --by bf16                      48.28      59.81      93.85%
-    --by powersgd                  11.39      13.86      93.62%
-    --by local                     3.05       2.54       93.38%
-    --by diloco                    2.50       2.54       93.40%
-    --batch_size 1280 --lr 1e-2    9.86       11.89      93.59%
+                                   93.2       111.7      93.96%
+    --by bf16                      46.8       56.2       93.85%
+    --by powersgd                  10.5       11.8       93.62%
+    --by local                     2.2        2.4        93.38%
+    --by diloco                    2.2        2.4        93.40%
+    --batch_size 1280 --lr 1e-2    9.1        11.0       93.59%
 
-The last line is the control: ten times as many images in a step, and therefore a tenth of the
-messages. It needs no new idea, only a learning rate that fits. `measured.md` compares all six over
-time, and says what they gain on a fast network: nothing.
+The last row is the control, which needs no new idea: with ten times as many images in a step, there
+are a tenth of the messages, and the learning rate must be higher. `measured.md` has longer runs.
 
 A step of plain SGD is linear in the gradient, so there it makes no difference whether gradients or
-parameters are averaged. With `--sgd --double --lr 0.1`, DDP, `--by local --every 1`, and `--by
-diloco --every 1 --outer_lr 1 --outer_momentum 0` print the same twelve digits.
+parameters are averaged. With `--sgd --double`, DDP, `--by local --every 1` and `--by diloco --every
+1 --outer_lr 1 --outer_momentum 0` print the same twelve digits. With Adam, they do not.
 
 Try breaking it, in a copy:
   1. Write `parameter - agreed` in DiLoCo.agree(). Where does the model go?
-  2. Add `use_error_feedback=False` to PowerSGDState(...), and set its rank to 1. What is lost?
+  2. Give PowerSGD matrices of one column, and then also `use_error_feedback=False`. Compare the
+     accuracies.
 Builds on: overlapped_data_parallel.py
 The next lesson, `sharded_optimizer.py`, shards what DDP replicates on every rank.
 """
@@ -65,20 +65,20 @@ def with_hook(model, by):
     bucket_cap_mb = 1000 if by == "powersgd" else None
     model = DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb)
     if by == "bf16":
-        # NEW: as soon as a bucket is complete, DDP calls the hook, which averages it in place of
-        # DDP. This hook sends the gradients in bfloat16, so in half of the bytes.
+        # NEW: as soon as a bucket of gradients is complete, DDP calls the hook, which averages it
+        # in DDP's place. This one sends bfloat16, which takes half of the bytes.
         model.register_comm_hook(None, bf16_compress_hook)
     if by == "powersgd":
-        # NEW: for a gradient M of n x m numbers, this hook sends two thin matrices, P of n x 4 and
-        # Q of m x 4. Their product P Q^T is nearly the mean of M. A layer of 64 x 784 numbers sends
-        # 4 x (64 + 784) = 3,392 in place of 50,176.
-        #     P = M Q, with the Q of the last step. The mean of P, then its columns orthonormal.
-        #     Q = M^T P. The mean of Q. The gradient is P Q^T.
-        # Error feedback: each rank keeps M - P Q^T, and adds it to its gradient of the next step.
-        # So what is missing in a step comes later. The first ten steps are sent whole.
+        # NEW: M is a gradient of n x m numbers. This hook sends only P (n x 4) and Q (m x 4), whose
+        # product P Q^T is nearly the mean of M over the ranks. For 64 x 784 numbers, these are
+        # 4 x (64 + 784) = 3,392 in place of 50,176. In each step (https://arxiv.org/abs/1905.13727):
+        #     P = M Q, with the Q of the step before. Average P, then make its columns orthonormal.
+        #     Q = M^T P. Average Q. The gradient is P Q^T.
+        # Error feedback: each rank keeps what is missing, M - P Q^T, and adds it to its M of the
+        # next step, so it arrives later. The first ten steps are sent whole.
         state = PowerSGDState(
             process_group=None,
-            matrix_approximation_rank=4,
+            matrix_approximation_rank=4,  # columns of P and Q
             start_powerSGD_iter=10,
             orthogonalization_epsilon=1e-8,  # otherwise a column of zeros becomes 0 / 0
         )
@@ -139,8 +139,8 @@ class LocalSGD:
 class DiLoCo(LocalSGD):
     """Local SGD with a second, outer optimizer (https://arxiv.org/abs/2311.08105).
 
-    The ranks do not take over the mean of their parameters. How far it is from where they last
-    agreed is a gradient for the outer optimizer, which has momentum.
+    The ranks do not continue from the mean of their parameters. Its distance from where they last
+    agreed is a gradient for the outer optimizer, whose momentum goes on in the direction of before.
     """
 
     def __init__(self, model, optimizer, every, steps_of_epoch, outer_lr, outer_momentum):
@@ -180,8 +180,7 @@ def train(args):
     if args.by == "local":
         optimizer = LocalSGD(model, optimizer, args.every, steps)
     elif args.by == "diloco":
-        outer = (args.outer_lr, args.outer_momentum)
-        optimizer = DiLoCo(model, optimizer, args.every, steps, *outer)
+        optimizer = DiLoCo(model, optimizer, args.every, steps, args.outer_lr, args.outer_momentum)
     else:
         model = with_hook(model, args.by)
     before = bytes_sent()
@@ -199,8 +198,8 @@ def train(args):
 def bytes_sent():
     """Return how many bytes this node has sent to other nodes, as Linux counts them.
 
-    On a real machine, other programs send, too, so this returns None. A simulated node has a
-    network of its own (a namespace), which is not the one of the machine's first process.
+    None on a real machine, where other programs send, too. A simulated node has a network of its
+    own (a namespace), which is not the one of the machine's first process.
     """
     try:
         own = os.readlink("/proc/self/ns/net")

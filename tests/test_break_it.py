@@ -30,6 +30,7 @@ def test_each_exercise_has_an_answer():
 
 ORDER = "train_loader.sampler.set_epoch(epoch)"
 OWN_PARAMETERS = "functional_call(replica, parameters, part.to(device))"
+WAY_BACK = "agreed - parameter"
 OWN_GRADIENT = "F.linear(AddGradients.apply(inputs), "
 SEED = "torch.manual_seed(args.seed)\n    model = "
 HOOK = "        parameter.register_hook(partial(add_up, group=group))\n"
@@ -41,6 +42,7 @@ OTHER_LOSSES = [
     ("manual_data_parallel", (), 2, "    send_weights(model)  #", "    pass  #", "1.6639"),
     ("manual_data_parallel", (), 2, "    average(model)  #", "    pass  #", "1.5555"),
     ("distributed_data_parallel", (), 1, ORDER, "pass", "1.3936"),
+    ("sending_less", ("--by", "diloco"), 2, WAY_BACK, "parameter - agreed", "2.2781"),
     ("tensor_parallel", (), 2, OWN_GRADIENT, "F.linear(inputs, ", "1.5168"),
     ("tensor_parallel", (), 2, SEED, SEED.replace("args.seed", "args.seed + rank"), "1.4322"),
     ("tensor_parallel", (), 2, ORDER, ORDER.replace("epoch)", "epoch + rank)"), "2.04"),

@@ -269,6 +269,7 @@ def test_compares_runs_are_possible(gpus, model, machine, main, chosen, monkeypa
     main("figures.compare", "--dataset", "digits", "--model", model, "--out", tmp_path, status=0)
     [(args, runs)] = plans
     left_out = {"distributed_data_parallel_resnet", "fully_sharded_checkpoints", "expert_parallel"}
+    left_out.add("sending_less")  # by default it is the DDP of an earlier lesson
     if model == "transformer":
         left_out.add("tensor_parallel")
     else:

@@ -57,6 +57,8 @@ ROWS = {  # a lesson with its flags, and on how many GPUs it runs
     "distributed_data_parallel_torchrun": (1, 2),
     "distributed_data_parallel_resumable": (1, 2),
     "profile_steps --average bucket": (2,),
+    "sending_less --by powersgd": (2,),
+    "sending_less --by diloco --every 5": (2,),
     "manual_pipeline --schedule GPipe": (1, 2),
     "manual_pipeline --schedule 1F1B --model cnn": (2,),
     "pipeline_parallel --schedule GPipe --model cnn": (1, 2),

@@ -43,6 +43,7 @@ hybrid_parallel; 4; mlp
 hybrid_parallel --kind hsdp; 4; transformer
 profile_steps --average bucket; 3; mlp
 profile_steps --average each; 2; mlp
+sending_less; 3; transformer
 mixed_precision --precision full --sharded; 3; transformer
 activation_checkpointing --checkpoint second --sharded; 2; transformer
 sequence_parallel --sequence; 4; transformer

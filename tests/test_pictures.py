@@ -27,8 +27,8 @@ def forked(monkeypatch):
 
 
 def test_all_pictures_have_counts():
-    """Each picture has its counts, and is counted again below, or timed."""
-    assert set(PICTURES) == set(COUNTS) == {*COUNTED, "waits", "overlap"}
+    """Each picture has its counts, and is counted again below, or timed (test_sending_less.py)."""
+    assert set(PICTURES) == set(COUNTS) == {*COUNTED, "waits", "overlap", "sending_less"}
 
 
 def test_the_counts_are_those_of_a_run():

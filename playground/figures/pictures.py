@@ -4,12 +4,13 @@ Each is a file of this folder with two functions. count() counts bytes, messages
 notes times, while functions of the lessons run. draw() draws the picture from these counts. They
 are kept beside the pictures, in pictures.json.
 
-    python playground/figures/pictures.py                   # count and draw all pictures
+    python playground/figures/pictures.py                   # count and draw nearly all pictures
     python playground/figures/pictures.py ring overlap      # only these two
     python playground/figures/pictures.py ring --keep       # draw from the counts in pictures.json
+    python playground/figures/pictures.py sending_less      # about 25 minutes, so only if named
 
 count() is called on each of RANKS ranks, on CPUs, and returns the same on all of them: numbers and
-texts that JSON can hold. The one of overlap.py starts its own ranks.
+texts that JSON can hold. Those of overlap.py and sending_less.py start their own ranks.
 """
 
 import argparse
@@ -32,6 +33,7 @@ from figures import (
     overlap,
     ring,
     schedules,
+    sending_less,
     split,
     tensor,
     waits,
@@ -46,6 +48,7 @@ PICTURES = {
     "ring": ring,
     "data_parallel": data_parallel,
     "overlap": overlap,
+    "sending_less": sending_less,
     "fsdp": fsdp,
     "schedules": schedules,
     "tensor": tensor,
@@ -55,6 +58,7 @@ PICTURES = {
     "experts": experts,
     "axes": axes,
 }
+STARTING = ("overlap", "sending_less")  # these start their own ranks
 
 
 def count(names: list[str]) -> dict[str, dict]:
@@ -67,8 +71,9 @@ def count(names: list[str]) -> dict[str, dict]:
                 functions[name] = PICTURES[name].count
         if functions:
             counts |= in_ranks(functions, world_size)
-    if "overlap" in names:
-        counts["overlap"] = overlap.count()
+    for name in STARTING:
+        if name in names:
+            counts[name] = PICTURES[name].count()
     return counts
 
 
@@ -78,13 +83,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     names = list(PICTURES)
-    parser.add_argument("pictures", nargs="*", metavar="NAME", help=f"default: {', '.join(names)}")
+    which = f"{', '.join(names)}; default: all but sending_less"
+    parser.add_argument("pictures", nargs="*", metavar="NAME", help=which)
     parser.add_argument("--keep", action="store_true", help="draw from pictures.json, do not count")
     args = parser.parse_args()
     wrong = [name for name in args.pictures if name not in names]
     if wrong:
         parser.error(f"there is no picture {wrong[0]}: choose from {', '.join(names)}")
-    wanted = args.pictures or names
+    wanted = args.pictures or [name for name in names if name != "sending_less"]
     counts = json.loads(COUNTS.read_text()) if COUNTS.exists() else {}
     if not args.keep:
         counts |= count(wanted)

@@ -1,4 +1,4 @@
-"""How fast six ways of data parallelism train over 10 Mbit/s, in runs of sending_less.py."""
+"""How fast several ways of data parallelism train over 10 Mbit/s, in runs of sending_less.py."""
 
 import os
 import re
@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from figures.processes import EPOCH
-from figures.style import BLUE, GREEN, INK, ORANGE, PINK, SKY, new_figure, save
+from figures.style import BLUE, GREEN, GREY, INK, ORANGE, PINK, SKY, VERMILLION, new_figure, save
 
 REHEARSAL = Path(__file__).resolve().parents[2] / "run" / "rehearse_two_nodes.sh"
 WAYS = {  # flags of the lesson; the epochs of each take a minute or two
@@ -17,7 +17,11 @@ WAYS = {  # flags of the lesson; the epochs of each take a minute or two
     "local": "--by local --epochs 12",
     "diloco": "--by diloco --epochs 12",
     "batch of 1280": "--batch_size 1280 --lr 1e-2 --epochs 5",
+    "batch of 5120": "--batch_size 5120 --lr 2e-2 --epochs 12",
 }
+COLOURS = (INK, SKY, GREEN, ORANGE, PINK, BLUE, VERMILLION)
+LOSSES = (0.03, 0.1, 0.3)  # marks of an axis
+WRONG = (2, 3, 4, 6, 10)
 
 
 def count() -> dict[str, dict[str, dict]]:
@@ -53,14 +57,25 @@ def run(ranks_of_node: int, flags: list[str]) -> dict[str, list | float]:
 
 
 def draw(counts: dict, path: Path) -> None:
-    """Draw the test accuracy over the seconds of training, with 2 and with 4 ranks."""
-    colours = dict(zip(WAYS, (INK, SKY, GREEN, ORANGE, PINK, BLUE), strict=True))
-    figure, [panels] = new_figure(1, 2, 4.2, sharey=True)
-    for axes, (ranks, runs) in zip(panels, counts.items(), strict=True):
-        for way, found in runs.items():
-            look = {"color": colours[way], "marker": "o", "markersize": 4, "label": way}
-            axes.plot(found["seconds"], found["loss"], **look)
+    """Draw what the ways reach over the seconds of training. The last dot is the last epoch."""
+    figure, panels = new_figure(2, 2, 6.4, sharex=True, sharey="row")
+    for column, (ranks, runs) in enumerate(counts.items()):
+        top, bottom = panels[:, column]
+        for (way, found), colour in zip(runs.items(), COLOURS, strict=True):
+            look = {"color": colour, "marker": "o", "markersize": 4, "label": way}
+            wrong = [100 - accuracy for accuracy in found["test"]]
+            top.plot(found["seconds"], found["loss"], **look)
+            bottom.plot(found["seconds"], wrong, **look)
+        top.set_title(ranks, weight="bold")
+        bottom.set_xlabel("seconds of training")
+    for axes in panels.flat:
         axes.set_xscale("log")
-        axes.set_title(ranks)
-        axes.set_xlabel("seconds")
+        axes.set_yscale("log")
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.grid(color=GREY)
+    for row, name, marks in ((0, "loss in training", LOSSES), (1, "% wrong in the test", WRONG)):
+        panels[row, 0].set_ylabel(name)
+        panels[row, 0].set_yticks(marks, [str(mark) for mark in marks])
+        panels[row, 0].minorticks_off()
+    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
     save(figure, path)

@@ -1,0 +1,129 @@
+"""sending_less.py: when its ways agree to the last digit, what each sends, and DiLoCo's steps."""
+
+import json
+import re
+from itertools import pairwise
+from statistics import median
+from unittest import mock
+
+import pytest
+import sending_less
+import torch
+import torch.distributed as dist
+from conftest import DIGITS, ROOT, losses, train
+from forked import in_group
+from nodes import need
+from torch import nn
+from torch.nn import functional as F
+
+from common.models import MLP
+from figures import sending_less as picture
+
+SGD = (*DIGITS, "--batch_size", 120, "--epochs", 2, "--double", "--sgd", "--lr", 0.1)
+SAME = [
+    ("--by", "local", "--every", 1),
+    ("--by", "diloco", "--every", 1, "--outer_lr", 1, "--outer_momentum", 0),
+]
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_the_same_twelve_digits(processes):
+    """With plain SGD, it makes no difference whether gradients or parameters are averaged."""
+    done = train("sending_less", *SGD, processes=processes)
+    assert "bytes sent: they cannot be told apart from those of other programs\n" in done.stdout
+    expected = losses(done.stdout)
+    for flags in SAME:
+        found = losses(train("sending_less", *SGD, *flags, processes=processes).stdout)
+        assert found == pytest.approx(expected, abs=2e-12)
+    seldom = losses(train("sending_less", *SGD, *SAME[0][:2], processes=processes).stdout)
+    assert abs(seldom[1] - expected[1]) > 1e-3
+
+
+# Where the parameters are after each step, if rank r moves them by r + 1 in each, the mean is 2,
+# every = 2, and an epoch has 5 steps. DiLoCo moves by 0.7 (d + 0.9 v), with v = d + 0.9 v before.
+MEANS = {2: 4, 4: 8, 5: 10}
+VELOCITIES = [4, 4 + 0.9 * 4, 2 + 0.9 * 7.6]
+MOVES = [0.7 * (d + 0.9 * v) for d, v in zip((4, 4, 2), VELOCITIES, strict=True)]
+OUTER = {2: MOVES[0], 4: MOVES[0] + MOVES[1], 5: sum(MOVES)}
+
+
+def agreeing(rank, diloco):
+    """Make known steps, and compare the parameters after each of them."""
+    torch.manual_seed(0)
+    model = nn.Linear(2, 3).double()
+    start = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1)
+    if diloco:
+        optimizer = sending_less.DiLoCo(model, optimizer, 2, 5, 0.7, 0.9)
+    else:
+        optimizer = sending_less.LocalSGD(model, optimizer, 2, 5)
+    agreed = OUTER if diloco else MEANS
+    moved = 0
+    for step in range(1, 7):  # the sixth is the first one of another epoch
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, rank + 1)
+        optimizer.step()
+        moved = agreed.get(step, moved + rank + 1)
+        expected = [parameter - moved for parameter in start]
+        torch.testing.assert_close(list(model.parameters()), expected, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("diloco", [False, True])
+def test_where_three_ranks_agree(diloco):
+    """After every second step, and after the last one of an epoch. In between they differ."""
+    in_group(agreeing, 3, diloco)
+
+
+SIZE = 236_840  # bytes of the MLP's gradients, as the docstring has it
+THIN = 4 * 4 * (784 + 64 + 64 + 64 + 64 + 64 + 64 + 10)  # of P and Q for its four matrices
+SENT = {"bf16": SIZE / 2, "powersgd": THIN + 4 * (64 + 64 + 64 + 10)}  # with the four biases
+
+
+def hooked(rank):
+    """Add up the bytes that each hook sends in the eleventh step."""
+    sent = []
+    send = dist.all_reduce
+
+    def note(tensor, **options):
+        sent.append(tensor.nbytes)
+        return send(tensor, **options)
+
+    for by, expected in SENT.items():
+        model = sending_less.with_hook(MLP(), by)
+        with mock.patch.object(dist, "all_reduce", note):
+            for _ in range(11):
+                sent.clear()
+                F.cross_entropy(model(torch.rand(8, 1, 28, 28)), torch.arange(8)).backward()
+        assert sum(sent) == expected, by
+
+
+def test_what_the_hooks_send():
+    """All gradients in 16 bits, or two thin matrices for each of the four matrices."""
+    in_group(hooked, 2)
+
+
+def test_bytes_on_the_wire():
+    """On simulated nodes: an epoch of local SGD sends the parameters once, and nothing else."""
+    need("ip", "tc")
+    flags = ("--by", "local", *DIGITS, "--width", "256", "--epochs", "1")
+    found = picture.run(1, flags)
+    size = sum(parameter.nbytes for parameter in MLP(width=256).parameters()) / 1e6
+    assert len(found["test"]) == 1
+    assert size < found["megabytes"] < 1.05 * size
+
+
+def test_the_tables_have_the_counts_of_the_picture():
+    """Those of measured.md, and that of the docstring, which has two ranks."""
+    counts = json.loads((ROOT / "playground/figures/pictures.json").read_text())["sending_less"]
+    page = (ROOT / "playground/pages/measured.md").read_text()
+    for ranks, runs in counts.items():
+        assert runs.keys() == picture.WAYS.keys()
+        for way, found in runs.items():
+            seconds = median(end - start for start, end in pairwise([0, *found["seconds"]]))
+            first = f"{found['test'][0]:.2f}%"
+            cells = [f"{seconds:.1f}", f"{found['megabytes']:.1f}", first]
+            ended = [epoch for epoch, end in enumerate(found["seconds"]) if end <= 20]
+            last = f"{found['test'][ended[-1]]:.2f}% |" if ended else "|"
+            assert f" | {' | '.join(cells)} | {last}\n" in page
+            if ranks == "2 ranks" and way != "batch of 5120":
+                assert re.search(rf" {' +'.join(cells)}\n", sending_less.__doc__), way
