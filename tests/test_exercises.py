@@ -42,7 +42,7 @@ def right_with(sizes, words=""):
     """Return the first line about an answer that is right with these numbers of ranks."""
     *others, last = map(str, sizes)
     before = f"{', '.join(others)} and " if others else ""
-    return f"RIGHT {words}with {before}{last} ranks"
+    return f"RIGHT {words}with {before}{last} {'rank' if sizes == [1] else 'ranks'}"
 
 
 def functions(path):
@@ -113,7 +113,7 @@ def test_the_judge(name, tmp_path):
     """The solution is right, the lesson's function on rung 1. The task and mistakes are told."""
     check = check_of(name)
     sizes = sizes_of(name)
-    two = [min(size for size in sizes if size > 1)]
+    two = [min((size for size in sizes if size > 1), default=1)]
     fault = getattr(check, "FAULT", "your turn")
     at_fault = re.match(r"[A-Z]+ with (\d+)", fault)
     # With 1, 3 and 5 ranks. The lesson's function and the mistakes, which are right in the cases
@@ -409,6 +409,27 @@ def test_an_error_that_is_not_the_learners(copy):
     assert "ZeroDivisionError" in done.stderr
     assert done.stderr.endswith("RuntimeError: the check itself has failed\n")
     assert not (answers / "verdicts.json").exists()
+
+
+def test_the_evidence(copy):
+    """It can be made again, and the solutions are right on it. It names no folder of a machine."""
+    committed = sorted(path.relative_to(copy) for path in copy.glob("evidence/*/*"))
+    for path in committed:
+        if path.name != "program.py":
+            (copy / path).unlink()
+    assert run(copy / "evidence" / "make.py", cold=True) == ("", 0)
+    made = {path.relative_to(copy): path.read_text() for path in copy.glob("evidence/*/*")}
+    assert sorted(made) == committed
+    for path in committed:
+        for text in (made[path], (FOLDER / path).read_text()):
+            assert not re.search(r'["\[]/', text), path
+    for name in ("fault_late_rank", "fault_waits_alone", "fault_equal_stacks"):
+        solution = copy / "judging" / "checks" / f"{name}.py"
+        assert run(copy / "check.py", name, "--file", solution) == ("RIGHT with 1 rank\n", 0)
+    # What the first look finds: rank 0 waits alone, or nothing.
+    for name, places in (("waits_alone", [1, 3, 3, 3]), ("equal_stacks", [4, 4, 4, 4])):
+        stacks = [(copy / "evidence" / name / f"stack{rank}.txt").read_text() for rank in range(4)]
+        assert [stacks.count(stack) for stack in stacks] == places
 
 
 def test_what_is_shown():

@@ -1,6 +1,6 @@
 """Read the evidence: all ranks wait at one line.
 
-Lesson: distributed_data_parallel_torchrun.py.
+Lesson: profile_steps.py.
 
 A program ran on four ranks. It hung, and ended at its timeout. The folder
 playground/exercises/evidence/equal_stacks/ has
