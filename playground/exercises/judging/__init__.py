@@ -3,7 +3,8 @@
 judge.py starts a process for each number of ranks, and reports. attempt.py has Attempt: an answer
 on one number of ranks, and its verdict. ranks.py runs it, traffic.py counts what it sends, words.py
 puts it into words, and imitate.py finds out which typical mistake does the same. single.py trains
-in one process. checks/ has a module for each exercise.
+in one process, and evidence.py reads what was found in the evidence of a run. checks/ has a module
+for each exercise.
 """
 
 import os
