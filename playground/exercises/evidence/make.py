@@ -33,7 +33,7 @@ os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent))  # find judging/
 import torch
-import torch._dynamo
+import torch._inductor.codecache  # the recorder imports it: here, before the ranks are forked
 import torch.distributed as dist
 from judging.checks.fault_late_rank import MILLISECONDS, RANK
 
