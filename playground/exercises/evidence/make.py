@@ -57,12 +57,14 @@ def run(folder, rank, meeting):
     dist.init_process_group("gloo", meeting, timedelta(seconds=2 * SECONDS), RANKS, rank)
     torch.ones(1, requires_grad=True).backward()  # the first one takes long
     dist.barrier()
-    threading.Thread(target=look, args=(folder, rank)).start()
+    looking = threading.Thread(target=look, args=(folder, rank))
+    looking.start()
     try:
         program.train(rank, RANKS)
         print(f"rank {rank}: end", flush=True)
     except RuntimeError as error:
         print(f"rank {rank}: {error}", flush=True)
+    looking.join()
     time.sleep(SECONDS)  # so that another rank's timeout is not cut short
     os._exit(0)  # leaving the group could hang, too
 
