@@ -265,7 +265,7 @@ def main():
     """Start three ranks, wait until they fail, and print what they have written."""
     parser = flags.Parser(__doc__)
     add = parser.add_argument
-    add("--fault", choices=FAULTS, default="early", help="early, if you give none")
+    add("--fault", choices=FAULTS, default="early", help="what goes wrong; default: early")
     add("--timeout", type=flags.positive, default=10, help="seconds to wait for another rank")
     add("--out", type=flags.new_folder, metavar="DIR", default="traces", help="folder of the notes")
     add("--device", type=flags.device, default="cpu", help="cpu, or three GPUs (not tried)")
