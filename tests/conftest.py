@@ -30,10 +30,8 @@ MNIST = next(
 DIGITS = ("--dataset", "digits", "--device", "cpu")
 SHORT = (*DIGITS, "--batch_size", 120, "--epochs", 1)
 LONG = (*DIGITS, "--epochs", 100_000)
-FEWER = (  # random images of the ResNet lesson, to replace in a copy
-    "        train_size = 1800\n        test_size = 200\n",
-    "        train_size = 180\n        test_size = 30\n",
-)
+SIZES = "        train_size = {}\n        test_size = {}\n"  # random images of the ResNet lesson
+FEWER = (SIZES.format(1800, 200), SIZES.format(180, 30))  # to replace in a copy
 STANDIN = Path(__file__).parent / "detectron2_standin"
 # In the background, or under nohup, these signals are ignored, and processes inherit this.
 for number, action in (
