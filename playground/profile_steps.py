@@ -32,8 +32,7 @@ Try breaking it, in a copy:
      "computing" grow, and on which rank "messages"?
   2. Replace `model.profiler.step()` with `pass`. Which steps does the trace have, and why?
 
-Now write `outer_step.py` and `average_largest.py`, in playground/exercises/, and find out which
-rank is at fault in `fault_late_rank.py`, `fault_waits_alone.py` and `fault_equal_stacks.py`.
+Now write `fault_late_rank.py` in playground/exercises/, which computes how late a rank is.
 
 Builds on: distributed_data_parallel_torchrun.py
 The next lesson, `finding_hangs.py`, finds the rank for which the others wait.
