@@ -34,6 +34,7 @@ Try breaking it, in a copy:
   1. Write `parameter - agreed` in DiLoCo.agree(). Where does the model go?
   2. Give PowerSGD matrices of one column, and then also `use_error_feedback=False`. Compare the
      accuracies.
+Now write `outer_step.py` and `average_largest.py`, in playground/exercises/.
 Builds on: overlapped_data_parallel.py
 The next lesson, `sharded_optimizer.py`, shards what DDP replicates on every rank.
 """
