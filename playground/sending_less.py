@@ -7,11 +7,12 @@ By default this is DDP, so it prints the same numbers as `single_gpu.py`, up to 
     epoch 1/3  loss 0.3960  train 88.26%  test 93.96%  1.43 s  41,881 images/s
     bytes sent: they cannot be told apart from those of other programs
 
-They can on simulated nodes (`run/README.md`). Here are two, each of which sends at most 10 Mbit/s:
+They can on simulated nodes (`run/README.md`). Here are two, and each sends at most 10 megabits a
+second:
     GPUS=1 BANDWIDTH=10mbit run/rehearse_two_nodes.sh playground/sending_less.py --epochs 1
 
-In each step, DDP sends as many bytes as the gradients have: 236,840 for the default model. At 10
-Mbit/s this takes 0.19 s, while computing takes about a millisecond. There are two ways to send
+In each step, DDP sends as many bytes as the gradients have: 236,840 for the default model. On this
+network they take 0.19 s, while computing takes about a millisecond. There are two ways to send
 less. With a communication hook, DDP still sends in each step, but only an approximation of the
 gradients. Or the ranks send seldom: each trains alone for many steps (--every), and then they agree
 on their parameters. These are the flags to add, and what an epoch of MNIST takes on the two nodes:
@@ -26,9 +27,10 @@ on their parameters. These are the flags to add, and what an epoch of MNIST take
 The last row is the control, which needs no new idea: with ten times as many images in a step, there
 are a tenth of the messages, and the learning rate must be higher. `measured.md` has longer runs.
 
-A step of plain SGD is linear in the gradient, so there it makes no difference whether gradients or
-parameters are averaged. With `--sgd --double`, DDP, `--by local --every 1` and `--by diloco --every
-1 --outer_lr 1 --outer_momentum 0` print the same twelve digits. With Adam, they do not.
+A step of plain SGD is linear in the gradient, so it makes no difference whether gradients or
+parameters are averaged. With `--sgd --double`, all twelve digits agree between DDP,
+`--by local --every 1`, and `--by diloco --every 1 --outer_lr 1 --outer_momentum 0`. With Adam, they
+do not.
 
 Try breaking it, in a copy:
   1. Write `parameter - agreed` in DiLoCo.agree(). Where does the model go?
