@@ -51,9 +51,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # find common/ fro
 from common import flags
 
 
-# NEW: each of these functions shows one collective, and returns what this rank holds after it.
+# Each of these functions shows one collective, and returns what this rank holds after it.
 def broadcast(mine, rank, n):
     """All ranks get rank 0's numbers."""
+    # NEW: rank 0 sends `mine`, and on all other ranks it is overwritten.
     dist.broadcast(mine, src=0)
     return mine
 
@@ -62,6 +63,7 @@ def scatter(mine, rank, n):
     """Each rank gets its chunk of rank 0's numbers."""
     chunk = torch.empty_like(mine[:1])
     chunks = list(mine.chunk(n)) if rank == 0 else None
+    # NEW: `chunks`, a list of one tensor for each rank, is needed on rank 0 only.
     dist.scatter(chunk, chunks, src=0)
     return chunk
 
@@ -74,6 +76,7 @@ def gather(mine, rank, n):
     else:
         whole = mine[:0]  # empty, because this rank gets nothing
         chunks = None
+    # NEW: the list has the buffers in which rank 0 receives, so the others pass None.
     dist.gather(mine.chunk(n)[rank], chunks, dst=0)
     return whole
 
@@ -81,21 +84,24 @@ def gather(mine, rank, n):
 def all_gather(mine, rank, n):
     """Each rank r gives its chunk r, and all ranks get all these chunks."""
     whole = torch.empty_like(mine)
-    # Newer versions of PyTorch also call it all_gather_single.
+    # NEW: the chunks stand in `whole` in the order of the ranks. (Newer versions of PyTorch also
+    # call it all_gather_single.)
     dist.all_gather_into_tensor(whole, mine.chunk(n)[rank])
     return whole
 
 
 def reduce(mine, rank, n):
     """Rank 0 gets the sum over all ranks."""
-    dist.reduce(mine, dst=0)  # op=dist.ReduceOp.MAX would give the maximum instead of the sum
+    # NEW: the sum replaces `mine`. With op=dist.ReduceOp.MAX it would be the maximum.
+    dist.reduce(mine, dst=0)
     return mine if rank == 0 else mine[:0]  # what is left on other ranks is undefined
 
 
 def reduce_scatter(mine, rank, n):
     """Each rank gets its chunk of the sum over all ranks."""
     chunk = torch.empty_like(mine[:1])
-    # Newer versions of PyTorch also call it reduce_scatter_single.
+    # NEW: `mine` has a chunk for each rank. (Newer versions of PyTorch also call it
+    # reduce_scatter_single.)
     dist.reduce_scatter_tensor(chunk, mine)
     return chunk
 
@@ -103,12 +109,14 @@ def reduce_scatter(mine, rank, n):
 def all_to_all(mine, rank, n):
     """Rank r gets chunk r of each rank, as if rows of a matrix became columns."""
     whole = torch.empty_like(mine)
+    # NEW: chunk r of `mine` goes to rank r. Chunk r of `whole` comes from rank r.
     dist.all_to_all_single(whole, mine)
     return whole
 
 
 def all_reduce(mine, rank, n):
     """All ranks get the sum over all ranks."""
+    # NEW: the sum replaces `mine` on every rank.
     dist.all_reduce(mine)
     return mine
 

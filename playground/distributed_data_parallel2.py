@@ -7,7 +7,7 @@ It prints the table of ranks and the numbers of `single_gpu.py`, up to rounding 
     node  rank  local_rank  device  pid     host
     0     0     0           cpu     4242    laptop
     0     1     1           cpu     4243    laptop
-    epoch 1/3  loss 0.3961  train 88.27%  test 94.00%  1.12 s  53,396 images/s
+    epoch 1/3  loss 0.3960  train 88.26%  test 93.96%  1.12 s  53,396 images/s
 
 Run it on two nodes, each command on its own node:
     python playground/distributed_data_parallel2.py -n 2 -g 2 -r 0 -ip <ip of node 0>

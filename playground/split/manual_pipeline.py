@@ -17,8 +17,8 @@ which receives the activations of a micro-batch from the previous rank, computes
 sends the output to the next rank. In the backward pass, gradients travel back.
 
 A schedule is a list of passes. Two functions return such lists, and `Pipeline` computes any list.
-In both, a rank waits equally long (the bubble of `model_parallel.py`), but they differ in memory.
-With GPipe, the default, all forward passes come first, so a rank keeps the activations of all
+Both let a rank wait equally long (the bubble of `model_parallel.py`). They differ in memory. With
+GPipe, the default, all forward passes come first, so a rank keeps the activations of all
 micro-batches. 1F1B (one forward, one backward) computes each backward pass as early as possible, so
 rank r of p keeps the activations of at most p - r micro-batches.
 
@@ -29,7 +29,7 @@ Try breaking it, in a copy beside it:
   1. In `forward_pass()`, leave out `* len(labels) / self.batch_size`. How many times too large are
      the gradients then, and why does Adam hardly notice?
   2. No copy is needed: add --timeout 10 --schedule F0,B0,F1,B1 F0,F1,B0,B1. What does each rank
-     wait for? Find a list for each rank that ends.
+     wait for? Find two lists with which the run ends.
 Now write it yourself: `gpipe.py` and `order_1f1b.py` in playground/exercises/. Your `gpipe.py` also
 handles frozen stages and integer inputs, which `Pipeline` does not.
 Builds on: model_parallel.py
@@ -160,14 +160,14 @@ class Pipeline(torch.nn.Module):
             output = F.cross_entropy(output, labels) * len(labels) / self.batch_size
         if self.training:
             self.inputs[number] = inputs
-            self.outputs[number] = output  # refers to all activations of the stage
+            self.outputs[number] = output  # its autograd graph keeps all activations of the stage
             self.most_kept = max(self.most_kept, len(self.outputs))
 
     def backward_pass(self, number):
         """Receive the gradient of the output, compute that of the input, and send it."""
         inputs = self.inputs.pop(number)
         output = self.outputs.pop(number)
-        gradient = None  # backward() of a loss needs none
+        gradient = None  # on the last rank, whose output is the loss
         if self.rank < self.last_rank:
             gradient = torch.empty_like(output, memory_format=torch.contiguous_format)
             dist.recv(gradient, src=self.rank + 1, group=self.gradients)

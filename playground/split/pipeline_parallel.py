@@ -14,8 +14,10 @@ parameters:
 `manual_pipeline.py` sends activations and gradients by hand. Here each stage is a `PipelineStage`,
 which sends and receives, and one of four schedules says when a rank computes which micro-batch:
 
-  GPipe                  computes all forward passes, then all backward passes. With p ranks and m
-                         micro-batches, a rank waits for (p-1)/(m+p-1) of the time: the bubble.
+  GPipe                  computes all forward passes, then all backward passes. The last of p ranks
+                         starts p-1 turns after the first one, so the forward passes of m
+                         micro-batches take m+p-1 turns, and so do the backward passes. A rank
+                         computes in m of them, and waits for (p-1)/(m+p-1) of the time: the bubble.
   1F1B                   computes each backward pass as early as possible. The bubble is the same,
                          but a rank keeps the activations of p micro-batches at most, instead of m.
   Interleaved1F1B        gives each rank two stages of half the size. So the first micro-batch
@@ -79,12 +81,14 @@ class Pipeline(torch.nn.Module):
         self.stages.to(device)
         self.connected = []
         for number, stage in zip(self.numbers, self.stages, strict=True):
+            # NEW: a PipelineStage receives the stage's inputs, and sends its output.
             self.connected.append(PipelineStage(stage, number, len(parts), device))
-        # NEW: the loss of a micro-batch is the mean over its images. A schedule adds the gradients
-        # of all micro-batches, and divides the sum by their number. Because micro-batches have
-        # equal sizes, the result is the gradient of the mean over the batch.
+        # NEW: a schedule computes the passes of all stages of this rank, and on the last rank the
+        # loss, which is here the mean over the images of a micro-batch. It divides the sum of all
+        # micro-batches' gradients by their number. Because micro-batches have equal sizes, this is
+        # the gradient of the mean over the batch.
         schedule_class = schedules.get_schedule_class(name)
-        if issubclass(schedule_class, schedules.PipelineScheduleMulti):
+        if issubclass(schedule_class, schedules.PipelineScheduleMulti):  # two stages on each rank
             self.schedule = schedule_class(self.connected, micro_batches, F.cross_entropy)
         else:
             self.schedule = schedule_class(self.connected[0], micro_batches, F.cross_entropy)
@@ -98,7 +102,8 @@ class Pipeline(torch.nn.Module):
         # NEW: rank 0 has the first stage, which takes images. All others receive activations.
         inputs = [images] if dist.get_rank() == 0 else []
         if self.training:
-            return self.schedule.step(*inputs, target=labels)  # forward and backward passes
+            # NEW: all forward and backward passes of the batch, in the order of the schedule
+            return self.schedule.step(*inputs, target=labels)
         return self.schedule.eval(*inputs, target=labels)
 
 
