@@ -6,8 +6,8 @@ Run it:
 Three ranks hang on purpose: here rank 1 leaves a loop one step before the others. It prints (of
 rank 2 the same as of rank 0; torch 2.9 needs TORCH_FR_BUFFER_SIZE=2000 in front of the command):
     stacks
-      rank 0  line 91: dist.all_reduce(numbers), now in all_reduce
-      rank 1  line 92: dist.barrier(), now in barrier
+      rank 0  line 92: dist.all_reduce(numbers), now in all_reduce
+      rank 1  line 93: dist.barrier(), now in barrier
     recorder
       rank 0  #3 all_reduce [4], #4 all_reduce [4], #5 all_reduce [4] not done
       rank 1  #3 all_reduce [4], #4 all_reduce [4], #5 barrier not done
