@@ -10,7 +10,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from common.data import DATA_DIR
+from common.data import DATA_DIR, DATASETS
 from common.models import HEADS, MODELS, PIXELS, WIDTH
 
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -36,10 +36,12 @@ class Parser(argparse.ArgumentParser):
         sys.exit(2)
 
     def parse_args(self, words=None, namespace=None) -> argparse.Namespace:
-        """Parse the flags. Refuse a transformer whose heads do not divide its width."""
+        """Parse the flags. Refuse a model that does not fit its data or its own flags."""
         args = super().parse_args(words, namespace)
         if "heads" in args:
-            self.check_transformer(args)
+            self.check_model(args)
+        # What a batch has, and a lesson counts in a second: a row of the text is 128 bytes.
+        args.unit = "rows" if getattr(args, "dataset", None) == "text" else "images"
         return args
 
     def check_batch(self, batch_size: int, ranks: int) -> None:
@@ -48,16 +50,28 @@ class Parser(argparse.ArgumentParser):
             near = max(1, round(batch_size / ranks)) * ranks
             self.error(f"{ranks} ranks cannot divide --batch_size {batch_size}: use {near}")
 
-    def check_transformer(self, args: argparse.Namespace) -> None:
-        """Refuse heads that do not divide the width, and flags that only a transformer has."""
-        if args.model != "transformer":
-            if args.tokens or args.heads:
-                self.error(f"--tokens and --heads need --model transformer, not {args.model}")
+    def check_model(self, args: argparse.Namespace) -> None:
+        """Refuse data that the model cannot read, and heads that do not divide its width.
+
+        The language model reads the text without --dataset, too.
+        """
+        if args.model == "language":
+            args.dataset = args.dataset or "text"
+        if (args.model == "language") != (args.dataset == "text"):
+            self.error(f"--model {args.model} cannot read --dataset {args.dataset}")
+        if args.tokens and args.model != "transformer":
+            self.error(f"--tokens needs --model transformer, not {args.model}")
+        if args.model in ("mlp", "cnn"):
+            if args.heads:
+                self.error(f"--heads needs --model transformer, not {args.model}")
             return
-        width = args.width or WIDTH["transformer"]
+        width = args.width or WIDTH[args.model]
         heads = args.heads or HEADS
         if width % heads:
             self.error(f"--heads {heads} cannot divide --width {width}")
+        if args.model == "language" and (heads % 2 or width // heads % 2):
+            wrong = f"--heads {heads} --width {width}"
+            self.error(f"{wrong}: the heads, and the numbers of a head, must be even (language)")
 
     def check_no_launcher(self) -> None:
         """Refuse to start ranks in each of the processes that a launcher has started."""
@@ -176,12 +190,12 @@ def training(doc: str) -> Parser:
     add = parser.add_argument_group("the model and the data").add_argument
     add("--epochs", type=positive, default=3)
     add("--lr", type=rate, default=1e-3, help="Adam's learning rate")
-    add("--model", choices=MODELS, default="mlp")
-    add("--width", type=positive, help="neurons in a layer; default: 64 (mlp), 120 (cnn), 32")
+    add("--model", choices=[*MODELS, "language"], default="mlp")
+    add("--width", type=positive, help="default: 64 (mlp, language), 120 (cnn), 32 (transformer)")
     add("--layers", type=positive, help="hidden layers; default: 3 (mlp), 1 (cnn), 2 blocks")
     add("--tokens", type=tokens, help="tokens of an image (transformer); default: 28")
-    add("--heads", type=positive, help="attention heads of a block (transformer); default: 4")
-    add("--dataset", choices=["mnist", "digits"], help="default: mnist, or digits without mnist")
+    add("--heads", type=positive, help="attention heads of a block; default: 4")
+    add("--dataset", choices=DATASETS, help="default: mnist, or digits without mnist")
     folder = os.path.expanduser
     add("--data_dir", type=folder, default=DATA_DIR, help="default: data/ beside playground/")
     add("--seed", type=seed, default=0)

@@ -1,8 +1,8 @@
 """The networks of the lessons: an MLP, a CNN and a transformer.
 
-`make_model` makes that of --model. Each consists of two stages, so that model_parallel.py can put
-them on two devices. A stage is an ordinary `nn.Sequential`. The names of the parameters do not
-depend on where a stage is.
+`make_model` makes that of --model, also the language model of language.py. Each consists of two
+stages, so that model_parallel.py can put them on two devices. A stage is an ordinary
+`nn.Sequential`. The names of the parameters do not depend on where a stage is.
 """
 
 import argparse
@@ -110,39 +110,50 @@ class Attention(nn.Module):
     Args:
         width: numbers of a token. Each head gets an equal part of them.
         heads: attention heads.
+        groups: heads of the keys and values, a divisor of `heads`; None: `heads`. Heads of a group
+            share a key and a value.
+        bias: whether the layers have biases.
     """
 
-    def __init__(self, width: int, heads: int):
+    def __init__(self, width: int, heads: int, groups: int | None = None, bias: bool = True):
         super().__init__()
         self.size = width // heads  # numbers of a token in a head
-        self.query = nn.Linear(width, width)
-        self.key = nn.Linear(width, width)
-        self.value = nn.Linear(width, width)
-        self.output = nn.Linear(width, width)
+        groups = groups or heads
+        self.query = nn.Linear(width, width, bias)
+        self.key = nn.Linear(width, groups * self.size, bias)
+        self.value = nn.Linear(width, groups * self.size, bias)
+        self.output = nn.Linear(width, width, bias)
 
     def split_heads(self, inputs: Tensor) -> Tensor:
         """Turn (N, tokens, heads * size) into (N, heads, tokens, size)."""
         return inputs.unflatten(-1, (-1, self.size)).transpose(1, 2)
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Turn tokens, (N, tokens, width), into what each token has read from the others."""
+    def project(self, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the queries, keys and values of tokens, (N, tokens, width), split into heads."""
         query = self.split_heads(self.query(inputs))
         key = self.split_heads(self.key(inputs))
         value = self.split_heads(self.value(inputs))
-        read = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return query, key, value
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Turn tokens, (N, tokens, width), into what each token has read from the others."""
+        query, key, value = self.project(inputs)
+        read = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         return self.output(read.transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
-    """A block of a transformer: attention and an MLP. Each adds its output to its input."""
+    """A block of a transformer: attention and an MLP. Each adds its output to its input.
 
-    def __init__(self, width: int, heads: int):
+    Each of the two has a norm before it. All four modules turn (N, tokens, width) into the same.
+    """
+
+    def __init__(self, norm1: nn.Module, attention: nn.Module, norm2: nn.Module, mlp: nn.Module):
         super().__init__()
-        self.norm1 = nn.LayerNorm(width)
-        self.attention = Attention(width, heads)
-        self.norm2 = nn.LayerNorm(width)
-        hidden = 4 * width
-        self.mlp = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
+        self.norm1 = norm1
+        self.attention = attention
+        self.norm2 = norm2
+        self.mlp = mlp
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Turn tokens, (N, tokens, width), into tokens of the same shape."""
@@ -183,15 +194,22 @@ class Transformer(Model):
         super().__init__()
         width = width or WIDTH["transformer"]
         layers = layers or LAYERS["transformer"]
-        blocks = [Block(width, heads or HEADS) for _ in range(layers)]
+        blocks = [self.block(width, heads or HEADS) for _ in range(layers)]
         half = (len(blocks) + 1) // 2
         self.stage1 = nn.Sequential(Tokens(width, tokens or TOKENS), *blocks[:half])
         self.stage2 = nn.Sequential(*blocks[half:], LastToken(width))
 
+    @staticmethod
+    def block(width: int, heads: int) -> Block:
+        """Return a block with random parameters."""
+        hidden = 4 * width
+        mlp = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
+        return Block(nn.LayerNorm(width), Attention(width, heads), nn.LayerNorm(width), mlp)
+
 
 MODELS = {"mlp": MLP, "cnn": CNN, "transformer": Transformer}
-WIDTH = {"mlp": 64, "cnn": 120, "transformer": 32}  # without --width
-LAYERS = {"mlp": 3, "cnn": 1, "transformer": 2}  # without --layers
+WIDTH = {"mlp": 64, "cnn": 120, "transformer": 32, "language": 64}  # without --width
+LAYERS = {"mlp": 3, "cnn": 1, "transformer": 2, "language": 2}  # without --layers
 TOKENS = 28  # without --tokens
 HEADS = 4  # without --heads
 
@@ -201,7 +219,11 @@ def make_model(args: argparse.Namespace) -> nn.Module:
 
     With --double the parameters are float64. They start with the numbers that float32 starts with.
     """
-    if args.model == "transformer":
+    if args.model == "language":
+        from common.language import Language  # here, because language.py imports from this file
+
+        model = Language(args.width, args.layers, args.heads, getattr(args, "tied", False))
+    elif args.model == "transformer":
         model = Transformer(args.width, args.layers, args.tokens, args.heads)
     else:
         model = MODELS[args.model](args.width, args.layers)

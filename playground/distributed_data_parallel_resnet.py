@@ -134,9 +134,9 @@ def run_epoch(model, loader, device, step=None):
             with torch.no_grad():
                 logits = model(images)
                 loss = F.cross_entropy(logits, labels)
-        sums[0] += loss * len(labels)
+        sums[0] += loss * labels.numel()
         sums[1] += (logits.argmax(dim=1) == labels).sum()
-        sums[2] += len(labels)
+        sums[2] += labels.numel()
     if step is not None:
         # NEW: in the last step, each rank has changed its own running averages. Send those of rank
         # 0, so that all ranks test the same model.
@@ -330,7 +330,7 @@ def fit(model, optimizer, train_loader, test_loader, device, args):
             print(
                 f"epoch {epoch + 1}/{args.epochs}  loss {loss / images:.{digits}f}"
                 f"  train {correct / images:.2%}  test {test_correct / test_images:.2%}"
-                f"  {seconds:.2f} s  {speed:,.0f} images/s",
+                f"  {seconds:.2f} s  {speed:,.0f} {args.unit}/s",
                 flush=True,
             )
 

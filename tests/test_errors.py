@@ -32,6 +32,7 @@ SPAWNING = ["manual_data_parallel", "overlapped_data_parallel", DDP, f"{DDP}2"]
 BY_TORCHRUN = [lesson for lesson in LESSONS if by_torchrun(lesson)]
 TWO_NODES = ("-n", 2, "-g", 1, "-ip", "127.0.0.2")
 TRANSFORMER = ("--model", "transformer")
+LANGUAGE = ("--model", "language")
 LAUNCHED = {  # what a launcher tells a rank
     "RANK": "0",
     "LOCAL_RANK": "0",
@@ -44,7 +45,13 @@ LAUNCHED = {  # what a launcher tells a rank
 @pytest.mark.parametrize(
     ("lesson", "flags", "words"),
     [
-        ("single_gpu", ("--tokens", 14), ("--tokens", "need --model transformer")),
+        ("single_gpu", ("--tokens", 14), ("--tokens", "needs --model transformer")),
+        (
+            "single_gpu",
+            (*LANGUAGE, "--dataset", "digits"),
+            ("language cannot read --dataset digits",),
+        ),
+        ("single_gpu", ("--dataset", "text"), ("--model mlp cannot read --dataset text",)),
         ("single_gpu", (*TRANSFORMER, "--tokens", 30), ("--tokens: 30", "784 pixels")),
         ("single_gpu", (*TRANSFORMER, "--heads", 5), ("--heads 5", "--width 32")),
         ("single_gpu", ("--epochs", 0), ("--epochs: 0", "1 or more")),

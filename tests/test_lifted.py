@@ -36,7 +36,8 @@ PARSER = """    parser = argparse.ArgumentParser()
     parser.add_argument("--batch_size", type=int, default=100)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--double", action="store_true")
-    parser.add_argument("--timeout", type=int, default=60)"""
+    parser.add_argument("--timeout", type=int, default=60)
+    parser.set_defaults(unit="images")"""
 FAKE = "        FakeData({}, (1, 28, 28), 10, ToTensor())"
 SETS = f"    train_set, test_set = (\n{FAKE.format(600)},\n{FAKE.format(99)},\n    )"
 DATA = """from torchvision.datasets import FakeData

@@ -142,8 +142,8 @@ def sizes(text):
 
 def check_flags(parser, args, world_size):
     """Refuse a mesh of another size, and what its groups cannot divide. Choose a mesh."""
-    if args.kind == "tp" and args.model == "transformer":
-        parser.error("three_axes.py splits the transformer: use --model mlp or cnn")
+    if args.kind == "tp" and args.model not in ("mlp", "cnn"):
+        parser.error(f"three_axes.py splits --model {args.model}: use mlp or cnn here")
     if args.mesh is None:
         columns = 1 if world_size % 2 else 2
         args.mesh = (world_size // columns, columns)
@@ -208,7 +208,7 @@ def fit(model, optimizer, train_loader, test_loader, device, args):
             print(
                 f"epoch {epoch + 1}/{args.epochs}  loss {loss / images:.{digits}f}"
                 f"  train {correct / images:.2%}  test {test_correct / test_images:.2%}"
-                f"  {seconds:.2f} s  {speed:,.0f} images/s",
+                f"  {seconds:.2f} s  {speed:,.0f} {args.unit}/s",
                 flush=True,
             )
 
@@ -232,9 +232,9 @@ def run_epoch(model, loader, device, optimizer=None):
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        sums[0] += loss.detach() * len(labels)
+        sums[0] += loss.detach() * labels.numel()
         sums[1] += (logits.argmax(dim=1) == labels).sum()
-        sums[2] += len(labels)
+        sums[2] += labels.numel()
     dist.all_reduce(sums)
     return sums.tolist()
 

@@ -92,6 +92,7 @@ class Pipeline(torch.nn.Module):
         super().__init__()
         self.stage = stage
         self.shape = shape
+        self.dtype = next(stage.parameters()).dtype  # of all messages
         self.passes = passes
         self.most_kept = 0  # micro-batches whose activations were kept at the same time
         self.rank = dist.get_rank()
@@ -141,12 +142,13 @@ class Pipeline(torch.nn.Module):
         images = self.images[number]
         inputs = images
         if self.rank > 0:
-            inputs = images.new_empty(len(images), *self.shape)  # of the same dtype
+            shape = (len(images), *self.shape)
+            inputs = torch.empty(shape, dtype=self.dtype, device=images.device)
             dist.recv(inputs, src=self.rank - 1, group=self.activations)
             inputs.requires_grad_(self.training)  # NEW: backward() then fills inputs.grad
         # In mixed precision (autocast), a stage may return bfloat16, but the next rank expects the
-        # images' dtype.
-        output = self.stage(inputs).to(images.dtype)
+        # parameters' dtype.
+        output = self.stage(inputs).to(self.dtype)
         if self.rank < self.last_rank:
             # A message has only numbers: no autograd graph, and no strides.
             sent = output.detach().contiguous()
@@ -252,9 +254,9 @@ def run_epoch(model, loader, device, optimizer=None):
             # To clip gradients here, add up the squares of the norms of all ranks first.
             optimizer.step()
         if logits is not None:  # NEW: only the last rank has them
-            sums[0] += F.cross_entropy(logits, labels) * len(labels)
+            sums[0] += F.cross_entropy(logits, labels) * labels.numel()
             sums[1] += (logits.argmax(dim=1) == labels).sum()
-            sums[2] += len(labels)
+            sums[2] += labels.numel()
     dist.all_reduce(sums)  # NEW: now all ranks have the sums
     return sums.tolist()
 
@@ -372,7 +374,7 @@ def fit(model, optimizer, train_loader, test_loader, device, args):
             print(
                 f"epoch {epoch + 1}/{args.epochs}  loss {loss / images:.{digits}f}"
                 f"  train {correct / images:.2%}  test {test_correct / test_images:.2%}"
-                f"  {seconds:.2f} s  {speed:,.0f} images/s",
+                f"  {seconds:.2f} s  {speed:,.0f} {args.unit}/s",
                 flush=True,
             )
 

@@ -161,7 +161,8 @@ def fill(batch_size, batch):
     images, labels = batch
     missing = batch_size - len(labels)
     more_images = images.new_zeros(missing, *images.shape[1:])
-    more_labels = labels.new_full((missing,), -100)  # cross_entropy leaves this label out
+    # cross_entropy leaves the label -100 out.
+    more_labels = labels.new_full((missing, *labels.shape[1:]), -100)
     return torch.cat([images, more_images]), torch.cat([labels, more_labels])
 
 
@@ -300,7 +301,7 @@ def fit(model, optimizer, train_loader, test_loader, device, args):
             print(
                 f"epoch {epoch + 1}/{args.epochs}  loss {loss / images:.{digits}f}"
                 f"  train {correct / images:.2%}  test {test_correct / test_images:.2%}"
-                f"  {seconds:.2f} s  {speed:,.0f} images/s",
+                f"  {seconds:.2f} s  {speed:,.0f} {args.unit}/s",
                 flush=True,
             )
 

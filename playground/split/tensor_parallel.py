@@ -221,8 +221,8 @@ def add_flags(parser):
 
 def check_flags(parser, args, world_size):
     """Refuse a model that the ranks cannot split. The batch is never split."""
-    if args.model == "transformer":
-        parser.error("sequence_parallel.py splits the transformer: use --model mlp or cnn")
+    if args.model not in ("mlp", "cnn"):
+        parser.error(f"sequence_parallel.py splits --model {args.model}: use mlp or cnn here")
     width = args.width or WIDTH[args.model]
     if width % world_size:
         near = max(1, round(width / world_size)) * world_size
@@ -277,7 +277,7 @@ def fit(model, optimizer, train_loader, test_loader, device, args):
             print(
                 f"epoch {epoch + 1}/{args.epochs}  loss {loss / images:.{digits}f}"
                 f"  train {correct / images:.2%}  test {test_correct / test_images:.2%}"
-                f"  {seconds:.2f} s  {speed:,.0f} images/s",
+                f"  {seconds:.2f} s  {speed:,.0f} {args.unit}/s",
                 flush=True,
             )
 
@@ -301,9 +301,9 @@ def run_epoch(model, loader, device, optimizer=None):
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        sums[0] += loss.detach() * len(labels)
+        sums[0] += loss.detach() * labels.numel()
         sums[1] += (logits.argmax(dim=1) == labels).sum()
-        sums[2] += len(labels)
+        sums[2] += labels.numel()
     dist.all_reduce(sums)
     return sums.tolist()
 

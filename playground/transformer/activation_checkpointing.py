@@ -80,7 +80,8 @@ def build(args, which):
     blocks = [layer for layer in model.layers if isinstance(layer, Block)]
     if args.dropout:
         for block in blocks:
-            block.mlp.append(torch.nn.Dropout(0.1))  # the model itself has none
+            dropout = torch.nn.Dropout(0.1)  # the model itself has none
+            block.mlp = torch.nn.Sequential(block.mlp, dropout)
     chosen = {"none": [], "second": blocks[::2], "every": blocks}[which]
     for stage in (model.stage1, model.stage2):
         for position, layer in enumerate(stage):
@@ -171,7 +172,7 @@ def add_flags(parser):
 def check_flags(parser, args, world_size):
     """Refuse a batch that the ranks cannot divide, and a model without blocks."""
     parser.check_batch(args.batch_size, world_size)
-    if args.model != "transformer":
+    if args.model in ("mlp", "cnn"):
         parser.error(f"--model {args.model} has no blocks: use --model transformer")
 
 
@@ -223,7 +224,7 @@ def fit(model, optimizer, train_loader, test_loader, device, args):
             print(
                 f"epoch {epoch + 1}/{args.epochs}  loss {loss / images:.{digits}f}"
                 f"  train {correct / images:.2%}  test {test_correct / test_images:.2%}"
-                f"  {seconds:.2f} s  {speed:,.0f} images/s",
+                f"  {seconds:.2f} s  {speed:,.0f} {args.unit}/s",
                 flush=True,
             )
 
@@ -247,9 +248,9 @@ def run_epoch(model, loader, device, optimizer=None):
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        sums[0] += loss.detach() * len(labels)
+        sums[0] += loss.detach() * labels.numel()
         sums[1] += (logits.argmax(dim=1) == labels).sum()
-        sums[2] += len(labels)
+        sums[2] += labels.numel()
     dist.all_reduce(sums)
     return sums.tolist()
 

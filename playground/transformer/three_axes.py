@@ -244,7 +244,7 @@ def run_epoch(model, loader, device, optimizer=None):
         if model.has_last:  # the logits of the other ranks are from earlier tokens
             sums[0] += F.cross_entropy(logits, labels, reduction="sum")
             sums[1] += (logits.argmax(dim=1) == labels).sum()
-            sums[2] += len(labels)
+            sums[2] += labels.numel()
     # NEW: over dp and cp only, because the ranks of a tp group have the same sums.
     dist.all_reduce(sums, group=model.dp_cp_group)
     return sums.tolist()
@@ -335,7 +335,7 @@ def fit(model, optimizer, train_loader, test_loader, device, args):
             print(
                 f"epoch {epoch + 1}/{args.epochs}  loss {loss / images:.{digits}f}"
                 f"  train {correct / images:.2%}  test {test_correct / test_images:.2%}"
-                f"  {seconds:.2f} s  {speed:,.0f} images/s",
+                f"  {seconds:.2f} s  {speed:,.0f} {args.unit}/s",
                 flush=True,
             )
 
