@@ -6,6 +6,8 @@ from conftest import DIGITS, one_line
 CHECKPOINTS = "fully_sharded_checkpoints"
 CIRCULAR = ("--layers", 7, "--schedule", "Interleaved1F1B", "--micro_batches", 7)
 
+LANGUAGE = ("--model", "language", "--dataset", "text")
+
 
 @pytest.mark.parametrize(
     ("lesson", "ranks", "flags", "words"),
@@ -27,17 +29,23 @@ CIRCULAR = ("--layers", 7, "--schedule", "Interleaved1F1B", "--micro_batches", 7
         ("hybrid_parallel", 4, ("--mesh", "0x4"), ("--mesh", "must be two numbers", "1 or more")),
         ("hybrid_parallel", 3, ("--mesh", "1x3"), ("a tp group of 3", "--width 64: use 63")),
         ("hybrid_parallel", 7, (), ("7 ranks cannot divide --batch_size 120: use 119",)),
-        ("hybrid_parallel", 2, ("--model", "transformer"), ("three_axes.py", "use --model mlp")),
+        ("hybrid_parallel", 2, ("--model", "transformer"), ("three_axes.py", "use mlp or cnn")),
         ("sequence_parallel", 3, (), ("3 ranks cannot split --heads 4: use 3",)),
-        ("sequence_parallel", 8, ("--heads", 8, "--sequence"), ("--tokens 28", "--sequence out")),
+        (
+            "sequence_parallel",
+            8,
+            ("--heads", 8, "--sequence"),
+            ("split 28 tokens", "--sequence out"),
+        ),
         ("sequence_parallel", 2, ("--model", "mlp"), ("tensor_parallel.py", "transformer")),
+        ("sequence_parallel", 4, LANGUAGE, ("split --heads 4: use 8",)),
         ("three_axes", 8, ("--mesh", "2x2"), ("does not have 3 axes", "use --mesh 8x1x1")),
         ("three_axes", 6, ("--mesh", "1x1x6"), ("6 ranks along tp", "use --heads 6 --width 30")),
         ("three_axes", 4, ("--mesh", "1x4x1", "--tokens", 2), ("along cp", "use --tokens 4")),
         ("three_axes", 7, (), ("7 ranks cannot divide --batch_size 120: use 119",)),
         ("three_axes", 2, ("--model", "cnn"), ("has no tokens", "use --model transformer")),
         ("context_parallel", 2, ("--model", "mlp"), ("has no tokens", "use --model transformer")),
-        ("context_parallel", 8, ("--tokens", 4), ("8 ranks cannot split --tokens 4", "use more")),
+        ("context_parallel", 8, ("--tokens", 4), ("8 ranks cannot split 4 tokens", "use more")),
         ("context_parallel", 3, ("--by", "ulysses"), ("split --heads 4", "use --by ring")),
         ("expert_parallel", 3, (), ("3 ranks cannot divide --experts 4: use 3",)),
         ("expert_parallel", 2, ("--experts", 1), ("--experts 1: use 2",)),

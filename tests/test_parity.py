@@ -24,18 +24,18 @@ manual_data_parallel; 3; mlp
 overlapped_data_parallel; 3; mlp
 distributed_data_parallel; 3; mlp
 distributed_data_parallel2; 3; mlp
-distributed_data_parallel_torchrun; 3; transformer
+distributed_data_parallel_torchrun; 3; language
 distributed_data_parallel_resumable; 3; mlp
 model_parallel; None; mlp
 model_parallel --pipelined --micro_batches 7; None; transformer
-manual_pipeline --schedule 1F1B; 3; transformer
+manual_pipeline --schedule 1F1B; 3; language
 pipeline_parallel --schedule InterleavedZeroBubble; 2; mlp
-pipeline_parallel --schedule 1F1B; 3; transformer
+pipeline_parallel --schedule 1F1B; 3; language
 sharded_optimizer; 3; mlp
 manual_fully_sharded; 3; mlp
-manual_fully_sharded --keep_weights; 1; transformer
+manual_fully_sharded --keep_weights; 1; language
 fully_sharded_data_parallel --meta; 3; mlp
-fully_sharded_data_parallel; 2; transformer
+fully_sharded_data_parallel; 2; language
 fully_sharded_checkpoints; 1; transformer
 tensor_parallel; 4; mlp
 tensor_parallel --by dtensor; 2; mlp
@@ -45,16 +45,21 @@ profile_steps --average bucket; 3; mlp
 profile_steps --average each; 2; mlp
 sending_less; 3; transformer
 mixed_precision --precision full --sharded; 3; transformer
-activation_checkpointing --checkpoint second --sharded; 2; transformer
+activation_checkpointing --checkpoint second --sharded; 2; language
 sequence_parallel --sequence; 4; transformer
 sequence_parallel --by dtensor; 2; transformer
+sequence_parallel --by dtensor --sequence; 2; language
+sequence_parallel; 2; language
 context_parallel; 3; transformer
 context_parallel --by ulysses; 2; transformer
+context_parallel; 2; language
+context_parallel --by ulysses; 2; language
 expert_parallel --experts 1; 1; transformer
 three_axes --mesh 1x2x1 --fsdp; 2; transformer
 """
 MODEL = {"mlp": (*DIGITS, "--batch_size", 120, "--epochs", 2)}  # flags that select a model
 MODEL["transformer"] = (*MODEL["mlp"], "--model", "transformer", "--tokens", 8, "--width", 16)
+MODEL["language"] = (*MODEL["mlp"][2:], "--model", "language", "--width", 16)
 NO_PARITY = {"single_gpu", "distributed_data_parallel_resnet"}  # the latter has batch norm
 FLAT_SHARDS = {"sharded_optimizer", "manual_fully_sharded"}
 
@@ -68,16 +73,16 @@ def with_parameters(lesson, *flags, folder, processes=None):
         flags += ("--run_dir", folder / "run")
     if lesson == "profile_steps":
         flags += ("--out", folder / "traces")
-    env = {"PARAMETERS": str(folder)}
+    env = {"PARAMETERS": str(folder), "DOCUMENTS": "12"}
     return epochs(train(lesson, "--double", *flags, processes=processes, env=env).stdout)
 
 
 @functools.cache
-def expected_parameters(model):
-    """Return the parameters of single_gpu.py in float64, which runs only once for each model."""
+def expected(model):
+    """Return the epoch lines and the parameters of single_gpu.py. It runs once for each model."""
     with tempfile.TemporaryDirectory() as folder:
-        with_parameters("single_gpu", *MODEL[model], folder=Path(folder))
-        return torch.load(Path(folder) / "rank0.pt")
+        lines = with_parameters("single_gpu", *MODEL[model], folder=Path(folder))
+        return lines, torch.load(Path(folder) / "rank0.pt")
 
 
 def test_all_training_lessons_are_here():
@@ -94,7 +99,7 @@ def test_float64(run, tmp_path, record_property):
     flags = (*MODEL[model], *own)
     processes = None if processes == "None" else int(processes)
     lines = with_parameters(lesson, *flags, folder=tmp_path, processes=processes)
-    right = single_gpu(*MODEL[model], "--double")
+    right, parameters = expected(model)
     assert lines == [line | {"loss": pytest.approx(line["loss"], abs=1e-10)} for line in right]
     by_hand = not {"dtensor", "--fsdp"}.intersection(flags)
     if lesson in ("tensor_parallel", "sequence_parallel", "three_axes") and by_hand:
@@ -102,7 +107,7 @@ def test_float64(run, tmp_path, record_property):
     if lesson == "expert_parallel":
         return  # it has routers in addition
     flat = lesson in FLAT_SHARDS
-    difference = largest_difference(tmp_path, expected_parameters(model), flat)
+    difference = largest_difference(tmp_path, parameters, flat)
     assert difference < 1e-12
     record_property("largest difference of a parameter in float64", difference)
 

@@ -51,7 +51,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # find common/ from any folder
 from common import flags
-from common.data import fetch, loaders
+from common.data import ROW, fetch, loaders
 from common.models import HEADS, TOKENS, Attention, Tokens, make_model
 
 
@@ -197,8 +197,9 @@ class RingAttention(torch.autograd.Function):
             grad_scores = weights * (grad_read @ values.mT - c[..., rows, :])  # ds
             grad_query[..., rows, :] += scale * grad_scores @ keys
             grad_keys, grad_values = grad_travelling[..., columns, :]  # views, and += changes them
-            grad_keys += scale * grad_scores.mT @ queries
-            grad_values += weights.mT @ grad_read
+            # NEW: if heads share their keys and values, those get the sum over the heads.
+            grad_keys += (scale * grad_scores.mT @ queries).sum_to_size(grad_keys.shape)
+            grad_values += (weights.mT @ grad_read).sum_to_size(grad_values.shape)
             arriving = places[(rank - step - 1) % world_size]
             if step < world_size - 1:
                 travelling = pass_on(travelling, len(arriving), group)
@@ -207,6 +208,13 @@ class RingAttention(torch.autograd.Function):
             grad_travelling = pass_on(grad_travelling, len(arriving), group)
         grad_key, grad_value = grad_travelling
         return grad_query, grad_key, grad_value, None, None
+
+
+def ring_attention(query, key, value, places, group):
+    """Return what RingAttention reads. Heads that share keys and values are a dimension of it."""
+    query = query.unflatten(1, (key.shape[1], -1))
+    read = RingAttention.apply(query, key.unsqueeze(2), value.unsqueeze(2), places, group)
+    return read.flatten(1, 2)
 
 
 def exchange(parts, shapes, group):
@@ -262,11 +270,11 @@ def ulysses_attention(query, key, value, places, group):
     query = Travel.apply(query, to_heads, to_tokens, places, group)
     key = Travel.apply(key, to_heads, to_tokens, places, group)
     value = Travel.apply(value, to_heads, to_tokens, places, group)
-    read = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    read = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     return Travel.apply(read, to_tokens, to_heads, places, group)
 
 
-ATTENTION = {"ring": RingAttention.apply, "ulysses": ulysses_attention}
+ATTENTION = {"ring": ring_attention, "ulysses": ulysses_attention}
 
 
 def embed_own_tokens(embedding, mine, images):
@@ -275,11 +283,14 @@ def embed_own_tokens(embedding, mine, images):
     return embedding.embed(pieces[:, mine]) + embedding.position[mine]
 
 
+def embed_own_bytes(embedding, mine, rows):
+    """Turn rows of a text, int64 (N, tokens), into embedded tokens, (N, own tokens, width)."""
+    return F.embedding(rows[:, mine], embedding.weight)
+
+
 def attend_to_all(attention, attend, places, group, inputs):
     """Turn this rank's tokens, (N, own tokens, width), into what they have read from all tokens."""
-    query = attention.split_heads(attention.query(inputs))
-    key = attention.split_heads(attention.key(inputs))
-    value = attention.split_heads(attention.value(inputs))
+    query, key, value = attention.project(inputs)
     read = attend(query, key, value, places, group)
     return attention.output(read.transpose(1, 2).flatten(2))
 
@@ -288,12 +299,15 @@ def split_tokens(model, attend, places, group):
     """Let each rank compute its own tokens. All ranks keep the whole model."""
     mine = places[dist.get_rank(group)]
     for module in model.modules():
-        # NEW: two kinds of modules get a different forward(), and keep their parameters. The others
-        # stay as they are.
+        # NEW: the embedding and attention get a different forward(), and keep their parameters. The
+        # other modules stay as they are.
         if isinstance(module, Tokens):
             module.forward = partial(embed_own_tokens, module, mine)
+        elif isinstance(module, torch.nn.Embedding):
+            module.forward = partial(embed_own_bytes, module, mine)
         elif isinstance(module, Attention):
             module.forward = partial(attend_to_all, module, attend, places, group)
+            module.positions = mine  # --model language rotates queries and keys by them
 
 
 class FromOwner(torch.autograd.Function):
@@ -329,6 +343,22 @@ def share_logits(model, places, group):
     model.register_forward_hook(from_owner)
 
 
+def gather_logits(model, places, group):
+    """Give all ranks the logits of all tokens: a language model has a loss at each of them."""
+    rank = dist.get_rank(group)
+    in_order = torch.cat(places).argsort()
+
+    def from_all(module, inputs, logits):
+        """Turn this rank's logits, (N, 256, own tokens), into those of all, (N, 256, tokens)."""
+        shapes = [(*logits.shape[:2], len(theirs)) for theirs in places]
+        chunks = exchange([logits.detach()] * len(places), shapes, group)
+        # NEW: only this rank's own logits are connected to autograd, as in sequence_parallel.py.
+        chunks[rank] = logits
+        return torch.cat(chunks, dim=2)[..., in_order]
+
+    model.register_forward_hook(from_all)
+
+
 def add_up_gradients(model, group):
     """Add up the gradients of the ranks. Each has the part that comes from its own tokens."""
 
@@ -352,16 +382,24 @@ def train(args):
     train_loader, test_loader = loaders(args)
     torch.manual_seed(args.seed)  # the same seed on all ranks, because each keeps the whole model
     model = make_model(args).to(device)
-    places = ORDERS[args.order](model.stage1[0].tokens, dist.get_world_size())
+    places = ORDERS[args.order](tokens_of(args), dist.get_world_size())
     group = None  # all ranks
     split_tokens(model, ATTENTION[args.by], places, group)
-    share_logits(model, places, group)
+    if args.model == "language":
+        gather_logits(model, places, group)
+    else:
+        share_logits(model, places, group)
     add_up_gradients(model, group)
     torch.manual_seed(args.seed + rank)  # dropout, if there is any, must differ between ranks
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
     fit(model, optimizer, train_loader, test_loader, device, args)
     show_tokens(model, places, train_loader, device, args)
     dist.destroy_process_group()
+
+
+def tokens_of(args):
+    """Return how many tokens a sequence has: an image, or a row of the text."""
+    return ROW if args.model == "language" else args.tokens or TOKENS
 
 
 def show_tokens(model, places, loader, device, args):
@@ -404,13 +442,15 @@ def add_flags(parser):
 
 def check_flags(parser, args, world_size):
     """Refuse a model that the ranks cannot split. The batch is never split."""
-    if args.model != "transformer":
+    if args.model in ("mlp", "cnn"):
         parser.error(f"--model {args.model} has no tokens: use --model transformer")
-    tokens = args.tokens or TOKENS
+    tokens = tokens_of(args)
     if tokens < world_size:
-        parser.error(f"{world_size} ranks cannot split --tokens {tokens}: use more tokens")
+        parser.error(f"{world_size} ranks cannot split {tokens} tokens: use more tokens")
     heads = args.heads or HEADS
-    if args.by == "ulysses" and heads % world_size:
+    # In a language model, two heads share their keys and values.
+    unit = 2 * world_size if args.model == "language" else world_size
+    if args.by == "ulysses" and heads % unit:
         parser.error(f"{world_size} ranks cannot split --heads {heads}: use --by ring")
 
 
@@ -462,7 +502,7 @@ def fit(model, optimizer, train_loader, test_loader, device, args):
             print(
                 f"epoch {epoch + 1}/{args.epochs}  loss {loss / images:.{digits}f}"
                 f"  train {correct / images:.2%}  test {test_correct / test_images:.2%}"
-                f"  {seconds:.2f} s  {speed:,.0f} images/s",
+                f"  {seconds:.2f} s  {speed:,.0f} {args.unit}/s",
                 flush=True,
             )
 
@@ -486,9 +526,9 @@ def run_epoch(model, loader, device, optimizer=None):
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        sums[0] += loss.detach() * len(labels)
+        sums[0] += loss.detach() * labels.numel()
         sums[1] += (logits.argmax(dim=1) == labels).sum()
-        sums[2] += len(labels)
+        sums[2] += labels.numel()
     dist.all_reduce(sums)
     return sums.tolist()
 

@@ -59,7 +59,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # find common/ from any folder
 from common import flags
-from common.data import fetch, loaders
+from common.data import ROW, fetch, loaders
 from common.models import HEADS, TOKENS, make_model
 
 
@@ -149,11 +149,22 @@ class EndPair(torch.autograd.Function):
         return gradient, None, None
 
 
+def mlp_layers(mlp):
+    """Return the linear layers of an MLP by name. The last one is split by rows, not columns."""
+    layers = mlp.named_modules()
+    return {name: layer for name, layer in layers if isinstance(layer, torch.nn.Linear)}
+
+
+def plus(total, bias):
+    """Return the sum and its bias, if there is one. The layers of --model language have none."""
+    return total if bias is None else total + bias
+
+
 class SplitBlock(torch.nn.Module):
     """A block of a transformer. Each rank has some heads, and some columns of the MLP.
 
-    The block has norm1, attention (with the layers query, key, value and output), norm2 and mlp
-    (whose layers 0 and 2 are linear). With fewer columns in the query layer, it has fewer heads.
+    The block has norm1, attention (with the layers query, key, value and output), norm2 and mlp.
+    With fewer columns in the query layer, it has fewer heads.
     """
 
     def __init__(self, block, sequence, group):
@@ -164,14 +175,17 @@ class SplitBlock(torch.nn.Module):
         self.mlp = block.mlp
         self.sequence = sequence
         self.group = group
-        for layer in (self.attention.query, self.attention.key, self.attention.value, self.mlp[0]):
+        attention = self.attention
+        *mlp_columns, mlp_row = mlp_layers(self.mlp).values()
+        for layer in (attention.query, attention.key, attention.value, *mlp_columns):
             # NEW: the columns of a head follow each other, so each rank gets whole heads.
             layer.weight = keep_shard(layer.weight, dim=0, group=group)
-            layer.bias = keep_shard(layer.bias, dim=0, group=group)
+            if layer.bias is not None:
+                layer.bias = keep_shard(layer.bias, dim=0, group=group)
         # The bias at the end of a pair is added once, after the sum over the ranks.
-        self.bias1 = self.attention.output.bias
-        self.bias2 = self.mlp[2].bias
-        for layer in (self.attention.output, self.mlp[2]):
+        self.bias1 = attention.output.bias
+        self.bias2 = mlp_row.bias
+        for layer in (attention.output, mlp_row):
             layer.weight = keep_shard(layer.weight, dim=1, group=group)
             layer.bias = None
 
@@ -179,14 +193,15 @@ class SplitBlock(torch.nn.Module):
         """Turn tokens into tokens: all of them, or with --sequence those of this rank."""
         inputs = BeginPair.apply(self.norm1(tokens), self.sequence, self.group)
         read = EndPair.apply(self.attention(inputs), self.sequence, self.group)
-        tokens = tokens + read + self.bias1
+        tokens = tokens + plus(read, self.bias1)
         inputs = BeginPair.apply(self.norm2(tokens), self.sequence, self.group)
         computed = EndPair.apply(self.mlp(inputs), self.sequence, self.group)
-        return tokens + computed + self.bias2
+        return tokens + plus(computed, self.bias2)
 
     def whole_parameters(self):
         """Return the parameters that are not split."""
-        return [*self.norm1.parameters(), *self.norm2.parameters(), self.bias1, self.bias2]
+        biases = [bias for bias in (self.bias1, self.bias2) if bias is not None]
+        return [*self.norm1.parameters(), *self.norm2.parameters(), *biases]
 
 
 class OwnTokens(torch.nn.Module):
@@ -271,9 +286,10 @@ def split_by_dtensor(model, mesh, sequence):
         if hasattr(layer, "attention"):
             plan[f"{name}.attention"] = begin
             plan[f"{name}.mlp"] = begin
-            for column in ("attention.query", "attention.key", "attention.value", "mlp.0"):
+            *mlp_columns, mlp_row = [f"mlp.{inner}" for inner in mlp_layers(layer.mlp)]
+            for column in ("attention.query", "attention.key", "attention.value", *mlp_columns):
                 plan[f"{name}.{column}"] = ColwiseParallel()
-            for row in ("attention.output", "mlp.2"):
+            for row in ("attention.output", mlp_row):
                 plan[f"{name}.{row}"] = RowwiseParallel(output_layouts=between)  # as EndPair
             if sequence:
                 # NEW: tells DTensor that each rank has a part of the gradients of these layers. It
@@ -327,15 +343,17 @@ def add_flags(parser):
 
 def check_flags(parser, args, world_size):
     """Refuse a model that the ranks cannot split. The batch is never split."""
-    if args.model != "transformer":
-        parser.error("tensor_parallel.py splits the mlp and the cnn: use --model transformer")
+    if args.model in ("mlp", "cnn"):
+        parser.error(f"tensor_parallel.py splits --model {args.model}: use transformer here")
     heads = args.heads or HEADS
-    if heads % world_size:
-        near = max(1, round(heads / world_size)) * world_size
+    # In a language model, two heads share their keys and values.
+    unit = 2 * world_size if args.model == "language" else world_size
+    if heads % unit:
+        near = max(1, round(heads / unit)) * unit
         parser.error(f"{world_size} ranks cannot split --heads {heads}: use {near}")
-    tokens = args.tokens or TOKENS
+    tokens = ROW if args.model == "language" else args.tokens or TOKENS
     if args.sequence and tokens % world_size:
-        parser.error(f"{world_size} ranks cannot split --tokens {tokens}: leave --sequence out")
+        parser.error(f"{world_size} ranks cannot split {tokens} tokens: leave --sequence out")
 
 
 # ---------- Unchanged from distributed_data_parallel_torchrun.py ----------
@@ -386,7 +404,7 @@ def fit(model, optimizer, train_loader, test_loader, device, args):
             print(
                 f"epoch {epoch + 1}/{args.epochs}  loss {loss / images:.{digits}f}"
                 f"  train {correct / images:.2%}  test {test_correct / test_images:.2%}"
-                f"  {seconds:.2f} s  {speed:,.0f} images/s",
+                f"  {seconds:.2f} s  {speed:,.0f} {args.unit}/s",
                 flush=True,
             )
 
@@ -410,9 +428,9 @@ def run_epoch(model, loader, device, optimizer=None):
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        sums[0] += loss.detach() * len(labels)
+        sums[0] += loss.detach() * labels.numel()
         sums[1] += (logits.argmax(dim=1) == labels).sum()
-        sums[2] += len(labels)
+        sums[2] += labels.numel()
     dist.all_reduce(sums)
     return sums.tolist()
 
