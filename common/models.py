@@ -202,9 +202,10 @@ class Transformer(Model):
     @staticmethod
     def block(width: int, heads: int) -> Block:
         """Return a block with random parameters."""
+        attention = Attention(width, heads)
         hidden = 4 * width
         mlp = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
-        return Block(nn.LayerNorm(width), Attention(width, heads), nn.LayerNorm(width), mlp)
+        return Block(nn.LayerNorm(width), attention, nn.LayerNorm(width), mlp)
 
 
 MODELS = {"mlp": MLP, "cnn": CNN, "transformer": Transformer}
