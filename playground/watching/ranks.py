@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group
 from watching.record import Recorder
 
 
@@ -150,6 +151,18 @@ def place_of(frame):
     return place
 
 
+def group_of(name, description):
+    """Return what tells a group from the default one: its description, or its ranks."""
+    if description == "default_pg":
+        return ""
+    if description != "undefined":
+        return description  # such as mesh_tp
+    try:
+        return f"of ranks {dist.get_process_group_ranks(_resolve_process_group(name))}"
+    except RuntimeError:
+        return "of a group that is gone"
+
+
 def last_calls():
     """Return the last three collectives of this rank: their number, group, name, shapes and state.
 
@@ -159,13 +172,12 @@ def last_calls():
     recorded = json.loads(torch._C._distributed_c10d._dump_fr_trace_json())
     calls = []
     for entry in recorded.get("entries", [])[-3:]:
-        group = entry["process_group"][1]
         shapes = ", ".join("x".join(map(str, shape)) for shape in entry["input_sizes"])
         words = [
             f"#{entry['collective_seq_id']}",
-            "" if group == "default_pg" else group,
+            group_of(*entry["process_group"]),
             entry["profiling_name"].rpartition(":")[2],
-            f"({shapes})",
+            f"({shapes})" if entry["input_sizes"] else "",  # a barrier has no tensor
             "" if entry["retired"] else "not done",
         ]
         calls.append(" ".join(word for word in words if word))

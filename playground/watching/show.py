@@ -115,10 +115,11 @@ def show_ranks(ranks, reason, script):
 
 def show_gone(ranks):
     """Print which ranks have ended in the middle of the script, and not by an error of Python."""
+    why = "it was killed (torchrun kills all ranks when one fails), or it has crashed"
     for notes in ranks:
         if not notes["alive"] and not notes["failed"]:
-            text = f"watch: rank {notes['rank']} (process {notes['pid']}) is gone: it was killed,"
-            print(f"{text} or it has crashed", file=sys.stderr, flush=True)
+            rank = f"rank {notes['rank']} (process {notes['pid']})"
+            print(f"watch: {rank} is gone: {why}", file=sys.stderr, flush=True)
 
 
 def show_records(paths, page):
@@ -141,6 +142,10 @@ def show_records(paths, page):
         what = f"step {number + 1} of the {len(records[0]['steps'])} that were recorded"
     title = f"{Path(records[0]['script']).name}, {what}, {(end - begin) / 1000:.2f} ms"
     print(f"\nwatch: {title}")
+    missing = ranks_that_are_missing(records)
+    if missing:
+        ranks = ", ".join(map(str, missing))
+        print(f"(Without ranks {ranks}: they are on other nodes, or they were killed.)")
     if any("group" not in call for record in records for call in record["calls"]):
         print(
             "(The calls differ from step to step, so bytes, groups and lines of some are unknown.)"
@@ -159,10 +164,19 @@ def show_records(paths, page):
     print("\nwho waits for whom" + (" in a step, on average" if trains else ""))
     for wait in waits:
         print(*wait["text"], sep="\n    ")
-    if not waits:
+    if not waits and not missing:
         print("No rank waits long for another one.")
     if page:
         write_page(page, title, records, [begin, end], tables, waits)
+
+
+def ranks_that_are_missing(records):
+    """Return the ranks that are in a group of the recorded ones, but have recorded nothing."""
+    named = set()
+    for record in records:
+        for call in record["calls"]:
+            named.update(call.get("ranks", []))
+    return sorted(named - {record["rank"] for record in records})
 
 
 def find_steps(record):
