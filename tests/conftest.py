@@ -64,11 +64,14 @@ def pytest_report_header():
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Say last what tests have recorded: of each name the largest value."""
+    """Say last what tests have recorded: tables, and of each number the largest value."""
     largest = {}
     for report in terminalreporter.getreports("passed"):
         for name, value in report.user_properties if report.when == "call" else ():
-            largest[name] = max(value, largest.get(name, value))
+            if isinstance(value, dict):
+                terminalreporter.write_line(f"{name}: {value}")
+            else:
+                largest[name] = max(value, largest.get(name, value))
     for name, value in largest.items():
         terminalreporter.write_line(f"{name}: {value:.0e}")
 
