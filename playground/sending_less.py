@@ -74,7 +74,7 @@ def with_hook(model, by):
     if by == "powersgd":
         # NEW: M is a gradient of n x m numbers. This hook sends only P (n x 4) and Q (m x 4), whose
         # product P Q^T is nearly the mean of M over the ranks. For 64 x 784 numbers, these are
-        # 4 x (64 + 784) = 3,392 in place of 50,176. In each step (https://arxiv.org/abs/1905.13727):
+        # 4 x (64 + 784) = 3,392 in place of 50,176. A step (https://arxiv.org/abs/1905.13727):
         #     P = M Q, with the Q of the step before. Average P, then make its columns orthonormal.
         #     Q = M^T P. Average Q. The gradient is P Q^T.
         # Error feedback: each rank keeps what is missing, M - P Q^T, and adds it to its M of the
@@ -143,7 +143,7 @@ class DiLoCo(LocalSGD):
     """Local SGD with a second, outer optimizer (https://arxiv.org/abs/2311.08105).
 
     The ranks do not continue from the mean of their parameters. Its distance from where they last
-    agreed is a gradient for the outer optimizer, whose momentum goes on in the direction of before.
+    agreed is a gradient for the outer optimizer, whose momentum keeps the direction of before.
     """
 
     def __init__(self, model, optimizer, every, steps_of_epoch, outer_lr, outer_momentum):
