@@ -86,6 +86,7 @@ MAY_IMPORT = {  # the parts of the course that stand below each folder
     "playground/sharded": {"common"},
     "playground/split": {"common"},
     "playground/transformer": {"common"},
+    "playground/language": {"common"},
     "playground/figures": {"common", "figures", *LESSONS},
     "playground/exercises": {"check", "judging"},
     "playground/exercises/judging": {"common", "figures", "check", "judging"},

@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 
 PLAYGROUND = Path(__file__).resolve().parents[1]
-for part in ("", "sharded", "split", "transformer"):
+for part in ("", "sharded", "split", "transformer", "language"):
     sys.path.append(str(PLAYGROUND / part))  # find the lessons and figures/
 sys.path.append(str(PLAYGROUND.parent))  # find common/
 from figures import (
