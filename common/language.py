@@ -29,9 +29,11 @@ def rotate(heads: Tensor, positions: Tensor) -> Tensor:
         A tensor of the same shape and dtype.
     """
     size = heads.shape[-1]
-    exponents = torch.arange(0, size, 2, device=heads.device, dtype=heads.dtype) / size
+    # In 16 bits, a large angle would be wrong by a large part of a turn.
+    dtype = torch.promote_types(heads.dtype, torch.float32)
+    exponents = torch.arange(0, size, 2, device=heads.device, dtype=dtype) / size
     angles = positions[:, None] * 10_000**-exponents  # (tokens, size / 2)
-    cos, sin = angles.cos(), angles.sin()
+    cos, sin = angles.cos().to(heads.dtype), angles.sin().to(heads.dtype)
     x, y = heads.chunk(2, dim=-1)
     return torch.cat([x * cos - y * sin, x * sin + y * cos], dim=-1)
 
@@ -80,7 +82,8 @@ class Scores(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Turn tokens, (N, tokens, width), into logits, (N, 256, tokens), as cross_entropy asks."""
-        return self.output(self.norm(tokens)).transpose(1, 2)
+        # FSDP warns of a module that returns a view, so this is a tensor of its own.
+        return self.output(self.norm(tokens)).transpose(1, 2).contiguous()
 
 
 class Language(Model):
