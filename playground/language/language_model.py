@@ -1,0 +1,316 @@
+r"""A language model, trained as large ones are: FSDP, bfloat16, accumulation, clipping, MFU.
+
+Run it:
+    torchrun --standalone --nproc-per-node 2 playground/language/language_model.py
+
+For each epoch, it prints a line, and then a text that the model writes byte by byte:
+    epoch 3/3  loss 1.4731  train 58.80%  test 63.81%  8.00 s  52,000 tokens/s  ...
+TODO
+
+The model learns from the help texts of Python (`text.md`): from each byte, it predicts the next
+one. Most of what trains it has been a lesson: its layers are sharded, they compute in bfloat16, the
+blocks may keep only their input (--checkpoint), and gradients are clipped. `prepare()` has the
+order. New is what surrounds these parts:
+
+- A step of a large model takes millions of tokens, so each rank computes --rows at a time, and adds
+  up the gradients.
+- The learning rate rises during the first steps, while Adam's averages are still rough, and then
+  falls along a cosine.
+- A loss of 1.47 is a perplexity of exp(1.47) = 4.3: the model is as uncertain as if it had to guess
+  one of 4.3 bytes.
+- Tokens per second depend on the model and the machine. The model FLOPs utilization (MFU) can be
+  compared: the operations that the model needs, over those that the machine can do in that time.
+  Without --peak, these are measured with a product of two matrices. For a GPU, take them from its
+  data sheet.
+
+With --double --constant --clip 0 --lr 1e-3, its twelve digits are those of single_gpu.py with
+--double --model language --batch_size 32. --compile needs a compiler for C++ on a CPU.
+
+Try breaking it, in a copy beside it:
+  1. Call `sample()` on rank 0 only. Where do the ranks wait?
+  2. With --tied, also shard the embedding: `fully_shard(model.stage1[0], mesh=mesh)`, before the
+     last line of `prepare`. What does PyTorch say?
+  3. Divide by `micro_labels.numel()`. With Adam, why does the loss change so little?
+
+Builds on: activation_checkpointing.py
+The next lesson, `token_mean.py`, divides the loss by the tokens of all ranks.
+"""
+
+import math
+import os
+import sys
+import textwrap
+import time
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn import functional as F
+from torch.nn.utils import clip_grad_norm_
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # find common/ from any folder
+from common import flags
+from common.data import ROW, fetch, loaders
+from common.models import Block, make_model
+
+DTYPES = {"bfloat16": torch.bfloat16, "full": None}  # None: as it is
+
+
+class Checkpointed(torch.nn.Module):
+    """A block that keeps only its input for backward(), and computes the rest again there."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, tokens):
+        """Return what the block returns."""
+        return checkpoint(self.block, tokens, use_reentrant=False)
+
+
+def prepare(model, args):
+    """Checkpoint the blocks, compile them, and shard the model: in this order."""
+    mesh = dist.init_device_mesh(args.device, (dist.get_world_size(),))
+    # The group of a mesh may have PyTorch's own timeout: 30 minutes (gloo) or 10 (NCCL).
+    mesh.get_group().set_timeout(timedelta(seconds=args.timeout))
+    dtype = DTYPES[args.precision]
+    wide = torch.float64 if args.double else torch.float32
+    inside = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=wide)
+    for stage in (model.stage1, model.stage2):
+        for position, layer in enumerate(stage):
+            if not isinstance(layer, Block):
+                continue
+            if args.checkpoint:
+                layer = stage[position] = Checkpointed(layer)
+            if args.compile:
+                # NEW: a block alone, because all blocks can use the same compiled code. (If the
+                # block's forward() were partial(checkpoint, ...), nothing would be compiled.)
+                layer.compile()
+            fully_shard(layer, mesh=mesh, mp_policy=inside)
+    # NEW: the embedding and the output layer are sharded with the rest of the model, as one group.
+    # With --tied they have the same parameter, which cannot be in two groups.
+    outside = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=wide, output_dtype=wide)
+    fully_shard(model, mesh=mesh, mp_policy=outside)
+
+
+def warm_up_and_decay(step, steps):
+    """Return the factor of the learning rate in a step: a line up, then a cosine down to 0.1."""
+    warmup = max(1, steps // 20)
+    if step < warmup:
+        return (step + 1) / warmup
+    done = (step - warmup) / max(1, steps - warmup)  # from 0 to 1
+    return 0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2
+
+
+def update(model, optimizer, scheduler, args, rows, labels):
+    """Make a step of the optimizer. Returns the mean loss, and the number predicted correctly."""
+    optimizer.zero_grad()
+    mean_loss = 0
+    correct = 0
+    # NEW: as many rows at a time as fit in memory. FSDP averages the gradients of each micro-batch
+    # over the ranks, and adds them up in its shards, so no rank ever has them whole.
+    micro_batches = zip(rows.split(args.rows), labels.split(args.rows), strict=True)
+    for micro_rows, micro_labels in micro_batches:
+        logits = model(micro_rows)
+        total = F.cross_entropy(logits, micro_labels, reduction="sum")
+        # NEW: divided by the tokens of all micro-batches, the losses add up to the mean.
+        loss = total / labels.numel()
+        loss.backward()
+        mean_loss += loss.detach()
+        correct += (logits.argmax(dim=1) == micro_labels).sum()
+    if args.clip:
+        clip_grad_norm_(model.parameters(), args.clip)
+    optimizer.step()
+    scheduler.step()
+    return mean_loss, correct
+
+
+def flops_per_token(model):
+    """Return the floating-point operations that training needs for a token."""
+    layers = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    numbers = sum(layer.weight.numel() for layer in layers)
+    # NEW: forward() multiplies by each number once, and adds. backward() does the same twice: for
+    # the gradient of the inputs, and for that of the weight.
+    of_layers = 6 * numbers
+    # NEW: in a block, the query of a token is multiplied by the keys of all tokens of its row, and
+    # the weights by their values: `width` numbers each. (It is customary to count what the causal
+    # mask leaves out, too, and not to count what checkpointing computes again.)
+    blocks = sum(isinstance(module, Block) for module in model.modules())
+    width = layers[0].in_features
+    of_attention = 6 * blocks * 2 * ROW * width
+    return of_layers + of_attention
+
+
+def measured_peak(device, dtype, size=1024):
+    """Return how many operations a rank can do in a second, in a product of large matrices."""
+    factor = torch.randn(size, size, device=device, dtype=dtype)
+    seconds = []
+    for _ in range(10):
+        start = time.perf_counter()
+        product = factor @ factor
+        product[0, 0].item()  # waits for a GPU
+        seconds.append(time.perf_counter() - start)
+    return 2 * size**3 / min(seconds)
+
+
+def sample(model, device, args):
+    """Let the model write, byte by byte. Returns the text. All ranks must call this together."""
+    generator = torch.Generator().manual_seed(args.seed)
+    text = list(b"The ")
+    for _ in range(args.sample):
+        rows = torch.tensor([text[-ROW:]], device=device)
+        with torch.no_grad():
+            # NEW: every rank calls the model, because FSDP gathers each layer from all ranks.
+            logits = model(rows)[0, :, -1]  # scores for the byte that comes next
+        chances = logits.float().softmax(dim=0).cpu()
+        text.append(torch.multinomial(chances, 1, generator=generator).item())
+    return bytes(text).decode(errors="replace")
+
+
+def train(args):
+    """Train a language model, and let it write after each epoch."""
+    rank, device = join(args)
+    train_loader, test_loader = loaders(args, rank, dist.get_world_size())
+    torch.manual_seed(args.seed)  # the same on all ranks, because each keeps a shard
+    model = make_model(args)
+    args.flops = flops_per_token(model)
+    args.peak = args.peak or measured_peak(device, DTYPES[args.precision])
+    prepare(model, args)
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
+    factor = partial(warm_up_and_decay, steps=args.epochs * len(train_loader))
+    scheduler = LambdaLR(optimizer, (lambda step: 1.0) if args.constant else factor)
+    step = partial(update, model, optimizer, scheduler, args)
+    fit(model, step, train_loader, test_loader, device, args)
+    dist.barrier()  # DTensor keeps the group, and without this Python may abort at exit
+    dist.destroy_process_group()
+
+
+def fit(model, step, train_loader, test_loader, device, args):
+    """Train, test and write, and print for each epoch a line, how fast it was, and the text."""
+    rank = dist.get_rank()
+    for epoch in range(args.epochs):
+        train_loader.sampler.set_epoch(epoch)  # a new order, the same on all ranks
+        start = time.perf_counter()
+        # Only rank 0 shows a bar, and only in a terminal.
+        bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)
+        loss, correct, tokens = run_epoch(model, bar, device, step)
+        seconds = time.perf_counter() - start
+        test_loss, test_correct, test_tokens = run_epoch(model, test_loader, device)
+        text = sample(model, device, args)
+        if rank == 0:
+            digits = 12 if args.double else 4
+            # NEW: the operations of a rank in a second, of which the MFU is the part of the peak.
+            used = args.flops * tokens / seconds / dist.get_world_size()
+            print(
+                f"epoch {epoch + 1}/{args.epochs}  loss {loss / tokens:.{digits}f}"
+                f"  train {correct / tokens:.2%}  test {test_correct / test_tokens:.2%}"
+                f"  {seconds:.2f} s  {tokens / seconds:,.0f} tokens/s  MFU {used / args.peak:.1%}"
+                f"  perplexity {math.exp(test_loss / test_tokens):.2f}",
+                textwrap.indent(text, "    | ", lambda line: True),
+                sep="\n",
+                flush=True,
+            )
+
+
+def run_epoch(model, loader, device, step=None):
+    """Train by calling step(rows, labels) for each batch, or only test if there is none.
+
+    Returns three sums over the tokens of all ranks: the loss, the number predicted correctly, the
+    number of tokens.
+    """
+    model.train(step is not None)
+    # The sums stay on the device. Reading them in each step would make Python wait for the GPU.
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    for rows, labels in loader:
+        rows = rows.to(device, non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
+        if step is not None:
+            loss, correct = step(rows, labels)
+        else:
+            with torch.no_grad():
+                logits = model(rows)
+                loss = F.cross_entropy(logits, labels)
+                correct = (logits.argmax(dim=1) == labels).sum()
+        sums[0] += loss * labels.numel()
+        sums[1] += correct
+        sums[2] += labels.numel()
+    dist.all_reduce(sums)
+    return sums.tolist()
+
+
+def add_flags(parser):
+    """Add the flags that only this lesson has."""
+    parser.set_defaults(model="language", batch_size=32, epochs=5, lr=5e-3)
+    add = parser.add_argument
+    add("--rows", type=flags.positive, default=8, help="rows that a rank computes at a time")
+    add("--precision", choices=DTYPES, help="full: convert nothing; default: bfloat16")
+    add("--checkpoint", action="store_true", help="blocks keep only their input for backward()")
+    add("--compile", action="store_true", help="compile the blocks with torch.compile")
+    add("--tied", action="store_true", help="one table: the output layer uses the embedding's")
+    add("--clip", type=flags.rate, default=1.0, help="largest norm of the gradients; 0: any")
+    add("--constant", action="store_true", help="a constant learning rate")
+    add("--peak", type=flags.rate, default=0.0, help="operations per second of a rank; 0: measure")
+    add("--sample", type=flags.positive, default=200, help="bytes to write after each epoch")
+
+
+def check_flags(parser, args, world_size):
+    """Refuse another model, and flags that do not fit each other."""
+    parser.check_batch(args.batch_size, world_size)
+    if args.model != "language":
+        parser.error(f"--model {args.model} does not write: use --model language")
+    if args.double and args.precision == "bfloat16":
+        parser.error("--double computes in float64: leave out --precision bfloat16")
+    if args.precision is None:
+        args.precision = "full" if args.double else "bfloat16"
+
+
+# ---------- Unchanged from distributed_data_parallel_torchrun.py ----------
+# You know what follows: join() and main(). If you copy this lesson, copy it, too.
+
+
+def join(args):
+    """Join the process group that torchrun describes. Returns this rank and its device."""
+    local_rank = int(os.environ["LOCAL_RANK"])  # torchrun has numbered this node's processes
+    device = torch.device(args.device)
+    gpu = None
+    if args.device != "cpu":
+        gpu = device = torch.device(args.device, local_rank)
+        torch.accelerator.set_device_index(gpu)  # otherwise all ranks would take memory on GPU 0
+    backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA's GPUs, gloo for CPUs
+    # The address, the rank and the world size are in the environment.
+    dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=gpu)
+    rank = dist.get_rank()
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, vars(args))
+    for flag in vars(args).keys() - {"data_dir"}:
+        values = {str(each.get(flag)) for each in everyone}
+        if len(values) > 1:
+            dist.destroy_process_group()
+            raise ValueError(f"the nodes differ in --{flag}: {', '.join(sorted(values))}")
+    if rank == 0:
+        print(f"{len(everyone)} ranks, {backend}, {args.device}", flush=True)
+    return rank, device
+
+
+@record  # writes the traceback of an error to a file, and torchrun's report shows it
+def main():
+    """Read the flags, make sure that the data is there, and train as one of the ranks."""
+    parser = flags.ranks(__doc__)
+    add_flags(parser)
+    args = parser.parse_args()
+    parser.check_torchrun(args)  # an error of one line if torchrun has not started this
+    check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
+    # There is no group yet, so a download may take long. One process of each node does it.
+    args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
+    train(args)
+
+
+if __name__ == "__main__":
+    main()
