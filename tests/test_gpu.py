@@ -81,6 +81,7 @@ ROWS = {  # a lesson with its flags, and on how many GPUs it runs
     "context_parallel": (1, 2),
     "context_parallel --by ulysses": (2,),
     "expert_parallel --balance 0.1": (1, 2),
+    "language_model --checkpoint": (1, 2),
     "three_axes --mesh 2x1x1 --fsdp": (2,),
     "three_axes --mesh 1x2x1": (2,),
     "three_axes --mesh 1x1x2": (2,),

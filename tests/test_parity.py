@@ -55,6 +55,7 @@ context_parallel --by ulysses; 2; transformer
 context_parallel; 2; language
 context_parallel --by ulysses; 2; language
 expert_parallel --experts 1; 1; transformer
+language_model --constant --clip 0 --lr 1e-3 --rows 7; 3; language
 three_axes --mesh 1x2x1 --fsdp; 2; transformer
 """
 MODEL = {"mlp": (*DIGITS, "--batch_size", 120, "--epochs", 2)}  # flags that select a model
