@@ -1,0 +1,407 @@
+"""Vocabulary parallelism: each rank has some words of the embedding, the output layer and the loss.
+
+Run it (add --by dtensor, and PyTorch splits the layers and the loss):
+    torchrun --standalone --nproc-per-node 2 playground/language/vocabulary_parallel.py
+
+It prints the same numbers as `single_gpu.py --model language`, up to rounding (with --double all
+twelve digits agree), and then what each rank keeps:
+    TODO
+
+A language model scores every word of its vocabulary, at every token. With 128,000 words, the scores
+(logits) of 8,192 tokens take 4.2 GB in float32, and as much again for their gradient. So each rank
+keeps the rows of some words: of the embedding, where the ranks' results are added up, and of the
+output layer, whose scores are never gathered. The loss of a token with scores s and label y,
+
+    loss = log(sum_j exp(s_j)) - s_y = log(sum_j exp(s_j - m)) - (s_y - m),    m = max_j s_j,
+
+needs three numbers of all ranks: the largest score m, the sum, and the score of the label, which
+only one rank has. Two all_reduces send these three numbers a token in place of 256 scores.
+
+Try breaking it, in a copy beside it, with --double, and compare the losses:
+  1. Leave out the first all_reduce of SplitCrossEntropy. When is this wrong, and why not here?
+  2. TODO
+
+Builds on: sequence_parallel.py
+The next lesson, `four_axes.py`, TODO.
+"""
+
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.nn import functional as F
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # find common/ from any folder
+from common import flags
+from common.data import fetch, loaders
+from common.language import VOCABULARY
+from common.models import make_model
+
+
+# Here and below, `group` has the ranks that split the vocabulary. None means all ranks, as in this
+# lesson.
+def own_words(words, count, group):
+    """Find words, int64, among the `count` words of this rank.
+
+    Returns the position of each among them (0 if another rank has it), and whether it is one.
+    """
+    first = dist.get_rank(group) * count
+    own = (words >= first) & (words < first + count)
+    return torch.where(own, words - first, 0), own
+
+
+class SplitEmbedding(torch.nn.Module):
+    """An embedding of which each rank has the rows of some words."""
+
+    def __init__(self, embedding, group):
+        super().__init__()
+        self.weight = keep_shard(embedding.weight, dim=0, group=group)
+        self.group = group
+
+    def forward(self, words):
+        """Turn words, int64 (N, tokens), into embedded tokens, (N, tokens, width)."""
+        row, own = own_words(words, len(self.weight), self.group)
+        # NEW: zeros for the words of other ranks. So only one term of the sum is not zero.
+        terms = F.embedding(row, self.weight) * own[..., None]
+        return EndPair.apply(terms, False, self.group)
+
+
+class SplitOutput(torch.nn.Module):
+    """An output layer, without a bias, of which each rank has the rows of some words."""
+
+    def __init__(self, layer, group):
+        super().__init__()
+        self.weight = keep_shard(layer.weight, dim=0, group=group)
+        self.group = group
+
+    def forward(self, tokens):
+        """Turn tokens, (N, tokens, width), into scores of this rank's words, (N, tokens, words)."""
+        return F.linear(BeginPair.apply(tokens, False, self.group), self.weight)
+
+
+class SplitCrossEntropy(torch.autograd.Function):
+    """The cross entropy of scores that no rank has all of."""
+
+    @staticmethod
+    def forward(ctx, scores, labels, group):
+        """Return the loss of each token, and whether its label has the largest score.
+
+        Both are (N, tokens), and the same on all ranks. A token with the label -100 has loss 0.
+
+        Args:
+            scores: of this rank's words, (N, words, tokens).
+            labels: among all words, or -100, int64 (N, tokens).
+            group: the ranks that have the scores of the other words.
+        """
+        largest = scores.amax(dim=1)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        scores = scores - largest[:, None]
+        row, own = own_words(labels, scores.shape[1], group)
+        of_label = scores.gather(1, row[:, None]).squeeze(1) * own
+        exponentials = scores.exp()
+        # NEW: the two sums travel together. In that of of_label, only one term is not zero.
+        sums = torch.stack([exponentials.sum(dim=1), of_label])
+        dist.all_reduce(sums, group=group)
+        total, of_label = sums
+        valid = labels != -100
+        ctx.save_for_backward(exponentials / total[:, None], row, own, valid)
+        correct = (of_label == 0) & valid  # the largest score is 0 now
+        ctx.mark_non_differentiable(correct)
+        return (total.log() - of_label) * valid, correct
+
+    @staticmethod
+    def backward(ctx, gradient, _):
+        """Return the gradient of this rank's scores. Nothing is sent."""
+        softmax, row, own, valid = ctx.saved_tensors
+        # NEW: the loss is log(sum_j exp(s_j)) - s_y. The first term has the gradient
+        # exp(s_i) / sum_j exp(s_j), the softmax. The second has -1 for the label alone.
+        gradient = gradient * valid
+        of_scores = softmax * gradient[:, None]
+        of_scores.scatter_add_(1, row[:, None], -(gradient * own)[:, None])
+        return of_scores, None, None  # `labels` and `group` have no gradient
+
+
+def split_vocabulary(model, group):
+    """Split the two layers of a language model that know the vocabulary."""
+    embedding = model.stage1[0]
+    scores = model.stage2[-1]
+    tied = scores.output.weight is embedding.weight
+    model.stage1[0] = SplitEmbedding(embedding, group)
+    scores.output = SplitOutput(scores.output, group)
+    if tied:
+        # NEW: a model whose output layer has the embedding's weight keeps it so: one shard, whose
+        # gradient is the sum of both layers' gradients.
+        scores.output.weight = model.stage1[0].weight
+
+
+def train(args):
+    """Split the two layers that know the vocabulary, train, and show what each rank keeps."""
+    rank, device = join(args)
+    train_loader, test_loader = loaders(args)  # all ranks read the same rows
+    # The same seed on all ranks, because each keeps a shard of the same random parameters.
+    torch.manual_seed(args.seed)
+    model = make_model(args)
+    if args.by == "hand":
+        split_vocabulary(model, group=None)
+    else:
+        mesh = dist.init_device_mesh(args.device, (dist.get_world_size(),))  # all ranks, in a row
+        # The group of a mesh may have PyTorch's own timeout: 30 minutes (gloo) or 10 (NCCL).
+        mesh.get_group().set_timeout(timedelta(seconds=args.timeout))
+        split_vocabulary_by_dtensor(model, mesh)
+    model = model.to(device)
+    fused = args.by == "hand"  # Adam's fused code refuses DTensors beside plain tensors
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=fused)
+    fit(model, optimizer, train_loader, test_loader, device, args)
+    show_kept(model, train_loader, device)
+    dist.barrier()  # DTensor keeps the group, and without this Python may abort at exit
+    dist.destroy_process_group()
+
+
+def split_vocabulary_by_dtensor(model, mesh):
+    """Let PyTorch split the two layers."""
+    embedding = model.stage1[0]
+    scores = model.stage2[-1]
+    tied = scores.output.weight is embedding.weight
+    # NEW: an embedding's rows are split as SplitEmbedding does it, and the scores stay a DTensor.
+    plan = {
+        "stage1.0": RowwiseParallel(input_layouts=Replicate()),
+        f"stage2.{len(model.stage2) - 1}.output": ColwiseParallel(use_local_output=False),
+    }
+    parallelize_module(model, mesh, plan)
+    if tied:
+        # NEW: because parallelize_module has made two parameters of it, without a warning.
+        scores.output.weight = embedding.weight
+
+
+def mean_loss(scores, labels):
+    """Return the mean loss of all tokens, and for each, whether its label has the largest score."""
+    if isinstance(scores, DTensor):
+        # NEW: within loss_parallel(), cross_entropy does what SplitCrossEntropy does. (Here, all
+        # scores are gathered, but only to count the correct ones.)
+        correct = scores.detach().full_tensor().argmax(dim=1) == labels
+        return F.cross_entropy(scores, labels).full_tensor(), correct
+    losses, correct = SplitCrossEntropy.apply(scores, labels, None)
+    return losses.mean(), correct
+
+
+def run_epoch(model, loader, device, optimizer=None):
+    """Train, or only test if there is no optimizer.
+
+    Returns three sums: the loss, the number of tokens predicted correctly, the number of tokens.
+    """
+    model.train(optimizer is not None)
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    for rows, labels in loader:
+        rows = rows.to(device, non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
+        # NEW: loss_parallel() changes cross_entropy and its backward(), for DTensors only.
+        with torch.set_grad_enabled(model.training), loss_parallel():
+            loss, correct = mean_loss(model(rows), labels)
+            if optimizer is not None:
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        sums[0] += loss.detach() * labels.numel()
+        sums[1] += correct.sum()
+        sums[2] += labels.numel()
+    return sums.tolist()  # all ranks have the same sums
+
+
+def show_kept(model, loader, device):
+    """Print how many parameters each rank keeps, and the bytes of a batch's scores."""
+    batch, _ = next(iter(loader))
+    with torch.no_grad():
+        scores = model(batch.to(device))
+    if isinstance(scores, DTensor):
+        scores = scores.to_local()
+    kept = 0
+    for parameter in model.parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        kept += local.numel()
+    row = f"rank {dist.get_rank()} keeps {kept:,} parameters, and {scores.nbytes:,} bytes of scores"
+    rows = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, row)
+    if dist.get_rank() == 0:
+        print(*rows, sep="\n", flush=True)
+
+
+def add_flags(parser):
+    """Add the flags that only this lesson has."""
+    parser.set_defaults(model="language")
+    add = parser.add_argument
+    add("--by", choices=["hand", "dtensor"], default="hand", help="this file, or PyTorch's DTensor")
+
+
+def check_flags(parser, args, world_size):
+    """Refuse another model, and a number of ranks that cannot split the vocabulary."""
+    if args.model != "language":
+        parser.error(f"--model {args.model} has no vocabulary: use --model language")
+    if VOCABULARY % world_size:
+        parser.error(f"{world_size} ranks cannot split {VOCABULARY} words: use 2, 4 or 8 ranks")
+
+
+# ---------- Unchanged from sequence_parallel.py ----------
+# You know what follows: cut(), keep_shard(), add_up(), add_up_own(), gather(), BeginPair(),
+# EndPair(), join(), fit() and main(). If you copy this lesson, copy it, too.
+
+
+def cut(tensor, dim, group):
+    """Return equal chunks of a tensor along a dimension, one for each rank."""
+    world_size = dist.get_world_size(group)
+    if tensor.shape[dim] % world_size:
+        raise ValueError(f"{world_size} ranks cannot split a dimension of {tensor.shape[dim]}")
+    return tensor.chunk(world_size, dim)
+
+
+def keep_shard(parameter, dim, group):
+    """Return this rank's shard of a parameter, as a new parameter."""
+    shard = cut(parameter.detach(), dim, group)[dist.get_rank(group)].clone()
+    return torch.nn.Parameter(shard, requires_grad=parameter.requires_grad)
+
+
+def add_up(terms, group):
+    """Return the sum of the terms of all ranks, for all tokens."""
+    total = terms.clone()
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def add_up_own(terms, group):
+    """Return the sum of the terms of all ranks, for the tokens of this rank."""
+    chunks = [chunk.contiguous() for chunk in cut(terms, 1, group)]
+    own_sum = torch.empty_like(chunks[0])
+    # [1 2 3 4] on rank 0 and [10 20 30 40] on rank 1 become [11 22] and [33 44].
+    dist.reduce_scatter(own_sum, chunks, group=group)
+    return own_sum
+
+
+def gather(tokens, group):
+    """Return the tokens of all ranks. Each rank passes equally many, (N, tokens / n, width)."""
+    tokens = tokens.contiguous()  # all_gather needs this, and some gradients are not contiguous
+    chunks = [torch.empty_like(tokens) for _ in range(dist.get_world_size(group))]
+    # [11 22] on rank 0 and [33 44] on rank 1 become [11 22 33 44] on both.
+    dist.all_gather(chunks, tokens, group=group)
+    return torch.cat(chunks, dim=1)
+
+
+class BeginPair(torch.autograd.Function):
+    """Where a pair begins, which needs all tokens.
+
+    Without --sequence, forward() sends nothing, and backward() makes an all_reduce, as in
+    AddGradients of tensor_parallel.py. With it, they make an all_gather and a reduce_scatter.
+    """
+
+    @staticmethod
+    def forward(ctx, tokens, sequence, group):
+        """Return all tokens."""
+        ctx.sequence = sequence  # backward() needs both
+        ctx.group = group
+        return gather(tokens, group) if sequence else tokens
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """Return the gradient of the tokens that forward() was given."""
+        # Every rank has used all tokens, so their gradient is a sum over the ranks.
+        total = add_up_own(gradient, ctx.group) if ctx.sequence else add_up(gradient, ctx.group)
+        return total, None, None  # `sequence` and `group` have no gradient
+
+
+class EndPair(torch.autograd.Function):
+    """Where a pair ends, and each rank has a term for every token.
+
+    Without --sequence, forward() makes an all_reduce, and backward() sends nothing, as in AddTerms
+    of tensor_parallel.py. With it, they make a reduce_scatter and an all_gather.
+    """
+
+    @staticmethod
+    def forward(ctx, terms, sequence, group):
+        """Return the sum of the terms: for all tokens, or with --sequence for this rank's."""
+        ctx.sequence = sequence
+        ctx.group = group
+        return add_up_own(terms, group) if sequence else add_up(terms, group)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """Return the gradient of the terms."""
+        # Each term gets the gradient of the sum. With --sequence, a rank has it for its own
+        # tokens, and needs it for all.
+        gradient = gather(gradient, ctx.group) if ctx.sequence else gradient
+        return gradient, None, None
+
+
+def join(args):
+    """Join the process group that torchrun describes. Returns this rank and its device."""
+    local_rank = int(os.environ["LOCAL_RANK"])  # torchrun has numbered this node's processes
+    device = torch.device(args.device)
+    gpu = None
+    if args.device != "cpu":
+        gpu = device = torch.device(args.device, local_rank)
+        torch.accelerator.set_device_index(gpu)  # otherwise all ranks would take memory on GPU 0
+    backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA's GPUs, gloo for CPUs
+    # The address, the rank and the world size are in the environment.
+    dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=gpu)
+    rank = dist.get_rank()
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, vars(args))
+    for flag in vars(args).keys() - {"data_dir"}:
+        values = {str(each.get(flag)) for each in everyone}
+        if len(values) > 1:
+            dist.destroy_process_group()
+            raise ValueError(f"the nodes differ in --{flag}: {', '.join(sorted(values))}")
+    if rank == 0:
+        print(f"{len(everyone)} ranks, {backend}, {args.device}", flush=True)
+    return rank, device
+
+
+def fit(model, optimizer, train_loader, test_loader, device, args):
+    """Train and test, and print one line for each epoch."""
+    rank = dist.get_rank()
+    for epoch in range(args.epochs):
+        train_loader.sampler.set_epoch(epoch)  # a new order, the same on all ranks
+        start = time.perf_counter()
+        # Only rank 0 shows a bar, and only in a terminal.
+        bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)
+        loss, correct, images = run_epoch(model, bar, device, optimizer)
+        seconds = time.perf_counter() - start
+        speed = len(train_loader) * args.batch_size / seconds
+        # A wrapper such as DDP may send messages in forward(), so test the model that it wraps.
+        plain = getattr(model, "module", model)
+        _, test_correct, test_images = run_epoch(plain, test_loader, device)
+        if rank == 0:
+            digits = 12 if args.double else 4
+            print(
+                f"epoch {epoch + 1}/{args.epochs}  loss {loss / images:.{digits}f}"
+                f"  train {correct / images:.2%}  test {test_correct / test_images:.2%}"
+                f"  {seconds:.2f} s  {speed:,.0f} {args.unit}/s",
+                flush=True,
+            )
+
+
+@record  # writes the traceback of an error to a file, and torchrun's report shows it
+def main():
+    """Read the flags, make sure that the data is there, and train as one of the ranks."""
+    parser = flags.ranks(__doc__)
+    add_flags(parser)
+    args = parser.parse_args()
+    parser.check_torchrun(args)  # an error of one line if torchrun has not started this
+    check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
+    # There is no group yet, so a download may take long. One process of each node does it.
+    args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
+    train(args)
+
+
+if __name__ == "__main__":
+    main()
