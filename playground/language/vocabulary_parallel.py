@@ -1,28 +1,35 @@
-"""Vocabulary parallelism: each rank has some words of the embedding, the output layer and the loss.
+"""Vocabulary parallelism: each rank has some words, in the embedding, output layer and loss.
 
 Run it (add --by dtensor, and PyTorch splits the layers and the loss):
     torchrun --standalone --nproc-per-node 2 playground/language/vocabulary_parallel.py
 
 It prints the same numbers as `single_gpu.py --model language`, up to rounding (with --double all
-twelve digits agree), and then what each rank keeps:
-    TODO
+twelve digits agree), and then what each rank keeps of 125,248 parameters and of a batch's scores,
+which take 16,777,216 bytes in one process. With two ranks, it prints:
+    rank 0 keeps 108,864 parameters, and 8,388,608 bytes of scores
+    rank 1 keeps 108,864 parameters, and 8,388,608 bytes of scores
 
-A language model scores every word of its vocabulary, at every token. With 128,000 words, the scores
-(logits) of 8,192 tokens take 4.2 GB in float32, and as much again for their gradient. So each rank
-keeps the rows of some words: of the embedding, where the ranks' results are added up, and of the
-output layer, whose scores are never gathered. The loss of a token with scores s and label y,
+A language model gives each word of its vocabulary a score (logit), at every token. Here the words
+are the 256 bytes. With 128,000 words, the scores of 8,192 tokens take 4.2 GB in float32, and their
+gradient takes as much again. So each rank has some words, and keeps their rows of the two tables:
+- In the embedding, a rank has zeros for the words of other ranks, and the ranks add up.
+- In the output layer, a rank computes the scores of its words. No rank ever has all scores.
 
-    loss = log(sum_j exp(s_j)) - s_y = log(sum_j exp(s_j - m)) - (s_y - m),    m = max_j s_j,
+The loss of a token with the scores s, whose label is the word y, is then
+    log(sum_j exp(s_j)) - s_y  =  log(sum_j exp(s_j - m)) - (s_y - m)    for any number m.
+With the largest score as m, no exponential is too large for its dtype. So a rank needs three
+numbers of the others: the largest score, the sum, and the label's score, which one rank has. Two
+all_reduces send these three numbers a token in place of 256 scores, and backward() sends nothing.
+(`playground/watch.py` in front of the lesson shows the messages.)
 
-needs three numbers of all ranks: the largest score m, the sum, and the score of the label, which
-only one rank has. Two all_reduces send these three numbers a token in place of 256 scores.
-
-Try breaking it, in a copy beside it, with --double, and compare the losses:
-  1. Leave out the first all_reduce of SplitCrossEntropy. When is this wrong, and why not here?
-  2. TODO
+Try breaking it, in a copy beside it, and compare the losses:
+  1. In SplitCrossEntropy, leave out the first all_reduce. Is the loss still right?
+  2. Let `largest` be zeros instead. Why is the loss right here, and when is it not?
+  3. In SplitEmbedding, leave out `* own[..., None]`. What does a rank add for others' words?
+  4. In SplitOutput, leave out BeginPair. Which gradients are wrong?
 
 Builds on: sequence_parallel.py
-The next lesson, `four_axes.py`, TODO.
+The next lesson, `four_axes.py`, splits a language model in four ways at once.
 """
 
 import os
@@ -108,17 +115,18 @@ class SplitCrossEntropy(torch.autograd.Function):
         """
         largest = scores.amax(dim=1)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-        scores = scores - largest[:, None]
         row, own = own_words(labels, scores.shape[1], group)
-        of_label = scores.gather(1, row[:, None]).squeeze(1) * own
-        exponentials = scores.exp()
-        # NEW: the two sums travel together. In that of of_label, only one term is not zero.
+        of_label = (scores.gather(1, row[:, None]).squeeze(1) - largest) * own
+        # In place, here and below, because with many words these are the largest tensors.
+        exponentials = (scores - largest[:, None]).exp_()
+        # NEW: the two sums travel together. In the second, only one rank's term is not zero.
         sums = torch.stack([exponentials.sum(dim=1), of_label])
         dist.all_reduce(sums, group=group)
         total, of_label = sums
+        softmax = exponentials.div_(total[:, None])
         valid = labels != -100
-        ctx.save_for_backward(exponentials / total[:, None], row, own, valid)
-        correct = (of_label == 0) & valid  # the largest score is 0 now
+        ctx.save_for_backward(softmax, row, own, valid)
+        correct = (of_label == 0) & valid  # its score minus the largest one is 0
         ctx.mark_non_differentiable(correct)
         return (total.log() - of_label) * valid, correct
 
@@ -126,9 +134,9 @@ class SplitCrossEntropy(torch.autograd.Function):
     def backward(ctx, gradient, _):
         """Return the gradient of this rank's scores. Nothing is sent."""
         softmax, row, own, valid = ctx.saved_tensors
-        # NEW: the loss is log(sum_j exp(s_j)) - s_y. The first term has the gradient
-        # exp(s_i) / sum_j exp(s_j), the softmax. The second has -1 for the label alone.
         gradient = gradient * valid
+        # NEW: for the score s_i, log(sum_j exp(s_j)) has the gradient exp(s_i) / sum_j exp(s_j),
+        # the softmax, and -s_y has -1 if i is the label y, and otherwise 0.
         of_scores = softmax * gradient[:, None]
         of_scores.scatter_add_(1, row[:, None], -(gradient * own)[:, None])
         return of_scores, None, None  # `labels` and `group` have no gradient
@@ -189,9 +197,9 @@ def split_vocabulary_by_dtensor(model, mesh):
 def mean_loss(scores, labels):
     """Return the mean loss of all tokens, and for each, whether its label has the largest score."""
     if isinstance(scores, DTensor):
-        # NEW: within loss_parallel(), cross_entropy does what SplitCrossEntropy does. (Here, all
-        # scores are gathered, but only to count the correct ones.)
-        correct = scores.detach().full_tensor().argmax(dim=1) == labels
+        # NEW: within loss_parallel(), cross_entropy does what SplitCrossEntropy does, which is here
+        # only because it also finds out which labels have the largest score.
+        _, correct = SplitCrossEntropy.apply(scores.detach().to_local(), labels, None)
         return F.cross_entropy(scores, labels).full_tensor(), correct
     losses, correct = SplitCrossEntropy.apply(scores, labels, None)
     return losses.mean(), correct
