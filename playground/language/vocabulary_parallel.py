@@ -110,13 +110,14 @@ class SplitCrossEntropy(torch.autograd.Function):
 
         Args:
             scores: of this rank's words, (N, words, tokens).
-            labels: among all words, or -100, int64 (N, tokens).
+            labels: among all words, or -100, int64 (N, tokens). Others go unnoticed.
             group: the ranks that have the scores of the other words.
         """
         largest = scores.amax(dim=1)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
         row, own = own_words(labels, scores.shape[1], group)
-        of_label = (scores.gather(1, row[:, None]).squeeze(1) - largest) * own
+        of_label = scores.gather(1, row[:, None]).squeeze(1) - largest
+        of_label = torch.where(own, of_label, 0)
         # In place, here and below, because with many words these are the largest tensors.
         exponentials = (scores - largest[:, None]).exp_()
         # NEW: the two sums travel together. In the second, only one rank's term is not zero.
