@@ -8,3 +8,8 @@ TOOLS = ("watch",)  # scripts beside the lessons
 FOLDERS = [PLAYGROUND / name for name in ("", "sharded", "split", "transformer", "language")]
 PATHS = {path.stem: path for folder in FOLDERS for path in sorted(folder.glob("*.py"))}
 LESSONS = sorted(PATHS.keys() - TOOLS)
+
+
+def small_data(lesson: str) -> str:
+    """Return the data set for a short run of a lesson that trains."""
+    return "text" if PATHS[lesson].parent.name == "language" else "digits"

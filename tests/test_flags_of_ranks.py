@@ -47,6 +47,8 @@ LANGUAGE = ("--model", "language", "--dataset", "text")
         ("context_parallel", 2, ("--model", "mlp"), ("has no tokens", "use --model transformer")),
         ("context_parallel", 8, ("--tokens", 4), ("8 ranks cannot split 4 tokens", "use more")),
         ("context_parallel", 3, ("--by", "ulysses"), ("split --heads 4", "use --by ring")),
+        ("vocabulary_parallel", 3, LANGUAGE, ("3 ranks cannot split 256 words: use 2",)),
+        ("vocabulary_parallel", 2, ("--model", "mlp"), ("no vocabulary", "use --model language")),
         ("expert_parallel", 3, (), ("3 ranks cannot divide --experts 4: use 3",)),
         ("expert_parallel", 2, ("--experts", 1), ("--experts 1: use 2",)),
         ("expert_parallel", 2, ("--model", "mlp"), ("has no tokens", "use --model transformer")),

@@ -26,7 +26,7 @@ from conftest import (
     single_gpu,
     train,
 )
-from lessons import LESSONS
+from lessons import LESSONS, small_data
 
 CUDA = ("--device", "cuda")
 CPU = ("--device", "cpu")
@@ -82,6 +82,8 @@ ROWS = {  # a lesson with its flags, and on how many GPUs it runs
     "context_parallel --by ulysses": (2,),
     "expert_parallel --balance 0.1": (1, 2),
     "language_model --checkpoint": (1, 2),
+    "vocabulary_parallel": (1, 2),
+    "vocabulary_parallel --by dtensor": (2,),
     "three_axes --mesh 2x1x1 --fsdp": (2,),
     "three_axes --mesh 1x2x1": (2,),
     "three_axes --mesh 1x1x2": (2,),
@@ -93,6 +95,7 @@ TABLES = (  # lessons that print what ranks hold and send: the same with NCCL
     "manual_fully_sharded",
     "fully_sharded_data_parallel",
     "hybrid_parallel",
+    "vocabulary_parallel",
 )
 ASK = """import json, torch
 gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -201,7 +204,8 @@ def test_all_lessons_are_here():
 def test_the_numbers_of_the_cpu(row, gpus, tmp_path):
     """The same losses in float64, to 1e-10, and the same tables. That of the ranks names GPUs."""
     lesson, *flags = row.split()
-    flags += [] if lesson == "collectives" else [*TWO_EPOCHS, "--double"]
+    if lesson != "collectives":
+        flags += [*TWO_EPOCHS, "--dataset", small_data(lesson), "--double"]
     folder = {"distributed_data_parallel_resumable": "--run_dir", "profile_steps": "--out"}
     own = [folder[lesson], tmp_path / "gpu"] if lesson in folder else []
     out = output(start(lesson, *flags, *own, gpus=gpus))

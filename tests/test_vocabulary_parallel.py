@@ -1,57 +1,118 @@
 """The lesson on vocabulary parallelism: losses, gradients and messages. test_parity.py trains."""
 
 import copy
-from collections import Counter
 from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from forked import in_group
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional as F
 
 from common.language import Language
 from figures.messages import Messages
 
 close = partial(torch.testing.assert_close, atol=1e-12, rtol=1e-10)
-TOKENS = 3 * 5
-WIDTH = 8
+TOKENS = (3, 5)
+BYTES = 8 * 3 * 5  # of a number for each token
+RANKS = 2
 
 
-def sample(rank, tied, group):
-    """Compare two backward passes of a language model with split tables and of a whole one."""
+def whole_and_parts(tied, split):
+    """Return a language model, one whose vocabulary is split, rows, labels and logits."""
+    torch.manual_seed(0)
+    whole = Language(8, layers=1, tied=tied).double()
+    parts = copy.deepcopy(whole)
+    split(parts)
+    rows, labels = torch.randint(256, (2, *TOKENS))
+    labels[0, 1] = labels[2, 4] = -100
+    return whole, parts, rows, labels
+
+
+def gradient(parameter):
+    """Return the whole gradient of a parameter, split by rows or not."""
+    if isinstance(parameter, DTensor):
+        return parameter.grad.full_tensor()
+    if len(parameter) == 8:  # of a norm
+        return parameter.grad
+    chunks = [torch.empty_like(parameter.grad) for _ in range(RANKS)]
+    dist.all_gather(chunks, parameter.grad)
+    return torch.cat(chunks)
+
+
+def compare(whole, parts, tied):
+    """Compare the gradients of the layers that are split, and of the one between them."""
+    for model in (whole, parts):
+        assert (model.stage2[-1].output.weight is model.stage1[0].weight) == tied
+    close(gradient(parts.stage1[0].weight), whole.stage1[0].weight.grad)
+    close(gradient(parts.stage2[-1].norm.weight), whole.stage2[-1].norm.weight.grad)
+    close(gradient(parts.stage2[-1].output.weight), whole.stage2[-1].output.weight.grad)
+
+
+def by_hand(rank, tied):
+    """Compare losses and gradients, and count messages."""
     import vocabulary_parallel as lesson
 
-    torch.manual_seed(0)
-    whole = Language(WIDTH, layers=1, tied=tied).double()
-    parts = copy.deepcopy(whole)
-    lesson.split_vocabulary(parts, group)
-    rows, labels = torch.randint(256, (2, 3, 5))
-    labels[0, 1] = labels[2, 4] = -100
-    weights = torch.rand(3, 5, dtype=torch.float64)  # of the tokens' losses
+    split = partial(lesson.split_vocabulary, group=None)
+    whole, parts, rows, labels = whole_and_parts(tied, split)
+    weights = torch.rand(TOKENS, dtype=torch.float64)  # of the tokens' losses
     for _ in range(2):  # gradients accumulate
         logits = whole(rows)
         right = F.cross_entropy(logits, labels, reduction="none")
         (right * weights).sum().backward()
-        with Messages() as counted:
-            scores = parts(rows)
-            embedded = len(counted.noted)
-            losses, correct = lesson.SplitCrossEntropy.apply(scores, labels, group)
-            of_loss = counted.noted[embedded:]
+        scores = parts(rows)
+        with Messages() as of_loss:
+            losses, correct = lesson.SplitCrossEntropy.apply(scores, labels, None)
+        with Messages() as of_gradients:
             (losses * weights).sum().backward()
         close(losses, right)
         assert correct.equal(logits.argmax(dim=1) == labels)
-    # In place of 256 scores of each token, 3 numbers. Nothing in backward() of the loss.
-    assert [message.nbytes for message in of_loss] == [TOKENS * 8, 2 * TOKENS * 8]
-    assert Counter(message.kind for message in counted.noted) == {"all_reduce": 4}
-    own = slice(128 * rank, 128 * rank + 128)
-    output = parts.stage2[-1].output.weight
-    assert (output is parts.stage1[0].weight) == tied
-    close(output.grad, whole.stage2[-1].output.weight.grad[own])
-    close(parts.stage1[0].weight.grad, whole.stage1[0].weight.grad[own])
-    close(parts.stage2[-1].norm.weight.grad, whole.stage2[-1].norm.weight.grad)
+    compare(whole, parts, tied)
+    # Three numbers of each token. In backward(), only the gradients of the last layer's inputs.
+    assert [message.nbytes for message in of_loss.of("all_reduce")] == [BYTES, 2 * BYTES]
+    assert [message.nbytes for message in of_gradients.noted] == [8 * BYTES]
+    # Half of the scores would be sent in their place.
+    with Messages() as of_scores:
+        assert lesson.gather(scores.detach(), None).shape == logits.shape
+    assert of_loss.sent() == 3 * BYTES
+    assert of_scores.sent() == 128 * BYTES
+    # Scores that are too large for exp(), and a rank of which all scores are -inf.
+    large = 1e4 * logits.detach()
+    large[:, 128:] = -torch.inf
+    shard = large.chunk(RANKS, dim=1)[rank]
+    losses, _ = lesson.SplitCrossEntropy.apply(shard, labels % 128, None)
+    close(losses, F.cross_entropy(large, labels % 128, reduction="none"))
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_losses_gradients_and_messages(tied):
+def test_by_hand(tied):
     """Split or whole, each rank has the losses and gradients of one process."""
-    in_group(sample, 2, tied, None)
+    in_group(by_hand, RANKS, tied)
+
+
+def by_dtensor(rank, tied):
+    """Compare the mean loss and the gradients, and count the messages of the loss."""
+    import vocabulary_parallel as lesson
+
+    mesh = dist.init_device_mesh("cpu", (RANKS,))
+    split = partial(lesson.split_vocabulary_by_dtensor, mesh=mesh)
+    whole, parts, rows, labels = whole_and_parts(tied, split)
+    right = F.cross_entropy(whole(rows), labels)
+    right.backward()
+    with loss_parallel():
+        scores = parts(rows)
+        with Messages() as of_loss:
+            loss = F.cross_entropy(scores, labels)
+        loss.backward()
+    close(loss.full_tensor(), right)
+    compare(whole, parts, tied)
+    assert [message.nbytes for message in of_loss.of("all_reduce")] == [BYTES] * 3
+    assert of_loss.sent() == 3 * BYTES
+    dist.barrier()
+
+
+def test_by_dtensor():
+    """The same from PyTorch, with as many bytes. Tied tables stay tied."""
+    in_group(by_dtensor, RANKS, True)
