@@ -1,16 +1,19 @@
 """The lesson on vocabulary parallelism: losses, gradients and messages. test_parity.py trains."""
 
 import copy
+import re
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from forked import in_group
+from forked import in_group, in_ranks, join
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional as F
 
+from common import language
 from common.language import Language
 from figures.messages import Messages
 
@@ -116,3 +119,48 @@ def by_dtensor(rank, tied):
 def test_by_dtensor():
     """The same from PyTorch, with as many bytes. Tied tables stay tied."""
     in_group(by_dtensor, RANKS, True)
+
+
+def memory(name):
+    """Return a number of bytes that Linux knows about this process, in MiB."""
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(rf"{name}:\s+(\d+) kB", status)[1]) / 1024
+
+
+def step_of_many_words(rank, world_size, port, results, by):
+    """Compute the gradients of 256 tokens with 128,000 words. Fills in the MiB that it takes."""
+    import vocabulary_parallel as lesson
+
+    join(rank, world_size, port)
+    language.VOCABULARY = 128_000
+    model = Language(64, layers=1)
+    if by == "hand":
+        lesson.split_vocabulary(model, None)
+    if by == "dtensor":
+        mesh = dist.init_device_mesh("cpu", (world_size,))
+        lesson.split_vocabulary_by_dtensor(model, mesh)
+    rows, labels = torch.randint(128_000, (2, 2, 128))
+    before = memory("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is this, from now on
+    with loss_parallel():
+        scores = model(rows)
+        if by == "hand":
+            loss = lesson.SplitCrossEntropy.apply(scores, labels, None)[0].mean()
+        else:
+            loss = F.cross_entropy(scores, labels)
+        del scores
+        loss.backward()
+    results[rank] = memory("VmHWM") - before
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_the_memory_of_128000_words(record_property):
+    """The scores of all words are 125 MiB. One process has three such tensors at a time."""
+    taken = {}
+    for by, ranks in (("one process", 1), ("hand", RANKS), ("dtensor", RANKS)):
+        taken[by] = round(max(in_ranks(step_of_many_words, ranks, by).values()))
+    record_property("MiB for a step with 128,000 words", taken)
+    assert taken["one process"] > 3 * 125
+    assert 125 < taken["hand"] < 1.3 * 125  # two halves
+    assert taken["hand"] < taken["dtensor"] < taken["one process"]
