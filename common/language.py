@@ -32,7 +32,8 @@ def rotate(heads: Tensor, positions: Tensor) -> Tensor:
     # In 16 bits, a large angle would be wrong by a large part of a turn.
     dtype = torch.promote_types(heads.dtype, torch.float32)
     exponents = torch.arange(0, size, 2, device=heads.device, dtype=dtype) / size
-    angles = positions[:, None] * 10_000**-exponents  # (tokens, size / 2)
+    # The positions may be on the CPU, as those of context_parallel.py are.
+    angles = positions.to(heads.device)[:, None] * 10_000**-exponents  # (tokens, size / 2)
     cos, sin = angles.cos().to(heads.dtype), angles.sin().to(heads.dtype)
     x, y = heads.chunk(2, dim=-1)
     return torch.cat([x * cos - y * sin, x * sin + y * cos], dim=-1)
