@@ -40,7 +40,7 @@ def test_the_learning_rate():
 
 
 def test_two_ranks_write_the_text_of_one():
-    """Tied, checkpointed, in micro-batches of different sizes, clipped: the same digits and text."""
+    """Tied, checkpointed, in micro-batches of different sizes, clipped: the same digits."""
     flags = (*SHORT, "--tied", "--checkpoint", "--clip", 0.5)
     one = train(LESSON, *flags, "--rows", 24, processes=1, env=FEW).stdout
     two = train(LESSON, *flags, "--rows", 5, processes=2, env=FEW).stdout
