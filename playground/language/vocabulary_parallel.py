@@ -22,7 +22,7 @@ numbers of the others: the largest score, the sum, and the label's score, which 
 all_reduces send these three numbers a token in place of 256 scores, and backward() sends nothing.
 (`playground/watch.py` in front of the lesson shows the messages.)
 
-Try breaking it, in a copy beside it, and compare the losses:
+Try breaking it, in a copy beside it, with --double, and compare the losses:
   1. In SplitCrossEntropy, leave out the first all_reduce. Is the loss still right?
   2. Let `largest` be zeros instead. Why is the loss right here, and when is it not?
   3. In SplitEmbedding, leave out `* own[..., None]`. What does a rank add for others' words?
