@@ -252,7 +252,7 @@ def test_launch_and_nccl_use_the_same_gpu(machine, chosen):
     assert chosen(lesson, "--device", "cpu", "-g", 2).shown == ""
 
 
-@pytest.mark.parametrize(("gpus", "model"), [(3, "mlp"), (8, "transformer")])
+@pytest.mark.parametrize(("gpus", "model"), [(3, "mlp"), (8, "transformer"), (8, "language")])
 def test_compares_runs_are_possible(gpus, model, machine, main, chosen, monkeypatch, tmp_path):
     """Each lesson accepts the flags and the number of processes of compare.py."""
     from figures import compare
@@ -266,14 +266,17 @@ def test_compares_runs_are_possible(gpus, model, machine, main, chosen, monkeypa
         raise SystemExit(0)
 
     monkeypatch.setattr(compare, "plan", planned)
-    main("figures.compare", "--dataset", "digits", "--model", model, "--out", tmp_path, status=0)
+    dataset = "text" if model == "language" else "digits"
+    main("figures.compare", "--dataset", dataset, "--model", model, "--out", tmp_path, status=0)
     [(args, runs)] = plans
     left_out = {"distributed_data_parallel_resnet", "fully_sharded_checkpoints", "expert_parallel"}
     left_out.add("sending_less")  # by default it is the DDP of an earlier lesson
-    if model == "transformer":
-        left_out.add("tensor_parallel")
-    else:
+    if model == "mlp":
         left_out |= {line.split()[0] for line in compare.OF_TRANSFORMERS}
+    else:
+        left_out.add("tensor_parallel")
+    if model != "language":
+        left_out |= {line.split()[0] for line in compare.OF_LANGUAGE}
     assert {run.lesson for run in runs} == set(LESSONS) - set(TALKING) - left_out
     for each in runs:
         words, _ = compare.command(each, args, tmp_path)

@@ -68,7 +68,8 @@ sys.path.append(str(PLAYGROUND.parent))  # find common/
 from profile_steps import step_times
 
 from common import flags
-from common.data import fetch
+from common.data import ROW, fetch
+from common.language import SHARING
 from common.models import HEADS, LAYERS, TOKENS, WIDTH
 from figures.charts import draw_steps, draw_widths
 from figures.processes import cores, follow, gpu_memory, gpu_variables, last_words
@@ -96,7 +97,7 @@ LESSONS = (  # N stands for --gpus, GRID for a mesh of as many ranks
     "tensor_parallel --by dtensor",
     "hybrid_parallel --mesh GRID",
 )
-OF_TRANSFORMERS = (  # with --model transformer only
+OF_TRANSFORMERS = (  # with --model transformer or language only
     "mixed_precision --precision full",
     "mixed_precision --precision full --sharded",
     "activation_checkpointing",
@@ -109,11 +110,15 @@ OF_TRANSFORMERS = (  # with --model transformer only
     "three_axes",
     "three_axes --fsdp",
 )
+OF_LANGUAGE = (  # with --model language only
+    "vocabulary_parallel",
+    "vocabulary_parallel --by dtensor",
+)
 IN_ONE_PROCESS = ("single_gpu", "data_parallel", "model_parallel")
 PASSED_ON = ("device", "epochs", "batch_size", "lr", "model", "width", "layers", "tokens", "heads")
 PASSED_ON += ("dataset", "data_dir", "seed")
-# The last layer; in the CNN also two convolutions, in the transformer also the embedding.
-OTHER_LAYERS = {"mlp": 1, "cnn": 3, "transformer": 2}
+# The last layer; in the CNN also two convolutions, in transformers also the embedding.
+OTHER_LAYERS = {"mlp": 1, "cnn": 3, "transformer": 2, "language": 2}
 CORES = cores()
 
 
@@ -180,10 +185,13 @@ def fitting_pieces(gpus, model, width):
     return max(count for count in (1, 2, 4, 8) if count <= gpus and neurons % count == 0)
 
 
-def fitting_heads(gpus, heads, tokens):
+def fitting_heads(gpus, model, heads, tokens):
     """Return how many of at most so many ranks can split both heads and tokens into equal parts."""
     heads = heads or HEADS
     tokens = tokens or TOKENS
+    if model == "language":
+        heads = heads // SHARING  # some heads share their keys and values
+        tokens = ROW
     possible = [count for count in (1, 2, 4, 8) if heads % count == 0 and tokens % count == 0]
     return max(count for count in possible if count <= gpus)
 
@@ -223,6 +231,7 @@ def plan(args):
         "sequence_parallel": args.head_parts,
         "context_parallel": args.head_parts,
         "three_axes": args.head_parts,
+        "vocabulary_parallel": args.pieces,
         "hybrid_parallel": rows * columns,
     }
     for run in runs:
@@ -238,16 +247,19 @@ def plan_parity(args):
     """List the runs of all lessons: first in float32, then in float64."""
     rows, columns = fitting_mesh(args.device, args.gpus, args.width)
     blanks = {"N": str(args.gpus), "GRID": f"{rows}x{columns}"}
+    has_blocks = args.model in ("transformer", "language")
     runs = []
     for kind, double in (("float32", []), ("float64", ["--double"])):
         lines = LESSONS
-        if args.model == "transformer":
+        if has_blocks:
             lines += OF_TRANSFORMERS
+        if args.model == "language":
+            lines += OF_LANGUAGE
         for line in lines:
             lesson, *words = [blanks.get(word, word) for word in line.split()]
             if lesson != "single_gpu" and lesson not in args.lessons:
                 continue
-            if args.model == "transformer":  # these lessons do not split its layers
+            if has_blocks:  # these lessons do not split them
                 if lesson == "tensor_parallel":
                     continue
                 if lesson == "hybrid_parallel":
@@ -423,7 +435,7 @@ def complete(parser, args):
     parser.check_gpus(args.device, args.gpus, "-g")
     args.stages = fitting_stages(args.gpus, args.model, args.layers)
     args.pieces = fitting_pieces(args.gpus, args.model, args.width)
-    args.head_parts = fitting_heads(args.gpus, args.heads, args.tokens)
+    args.head_parts = fitting_heads(args.gpus, args.model, args.heads, args.tokens)
     counts = {args.gpus}
     if "parity" in args.only:
         counts.add(8)  # micro-batches of the pipeline
@@ -439,7 +451,7 @@ def main():
     """Make the runs, one after the other, and report. After Ctrl-C report what there is."""
     parser = flags.training(__doc__)
     add = parser.add_argument
-    names = sorted({line.split()[0] for line in LESSONS + OF_TRANSFORMERS})
+    names = sorted({line.split()[0] for line in LESSONS + OF_TRANSFORMERS + OF_LANGUAGE})
     folder = "folder for all that is written"
     add("--out", type=flags.new_folder, metavar="DIR", default="comparison", help=folder)
     add("--only", nargs="+", choices=PARTS, default=PARTS, help="some of the parts")
