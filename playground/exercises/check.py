@@ -81,6 +81,11 @@ ORDER = [
     "fault_many_times_the_gradient",
     "expert_dispatch",
     "fault_averaged_experts",
+    "token_mean",
+    "fault_mean_of_means",
+    "split_cross_entropy",
+    "rotate_split",
+    "fault_labels_of_chunks",
 ]
 
 

@@ -1,0 +1,95 @@
+"""How fault_labels_of_chunks is checked."""
+
+import torch
+import torch.distributed as dist
+from judging.single import named, seeded, step
+from judging.texts import VOCABULARY, Bigram
+from torch.nn import functional as F
+
+NAME = "train"
+FAULT = "WRONG with 2 ranks, 1 step ... The labels were shifted after the split"
+CASES = {
+    "1 step": {"order": "plain", "steps": 1},
+    "tokens in zigzag, 3 steps": {"order": "zigzag", "steps": 3},
+}
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}
+IMITATED = True
+HINTS = """
+How many labels does a row have with one rank, and how many with two, on both ranks together? Which
+ones are missing?
+
+The label of a rank's token may be a token of another rank. All ranks have whole rows, so shift the
+labels first, and take those of this rank's places afterwards. F.pad(tensor, (0, 1), value=-100)
+adds a column, and F.cross_entropy leaves out the label -100.
+
+mine = this rank's places
+following = the rows without their first tokens, and with -100 for the last ones
+inputs = rows[:, mine], labels = following[:, mine]
+"""
+
+
+def whole(world_size, order):
+    """Return the rows, and the places of each rank's tokens."""
+    tokens = 4 * world_size + 1
+    generator = torch.Generator().manual_seed(tokens)
+    rows = torch.randint(VOCABULARY, (3, tokens), generator=generator)
+    if order == "plain":
+        return rows, list(torch.arange(tokens).tensor_split(world_size))
+    chunks = torch.arange(tokens).tensor_split(2 * world_size)
+    pairs = zip(chunks[:world_size], reversed(chunks[world_size:]), strict=True)
+    return rows, [torch.cat(pair) for pair in pairs]
+
+
+def run(train, order, steps):
+    model = seeded(Bigram)
+    rows, places = whole(dist.get_world_size(), order)
+    train(model, rows, places, steps)
+    return named(model)
+
+
+def expected(rank, world_size, order, steps):
+    model = seeded(Bigram)
+    rows, _ = whole(world_size, order)
+    for _ in range(steps):
+        step(model, F.cross_entropy(model(rows[:, :-1]), rows[:, 1:]))
+    return named(model)
+
+
+def train(model, rows, places, steps):
+    """Why: the label of a chunk's last token is on another rank, so shift before the split."""
+    mine = places[dist.get_rank()]
+    following = F.pad(rows[:, 1:], (0, 1), value=-100)  # the last token has no label
+    inputs = rows[:, mine]
+    labels = following[:, mine]
+    count = rows[:, 1:].numel()  # the labels of all ranks
+    for _ in range(steps):
+        model.zero_grad()
+        loss = F.cross_entropy(model(inputs), labels, reduction="sum") / count
+        loss.backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)  # each rank has the part of its own tokens
+                parameter -= 0.1 * parameter.grad
+
+
+FOLLOWING = "F.pad(rows[:, 1:], (0, 1), value=-100)  # the last token has no label"
+LABELS = "following[:, mine]"
+COUNT = "rows[:, 1:].numel()"
+MISTAKES = {
+    "The labels were shifted after the split, so the last token of a rank does not learn what "
+    "follows it.": ("rows[:, mine]\n", "rows[:, mine[:-1]]\n", LABELS, "rows[:, mine[1:]]"),
+    "The last token of a rank has this rank's first token as its label.": (
+        *(LABELS, "inputs.roll(-1, 1)"),
+    ),
+    "The last token of a row has the first one as its label, but it should have none.": (
+        *(FOLLOWING, "rows.roll(-1, 1)"),
+    ),
+    "Each token is its own label here.": (LABELS, "rows[:, mine]"),
+    "The label of a token is the one before it here.": (
+        *(FOLLOWING, "F.pad(rows[:, :-1], (1, 0), value=-100)"),
+    ),
+    "Each rank divides by the number of its own labels.": (COUNT, "(labels != -100).sum()"),
+    "This is the right gradient, divided by the number of ranks.": (
+        *(COUNT, f"{COUNT} * dist.get_world_size()"),
+    ),
+}

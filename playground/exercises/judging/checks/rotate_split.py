@@ -1,0 +1,105 @@
+"""How rotate_split is checked."""
+
+import torch
+import torch.distributed as dist
+
+from common.language import rotate
+
+CASES = {
+    "6 tokens on each rank": {"each": 6},
+    "another number of tokens, 2 texts, 3 heads, float64": {
+        "each": 5,
+        "more": 3,
+        "shape": (2, 3),
+        "dtype": torch.float64,
+    },
+}
+SIZE = 8
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
+IMITATED = True
+HINTS = """
+Which places in the sequence have this rank's tokens? Attention compares tokens of all ranks, so a
+distance between two tokens must not depend on which ranks have them.
+
+torch.cat joins the places of the two chunks. places[:, None] * speeds is a table: a row for each
+token, and a column for each pair. heads.chunk(2, dim=-1) returns all x and all y.
+
+places = those of chunk r and of chunk 2n - 1 - r
+speeds = 10000 ** (-i / size) for i = 0, 2, 4, ... below size
+a = places * speeds, a table of (tokens of this rank, size / 2)
+return the new x and the new y, joined along the last dimension
+"""
+
+
+def whole(world_size, each, more=0, shape=(1, 1), dtype=torch.float32):
+    """Return queries of all tokens, and the places of each rank's tokens."""
+    tokens = each * world_size + more
+    generator = torch.Generator().manual_seed(tokens)
+    heads = torch.randn(*shape, tokens, SIZE, generator=generator).to(dtype)
+    chunks = torch.arange(tokens).tensor_split(2 * world_size)
+    places = []
+    for rank in range(world_size):
+        places.append(torch.cat([chunks[rank], chunks[2 * world_size - 1 - rank]]))
+    return heads, places
+
+
+def run(rotate_split, **case):
+    heads, places = whole(dist.get_world_size(), **case)
+    return rotate_split(heads[:, :, places[dist.get_rank()]], heads.shape[2])
+
+
+def expected(rank, world_size, **case):
+    heads, places = whole(world_size, **case)
+    return rotate(heads, torch.arange(heads.shape[2]))[:, :, places[rank]]
+
+
+def limits(rank, world_size, **case):
+    return {"messages": 0}
+
+
+def rotate_split(heads, tokens):
+    """Why: the angle between two tokens tells how far apart they are, on whichever ranks."""
+    rank = dist.get_rank()
+    n = dist.get_world_size()
+    size = heads.shape[-1]
+    chunks = torch.arange(tokens, device=heads.device).tensor_split(2 * n)
+    places = torch.cat([chunks[rank], chunks[2 * n - 1 - rank]])
+    pairs = torch.arange(0, size, 2, device=heads.device, dtype=heads.dtype)
+    angles = places[:, None] * 10_000 ** (-pairs / size)
+    cos = angles.cos()
+    sin = angles.sin()
+    x, y = heads.chunk(2, dim=-1)
+    return torch.cat([x * cos - y * sin, x * sin + y * cos], dim=-1)
+
+
+PLACES = "torch.cat([chunks[rank], chunks[2 * n - 1 - rank]])"
+HALVES = "heads.chunk(2, dim=-1)"
+ROTATED = "torch.cat([x * cos - y * sin, x * sin + y * cos], dim=-1)"
+WORDS = {
+    "COSTLY": "`tokens` and the rank tell the places, so nothing has to be sent.",
+    "CRASH.*must match": "If 2n does not divide `tokens`, the chunks differ in size by one.",
+}
+COSTLY, SIZES = WORDS.values()
+MISTAKES = {
+    "Each rank has counted its tokens from 0, but they have other places in the whole sequence.": (
+        *(PLACES, "torch.arange(heads.shape[2])"),
+    ),
+    "These are the places of tokens that follow one another. A rank has two chunks.": (
+        *(PLACES, "torch.arange(heads.shape[2]) + rank * heads.shape[2]"),
+    ),
+    "The second chunk of rank r is chunk 2n - 1 - r, so that rank 0 has the last one.": (
+        *(PLACES, "torch.cat([chunks[rank], chunks[n + rank]])"),
+    ),
+    "Here pairs are neighbours, but a pair is the numbers i and i + size / 2.": (
+        *(HALVES, "heads.unflatten(-1, (-1, 2)).unbind(-1)"),
+        *(ROTATED, "torch.stack([x * cos - y * sin, x * sin + y * cos], dim=-1).flatten(-2)"),
+    ),
+    "The pairs are rotated the other way round.": ("-pairs / size)\n", "-pairs / size) * -1\n"),
+    "The exponents are -2i / size, for i = 0, 1, 2 and so on.": (
+        *("torch.arange(0, size, 2,", "torch.arange(0, size // 2,"),
+    ),
+    COSTLY: ("    size =", "    dist.all_gather_object([None] * n, rank)\n    size ="),
+    SIZES: (
+        *("torch.arange(tokens, device=heads.device)", "torch.arange(tokens // (2 * n) * 2 * n)"),
+    ),
+}
