@@ -1,4 +1,4 @@
-"""The mean over all tokens of a batch, of which the ranks have different numbers.
+"""The gradient of the mean over all tokens, if the ranks have different numbers of tokens.
 
 Lesson: language/token_mean.py.
 

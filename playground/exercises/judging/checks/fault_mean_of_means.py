@@ -81,6 +81,8 @@ MISTAKES = {
         *(TOTAL, f"{IN_LOOP}{TOTAL}"),
         *(LOSS, f"{LOSS} / len(micro_batches)"),
     ),
+    "`count` has the tokens of all micro-batches already, so the loss need not be divided by their "
+    "number.": (LOSS, f"{LOSS} / len(micro_batches)"),
     "This is the sum of the micro-batches' means.": (
         *(COUNT + REDUCE, ""),
         *(TOTAL, f"{IN_LOOP}{TOTAL}"),

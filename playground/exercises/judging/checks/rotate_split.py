@@ -2,6 +2,7 @@
 
 import torch
 import torch.distributed as dist
+from judging.words import difference
 
 from common.language import rotate
 
@@ -81,13 +82,10 @@ WORDS = {
 }
 COSTLY, SIZES = WORDS.values()
 MISTAKES = {
-    "Each rank has counted its tokens from 0, but they have other places in the whole sequence.": (
+    "The token at place 9 is rotated as if its place were 3.": (
         *(PLACES, "torch.arange(heads.shape[2])"),
     ),
-    "These are the places of tokens that follow one another. A rank has two chunks.": (
-        *(PLACES, "torch.arange(heads.shape[2]) + rank * heads.shape[2]"),
-    ),
-    "The second chunk of rank r is chunk 2n - 1 - r, so that rank 0 has the last one.": (
+    "The token at place 9 is rotated as if its place were 6.": (
         *(PLACES, "torch.cat([chunks[rank], chunks[n + rank]])"),
     ),
     "Here pairs are neighbours, but a pair is the numbers i and i + size / 2.": (
@@ -103,3 +101,19 @@ MISTAKES = {
         *("torch.arange(tokens, device=heads.device)", "torch.arange(tokens // (2 * n) * 2 * n)"),
     ),
 }
+
+
+def explain(trial):
+    """Find out by which place the first wrong token is rotated."""
+    actual, right = trial.of_rank()
+    if not isinstance(actual, torch.Tensor) or actual.shape != right.shape:
+        return None
+    heads, places = whole(trial.world_size, **trial.case)
+    tokens = range(actual.shape[2])
+    first = next(i for i in tokens if difference(actual[:, :, i], right[:, :, i], TOLERANCE))
+    place = places[trial.rank][first]
+    for other in range(heads.shape[2]):
+        rotated = rotate(heads[:, :, [place]], torch.tensor([other]))
+        if not difference(actual[:, :, [first]], rotated, TOLERANCE):
+            return f"The token at place {place} is rotated as if its place were {other}."
+    return None

@@ -72,8 +72,8 @@ def split_cross_entropy(scores, labels, first):
 MAX = "    dist.all_reduce(largest, dist.ReduceOp.MAX)\n"
 READ = "scores.gather"
 WORDS = {
-    r"WRONG, large scores.*has \[[^]]*(nan|inf)": "exp() of a large score overflows. Subtract the "
-    "largest score of all ranks first.",
+    r"WRONG, large scores.*has \[[^]]*(nan|inf)": "exp() is inf for a word, or 0 for all. Subtract "
+    "each token's largest score of all ranks first.",
     "COSTLY": "The scores can stay where they are. The other ranks need the largest one, a sum of "
     "exponentials, and the score of the label.",
     "CRASH.*(index|bounds)": "A label may be the word of another rank. Then these scores have no "
@@ -95,6 +95,15 @@ MISTAKES = {
     ),
     "The largest score is subtracted from the scores in the sum, but not from the label's.": (
         *(READ, f"(scores + largest[:, None]){READ[6:]}"),
+    ),
+    "The largest score is subtracted from the scores in both terms. So it must not be added again."
+    "": ("return total.log()", "return largest + total.log()"),
+    "The sum in the first term is over the words of all ranks, not only of the label's rank.": (
+        *(READ, "scores.log_softmax(dim=1).gather"),
+        *("total.log() - of_label", "-of_label"),
+    ),
+    "Only one rank has the score of the label. Have the others got it?": (
+        *("total, of_label = sums", "total = sums[0]"),
     ),
     "Column c has the scores of word `first + c`.": ("labels - first", "labels"),
 }

@@ -73,17 +73,18 @@ FACTOR = " * dist.get_world_size()"
 SKIP = "        if (labels == -100).all():\n            continue\n"
 SUM = ', reduction="sum"'
 WORDS = {
-    "CRASH.*mark.*ready": "Each forward() of DDP needs its backward() before the next forward().",
     "HANG, 2 micro": "DDP sends in each backward(), so a rank must also call it for a "
     "micro-batch of padding.",
-    "messages;": "Count the tokens of all micro-batches first, and then send one number.",
+    "messages;": "DDP sends the gradients. In addition, one message is enough, with the number "
+    "of tokens of all micro-batches.",
 }
-NO_TOKENS, COSTLY = list(WORDS.values())[1:]
+NO_TOKENS, COSTLY = WORDS.values()
 MISTAKES = {
     "This is a mean of means: a token counts more in a micro-batch with few tokens than in one "
     "with many.": (SUM, "", f"total / count{FACTOR}", "total / len(micro_batches)"),
     "Each rank has divided by the number of its own tokens, so a token counts more on a rank with "
     "few tokens.": (REDUCE, "", FACTOR, ""),
+    "This is the sum of the ranks' means.": (REDUCE, ""),
     "Each micro-batch is divided by its tokens on all ranks, and not by those of all micro-batches."
     "": (
         *(COUNT + REDUCE, ""),
@@ -92,6 +93,8 @@ MISTAKES = {
     ),
     "DDP divides the sum of the gradients by the number of ranks, but `count` already has the "
     "tokens of all ranks.": (FACTOR, ""),
+    "These are this rank's own terms. DDP averages over the ranks in a backward() outside of "
+    "no_sync(), if forward() was a call of model(...).": ("model(rows)", "model.module(rows)"),
     "Padding is counted, too.": ("(labels != -100).sum()", "torch.tensor(labels.numel())"),
     NO_TOKENS: ("        total", f"{SKIP}        total"),
     COSTLY: (
