@@ -276,7 +276,7 @@ class Course:
             elif page and page != self.pages[file]:
                 anchor = ""
                 if page.startswith(f"{EXERCISES}/part"):
-                    anchor = "#" + word.strip("`").removesuffix(".py").replace("_", "-")
+                    anchor = "#" + Path(word.strip("`")).stem.replace("_", "-")
                 result += f"[`{word.strip('`')}`]({relative(page, file)}{anchor})"
             elif word.startswith("("):
                 result += f"(`{word[1:-1]}`)"
