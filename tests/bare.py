@@ -1,16 +1,17 @@
-"""Six lessons without anything around their training.
+"""Seven lessons without anything around their training.
 
 A bare program uses the same PyTorch classes as its lesson. It trains on the same shuffled batches,
 counts the same losses and hits, and prints the same numbers. It has no DataLoader, no flags, no
 progress bar and no checkpoint. The MLP is written out, and so is the choice of each batch. The
-transformer is that of common/models.py.
+transformer and the language model are those of common/.
 
     python tests/bare.py single_gpu mnist data 128 3
     torchrun --standalone --nproc-per-node 2 tests/bare.py ddp mnist data 128 3
 
-The arguments are the kind of program (single_gpu, ddp, fsdp, tensor, pipeline or transformer), the
-data set, its folder, the global batch and the epochs. The transformer is trained with DDP. The
-pipeline needs two ranks. single_gpu also takes a device: with "cuda" all images lie on the GPU.
+The arguments are the kind of program (single_gpu, ddp, fsdp, tensor, pipeline, transformer or
+language), the data set, its folder, the global batch and the epochs. The transformer is trained
+with DDP, and the language model by one process, on the data set "text". The pipeline needs two
+ranks. single_gpu also takes a device: with "cuda" all images lie on the GPU.
 """
 
 import sys
@@ -26,7 +27,7 @@ from torchvision.datasets import MNIST
 
 def read(dataset, data_dir):
     """Return normalised training images, their labels, test images, their labels."""
-    if dataset == "digits":  # for a test of the numbers, so common/ may read them
+    if dataset in ("digits", "text"):  # for a test of the numbers, so common/ may read them
         from common.data import load
 
         train_set, test_set = load(dataset, data_dir)
@@ -39,8 +40,12 @@ def read(dataset, data_dir):
 
 
 def make_model(kind):
-    """Return the model of all kinds but one."""
+    """Return the model of a kind."""
     torch.manual_seed(0)
+    if kind == "language":
+        from common.language import Language
+
+        return Language()
     if kind == "transformer":
         from common.models import Transformer
 
@@ -121,7 +126,7 @@ def train_epoch(model, schedule, optimizer, batches, device):
             logits = schedule.step(target=labels)
             loss = F.cross_entropy(logits.detach(), labels)
         optimizer.step()
-        totals[0] += loss.detach() * len(labels)
+        totals[0] += loss.detach() * labels.numel()
         totals[1] += (logits.argmax(dim=1) == labels).sum()
     return totals
 
@@ -146,7 +151,7 @@ def main():
     kind, dataset, data_dir, *numbers = sys.argv[1:]
     device = numbers.pop() if len(numbers) == 3 else "cpu"
     batch_size, epochs = map(int, numbers)
-    if kind != "single_gpu":
+    if kind not in ("single_gpu", "language"):
         dist.init_process_group("gloo")
     rank, world_size = 0, 1
     if dist.is_initialized():
@@ -161,7 +166,9 @@ def main():
     own_batch = batch_size // world_size if split_data else batch_size
     data = [tensor.to(device) for tensor in read(dataset, data_dir)]
     images, labels, *tests = data
-    trained, tested = len(labels), len(tests[1])
+    unit = "tokens" if kind == "language" else "images"
+    each = labels[0].numel()  # an image has one label, and a row of the text one for each token
+    trained, tested = len(labels), tests[1].numel()
     tests = [[part[rank::world_size] for part in tests]] if split_data else [tests]
     if schedule:
         tests = in_equal_batches(*tests[0], batch_size)
@@ -176,14 +183,14 @@ def main():
         totals = train_epoch(model, schedule, optimizer, batches, device)
         if summed:
             dist.all_reduce(totals)
-        loss, hits = (totals / trained).tolist()
+        loss, hits = (totals / trained / each).tolist()
         seconds = time.perf_counter() - start
         test_hits = count_hits(model, schedule, tests, device)
         if summed:
             dist.all_reduce(test_hits)
         if rank == 0:
             numbers = f"loss {loss:.4f}  train {hits:.2%}  test {test_hits.item() / tested:.2%}"
-            speed = f"{seconds:.2f} s  {trained / seconds:,.0f} images/s"
+            speed = f"{seconds:.2f} s  {trained * each / seconds:,.0f} {unit}/s"
             print(f"epoch {epoch}/{epochs}  {numbers}  {speed}", flush=True)
     if world_size > 1:
         del model, schedule  # DDP refers to the group

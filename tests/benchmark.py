@@ -9,9 +9,10 @@ anything else meanwhile. The two things that a row compares, A and B, are measur
 B, ... The table has their medians and the ratio A / B. An epoch is the median of all epochs except
 a run's first.
 
-The first six rows compare a lesson with its bare program in bare.py. Each gives two lines: an
+The first seven rows compare a lesson with its bare program in bare.py. Each gives two lines: an
 epoch, and the whole run, from command to exit. Both programs must print the same losses. The next
-four compare two lessons (see COMMANDS). In images/s, each process has one thread. The last three:
+four compare two lessons (see COMMANDS). In images/s and tokens/s, each process has one thread. The
+last three:
 
     loader         images/s of single_gpu.py's DataLoader alone, and of torchvision's MNIST, which
                    reads single images
@@ -50,7 +51,8 @@ EPOCHS = 3  # the lessons' defaults
 BATCH_SIZE = 128
 TRAINED = 60_000 // BATCH_SIZE * BATCH_SIZE  # images in an epoch: drop_last drops the rest
 PROGRAMS = PATHS | {"bare": ROOT / "tests" / "bare.py"}
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+LAUNCHERS = {"torchrun": (*TORCHRUN, "2"), "torchrun1": (*TORCHRUN, "1")}
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 COMMANDS = {  # A; B; the flags of both; target
     "single_gpu": "single_gpu; bare single_gpu; ; at most 1.15 s",
@@ -60,6 +62,8 @@ COMMANDS = {  # A; B; the flags of both; target
     "pipeline": "torchrun pipeline_parallel; torchrun bare pipeline; ; at most 1.15 s",
     "transformer": "torchrun distributed_data_parallel_torchrun --model transformer;"
     " torchrun bare transformer; ; at most 1.15 s",
+    "language": "torchrun1 language_model --precision full --rows 128 --constant --clip 0"
+    " --lr 1e-3 --batch_size 128 --sample 1; bare language; ; at least 0.91 tokens/s",
     "bucket": "manual_data_parallel -g 2 --bucket; distributed_data_parallel -g 2;"
     " ; at most 1.15 s",
     "two_processes": "distributed_data_parallel -g 2; single_gpu;"
@@ -97,22 +101,23 @@ def run_lesson(command, data_dir, one_thread):
     Without `one_thread` in each process, the processes divide the cores. Returns as `run`.
     """
     words = command.split()
-    launcher = TORCHRUN if words[0] == "torchrun" else ()
+    launcher = LAUNCHERS.get(words[0], ())
     name, *flags = words[1:] if launcher else words
-    threads = max(1, torch.get_num_threads() // (2 if launcher else 1))
+    dataset = "text" if "language" in command else "mnist"
+    threads = max(1, torch.get_num_threads() // (2 if words[0] == "torchrun" else 1))
     if one_thread:
         threads = 2 if "-g" in flags else 1  # the lesson's own processes divide them
     if name == "bare":
-        flags += ["mnist", data_dir, BATCH_SIZE, EPOCHS]
+        flags += [dataset, data_dir, BATCH_SIZE, EPOCHS]
     else:
-        flags += ["--device", "cpu", "--dataset", "mnist", "--data_dir", data_dir]
+        flags += ["--device", "cpu", "--dataset", dataset, "--data_dir", data_dir]
         flags += ["--epochs", EPOCHS]
     return run(*launcher, PROGRAMS[name], *flags, OMP_NUM_THREADS=str(threads))
 
 
 def speeds_of(output):
-    """Return the training speed of each epoch in images/s, from an output."""
-    pattern = r"^epoch .* s  ([\d,]+) images/s"
+    """Return the training speed of each epoch, in images/s or tokens/s, from an output."""
+    pattern = r"^epoch .* s  ([\d,]+) \w+/s"
     found = re.findall(pattern, output, re.M)
     assert len(found) == EPOCHS, output
     return [int(speed.replace(",", "")) for speed in found]
@@ -145,7 +150,7 @@ def two_commands(name, data_dir, repeats):
     target, unit = target.rsplit(maxsplit=1)
     measure = []
     for command in commands:
-        measure.append(partial(run_lesson, f"{command} {flags}", data_dir, unit == "images/s"))
+        measure.append(partial(run_lesson, f"{command} {flags}", data_dir, unit != "s"))
     epochs, whole, losses = [], [], []
     for runs in in_turn(name, repeats, *measure):
         speeds = [median(speeds_of(output)[1:]) for _, output in runs]

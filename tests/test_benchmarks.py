@@ -6,13 +6,18 @@ from benchmark import COMMANDS, PROGRAMS
 from conftest import ROOT, SHORT, epochs, ranks, run, train
 
 
-@pytest.mark.parametrize("kind", ["single_gpu", "ddp", "fsdp", "tensor", "pipeline", "transformer"])
+@pytest.mark.parametrize("kind", [kind for kind in COMMANDS if "bare" in COMMANDS[kind]])
 def test_a_bare_program_prints_the_numbers_of_its_lesson(kind):
-    """A lesson and its bare program print the same losses and accuracies on the digits."""
-    lesson, *flags = COMMANDS[kind].partition(";")[0].removeprefix("torchrun ").split()
-    processes = 1 if lesson == "single_gpu" else 2
-    expected = train(lesson, *SHORT, *flags, processes=processes if processes > 1 else None)
-    jobs = ranks(PROGRAMS["bare"], kind, "digits", "data", 120, 1, processes=processes)
+    """A lesson and its bare program print the same losses and accuracies on little data."""
+    words = COMMANDS[kind].partition(";")[0].split()
+    processes = {"torchrun": 2, "torchrun1": 1}.get(words[0])  # None: without a launcher
+    lesson, *flags = words[1:] if processes else words
+    data = "text" if kind == "language" else "digits"
+    few = {"DOCUMENTS": "12"}  # of the text
+    flags += [*SHORT, "--dataset", data]
+    expected = train(lesson, *flags, processes=processes, env=few)
+    bare = (kind, data, "data", 120, 1)
+    jobs = ranks(PROGRAMS["bare"], *bare, processes=processes or 1, env=few)
     done, *_ = [job.wait() for job in jobs]
     assert len(epochs(done.stdout)) == 1, done.stderr
     assert epochs(done.stdout) == epochs(expected.stdout)

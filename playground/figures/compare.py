@@ -111,6 +111,7 @@ OF_TRANSFORMERS = (  # with --model transformer or language only
     "three_axes --fsdp",
 )
 OF_LANGUAGE = (  # with --model language only
+    "language_model --precision full --constant --clip 0",
     "vocabulary_parallel",
     "vocabulary_parallel --by dtensor",
 )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 PROC = Path("/proc")  # only Linux has it
 GPU_MEMORY = Path(__file__).resolve().parent / "gpu_memory"
-EPOCH = r"epoch \d+/\d+  loss (\S+)  train (\S+)%  test (\S+)%  (\S+) s  (\S+) (?:images|rows)/s"
+EPOCH = r"epoch \d+/\d+  loss (\S+)  train (\S+)%  test (\S+)%  (\S+) s  (\S+) \w+/s"
 NAMES = ("loss", "train", "test", "seconds", "images_per_s")
 
 
