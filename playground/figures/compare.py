@@ -222,7 +222,7 @@ def plan(args):
     if "steps" in args.only:
         for average in ("ddp", "each", "bucket"):
             runs.append(Run("steps", "profile_steps", ["--average", average]))
-    if "widths" in args.only:
+    if "widths" in args.only and args.model != "language":  # an MLP cannot read the text
         runs += plan_widths(args)
     rows, columns = fitting_mesh(args.device, args.gpus, args.width)
     ranks = {
