@@ -3,31 +3,30 @@ r"""A language model, trained as large ones are: FSDP, bfloat16, accumulation, c
 Run it:
     torchrun --standalone --nproc-per-node 2 playground/language/language_model.py
 
-For each epoch, it prints a line, and then a text that the model writes byte by byte:
-    epoch 3/3  loss 1.4731  train 58.80%  test 63.81%  8.00 s  52,000 tokens/s  ...
-TODO
+It prints for each epoch (with the text of Python 3.11; the line continues):
+    epoch 5/5  loss 1.2514  train 64.26%  test 66.45% ...
+This is followed by what the model writes then, byte by byte:
+    | The same inGroupI), so *key, an attributes the defixit* will variable is a remory if the
+    | descaritbines.  If a new exception is await* revocal string comparison objects long the
 
-The model learns from the help texts of Python (`text.md`): from each byte, it predicts the next
-one. Most of what trains it has been a lesson: its layers are sharded, they compute in bfloat16, the
-blocks may keep only their input (--checkpoint), and gradients are clipped. `prepare()` has the
-order. New is what surrounds these parts:
-
-- A step of a large model takes millions of tokens, so each rank computes --rows at a time, and adds
-  up the gradients.
-- The learning rate rises during the first steps, while Adam's averages are still rough, and then
-  falls along a cosine.
-- A loss of 1.47 is a perplexity of exp(1.47) = 4.3: the model is as uncertain as if it had to guess
-  one of 4.3 bytes.
+It learns from help texts of Python, and predicts the successor of each byte. Most of what trains it
+has been a lesson: layers are sharded and compute in bfloat16, blocks keep only their input
+(--checkpoint), gradients are clipped. `prepare` has the order. New is what surrounds these parts:
+- A step of a large model takes millions of tokens. So each rank computes --rows rows at a time, and
+  adds up their gradients.
+- The learning rate rises in the first steps, while Adam's averages are still rough, and then falls.
+- The perplexity is exp(the test's loss). At 3.44, the model is as uncertain as if it had to choose
+  among 3.44 bytes at random.
 - Tokens per second depend on the model and the machine. The model FLOPs utilization (MFU) can be
-  compared: the operations that the model needs, over those that the machine can do in that time.
-  Without --peak, these are measured with a product of two matrices. For a GPU, take them from its
-  data sheet.
+  compared between them: the operations that the model needs, over those that the machine could do
+  in this time. The latter are measured with a product of two matrices. For a GPU, better look them
+  up in its data sheet, and give them as --peak.
 
-With --double --constant --clip 0 --lr 1e-3, its twelve digits are those of single_gpu.py with
---double --model language --batch_size 32. --compile needs a compiler for C++ on a CPU.
+With --double --constant --clip 0 --lr 1e-3, all twelve digits are those of `single_gpu.py` with
+--double --model language --batch_size 32.
 
 Try breaking it, in a copy beside it:
-  1. Call `sample()` on rank 0 only. Where do the ranks wait?
+  1. Call `sample()` on rank 0 only. Where does each rank wait?
   2. With --tied, also shard the embedding: `fully_shard(model.stage1[0], mesh=mesh)`, before the
      last line of `prepare`. What does PyTorch say?
   3. Divide by `micro_labels.numel()`. The printed loss is twice as large, but the accuracies are
@@ -254,7 +253,7 @@ def add_flags(parser):
     add("--rows", type=flags.positive, default=8, help="rows that a rank computes at a time")
     add("--precision", choices=DTYPES, help="full: convert nothing; default: bfloat16")
     add("--checkpoint", action="store_true", help="blocks keep only their input for backward()")
-    add("--compile", action="store_true", help="compile the blocks with torch.compile")
+    add("--compile", action="store_true", help="torch.compile; on a CPU, it needs a C++ compiler")
     add("--tied", action="store_true", help="one table: the output layer uses the embedding's")
     add("--clip", type=flags.rate, default=1.0, help="largest norm of the gradients; 0: any")
     add("--constant", action="store_true", help="a constant learning rate")
