@@ -1,4 +1,4 @@
-"""Vocabulary parallelism: each rank has some words, in the embedding, output layer and loss.
+"""Vocabulary parallelism: each rank has some of the words, from the embedding to the loss.
 
 Run it (add --by dtensor, and PyTorch splits the layers and the loss):
     torchrun --standalone --nproc-per-node 2 playground/language/vocabulary_parallel.py
@@ -9,23 +9,24 @@ which take 16,777,216 bytes in one process. With two ranks, it prints:
     rank 0 keeps 108,864 parameters, and 8,388,608 bytes of scores
     rank 1 keeps 108,864 parameters, and 8,388,608 bytes of scores
 
-A language model gives each word of its vocabulary a score (logit), at every token. Here the words
+At every token, a language model has a score (logit) for each word of its vocabulary. Here the words
 are the 256 bytes. With 128,000 words, the scores of 8,192 tokens take 4.2 GB in float32, and their
-gradient takes as much again. So each rank has some words, and keeps their rows of the two tables:
-- In the embedding, a rank has zeros for the words of other ranks, and the ranks add up.
-- In the output layer, a rank computes the scores of its words. No rank ever has all scores.
+gradient takes as much again. So the ranks split the two layers that have a row for each word:
+- The embedding. A rank has zeros for the words of other ranks, and an all_reduce adds up.
+- The output layer. A rank computes the scores of its own words. No rank ever has all scores.
 
-The loss of a token with the scores s, whose label is the word y, is then
+The loss does not need all of them in one place, either. A token with the scores s, whose label is
+the word y, has the loss
     log(sum_j exp(s_j)) - s_y  =  log(sum_j exp(s_j - m)) - (s_y - m)    for any number m.
-With the largest score as m, no exponential is too large for its dtype. So a rank needs three
-numbers of the others: the largest score, the sum, and the label's score, which one rank has. Two
-all_reduces send these three numbers a token in place of 256 scores, and backward() sends nothing.
-(`playground/watch.py` in front of the lesson shows the messages.)
+With the largest score as m, no exponential is too large for its dtype. So three numbers of a token
+are enough: the largest score, the sum, and the label's score, which one rank has. Two all_reduces
+send them in place of 256 scores, and backward() of the loss sends nothing. (`playground/watch.py`
+in front of the lesson shows the messages.)
 
 Try breaking it, in a copy beside it, with --double, and compare the losses:
   1. In SplitCrossEntropy, leave out the first all_reduce. Is the loss still right?
   2. Let `largest` be zeros instead. Why is the loss right here, and when is it not?
-  3. In SplitEmbedding, leave out `* own[..., None]`. What does a rank add for others' words?
+  3. In SplitEmbedding, leave out `* own[..., None]`. Which rows are added?
   4. In SplitOutput, leave out BeginPair. Which gradients are wrong?
 
 Builds on: sequence_parallel.py
