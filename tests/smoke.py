@@ -1,4 +1,4 @@
-"""Run a command of each lesson's docstring on the CPU, for one epoch of the digits if it trains.
+"""Run a command of each lesson's docstring on the CPU, for one epoch of small data if it trains.
 
     python tests/smoke.py                    # all lessons
     python tests/smoke.py tensor_parallel    # some of them
@@ -15,7 +15,7 @@ import shlex
 import subprocess
 import sys
 
-from lessons import LESSONS, PATHS, ROOT
+from lessons import LESSONS, PATHS, ROOT, small_data
 
 COMMAND = r"^    ((?:[A-Z_]+=\S+ )*(?:python|torchrun) .*)$"
 NEEDS = ("--pretrained", "--gpu_ids")  # a download, or GPUs
@@ -43,7 +43,7 @@ def first_command(lesson):
     words += ["--device", "cpu"]
     trains = "flags.training(" in text or "flags.ranks(" in text
     if trains and "--dataset" not in words:
-        words += ["--dataset", "digits"]
+        words += ["--dataset", small_data(lesson)]
     if trains or '"--epochs"' in text:
         words += ["--epochs", "1"]
     return [*program, *words], variables

@@ -25,7 +25,7 @@ def test_the_smoke_run_of_each_lesson():
     for lesson in LESSONS:
         words = " ".join(first_command(lesson)[0])
         assert str(lesson_path(lesson).relative_to(ROOT)) in words and "--device cpu" in words
-        assert talks(lesson) or re.search("--dataset (digits|fake) .*--epochs 1$", words)
+        assert talks(lesson) or re.search("--dataset (digits|fake|text) .*--epochs 1$", words)
 
 
 ELSEWHERE = """
