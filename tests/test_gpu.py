@@ -84,6 +84,8 @@ ROWS = {  # a lesson with its flags, and on how many GPUs it runs
     "language_model --checkpoint": (1, 2),
     "vocabulary_parallel": (1, 2),
     "vocabulary_parallel --by dtensor": (2,),
+    "token_mean --micro_batches 2": (1, 2),
+    "token_mean --by fsdp --packed": (2,),
     "three_axes --mesh 2x1x1 --fsdp": (2,),
     "three_axes --mesh 1x2x1": (2,),
     "three_axes --mesh 1x1x2": (2,),

@@ -1,0 +1,128 @@
+"""The lesson on the mean over all tokens: numbers that do not depend on how a batch is divided."""
+
+import argparse
+import functools
+import re
+
+import pytest
+import token_mean as lesson
+import torch
+from conftest import epochs, train
+from forked import in_group
+from parameters import largest_difference
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+LESSON = "token_mean"
+FLAGS = ("--double", "--width", 16, "--layers", 1, "--batch_size", 48, "--epochs", 2)
+
+
+def off_by(out):
+    """Return by how much a mean of means is off in the batches that the lesson shows, in %."""
+    rows = re.findall(r"^ +[\d,]+ \+ [\d,]+ .* ([\d.]+)%$", out, re.M)
+    assert len(rows) == 5
+    return [float(percent) for percent in rows]
+
+
+def trained(folder, *flags, processes):
+    """Run the lesson in float64. Returns its epochs and what off_by() returns.
+
+    Its ranks write their parameters to the folder.
+    """
+    folder.mkdir()
+    env = {"DOCUMENTS": "12", "PARAMETERS": str(folder)}
+    out = train(LESSON, *FLAGS, *flags, processes=processes, env=env).stdout
+    return epochs(out), off_by(out)
+
+
+def test_the_numbers(tmp_path, record_property):
+    """They do not change with ranks, micro-batches, packing or FSDP. With a mean of means they do.
+
+    The losses agree to 1e-10, and the parameters to 1e-12.
+    """
+    lines, off = trained(tmp_path / "one", processes=1)
+    assert off == [0] * 5  # there is only one mean
+    right = [line | {"loss": pytest.approx(line["loss"], abs=1e-10)} for line in lines]
+    parameters = torch.load(tmp_path / "one" / "rank0.pt")
+    fsdp = ("--by", "fsdp", "--micro_batches", 2, "--packed")
+    for ranks, flags in ((2, ("--micro_batches", 4)), (3, fsdp)):
+        folder = tmp_path / str(ranks)
+        found, off = trained(folder, *flags, processes=ranks)
+        assert found == right and min(off) > 0
+        difference = largest_difference(folder, parameters)
+        assert difference < 1e-12
+        record_property("largest difference of a parameter in token_mean.py", difference)
+    wrong, _ = trained(tmp_path / "wrong", "--wrong", processes=2)
+    assert abs(wrong[1]["loss"] - lines[1]["loss"]) > 1e-4
+
+
+def made():
+    """Return a small model in float64, with the same numbers each time."""
+    torch.manual_seed(0)
+    flags = {"model": "language", "width": 16, "layers": None, "heads": None, "double": True}
+    return lesson.make_model(argparse.Namespace(**flags))
+
+
+def paragraphs(*lengths):
+    """Return paragraphs of random letters, of these lengths, as the lesson makes them."""
+    return [F.pad(torch.randint(1, 256, (length,)), (1, 1)) for length in lengths]
+
+
+def compare_gradients(rank):
+    """DDP and FSDP have the gradient of the mean over all tokens, also after a test."""
+    torch.manual_seed(1)
+    lists = [paragraphs(3, 40), paragraphs(100), paragraphs(1), paragraphs(9, 2, 5)]
+    whole = made()
+    rows, labels = lesson.make_rows([each for one in lists for each in one], packed=False)
+    F.cross_entropy(whole(rows), labels).backward()
+    right = lesson.whole_gradient(whole)
+    close = functools.partial(torch.testing.assert_close, atol=1e-12, rtol=0)
+    own = [lesson.make_rows(each, packed=False) for each in lists[2 * rank : 2 * rank + 2]]
+    sums = torch.zeros(3)
+    fsdp = made()
+    lesson.shard(fsdp, argparse.Namespace(device="cpu", timeout=60))
+    for model in (DistributedDataParallel(made()), fsdp):
+        optimizer = torch.optim.SGD(model.parameters())
+        for _ in range(2):
+            optimizer.zero_grad()
+            lesson.compute_gradients(model, own, sums)
+            close(lesson.whole_gradient(model), right)
+            with torch.no_grad():
+                model(rows)
+        optimizer.zero_grad()
+        lesson.mean_of_means(model, own, sums)
+        assert (lesson.whole_gradient(model) - right).norm() > 0.1 * right.norm()
+    for module in fsdp.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)  # in place of the factor
+    optimizer.zero_grad()
+    lesson.compute_gradients(fsdp, own, sums)
+    close(lesson.whole_gradient(fsdp), 2 * right)
+
+
+def test_gradients():
+    """They are those of one process, to 1e-12. Those of a mean of means are not."""
+    in_group(compare_gradients, 2)
+
+
+def test_packing():
+    """Each paragraph of a row has the logits that it has alone, and its own labels."""
+    model = made()
+    texts = paragraphs(120, 40, 30, 250, 5)
+    alone = [model(each[None, :-1])[0] for each in texts]
+    rows, labels = lesson.make_rows(texts, packed=True)
+    assert rows.shape == labels.shape == (3, 251)
+    assert (labels == lesson.IGNORED).sum(1).tolist() == [251 - 193, 0, 251 - 6]
+    lesson.keep_apart(model)
+    logits = model(rows)
+    found = logits.transpose(1, 2)[labels != lesson.IGNORED]
+    torch.testing.assert_close(found, torch.cat(alone, dim=1).T)
+    assert labels[labels != lesson.IGNORED].equal(torch.cat([each[1:] for each in texts]))
+
+
+def test_paragraphs():
+    """They are the documents without their empty lines, at most 255 bytes each."""
+    texts = [b"one\n\n\n\ntwo", b"x" * 300]
+    found = [bytes(each.tolist()) for each in lesson.paragraphs_of(texts)]
+    assert found == [b"\0one\0", b"\0two\0", b"\0" + b"x" * 255 + b"\0", b"\0" + b"x" * 45 + b"\0"]
