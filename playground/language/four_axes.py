@@ -1,0 +1,393 @@
+r"""Four axes: pipeline, FSDP, context and tensor parallelism of a language model, on one mesh.
+
+Run it:
+    torchrun --standalone --nproc-per-node 8 playground/language/four_axes.py
+    torchrun --standalone --nproc-per-node 4 \
+        playground/language/four_axes.py --mesh 2x1x2x1 --tied --clip 1
+
+Without --tied and --clip, it prints the same numbers as `single_gpu.py --model language`, up to
+rounding; with --double all twelve digits agree. Then it shows what each rank keeps, 13,808
+parameters of 108,864 in the first run:
+    rank 0  pp 0  dp 0  cp 0  tp 0  keeps 13,808 parameters
+
+Builds on: vocabulary_parallel.py
+This is the last lesson. `README.md` says which kind of parallelism is right for which model.
+"""
+
+import math
+import os
+import sys
+import time
+import warnings
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # find common/ from any folder
+for folder in ("split", "transformer"):
+    sys.path.append(str(Path(__file__).resolve().parents[1] / folder))
+
+# NEW: from the lessons before.
+from context_parallel import ring_attention, split_tokens, zigzag
+from pipeline_parallel import connect, cut, possible_starts, same_size_loaders
+from sequence_parallel import SplitBlock
+from vocabulary_parallel import SplitCrossEntropy, SplitEmbedding, SplitOutput
+
+from common import flags
+from common.data import ROW, fetch
+from common.language import VOCABULARY
+from common.models import HEADS, Block, make_layers
+
+
+def split_layers(stage, group):
+    """Tensor parallelism: give each rank of a tp group its shard of every layer of a stage."""
+    for index, layer in enumerate(stage):
+        if isinstance(layer, torch.nn.Embedding):
+            stage[index] = SplitEmbedding(layer, group)
+        elif isinstance(layer, Block):
+            stage[index] = SplitBlock(layer, sequence=False, group=group)
+        else:  # the end of the model: an RMSNorm, which stays whole, and the output layer
+            layer.output = SplitOutput(layer.output, group)
+
+
+def shard(stage, mesh):
+    """FSDP: shard each block of a stage, and then its other layers, over a mesh of one axis."""
+    # PyTorch warns that the outputs of layers are views, which must not be changed in place. No
+    # function of this lesson changes them.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module")
+    blocks = [layer for layer in stage if isinstance(layer, SplitBlock)]
+    for module in (*blocks, stage):
+        # NEW: all micro-batches of a step use the same parameters, so a rank keeps what it has
+        # gathered for the first one until the last backward().
+        fully_shard(module, mesh=mesh, reshard_after_forward=False)
+        # NEW: add gradients up, without dividing them by the number of ranks. loss() has divided
+        # by the number of all tokens.
+        module.set_gradient_divide_factor(1)
+
+
+def wrap(layers, mesh, flat, device, args):
+    """Return what this rank computes: its stage of the model, split and sharded."""
+    # NEW: 1. The pipeline, so that a rank splits and shards the layers of its own stage only.
+    stage = cut(layers, mesh["pp"].size())[mesh.get_local_rank("pp")]
+    # NEW: 2. Tensor parallelism. It cuts whole parameters, so it must come before fully_shard.
+    split_layers(stage, mesh.get_group("tp"))
+    # NEW: 3. Context parallelism. It replaces the forward() of attention, which now has the heads
+    # of this rank only, and so sends the keys and values of these. Each rank rotates queries and
+    # keys by the true positions of its tokens, and not by 0, 1, 2 and so on.
+    places = zigzag(ROW, mesh["cp"].size())
+    split_tokens(stage, ring_attention, places, mesh.get_group("cp"))
+    # 4. and 5. Here, activation checkpointing and then torch.compile would wrap each block. They
+    # need its final forward(), with all messages in it.
+    # NEW: 6. FSDP. Its hooks gather a block's parameters before all of the above computes. Ranks
+    # along dp and cp have the same parameters, so it shards over both as one axis.
+    shard(stage, flat["dp_cp"])
+    # NEW: 7. The schedule, which calls the whole stage. It lets FSDP send gradients after the last
+    # micro-batch only. And the optimizer, in train(), whose parameters are those of fully_shard.
+    return Pipeline(stage, places[mesh.get_local_rank("cp")], mesh, device, args)
+
+
+class Pipeline(torch.nn.Module):
+    """The stage of this rank, and the schedule that runs it together with other ranks' stages.
+
+    Args:
+        stage: its layers.
+        mine: the places of this rank's tokens in a row of the text, int64 (own tokens,).
+        mesh: the axes pp, dp, cp and tp.
+        device: of this rank.
+        args: the flags.
+    """
+
+    def __init__(self, stage, mine, mesh, device, args):
+        super().__init__()
+        self.stage = stage
+        self.mine = mine
+        self.mesh = mesh
+        self.tokens = args.batch_size * ROW  # in a global batch
+        self.device = device
+        number = mesh.get_local_rank("pp")
+        count = mesh["pp"].size()
+        self.is_first = number == 0
+        self.is_last = number == count - 1
+        connected = PipelineStage(stage, number, count, device, group=mesh.get_group("pp"))
+        # NEW: with scale_grads=True, the default, the schedule divides gradients by the number of
+        # micro-batches, because it expects loss() to be the mean over a micro-batch.
+        self.schedule = Schedule1F1B(connected, args.micro_batches, self.loss, scale_grads=False)
+
+    def own(self, rows):
+        """Return this rank's part of rows or labels, (N, 128): some rows (dp), some tokens (cp)."""
+        # NEW: common/data.py has shifted the labels already: each is the next byte of the text. A
+        # rank cannot shift them here, because it may not have the token that follows one of its.
+        own_rows = rows[self.mesh.get_local_rank("dp") :: self.mesh["dp"].size()]
+        return own_rows[:, self.mine]
+
+    def loss(self, scores, labels):
+        """Return what this rank's tokens of a micro-batch add to the mean loss of a global batch.
+
+        (The schedule also calls this to learn the shapes of its messages.)
+        """
+        losses, _ = SplitCrossEntropy.apply(scores, labels, self.mesh.get_group("tp"))
+        # NEW: a sum, divided by the number of all tokens. So every gradient is a plain sum: over
+        # micro-batches, and over the ranks along dp and cp.
+        return losses.sum() / self.tokens
+
+    def forward(self, rows, labels):
+        """Compute a global batch, and in training its gradients, too.
+
+        All ranks pass the whole batch. Only the last stage returns scores, of this rank's words,
+        rows and tokens.
+        """
+        inputs = [self.own(rows)] if self.is_first else []
+        if self.training:
+            return self.schedule.step(*inputs, target=self.own(labels))
+        return self.schedule.eval(*inputs, target=self.own(labels))
+
+
+def train(args):
+    """Make a mesh of four axes, train a language model on it, and show what each rank keeps."""
+    _, device = join(args)
+    pp_size, dp_size, cp_size, tp_size = map(int, args.mesh.split("x"))
+    # NEW: ranks that differ along the last axis only, tp, are neighbours. They send most messages.
+    sizes = (pp_size, dp_size, cp_size, tp_size)
+    mesh = dist.init_device_mesh(device.type, sizes, mesh_dim_names=("pp", "dp", "cp", "tp"))
+    # NEW: the same ranks in the same order, but dp and cp are one axis.
+    sizes = (pp_size, dp_size * cp_size, tp_size)
+    flat = dist.init_device_mesh(device.type, sizes, mesh_dim_names=("pp", "dp_cp", "tp"))
+    timeout = timedelta(seconds=args.timeout)
+    for group in (*mesh.get_all_groups(), *flat.get_all_groups()):
+        # The groups of a mesh may have PyTorch's own timeout: 30 minutes (gloo) or 10 (NCCL).
+        group.set_timeout(timeout)
+    train_loader, test_loader = same_size_loaders(args)  # all ranks read the same batches
+    # The same seed on all ranks, because each keeps a part of the same random parameters.
+    torch.manual_seed(args.seed)
+    layers = make_layers(args)
+    if args.tied:
+        # NEW: the embedding's table is the output layer's, too, but their stages are on different
+        # ranks. So each has a copy, and their gradients are added up, over a group of the two.
+        layers[-1].output.weight = torch.nn.Parameter(layers[0].weight.detach().clone())
+    model = wrap(layers, mesh, flat, device, args)
+    ends = group_of_ends(mesh, timeout) if args.tied else None
+    dp_cp_rank = flat.get_local_rank("dp_cp")
+    torch.manual_seed(args.seed + dp_cp_rank)  # dropout, if there is any, is equal along tp only
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
+
+    def finish_gradients():
+        """Do what is left to do with the gradients of a batch after the schedule's step."""
+        if args.tied:
+            add_up_table(model, ends)
+        if args.clip > 0:
+            clip_gradients(model, args.clip, mesh, flat, args.tied)
+
+    model.finish_gradients = finish_gradients  # for run_epoch()
+    connect(model, train_loader, device)
+    fit(model, optimizer, train_loader, test_loader, device, args)
+    show_mesh(model, mesh)
+    dist.barrier()  # DTensor keeps the groups, and without this Python may abort at exit
+    dist.destroy_process_group()
+
+
+def group_of_ends(mesh, timeout):
+    """Return the group of two ranks that have the same shard of a tied table; None: not this rank.
+
+    One is in the first stage and one in the last, at the same place along dp, cp and tp.
+    """
+    first_stage = mesh.mesh[0].flatten().tolist()  # the numbers of its ranks
+    last_stage = mesh.mesh[-1].flatten().tolist()
+    pairs = [list(pair) for pair in zip(first_stage, last_stage, strict=True)]
+    group, _ = dist.new_subgroups_by_enumeration(pairs, timeout=timeout)
+    return group
+
+
+def add_up_table(model, ends):
+    """Add up the gradients of the two copies of a tied table. Each copy has been used once."""
+    if model.is_first:
+        table = model.stage[0].weight
+    elif model.is_last:
+        table = model.stage[-1].output.weight
+    else:
+        return
+    dist.all_reduce(table.grad.to_local(), group=ends)
+
+
+def clip_gradients(model, limit, mesh, flat, tied):
+    """Scale all gradients, so that the norm of the whole model's gradient is at most `limit`.
+
+    The norm is the root of the sum of all squares. What several ranks have counts once.
+    """
+    split = torch.zeros((), dtype=torch.float64, device=model.device)
+    whole = torch.zeros_like(split)
+    for name, parameter in model.stage.named_parameters():
+        squares = parameter.grad.to_local().square().sum()
+        if "norm" in name:
+            whole += squares  # an RMSNorm's gradient is the same on all ranks of a tp group
+        elif not (tied and model.is_last and name.endswith(".output.weight")):
+            split += squares
+    # NEW: squares are added up over the axes along which the ranks have different numbers.
+    dist.all_reduce(split, group=mesh.get_group("tp"))
+    total = split + whole
+    dist.all_reduce(total, group=flat.get_group("dp_cp"))  # shards of fully_shard
+    dist.all_reduce(total, group=mesh.get_group("pp"))  # stages
+    factor = min(1, limit / (total.sqrt().item() + 1e-6))  # as torch.nn.utils.clip_grad_norm_ does
+    for parameter in model.parameters():
+        parameter.grad *= factor
+
+
+def run_epoch(model, loader, device, optimizer=None):
+    """Train, or only test if there is no optimizer.
+
+    Returns three sums: the loss, the number of tokens predicted correctly, the number of tokens.
+    All ranks of a tp group count the same tokens, which changes neither mean nor percentages.
+    """
+    model.train(optimizer is not None)
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    for rows, labels in loader:
+        rows = rows.to(device, non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
+        if optimizer is not None:
+            optimizer.zero_grad()
+        with torch.set_grad_enabled(model.training):
+            scores = model(rows, labels)
+        if optimizer is not None:
+            model.finish_gradients()
+            optimizer.step()
+        if scores is not None:
+            own_labels = model.own(labels)
+            tp_group = model.mesh.get_group("tp")
+            losses, correct = SplitCrossEntropy.apply(scores.detach(), own_labels, tp_group)
+            sums[0] += losses.sum()
+            sums[1] += correct.sum()
+            sums[2] += (own_labels >= 0).sum()  # without the rows that fill up the last batch
+    dist.all_reduce(sums)
+    return sums.tolist()
+
+
+def show_mesh(model, mesh):
+    """Print the place of each rank in the mesh, and the number of parameters that it keeps."""
+    places = []
+    for name, index in zip(mesh.mesh_dim_names, mesh.get_coordinate(), strict=True):
+        places.append(f"{name} {index}")
+    kept = sum(parameter.to_local().numel() for parameter in model.parameters())
+    row = f"rank {dist.get_rank()}  {'  '.join(places)}  keeps {kept:,} parameters"
+    rows = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, row)
+    if dist.get_rank() == 0:
+        print(*rows, sep="\n", flush=True)
+
+
+def add_flags(parser):
+    """Add the flags that only this lesson has."""
+    parser.set_defaults(model="language")
+    add = parser.add_argument
+    add("--mesh", help="ranks along pp, dp, cp and tp, as in 2x2x1x2, the default of 8 ranks")
+    add("--micro_batches", type=flags.positive, default=4, help="of a dp rank's part of a batch")
+    add("--tied", action="store_true", help="the output layer has the embedding's table")
+    add("--clip", type=flags.rate, default=0.0, help="the largest norm of the gradients; 0: any")
+
+
+def check_flags(parser, args, world_size):
+    """Choose a mesh if none is given, and refuse what its ranks cannot split."""
+    if args.model != "language":
+        parser.error(f"--model {args.model} has no vocabulary: use --model language")
+    if args.mesh is None:
+        pp_size = 2 if world_size % 2 == 0 else 1
+        tp_size = 2 if world_size % 4 == 0 else 1
+        cp_size = 2 if world_size % 16 == 0 else 1
+        dp_size = world_size // (pp_size * cp_size * tp_size)
+        args.mesh = f"{pp_size}x{dp_size}x{cp_size}x{tp_size}"
+    sizes = [int(size) for size in args.mesh.split("x") if size.isdecimal()]
+    as_read = "x".join(map(str, sizes))
+    if len(sizes) != 4 or math.prod(sizes) != world_size or as_read != args.mesh:
+        wrong = f"--mesh {args.mesh} does not have 4 axes and {world_size} processes"
+        parser.error(f"{wrong}: use --mesh 1x{world_size}x1x1, or leave it out")
+    pp_size, dp_size, _, tp_size = sizes
+    with torch.device("meta"):  # layers without memory
+        most = len(possible_starts(make_layers(args)))
+    if pp_size > most:
+        parser.error(f"{pp_size} stages, but only {most} layers: use a larger --layers")
+    if args.tied and pp_size == 1:
+        parser.error("--tied is for a table at both ends of a pipeline: use --mesh 2x...")
+    if args.micro_batches < pp_size:
+        wrong = f"--micro_batches {args.micro_batches}: 1F1B needs one for each stage"
+        parser.error(f"{wrong}: use --micro_batches {pp_size}")
+    parser.check_batch(args.batch_size, dp_size * args.micro_batches)
+    heads = args.heads or HEADS
+    unit = 2 * tp_size  # two heads share their keys and values
+    if heads % unit:
+        near = max(1, round(heads / unit)) * unit
+        parser.error(f"{tp_size} ranks along tp cannot split --heads {heads}: use {near}")
+    if VOCABULARY % tp_size:
+        parser.error(f"{tp_size} ranks along tp cannot split {VOCABULARY} words: use 1, 2 or 4")
+
+
+# ---------- Unchanged from distributed_data_parallel_torchrun.py ----------
+# You know what follows: join(), fit() and main(). If you copy this lesson, copy it, too.
+
+
+def join(args):
+    """Join the process group that torchrun describes. Returns this rank and its device."""
+    local_rank = int(os.environ["LOCAL_RANK"])  # torchrun has numbered this node's processes
+    device = torch.device(args.device)
+    gpu = None
+    if args.device != "cpu":
+        gpu = device = torch.device(args.device, local_rank)
+        torch.accelerator.set_device_index(gpu)  # otherwise all ranks would take memory on GPU 0
+    backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA's GPUs, gloo for CPUs
+    # The address, the rank and the world size are in the environment.
+    dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=gpu)
+    rank = dist.get_rank()
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, vars(args))
+    for flag in vars(args).keys() - {"data_dir"}:
+        values = {str(each.get(flag)) for each in everyone}
+        if len(values) > 1:
+            dist.destroy_process_group()
+            raise ValueError(f"the nodes differ in --{flag}: {', '.join(sorted(values))}")
+    if rank == 0:
+        print(f"{len(everyone)} ranks, {backend}, {args.device}", flush=True)
+    return rank, device
+
+
+def fit(model, optimizer, train_loader, test_loader, device, args):
+    """Train and test, and print one line for each epoch."""
+    rank = dist.get_rank()
+    for epoch in range(args.epochs):
+        train_loader.sampler.set_epoch(epoch)  # a new order, the same on all ranks
+        start = time.perf_counter()
+        # Only rank 0 shows a bar, and only in a terminal.
+        bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)
+        loss, correct, images = run_epoch(model, bar, device, optimizer)
+        seconds = time.perf_counter() - start
+        speed = len(train_loader) * args.batch_size / seconds
+        # A wrapper such as DDP may send messages in forward(), so test the model that it wraps.
+        plain = getattr(model, "module", model)
+        _, test_correct, test_images = run_epoch(plain, test_loader, device)
+        if rank == 0:
+            digits = 12 if args.double else 4
+            print(
+                f"epoch {epoch + 1}/{args.epochs}  loss {loss / images:.{digits}f}"
+                f"  train {correct / images:.2%}  test {test_correct / test_images:.2%}"
+                f"  {seconds:.2f} s  {speed:,.0f} {args.unit}/s",
+                flush=True,
+            )
+
+
+@record  # writes the traceback of an error to a file, and torchrun's report shows it
+def main():
+    """Read the flags, make sure that the data is there, and train as one of the ranks."""
+    parser = flags.ranks(__doc__)
+    add_flags(parser)
+    args = parser.parse_args()
+    parser.check_torchrun(args)  # an error of one line if torchrun has not started this
+    check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
+    # There is no group yet, so a download may take long. One process of each node does it.
+    args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
+    train(args)
+
+
+if __name__ == "__main__":
+    main()
