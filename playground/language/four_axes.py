@@ -1,14 +1,34 @@
 r"""Four axes: pipeline, FSDP, context and tensor parallelism of a language model, on one mesh.
 
-Run it:
+Run it, and then with a table that the embedding and the output layer share:
     torchrun --standalone --nproc-per-node 8 playground/language/four_axes.py
     torchrun --standalone --nproc-per-node 4 \
         playground/language/four_axes.py --mesh 2x1x2x1 --tied --clip 1
 
 Without --tied and --clip, it prints the same numbers as `single_gpu.py --model language`, up to
-rounding; with --double all twelve digits agree. Then it shows what each rank keeps, 13,808
-parameters of 108,864 in the first run:
+rounding; with --double all twelve digits agree. The first run prints first, for each rank:
     rank 0  pp 0  dp 0  cp 0  tp 0  keeps 13,808 parameters
+    rank 1  pp 0  dp 0  cp 0  tp 1  keeps 13,808 parameters
+
+Ranks that differ along pp have different layers; along dp, different rows of the text; along cp,
+different tokens of the same rows; along tp, different heads, columns and words. `wrap` gives a rank
+its part, axis by axis, in the order that larger programs have, too. FSDP shards over dp and cp as
+if they were one axis, because ranks along both have the same parameters, but different tokens. So
+this is where gradients are summed:
+
+    gradient of                   over pp             over dp and cp   over tp
+    a split layer of a block      no, in one stage    summed           no, a rank has its own shard
+    the embedding, the output     no; --tied: summed  summed           no, a rank has its own shard
+    an RMSNorm                    no, in one stage    summed           no, all ranks have the same
+
+Try breaking it, in a copy beside it, with --double, and compare the losses:
+  1. With --mesh 1x1x2x1, train with `self.own(rows).roll(-1, dims=1)` in place of own(labels), as
+     if each rank had shifted its own tokens. Is there an error?
+  2. With the same mesh, set `positions` of each attention to None after split_tokens().
+  3. With --mesh 2x1x1x1 --tied, leave out the all_reduce of the table's gradient.
+  4. Leave out set_gradient_divide_factor(1), or scale_grads=False. Why do the losses hardly change?
+     With which flag do they?
+  5. Call shard() before split_layers(). Is there an error?
 
 Builds on: vocabulary_parallel.py
 This is the last lesson. `README.md` says which kind of parallelism is right for which model.
@@ -171,22 +191,28 @@ def train(args):
         # ranks. So each has a copy, and their gradients are added up, over a group of the two.
         layers[-1].output.weight = torch.nn.Parameter(layers[0].weight.detach().clone())
     model = wrap(layers, mesh, flat, device, args)
-    ends = group_of_ends(mesh, timeout) if args.tied else None
+    show_mesh(model, mesh)
+    ends = None
+    table = None
+    if args.tied:
+        ends = group_of_ends(mesh, timeout)
+        table = table_of(model)
+    second_copy = table if model.is_last else None
     dp_cp_rank = flat.get_local_rank("dp_cp")
     torch.manual_seed(args.seed + dp_cp_rank)  # dropout, if there is any, is equal along tp only
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
 
     def finish_gradients():
         """Do what is left to do with the gradients of a batch after the schedule's step."""
-        if args.tied:
-            add_up_table(model, ends)
+        if table is not None:
+            # NEW: each copy has the gradient of its own use, and the table's is the sum of both.
+            dist.all_reduce(table.grad.to_local(), group=ends)
         if args.clip > 0:
-            clip_gradients(model, args.clip, mesh, flat, args.tied)
+            clip_gradients(model, args.clip, mesh, flat, second_copy)
 
     model.finish_gradients = finish_gradients  # for run_epoch()
     connect(model, train_loader, device)
     fit(model, optimizer, train_loader, test_loader, device, args)
-    show_mesh(model, mesh)
     dist.barrier()  # DTensor keeps the groups, and without this Python may abort at exit
     dist.destroy_process_group()
 
@@ -203,18 +229,16 @@ def group_of_ends(mesh, timeout):
     return group
 
 
-def add_up_table(model, ends):
-    """Add up the gradients of the two copies of a tied table. Each copy has been used once."""
+def table_of(model):
+    """Return this rank's shard of the embedding's or of the output layer's table; None: neither."""
     if model.is_first:
-        table = model.stage[0].weight
-    elif model.is_last:
-        table = model.stage[-1].output.weight
-    else:
-        return
-    dist.all_reduce(table.grad.to_local(), group=ends)
+        return model.stage[0].weight
+    if model.is_last:
+        return model.stage[-1].output.weight
+    return None
 
 
-def clip_gradients(model, limit, mesh, flat, tied):
+def clip_gradients(model, limit, mesh, flat, second_copy):
     """Scale all gradients, so that the norm of the whole model's gradient is at most `limit`.
 
     The norm is the root of the sum of all squares. What several ranks have counts once.
@@ -225,7 +249,7 @@ def clip_gradients(model, limit, mesh, flat, tied):
         squares = parameter.grad.to_local().square().sum()
         if "norm" in name:
             whole += squares  # an RMSNorm's gradient is the same on all ranks of a tp group
-        elif not (tied and model.is_last and name.endswith(".output.weight")):
+        elif parameter is not second_copy:  # of a tied table, on the last stage
             split += squares
     # NEW: squares are added up over the axes along which the ranks have different numbers.
     dist.all_reduce(split, group=mesh.get_group("tp"))
