@@ -26,8 +26,7 @@ Try breaking it, in a copy beside it, with --double, and compare the losses:
      if each rank had shifted its own tokens. Is there an error?
   2. With the same mesh, set `positions` of each attention to None after split_tokens().
   3. With --mesh 2x1x1x1 --tied, leave out the all_reduce of the table's gradient.
-  4. Leave out set_gradient_divide_factor(1), or scale_grads=False. Why do the losses hardly change?
-     With which flag do they?
+  4. With --mesh 1x2x1x1, leave out `* self.ranks` in loss(). Why does the loss hardly change?
   5. Call shard() before split_layers(). Is there an error?
 
 Builds on: vocabulary_parallel.py
@@ -86,9 +85,6 @@ def shard(stage, mesh):
         # NEW: all micro-batches of a step use the same parameters, so a rank keeps what it has
         # gathered for the first one until the last backward().
         fully_shard(module, mesh=mesh, reshard_after_forward=False)
-        # NEW: add gradients up, without dividing them by the number of ranks. loss() has divided
-        # by the number of all tokens.
-        module.set_gradient_divide_factor(1)
 
 
 def wrap(layers, mesh, flat, device, args):
@@ -129,6 +125,7 @@ class Pipeline(torch.nn.Module):
         self.mine = mine
         self.mesh = mesh
         self.tokens = args.batch_size * ROW  # in a global batch
+        self.ranks = mesh["dp"].size() * mesh["cp"].size()
         self.device = device
         number = mesh.get_local_rank("pp")
         count = mesh["pp"].size()
@@ -152,9 +149,10 @@ class Pipeline(torch.nn.Module):
         (The schedule also calls this to learn the shapes of its messages.)
         """
         losses, _ = SplitCrossEntropy.apply(scores, labels, self.mesh.get_group("tp"))
-        # NEW: a sum, divided by the number of all tokens. So every gradient is a plain sum: over
-        # micro-batches, and over the ranks along dp and cp.
-        return losses.sum() / self.tokens
+        # NEW: a sum, divided by the number of all tokens. So every gradient is to be a plain sum,
+        # over micro-batches and over the ranks along dp and cp. But fully_shard divides its sum by
+        # the number of these ranks.
+        return losses.sum() / self.tokens * self.ranks
 
     def forward(self, rows, labels):
         """Compute a global batch, and in training its gradients, too.
