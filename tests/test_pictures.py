@@ -17,7 +17,7 @@ from figures.schedules import bubble, logical_time, stages_on_a_rank
 COUNTS = json.loads((FIGURES / "pictures.json").read_text())
 LAYER = 4 * (784 * 784 + 784)  # bytes of a hidden layer of that model
 COUNTED = ("holds", "data_parallel", "ring", "fsdp", "schedules", "tensor", "mesh")
-COUNTED += ("split", "context", "experts", "axes")
+COUNTED += ("split", "context", "experts", "parts")
 
 
 @pytest.fixture(autouse=True)

@@ -107,8 +107,6 @@ OF_TRANSFORMERS = (  # with --model transformer or language only
     "sequence_parallel --by dtensor --sequence",
     "context_parallel",
     "context_parallel --by ulysses",
-    "three_axes",
-    "three_axes --fsdp",
 )
 OF_LANGUAGE = (  # with --model language only
     "language_model --precision full --constant --clip 0",
@@ -231,7 +229,6 @@ def plan(args):
         "tensor_parallel": args.pieces,
         "sequence_parallel": args.head_parts,
         "context_parallel": args.head_parts,
-        "three_axes": args.head_parts,
         "vocabulary_parallel": args.pieces,
         "hybrid_parallel": rows * columns,
     }

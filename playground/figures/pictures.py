@@ -23,7 +23,6 @@ for part in ("", "sharded", "split", "transformer", "language"):
     sys.path.append(str(PLAYGROUND / part))  # find the lessons and figures/
 sys.path.append(str(PLAYGROUND.parent))  # find common/
 from figures import (
-    axes,
     context,
     data_parallel,
     experts,
@@ -31,6 +30,7 @@ from figures import (
     holds,
     mesh,
     overlap,
+    parts,
     ring,
     schedules,
     sending_less,
@@ -56,7 +56,7 @@ PICTURES = {
     "split": split,
     "context": context,
     "experts": experts,
-    "axes": axes,
+    "parts": parts,
 }
 STARTING = ("overlap", "sending_less")  # these start their own ranks
 
@@ -64,7 +64,7 @@ STARTING = ("overlap", "sending_less")  # these start their own ranks
 def count(names: list[str]) -> dict[str, dict]:
     """Return the counts of some pictures. Those with equally many ranks share the processes."""
     counts = {}
-    for world_size in (2, 4, 8):
+    for world_size in (2, 4, 16):
         functions = {}
         for name in names:
             if getattr(PICTURES[name], "RANKS", None) == world_size:

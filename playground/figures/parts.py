@@ -1,0 +1,147 @@
+"""Which ranks of four_axes.py have which part of a parameter, of its gradient, of an activation."""
+
+import argparse
+from pathlib import Path
+
+import four_axes
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from common.data import ROW
+from common.language import VOCABULARY
+from common.models import make_layers
+from figures.counting import of_all_ranks
+from figures.style import (
+    BLUE,
+    GREEN,
+    ORANGE,
+    PALE_GREEN,
+    PALE_ORANGE,
+    add_legend,
+    box,
+    new_figure,
+    save,
+)
+
+RANKS = 16
+ROWS = 8  # of the text in a global batch
+HIGH = 0.7  # of a box
+BLOCK = 2  # the layer that is looked at: the first one of the second stage
+
+
+def count() -> list[dict]:
+    """Note what each rank of four_axes.py has in a step, on a mesh of 2 x 2 x 2 x 2 ranks.
+
+    Returns:
+        A dict for each rank: "place" in the mesh, "rows" and "tokens" (of the global batch), which
+        its stage computes, and the rows of a weight in the second block: those of its "shard" and
+        of the "term" of the gradient that it computes. Both are None in the first stage.
+    """
+    mesh = dist.init_device_mesh("cpu", (2, 2, 2, 2), mesh_dim_names=("pp", "dp", "cp", "tp"))
+    flat = dist.init_device_mesh("cpu", (2, 4, 2), mesh_dim_names=("pp", "dp_cp", "tp"))
+    args = argparse.Namespace(batch_size=ROWS, micro_batches=2, model="language", double=False)
+    args.width = args.layers = args.heads = None
+    layers = make_layers(args)
+    weight = layers[BLOCK].mlp.gate.weight
+    numbers = torch.arange(len(weight))
+    weight.data = weight.data * 0 + numbers[:, None]  # the rows have their numbers, to be known by
+    model = four_axes.wrap(layers, mesh, flat, torch.device("cpu"), args)
+    mine = {"place": mesh.get_coordinate(), "shard": None, "term": None}
+    numbers = torch.arange(ROWS)[:, None].expand(ROWS, ROW)
+    mine["rows"] = spans(model.own(numbers)[:, 0])
+    mine["tokens"] = spans(model.own(torch.arange(ROW).expand(ROWS, ROW))[0])
+    if model.is_last:
+        gate = model.stage[0].mlp.gate
+
+        def note(gate, inputs, output):
+            """Note the rows of the weight with which the layer computes."""
+            mine["term"] = spans(gate.weight.detach()[:, 0].long())
+            assert len(inputs[0]) * args.micro_batches == len(model.own(numbers))
+            assert inputs[0].shape[1] == len(model.mine)
+
+        gate.register_forward_hook(note)
+        shard = gate.weight.to_local()
+        mine["shard"] = spans(shard[:, 0].long())
+    model.train()
+    rows, labels = torch.randint(VOCABULARY, (2, ROWS, ROW))
+    model(rows, labels)
+    if model.is_last:
+        assert gate.weight.grad.to_local().shape == shard.shape
+    return of_all_ranks(mine)
+
+
+def spans(numbers: Tensor) -> list[list[int]]:
+    """Return ascending numbers as a list of first numbers and ends: 0 1 2 6 7 is [0, 3], [6, 8]."""
+    found = []
+    for number in numbers.tolist():
+        if found and found[-1][1] == number:
+            found[-1][1] += 1
+        else:
+            found.append([number, number + 1])
+    return found
+
+
+def draw(counts: list, path: Path) -> None:
+    """Draw three panels. In each, all ranks have a box for the whole, of which a part is filled."""
+    weight_rows = max(end for rank in counts for _, end in rank["term"] or [])
+    figure, panels = new_figure(1, 3, 7.6)
+    titles = ("a weight of block 2", "its gradient", "the input of block 2")
+    for panel, title in zip(panels[0], titles, strict=True):
+        panel.text(1.07, 1.75, title, fontsize=13, weight="bold", ha="center", va="bottom")
+        for rank, has in enumerate(counts):
+            pp, dp, cp, tp = has["place"]
+            corner = (1.15 * tp, -5.3 * pp - 1.2 * (2 * dp + cp))
+            number = f"rank {rank}"
+            middle = corner[0] + 0.5
+            panel.text(middle, corner[1] + 0.74, number, fontsize=10, ha="center", va="bottom")
+            parts = []  # left, bottom, width, height and colour of what is filled, from 0 to 1
+            if title == titles[2]:
+                parts = parts_of_input(has, GREEN if pp == 1 else PALE_GREEN)
+            elif pp == 1 and title == titles[1]:
+                parts = parts_of_weight(has["term"], weight_rows, PALE_ORANGE)
+                parts += parts_of_weight(has["shard"], weight_rows, ORANGE)
+            elif pp == 1:
+                parts = parts_of_weight(has["shard"], weight_rows, BLUE)
+            for left, bottom, width, height, colour in parts:
+                place = (corner[0] + left, corner[1] + HIGH * bottom)
+                box(panel, place, (width, HIGH * height), colour, linewidth=0)
+            style = "-" if parts else ":"
+            box(panel, corner, (1, HIGH), "none", linestyle=style)
+        panel.set_xlim(-0.6, 2.2)
+        panel.set_ylim(-9.1, 2.2)
+        panel.axis("off")
+        for tp in (0, 1):
+            panel.text(1.15 * tp + 0.5, 1.15, f"tp {tp}", ha="center", va="bottom")
+    left = panels[0][0]
+    for _, dp, cp, _ in (has["place"] for has in counts[::2] if has["place"][0] == 0):
+        for pp in (0, 1):
+            y = -5.3 * pp - 1.2 * (2 * dp + cp) + HIGH / 2
+            left.text(-0.08, y, f"dp {dp}\ncp {cp}", fontsize=11, ha="right", va="center")
+    for pp in (0, 1):
+        y = -5.3 * pp - 1.45
+        left.text(-0.75, y, f"pp {pp}", fontsize=13, rotation=90, ha="right", va="center")
+    colours = {
+        "a shard of the weight": BLUE,
+        "a term of the gradient": PALE_ORANGE,
+        "a shard of the sum": ORANGE,
+        "sent along pp": PALE_GREEN,
+        "received": GREEN,
+    }
+    add_legend(figure, colours, columns=3)
+    save(figure, path)
+
+
+def parts_of_weight(spans_of_rows: list, count: int, colour: str) -> list[tuple]:
+    """Return the parts of a box, as wide as `count` rows of a weight, that some rows fill."""
+    return [(first / count, 0, (end - first) / count, 1, colour) for first, end in spans_of_rows]
+
+
+def parts_of_input(has: dict, colour: str) -> list[tuple]:
+    """Return the parts of a box that some rows, from above, and tokens of them, fill."""
+    parts = []
+    for top, bottom in has["rows"]:
+        for first, end in has["tokens"]:
+            size = ((end - first) / ROW, (bottom - top) / ROWS)
+            parts.append((first / ROW, 1 - bottom / ROWS, *size, colour))
+    return parts
