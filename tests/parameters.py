@@ -45,12 +45,14 @@ def remember(folder: Path) -> Callable[[], None]:
 def largest_difference(folder: Path, expected: list[torch.Tensor], flat: bool = False) -> float:
     """Return how far the sorted numbers of the parameters in a folder are from these at most.
 
-    Either each rank has all of them, or they are divided among the ranks, in any order. If they are
-    flat, the shards have zeros at their ends.
+    Either each rank has all of them, or they are divided among the ranks, in any order, where
+    several ranks may have the same. If they are flat, the shards have zeros at their ends.
     """
     models = []
     for path in folder.glob("rank*.pt"):
-        models.append(torch.cat([parameter.flatten() for parameter in torch.load(path)]))
+        model = torch.cat([parameter.flatten() for parameter in torch.load(path)])
+        if not any(model.equal(other) for other in models):
+            models.append(model)
     right = torch.cat([parameter.flatten() for parameter in expected])
     if any(len(model) < len(right) for model in models):
         models = [torch.cat(models)]

@@ -34,7 +34,6 @@ WAY_BACK = "agreed - parameter"
 OWN_GRADIENT = "F.linear(AddGradients.apply(inputs), "
 SEED = "torch.manual_seed(args.seed)\n    model = "
 HOOK = "        parameter.register_hook(partial(add_up, group=group))\n"
-GROUPS = '[mesh.get_group("dp"), mesh.get_group("cp")]'
 # A lesson, its flags, its processes, what is replaced, and the second loss as answers.md has it.
 OTHER_LOSSES = [
     ("single_gpu", (), None, "optimizer.zero_grad()", "pass", "1.4891"),
@@ -48,7 +47,6 @@ OTHER_LOSSES = [
     ("tensor_parallel", (), 2, ORDER, ORDER.replace("epoch)", "epoch + rank)"), "2.04"),
     ("hybrid_parallel", (), 4, ORDER, ORDER.replace("epoch)", "epoch + rank)"), "2.0458"),
     ("sequence_parallel", ("--sequence",), 2, HOOK, "        pass\n", "1.3345"),
-    ("three_axes", (), 4, GROUPS, '[mesh.get_group("dp")]', "1.2117"),
 ]
 IDS = [f"{lesson}-{second}" for lesson, *_, second in OTHER_LOSSES]
 

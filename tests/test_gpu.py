@@ -86,10 +86,11 @@ ROWS = {  # a lesson with its flags, and on how many GPUs it runs
     "vocabulary_parallel --by dtensor": (2,),
     "token_mean --micro_batches 2": (1, 2),
     "token_mean --by fsdp --packed": (2,),
-    "three_axes --mesh 2x1x1 --fsdp": (2,),
-    "three_axes --mesh 1x2x1": (2,),
-    "three_axes --mesh 1x1x2": (2,),
-    "three_axes --mesh 1x2x2 --fsdp": (4,),
+    "four_axes": (4,),
+    "four_axes --mesh 1x2x1x1 --clip 0.1": (2,),
+    "four_axes --mesh 1x1x2x1": (2,),
+    "four_axes --mesh 1x1x1x2 --clip 0.1": (2,),
+    "four_axes --mesh 2x1x1x1 --tied": (2,),
 }
 TABLES = (  # lessons that print what ranks hold and send: the same with NCCL
     "collectives",
@@ -98,6 +99,7 @@ TABLES = (  # lessons that print what ranks hold and send: the same with NCCL
     "fully_sharded_data_parallel",
     "hybrid_parallel",
     "vocabulary_parallel",
+    "four_axes",
 )
 ASK = """import json, torch
 gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0

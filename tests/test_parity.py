@@ -58,7 +58,7 @@ expert_parallel --experts 1; 1; transformer
 language_model --constant --clip 0 --lr 1e-3 --rows 7; 3; language
 vocabulary_parallel; 4; language
 vocabulary_parallel --by dtensor; 2; language
-three_axes --mesh 1x2x1 --fsdp; 2; transformer
+four_axes --mesh 2x1x2x1; 4; language
 """
 MODEL = {"mlp": (*DIGITS, "--batch_size", 120, "--epochs", 2)}  # flags that select a model
 MODEL["transformer"] = (*MODEL["mlp"], "--model", "transformer", "--tokens", 8, "--width", 16)
@@ -69,7 +69,7 @@ NO_PARITY = {
     "token_mean",  # has batches of paragraphs. test_token_mean.py compares its runs
 }
 FLAT_SHARDS = {"sharded_optimizer", "manual_fully_sharded"}
-SPLIT_LAYERS = {"tensor_parallel", "sequence_parallel", "three_axes", "vocabulary_parallel"}
+SPLIT_LAYERS = {"tensor_parallel", "sequence_parallel", "vocabulary_parallel"}
 
 
 def with_parameters(lesson, *flags, folder, processes=None):
@@ -109,7 +109,7 @@ def test_float64(run, tmp_path, record_property):
     lines = with_parameters(lesson, *flags, folder=tmp_path, processes=processes)
     right, parameters = expected(model)
     assert lines == [line | {"loss": pytest.approx(line["loss"], abs=1e-10)} for line in right]
-    by_hand = not {"dtensor", "--fsdp"}.intersection(flags)
+    by_hand = "dtensor" not in flags
     if lesson in SPLIT_LAYERS and by_hand:
         return  # each rank has shards of some parameters only, so only losses are compared
     if lesson == "expert_parallel":

@@ -336,7 +336,11 @@ def check_flags(parser, args, world_size):
     if args.micro_batches < pp_size:
         wrong = f"--micro_batches {args.micro_batches}: 1F1B needs one for each stage"
         parser.error(f"{wrong}: use --micro_batches {pp_size}")
-    parser.check_batch(args.batch_size, dp_size * args.micro_batches)
+    parts = dp_size * args.micro_batches
+    if args.batch_size % parts:
+        near = max(1, round(args.batch_size / parts)) * parts
+        wrong = f"{dp_size} ranks along dp with {args.micro_batches} micro-batches each cannot divide"
+        parser.error(f"{wrong} --batch_size {args.batch_size}: use {near}")
     heads = args.heads or HEADS
     unit = 2 * tp_size  # two heads share their keys and values
     if heads % unit:

@@ -33,7 +33,7 @@ Try breaking it, in a copy beside it, with --double --dataset digits --batch_siz
      `order = ...`, write `expert = torch.zeros_like(expert)`. Which rank waits, and for what?
 Now write `expert_dispatch.py` in playground/exercises/, and repair `fault_averaged_experts.py`.
 Builds on: manual_data_parallel.py
-The next lesson, `three_axes.py`, combines three kinds of parallelism.
+The next lesson, `language_model.py`, trains a language model.
 """
 
 import os
