@@ -37,7 +37,6 @@ import math
 import os
 import sys
 import time
-import warnings
 from datetime import timedelta
 from pathlib import Path
 
@@ -77,9 +76,6 @@ def split_layers(stage, group):
 
 def shard(stage, mesh):
     """FSDP: shard each block of a stage, and then its other layers, over a mesh of one axis."""
-    # PyTorch warns that the outputs of layers are views, which must not be changed in place. No
-    # function of this lesson changes them.
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module")
     blocks = [layer for layer in stage if isinstance(layer, SplitBlock)]
     for module in (*blocks, stage):
         # NEW: all micro-batches of a step use the same parameters, so a rank keeps what it has
@@ -103,8 +99,8 @@ def wrap(layers, mesh, flat, device, args):
     # NEW: 6. FSDP. Its hooks gather a block's parameters before all of the above computes. Ranks
     # along dp and cp have the same parameters, so it shards over both as one axis.
     shard(stage, flat["dp_cp"])
-    # NEW: 7. The schedule, which calls the whole stage. It lets FSDP send gradients after the last
-    # micro-batch only. And the optimizer, in train(), whose parameters are those of fully_shard.
+    # NEW: 7. The schedule, which calls the whole stage, and lets FSDP send gradients only after the
+    # last micro-batch. (The optimizer comes later still, because fully_shard replaces parameters.)
     return Pipeline(stage, places[mesh.get_local_rank("cp")], mesh, device, args)
 
 
@@ -138,8 +134,8 @@ class Pipeline(torch.nn.Module):
 
     def own(self, rows):
         """Return this rank's part of rows or labels, (N, 128): some rows (dp), some tokens (cp)."""
-        # NEW: common/data.py has shifted the labels already: each is the next byte of the text. A
-        # rank cannot shift them here, because it may not have the token that follows one of its.
+        # NEW: common/data.py has shifted the labels already: each is the next byte of the text.
+        # Here it would be too late, because the byte after a chunk of tokens is on another rank.
         own_rows = rows[self.mesh.get_local_rank("dp") :: self.mesh["dp"].size()]
         return own_rows[:, self.mine]
 
@@ -339,8 +335,8 @@ def check_flags(parser, args, world_size):
     parts = dp_size * args.micro_batches
     if args.batch_size % parts:
         near = max(1, round(args.batch_size / parts)) * parts
-        wrong = f"{dp_size} ranks along dp with {args.micro_batches} micro-batches each cannot divide"
-        parser.error(f"{wrong} --batch_size {args.batch_size}: use {near}")
+        wrong = f"{dp_size} ranks along dp with {args.micro_batches} micro-batches each"
+        parser.error(f"{wrong} cannot divide --batch_size {args.batch_size}: use {near}")
     heads = args.heads or HEADS
     unit = 2 * tp_size  # two heads share their keys and values
     if heads % unit:
