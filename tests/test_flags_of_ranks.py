@@ -5,6 +5,7 @@ from conftest import DIGITS, one_line
 
 CHECKPOINTS = "fully_sharded_checkpoints"
 CIRCULAR = ("--layers", 7, "--schedule", "Interleaved1F1B", "--micro_batches", 7)
+DUAL = ("--schedule", "DualPipeV", "--micro_batches", 3)
 
 LANGUAGE = ("--model", "language", "--dataset", "text")
 
@@ -22,6 +23,7 @@ LANGUAGE = ("--model", "language", "--dataset", "text")
         ),
         ("pipeline_parallel", 4, CIRCULAR, ("a multiple of 4", "use --micro_batches 8")),
         ("pipeline_parallel", 1, ("--schedule", "Interleaved1F1B"), ("needs 2 ranks or more",)),
+        ("pipeline_parallel", 2, DUAL, ("one for each stage", "use --micro_batches 4")),
         ("tensor_parallel", 3, (), ("3 ranks cannot split --width 64: use 63",)),
         ("tensor_parallel", 7, ("--model", "cnn"), ("--width 120", "use 119")),
         ("tensor_parallel", 2, ("--model", "transformer"), ("sequence_parallel.py", "mlp or cnn")),

@@ -31,6 +31,8 @@ model_parallel --pipelined --micro_batches 7; None; transformer
 manual_pipeline --schedule 1F1B; 3; language
 pipeline_parallel --schedule InterleavedZeroBubble; 2; mlp
 pipeline_parallel --schedule 1F1B; 3; language
+pipeline_parallel --schedule ZBVZeroBubble; 1; mlp
+pipeline_parallel --schedule DualPipeV; 2; language
 sharded_optimizer; 3; mlp
 manual_fully_sharded; 3; mlp
 manual_fully_sharded --keep_weights; 1; language
@@ -68,6 +70,7 @@ NO_PARITY = {
     "distributed_data_parallel_resnet",  # has batch norm
     "token_mean",  # has batches of paragraphs. test_token_mean.py compares its runs
 }
+V_SHAPED = {"ZBVZeroBubble", "DualPipeV"}
 FLAT_SHARDS = {"sharded_optimizer", "manual_fully_sharded"}
 SPLIT_LAYERS = {"tensor_parallel", "sequence_parallel", "vocabulary_parallel"}
 
@@ -104,6 +107,8 @@ def test_float64(run, tmp_path, record_property):
     """The same losses, accuracies and parameters."""
     command, processes, model = run.split("; ")
     lesson, *own = command.split()
+    if V_SHAPED.intersection(own) and torch.__version__.startswith("2.9."):
+        pytest.skip("PyTorch 2.9 cannot run this schedule")
     flags = (*MODEL[model], *own)
     processes = None if processes == "None" else int(processes)
     lines = with_parameters(lesson, *flags, folder=tmp_path, processes=processes)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from conftest import SHORT, train
 from forked import in_group
-from pipeline_parallel import STAGES_PER_RANK, Pipeline, connect, cut
+from pipeline_parallel import STAGES_PER_RANK, V_SHAPED, Pipeline, connect, cut
 from torch import nn
 from torch.nn import functional as F
 
@@ -101,12 +101,15 @@ def two_steps(rank, name, frozen):
         (4, "1F1B", (9,)),
         (2, "Interleaved1F1B", (1, 3)),
         (2, "InterleavedZeroBubble", (3,)),
+        (2, "ZBVZeroBubble", (3,)),
+        (2, "DualPipeV", (9,)),
     ],
 )
 def test_any_sequential(world_size, name, frozen):
     """Frozen, tied and unused parameters, and buffers: those of one process."""
-    if name == "InterleavedZeroBubble" and torch.__version__.startswith("2.9."):
-        pytest.skip("PyTorch 2.9 computes wrong gradients of tied parameters with this schedule")
+    splits_backward = name in ("InterleavedZeroBubble", *V_SHAPED)
+    if splits_backward and torch.__version__.startswith("2.9."):
+        pytest.skip("PyTorch 2.9 computes wrong gradients of tied parameters, or cannot run this")
     in_group(two_steps, world_size, name, frozen)
 
 

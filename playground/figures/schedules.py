@@ -1,4 +1,4 @@
-"""In which order each rank computes, in a step of each schedule of pipeline_parallel.py."""
+"""In which order each rank computes, in a step of four schedules of pipeline_parallel.py."""
 
 import re
 from pathlib import Path
@@ -27,6 +27,7 @@ from figures.style import (
 )
 
 RANKS = 4
+DRAWN = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble")
 METHODS = {  # of a PipelineStage, and what each computes
     "forward_one_chunk": "forward",
     "backward_one_chunk": "backward",
@@ -44,7 +45,8 @@ def count() -> dict[str, list[str]]:
     """
     orders = {}
     device = torch.device("cpu")
-    for name, stages_per_rank in pipeline_parallel.STAGES_PER_RANK.items():
+    for name in DRAWN:
+        stages_per_rank = pipeline_parallel.STAGES_PER_RANK[name]
         model = MLP(16, layers=7)
         layers = nn.Sequential(*model.stage1, *model.stage2)
         parts = pipeline_parallel.cut(layers, dist.get_world_size() * stages_per_rank)

@@ -1,4 +1,4 @@
-r"""A pipeline with torch.distributed.pipelining, and four of its schedules.
+r"""A pipeline with torch.distributed.pipelining, and six of its schedules.
 
 Run it, with one stage on each rank, and with two:
     torchrun --standalone --nproc-per-node 2 playground/split/pipeline_parallel.py
@@ -12,7 +12,7 @@ parameters:
     rank 1 keeps stages 1 and 3: 4,810 parameters
 
 `manual_pipeline.py` sends activations and gradients by hand. Here each stage is a `PipelineStage`,
-which sends and receives, and one of four schedules says when a rank computes which micro-batch:
+which sends and receives, and one of six schedules says when a rank computes which micro-batch:
 
   GPipe                  computes all forward passes, then all backward passes. The last of p ranks
                          starts p-1 turns after the first one, so the forward passes of m
@@ -27,6 +27,13 @@ which sends and receives, and one of four schedules says when a rank computes wh
   InterleavedZeroBubble  also splits each backward pass: first the input's gradient, for which the
                          previous rank waits, and later, when a rank would wait, those of the
                          parameters (https://arxiv.org/abs/2401.10241).
+  ZBVZeroBubble          splits backward passes in the same way, but its stages run from rank 0 to
+                         the last rank and back, as a V: with two ranks, rank 0 keeps the stages 0
+                         and 3, and rank 1 keeps 1 and 2. So rank 0 computes the loss, and at the
+                         tip of the V no message is needed.
+  DualPipeV              has the same V. It pairs a forward pass of one stage with a backward pass
+                         of the other, so that one could compute while messages of the other travel
+                         (https://arxiv.org/abs/2412.19437). PyTorch computes one after the other.
 
 Try breaking it, in a copy beside it:
   1. Leave out `, target=labels` in `self.schedule.step(...)`. Which rank fails, and why only that
@@ -59,7 +66,15 @@ from common import flags
 from common.data import fetch, loaders
 from common.models import make_layers
 
-STAGES_PER_RANK = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "InterleavedZeroBubble": 2}
+STAGES_PER_RANK = {
+    "GPipe": 1,
+    "1F1B": 1,
+    "Interleaved1F1B": 2,
+    "InterleavedZeroBubble": 2,
+    "ZBVZeroBubble": 2,
+    "DualPipeV": 2,
+}
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 
 
 class Pipeline(torch.nn.Module):
@@ -76,15 +91,20 @@ class Pipeline(torch.nn.Module):
         super().__init__()
         # NEW: of p ranks, rank r keeps stage r, or the stages r and r + p. So every stage sends its
         # output to the next rank, and the last rank sends that of stage p - 1 to rank 0.
-        self.numbers = range(dist.get_rank(), len(parts), dist.get_world_size())
+        rank = dist.get_rank()
+        self.numbers = range(rank, len(parts), dist.get_world_size())
+        self.v_shaped = name in V_SHAPED
+        if self.v_shaped:
+            # NEW: in a V, the second half of the stages runs back from the last rank to rank 0.
+            self.numbers = (rank, len(parts) - 1 - rank)
         self.stages = torch.nn.ModuleList(parts[number] for number in self.numbers)
         self.stages.to(device)
         self.connected = []
         for number, stage in zip(self.numbers, self.stages, strict=True):
             # NEW: a PipelineStage receives the stage's inputs, and sends its output.
             self.connected.append(PipelineStage(stage, number, len(parts), device))
-        # NEW: a schedule computes the passes of all stages of this rank, and on the last rank the
-        # loss, which is here the mean over the images of a micro-batch. It divides the sum of all
+        # NEW: a schedule computes the passes of all stages of this rank, and after the last stage
+        # the loss, here the mean over the images of a micro-batch. It divides the sum of all
         # micro-batches' gradients by their number. Because micro-batches have equal sizes, this is
         # the gradient of the mean over the batch.
         schedule_class = schedules.get_schedule_class(name)
@@ -94,16 +114,21 @@ class Pipeline(torch.nn.Module):
             self.schedule = schedule_class(self.connected[0], micro_batches, F.cross_entropy)
 
     def forward(self, images, labels):
-        """Compute a batch, and in training its gradients, too. Only the last rank returns logits.
+        """Compute a batch, and in training its gradients, too.
 
-        All ranks have the whole batch. The first rank computes with the images, and the last one
-        with the labels.
+        All ranks have the whole batch. The rank of the first stage computes with the images. That
+        of the last stage computes with the labels, and only that rank returns logits.
         """
         # NEW: rank 0 has the first stage, which takes images. All others receive activations.
         inputs = [images] if dist.get_rank() == 0 else []
         if self.training:
             # NEW: all forward and backward passes of the batch, in the order of the schedule
             return self.schedule.step(*inputs, target=labels)
+        if self.v_shaped:
+            # In a V, eval() fails (torch 2.14 and 2.15). So compute gradients here, too. Nothing
+            # uses them, and the next zero_grad() drops them.
+            with torch.enable_grad():
+                return self.schedule.step(*inputs, target=labels)
         return self.schedule.eval(*inputs, target=labels)
 
 
@@ -232,8 +257,11 @@ def add_flags(parser):
 def check_flags(parser, args, world_size):
     """Refuse what a schedule cannot run. Only micro-batches must divide the batch."""
     count = args.micro_batches
-    several = STAGES_PER_RANK[args.schedule] > 1
-    if several and world_size == 1:
+    v_shaped = args.schedule in V_SHAPED
+    if v_shaped and torch.__version__.startswith("2.9."):
+        parser.error(f"torch 2.9 cannot run --schedule {args.schedule}: use a newer version")
+    circular = STAGES_PER_RANK[args.schedule] > 1 and not v_shaped
+    if circular and world_size == 1:
         parser.error(f"--schedule {args.schedule} needs 2 ranks or more")
     stages = world_size * STAGES_PER_RANK[args.schedule]
     with torch.device("meta"):  # layers without memory
@@ -242,10 +270,13 @@ def check_flags(parser, args, world_size):
         few = f"{stages} stages, but only {most} layers have parameters"
         parser.error(f"{few}: start fewer processes, or use a larger --layers")
     near = max(1, round(count / world_size)) * world_size
-    if several and count % world_size:
+    if circular and count % world_size:
         wrong = f"{args.schedule} needs a multiple of {world_size}, the number of ranks"
         parser.error(f"--micro_batches {count}: {wrong}: use --micro_batches {near}")
-    if count < world_size:
+    if args.schedule == "DualPipeV" and count < stages:
+        wrong = f"{args.schedule} needs one for each stage"
+        parser.error(f"--micro_batches {count}: {wrong}: use --micro_batches {stages}")
+    if count < world_size and not v_shaped:
         wrong = f"{args.schedule} needs one for each rank"
         parser.error(f"--micro_batches {count}: {wrong}: use --micro_batches {near}")
     if args.batch_size % count:
