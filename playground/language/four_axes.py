@@ -29,6 +29,7 @@ Try breaking it, in a copy beside it, with --double, and compare the losses:
   4. With --mesh 1x2x1x1, leave out `* self.ranks` in loss(). Why does the loss hardly change?
   5. Call shard() before split_layers(). Is there an error?
 
+Now write `rotate_split.py`, and repair `fault_labels_of_chunks.py`, both in playground/exercises/.
 Builds on: vocabulary_parallel.py
 This is the last lesson. `README.md` says which kind of parallelism is right for which model.
 """

@@ -31,6 +31,7 @@ Try breaking it, in a copy beside it, with --epochs 1:
   2. With --micro_batches 4, count the tokens in the loop, for each micro-batch. What has changed?
   3. With --packed, leave out `keep_apart(model)`. What do the first tokens of a paragraph see then?
 
+Now write `exercises/token_mean.py`, and repair `fault_mean_of_means.py`, in playground/exercises/.
 Builds on: distributed_data_parallel_resnet.py
 The next lesson, `vocabulary_parallel.py`, splits the tables that have a row for each word.
 """

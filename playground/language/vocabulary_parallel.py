@@ -29,6 +29,7 @@ Try breaking it, in a copy beside it, with --double, and compare the losses:
   3. In SplitEmbedding, leave out `* own[..., None]`. Which rows are added?
   4. In SplitOutput, leave out BeginPair. Which gradients are wrong?
 
+Now write `split_cross_entropy.py` in playground/exercises/.
 Builds on: sequence_parallel.py
 The next lesson, `four_axes.py`, splits a language model in four ways at once.
 """
