@@ -111,7 +111,7 @@ class SplitCrossEntropy(torch.autograd.Function):
         Both are (N, tokens), and the same on all ranks. A token with the label -100 has loss 0.
 
         Args:
-            scores: of this rank's words, (N, words, tokens).
+            scores: of this rank's words, (N, words, tokens), in float32 or float64.
             labels: among all words, or -100, int64 (N, tokens). Others go unnoticed.
             group: the ranks that have the scores of the other words.
         """
