@@ -102,7 +102,7 @@ MISTAKES = {
         *(READ, "scores.log_softmax(dim=1).gather"),
         *("total.log() - of_label", "-of_label"),
     ),
-    "Only one rank has the score of the label. Have the others got it?": (
+    "Only one rank has the score of the label. The others need it, too.": (
         *("total, of_label = sums", "total = sums[0]"),
     ),
     "Column c has the scores of word `first + c`.": ("labels - first", "labels"),
