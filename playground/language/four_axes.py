@@ -7,8 +7,9 @@ Run it, and then with a table that the embedding and the output layer share:
 
 Without --tied and --clip, it prints the same numbers as `single_gpu.py --model language`, up to
 rounding; with --double all twelve digits agree. The first run prints first, for each rank:
-    rank 0  pp 0  dp 0  cp 0  tp 0  keeps 13,808 parameters
-    rank 1  pp 0  dp 0  cp 0  tp 1  keeps 13,808 parameters
+    rank 0  pp 0  dp 0  cp 0  tp 0  keeps 15,680 parameters
+    rank 1  pp 0  dp 0  cp 0  tp 1  keeps 15,680 parameters
+    rank 2  pp 0  dp 1  cp 0  tp 0  keeps 15,680 parameters
 
 Ranks that differ along pp have different layers; along dp, different rows of the text; along cp,
 different tokens of the same rows; along tp, different heads, columns and words. `wrap` gives a rank
@@ -18,7 +19,7 @@ this is where gradients are summed:
 
     gradient of                   over pp             over dp and cp   over tp
     a split layer of a block      no, in one stage    summed           no, a rank has its own shard
-    the embedding, the output     no; --tied: summed  summed           no, a rank has its own shard
+    embedding and output layer    no; --tied: summed  summed           no, a rank has its own shard
     an RMSNorm                    no, in one stage    summed           no, all ranks have the same
 
 Try breaking it, in a copy beside it, with --double, and compare the losses:
@@ -61,7 +62,22 @@ from vocabulary_parallel import SplitCrossEntropy, SplitEmbedding, SplitOutput
 from common import flags
 from common.data import ROW, fetch
 from common.language import VOCABULARY
-from common.models import HEADS, Block, make_layers
+from common.models import HEADS, make_layers
+
+
+def make_meshes(text, device, timeout):
+    """Return a mesh with the axes of --mesh, and one of the same ranks whose dp and cp are one."""
+    pp_size, dp_size, cp_size, tp_size = map(int, text.split("x"))
+    # NEW: ranks that differ along the last axis only are neighbours. This is tp, because every
+    # layer waits for its messages.
+    sizes = (pp_size, dp_size, cp_size, tp_size)
+    mesh = dist.init_device_mesh(device.type, sizes, mesh_dim_names=("pp", "dp", "cp", "tp"))
+    sizes = (pp_size, dp_size * cp_size, tp_size)
+    flat = dist.init_device_mesh(device.type, sizes, mesh_dim_names=("pp", "dp_cp", "tp"))
+    for group in (*mesh.get_all_groups(), *flat.get_all_groups()):
+        # The groups of a mesh may have PyTorch's own timeout: 30 minutes (gloo) or 10 (NCCL).
+        group.set_timeout(timeout)
+    return mesh, flat
 
 
 def split_layers(stage, group):
@@ -69,7 +85,7 @@ def split_layers(stage, group):
     for index, layer in enumerate(stage):
         if isinstance(layer, torch.nn.Embedding):
             stage[index] = SplitEmbedding(layer, group)
-        elif isinstance(layer, Block):
+        elif hasattr(layer, "attention"):
             stage[index] = SplitBlock(layer, sequence=False, group=group)
         else:  # the end of the model: an RMSNorm, which stays whole, and the output layer
             layer.output = SplitOutput(layer.output, group)
@@ -121,7 +137,6 @@ class Pipeline(torch.nn.Module):
         self.stage = stage
         self.mine = mine
         self.mesh = mesh
-        self.tokens = args.batch_size * ROW  # in a global batch
         self.ranks = mesh["dp"].size() * mesh["cp"].size()
         self.device = device
         number = mesh.get_local_rank("pp")
@@ -157,6 +172,7 @@ class Pipeline(torch.nn.Module):
         All ranks pass the whole batch. Only the last stage returns scores, of this rank's words,
         rows and tokens.
         """
+        self.tokens = labels.numel()  # of all ranks, for loss(); here, each of them has a label
         inputs = [self.own(rows)] if self.is_first else []
         if self.training:
             return self.schedule.step(*inputs, target=self.own(labels))
@@ -166,17 +182,8 @@ class Pipeline(torch.nn.Module):
 def train(args):
     """Make a mesh of four axes, train a language model on it, and show what each rank keeps."""
     _, device = join(args)
-    pp_size, dp_size, cp_size, tp_size = map(int, args.mesh.split("x"))
-    # NEW: ranks that differ along the last axis only, tp, are neighbours. They send most messages.
-    sizes = (pp_size, dp_size, cp_size, tp_size)
-    mesh = dist.init_device_mesh(device.type, sizes, mesh_dim_names=("pp", "dp", "cp", "tp"))
-    # NEW: the same ranks in the same order, but dp and cp are one axis.
-    sizes = (pp_size, dp_size * cp_size, tp_size)
-    flat = dist.init_device_mesh(device.type, sizes, mesh_dim_names=("pp", "dp_cp", "tp"))
     timeout = timedelta(seconds=args.timeout)
-    for group in (*mesh.get_all_groups(), *flat.get_all_groups()):
-        # The groups of a mesh may have PyTorch's own timeout: 30 minutes (gloo) or 10 (NCCL).
-        group.set_timeout(timeout)
+    mesh, flat = make_meshes(args.mesh, device, timeout)
     train_loader, test_loader = same_size_loaders(args)  # all ranks read the same batches
     # The same seed on all ranks, because each keeps a part of the same random parameters.
     torch.manual_seed(args.seed)
@@ -344,7 +351,7 @@ def check_flags(parser, args, world_size):
         near = max(1, round(heads / unit)) * unit
         parser.error(f"{tp_size} ranks along tp cannot split --heads {heads}: use {near}")
     if VOCABULARY % tp_size:
-        parser.error(f"{tp_size} ranks along tp cannot split {VOCABULARY} words: use 1, 2 or 4")
+        parser.error(f"{tp_size} ranks along tp cannot split the vocabulary: use 1, 2 or 4")
 
 
 # ---------- Unchanged from distributed_data_parallel_torchrun.py ----------
