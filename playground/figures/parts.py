@@ -114,8 +114,9 @@ def draw(counts: list, path: Path) -> None:
         for tp in (0, 1):
             panel.text(1.15 * tp + 0.5, 1.15, f"tp {tp}", ha="center", va="bottom")
     left = panels[0][0]
-    for _, dp, cp, _ in (has["place"] for has in counts[::2] if has["place"][0] == 0):
-        for pp in (0, 1):
+    for has in counts:
+        pp, dp, cp, tp = has["place"]
+        if tp == 0:
             y = -5.3 * pp - 1.2 * (2 * dp + cp) + HIGH / 2
             left.text(-0.08, y, f"dp {dp}\ncp {cp}", fontsize=11, ha="right", va="center")
     for pp in (0, 1):
