@@ -112,6 +112,7 @@ OF_LANGUAGE = (  # with --model language only
     "language_model --precision full --constant --clip 0",
     "vocabulary_parallel",
     "vocabulary_parallel --by dtensor",
+    "four_axes",
 )
 IN_ONE_PROCESS = ("single_gpu", "data_parallel", "model_parallel")
 PASSED_ON = ("device", "epochs", "batch_size", "lr", "model", "width", "layers", "tokens", "heads")
@@ -230,6 +231,7 @@ def plan(args):
         "sequence_parallel": args.head_parts,
         "context_parallel": args.head_parts,
         "vocabulary_parallel": args.pieces,
+        "four_axes": args.head_parts,
         "hybrid_parallel": rows * columns,
     }
     for run in runs:

@@ -143,7 +143,7 @@ def flops_per_token(model):
     # NEW: in a block, the query of a token is multiplied by the keys of all tokens of its row, and
     # the weights by their values: `width` numbers each. (It is customary to count what the causal
     # mask leaves out, too, and not to count what checkpointing computes again.)
-    blocks = sum(isinstance(module, Block) for module in model.modules())
+    blocks = len(model.layers) - 2  # all but the embedding and the end
     width = layers[0].in_features
     of_attention = 6 * blocks * 2 * ROW * width
     return of_layers + of_attention
@@ -257,7 +257,7 @@ def add_flags(parser):
     add("--tied", action="store_true", help="one table: the output layer uses the embedding's")
     add("--clip", type=flags.rate, default=1.0, help="largest norm of the gradients; 0: any")
     add("--constant", action="store_true", help="a constant learning rate")
-    add("--peak", type=flags.rate, default=0.0, help="operations per second of a rank; 0: measure")
+    add("--peak", type=float, help="operations per second of a rank; default: measured")
     add("--sample", type=flags.positive, default=200, help="bytes to write after each epoch")
 
 
