@@ -40,7 +40,6 @@ import math
 import os
 import sys
 import time
-import warnings
 from datetime import timedelta
 from functools import partial
 from itertools import islice
@@ -173,8 +172,6 @@ def keep_apart(model):
 
 def shard(model, args):
     """Shard a model with FSDP, as in fully_sharded_data_parallel.py."""
-    # PyTorch warns that the model's outputs are views, which must not be changed in place.
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module")
     mesh = dist.init_device_mesh(args.device, (dist.get_world_size(),))
     # The group of a mesh may have PyTorch's own timeout: 30 minutes (gloo) or 10 (NCCL).
     mesh.get_group().set_timeout(timedelta(seconds=args.timeout))
