@@ -6,21 +6,21 @@ Run it, and then with a table that the embedding and the output layer share:
         playground/language/four_axes.py --mesh 2x1x2x1 --tied --clip 1
 
 Without --tied and --clip, it prints the same numbers as `single_gpu.py --model language`, up to
-rounding; with --double all twelve digits agree. The first run prints first, for each rank:
+rounding; with --double all twelve digits agree. First it prints what each rank keeps:
     rank 0  pp 0  dp 0  cp 0  tp 0  keeps 15,680 parameters
     rank 1  pp 0  dp 0  cp 0  tp 1  keeps 15,680 parameters
-    rank 2  pp 0  dp 1  cp 0  tp 0  keeps 15,680 parameters
 
 Ranks that differ along pp have different layers; along dp, different rows of the text; along cp,
-different tokens of the same rows; along tp, different heads, columns and words. `wrap` gives a rank
-its part, axis by axis, in the order that larger programs have, too. FSDP shards over dp and cp as
-if they were one axis, because ranks along both have the same parameters, but different tokens. So
-this is where gradients are summed:
+different tokens of the same rows; along tp, different heads, columns of the MLP and words of the
+vocabulary. `wrap` gives a rank its part, axis by axis, in an order that larger programs have, too.
+FSDP shards over dp and cp as if they were one axis, because ranks along both have the same
+parameters, but different tokens. So gradients are summed over these axes:
 
     gradient of                   over pp             over dp and cp   over tp
     a split layer of a block      no, in one stage    summed           no, a rank has its own shard
     embedding and output layer    no; --tied: summed  summed           no, a rank has its own shard
     an RMSNorm                    no, in one stage    summed           no, all ranks have the same
+`playground/watch.py` in front of the script counts the messages along each axis.
 
 Try breaking it, in a copy beside it, with --double, and compare the losses:
   1. With --mesh 1x1x2x1, train with `self.own(rows).roll(-1, dims=1)` in place of own(labels), as
