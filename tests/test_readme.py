@@ -225,6 +225,22 @@ def test_the_whole_parity_table():
     assert len(differences) >= 40 and max(map(float, differences)) < 1e-12
 
 
+@pytest.mark.quick
+def test_the_programs_about_the_text(capsys):
+    """They print what text.md shows below them. Another Python's text has other numbers."""
+    page = (PAGES / "text.md").read_text()
+    found = re.findall(r"^```python\n((?:.*\n)+?)```\n\n((?: {4}.*\n)+)", page, re.M)
+    assert len(found) == page.count("```python") == 2
+    number = r"\d+(?:\.\d+)?"
+    names = {}
+    for program, shown in found:
+        exec(program, names)
+        printed = capsys.readouterr().out
+        assert re.sub(number, "#", printed).split() == re.sub(number, "#", shown).split()
+        numbers, expected = [list(map(float, re.findall(number, out))) for out in (printed, shown)]
+        assert numbers == pytest.approx(expected, rel=0.15)
+
+
 def test_the_twelve_digits():
     """measured.md shows losses in float64 as single_gpu.py prints them with the flags there."""
     text = " ".join(MEASURED.split())
