@@ -33,7 +33,7 @@ pipeline_parallel --schedule InterleavedZeroBubble; 2; mlp
 pipeline_parallel --schedule 1F1B; 3; language
 pipeline_parallel --schedule ZBVZeroBubble; 1; mlp
 pipeline_parallel --schedule DualPipeV; 2; language
-sharded_optimizer; 3; mlp
+sharded_optimizer; 3; language
 manual_fully_sharded; 3; mlp
 manual_fully_sharded --keep_weights; 1; language
 fully_sharded_data_parallel --meta; 3; mlp
@@ -46,7 +46,7 @@ hybrid_parallel --kind hsdp; 4; transformer
 profile_steps --average bucket; 3; mlp
 profile_steps --average each; 2; mlp
 sending_less; 3; transformer
-mixed_precision --precision full --sharded; 3; transformer
+mixed_precision --precision full --sharded; 3; language
 activation_checkpointing --checkpoint second --sharded; 2; language
 sequence_parallel --sequence; 4; transformer
 sequence_parallel --by dtensor; 2; transformer
