@@ -16,9 +16,9 @@ SHARING = 2  # heads of a group, which share their keys and values
 
 
 def rotate(heads: Tensor, positions: Tensor) -> Tensor:
-    """Turn pairs of numbers by angles that grow with a token's position (rotary positions, RoPE).
+    """Rotate pairs of numbers by angles that grow with a token's position (rotary positions, RoPE).
 
-    A query and a key that are turned so have a product that depends on how far apart they are, and
+    A query and a key that are rotated so have a product that depends on how far apart they are, and
     not on where they are (Su et al., 2021).
 
     Args:

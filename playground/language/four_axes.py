@@ -1,6 +1,7 @@
 r"""Four axes: pipeline, FSDP, context and tensor parallelism of a language model, on one mesh.
 
-Run it, and then with a table that the embedding and the output layer share:
+Run it on a mesh of 2 x 2 x 1 x 2 ranks, and then with context parallelism, and one table (tied) for
+the embedding and the output layer:
     torchrun --standalone --nproc-per-node 8 playground/language/four_axes.py
     torchrun --standalone --nproc-per-node 4 \
         playground/language/four_axes.py --mesh 2x1x2x1 --tied --clip 1
@@ -14,13 +15,15 @@ Ranks that differ along pp have different layers; along dp, different rows of th
 different tokens of the same rows; along tp, different heads, columns of the MLP and words of the
 vocabulary. `wrap` gives a rank its part, axis by axis, in an order that larger programs have, too.
 FSDP shards over dp and cp as if they were one axis, because ranks along both have the same
-parameters, but different tokens. So gradients are summed over these axes:
+parameters, but different tokens. So gradients are summed by FSDP's reduce_scatter over dp and cp,
+and with --tied, those of the table also by an all_reduce of the two ranks that have it:
 
     gradient of                   over pp             over dp and cp   over tp
     a split layer of a block      no, in one stage    summed           no, a rank has its own shard
     embedding and output layer    no; --tied: summed  summed           no, a rank has its own shard
     an RMSNorm                    no, in one stage    summed           no, all ranks have the same
-`playground/watch.py` in front of the script counts the messages along each axis.
+
+(The output of an RMSNorm enters split layers, and BeginPair adds up its gradient over tp.)
 
 Try breaking it, in a copy beside it, with --double, and compare the losses:
   1. With --mesh 1x1x2x1, train with `self.own(rows).roll(-1, dims=1)` in place of own(labels), as
@@ -40,6 +43,7 @@ import os
 import sys
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -55,7 +59,8 @@ for folder in ("split", "transformer"):
 
 # NEW: from the lessons before.
 from context_parallel import ring_attention, split_tokens, zigzag
-from pipeline_parallel import connect, cut, possible_starts, same_size_loaders
+from pipeline_parallel import connect, possible_starts, same_size_loaders
+from pipeline_parallel import cut as cut_stages
 from sequence_parallel import SplitBlock
 from vocabulary_parallel import SplitCrossEntropy, SplitEmbedding, SplitOutput
 
@@ -72,6 +77,7 @@ def make_meshes(text, device, timeout):
     # layer waits for its messages.
     sizes = (pp_size, dp_size, cp_size, tp_size)
     mesh = dist.init_device_mesh(device.type, sizes, mesh_dim_names=("pp", "dp", "cp", "tp"))
+    # NEW: fully_shard takes a mesh of one axis, so dp and cp must be one.
     sizes = (pp_size, dp_size * cp_size, tp_size)
     flat = dist.init_device_mesh(device.type, sizes, mesh_dim_names=("pp", "dp_cp", "tp"))
     for group in (*mesh.get_all_groups(), *flat.get_all_groups()):
@@ -96,25 +102,28 @@ def shard(stage, mesh):
     blocks = [layer for layer in stage if isinstance(layer, SplitBlock)]
     for module in (*blocks, stage):
         # NEW: all micro-batches of a step use the same parameters, so a rank keeps what it has
-        # gathered for the first one until the last backward().
+        # gathered for the first one until the last backward(). Gradients also stay whole until
+        # then. A reduce_scatter for each module adds them up, and leaves a shard on each rank.
         fully_shard(module, mesh=mesh, reshard_after_forward=False)
 
 
 def wrap(layers, mesh, flat, device, args):
     """Return what this rank computes: its stage of the model, split and sharded."""
     # NEW: 1. The pipeline, so that a rank splits and shards the layers of its own stage only.
-    stage = cut(layers, mesh["pp"].size())[mesh.get_local_rank("pp")]
+    stage = cut_stages(layers, mesh["pp"].size())[mesh.get_local_rank("pp")]
     # NEW: 2. Tensor parallelism. It cuts whole parameters, so it must come before fully_shard.
     split_layers(stage, mesh.get_group("tp"))
     # NEW: 3. Context parallelism. It replaces the forward() of attention, which now has the heads
     # of this rank only, and so sends the keys and values of these. Each rank rotates queries and
-    # keys by the true positions of its tokens, and not by 0, 1, 2 and so on.
+    # keys by the true positions of its tokens, and not by 0, 1, 2 and so on. (SplitEmbedding
+    # keeps its forward(): own(), below, gives it this rank's tokens only.)
     places = zigzag(ROW, mesh["cp"].size())
     split_tokens(stage, ring_attention, places, mesh.get_group("cp"))
     # 4. and 5. Here, activation checkpointing and then torch.compile would wrap each block. They
     # need its final forward(), with all messages in it.
-    # NEW: 6. FSDP. Its hooks gather a block's parameters before all of the above computes. Ranks
-    # along dp and cp have the same parameters, so it shards over both as one axis.
+    # NEW: 6. FSDP, after all changes of a block's forward(), because its hooks gather the
+    # parameters before that forward() runs. Ranks along dp and cp have the same parameters, so it
+    # shards over both as one axis.
     shard(stage, flat["dp_cp"])
     # NEW: 7. The schedule, which calls the whole stage, and lets FSDP send gradients only after the
     # last micro-batch. (The optimizer comes later still, because fully_shard replaces parameters.)
@@ -156,9 +165,10 @@ class Pipeline(torch.nn.Module):
         return own_rows[:, self.mine]
 
     def loss(self, scores, labels):
-        """Return what this rank's tokens of a micro-batch add to the mean loss of a global batch.
+        """Return what this rank's tokens of a micro-batch add to the loss of a global batch.
 
-        (The schedule also calls this to learn the shapes of its messages.)
+        It is multiplied by the number of ranks along dp and cp. Ranks of a tp group have the same
+        loss, and each passes on the gradient of its own scores.
         """
         losses, _ = SplitCrossEntropy.apply(scores, labels, self.mesh.get_group("tp"))
         # NEW: a sum, divided by the number of all tokens. So every gradient is to be a plain sum,
@@ -172,7 +182,7 @@ class Pipeline(torch.nn.Module):
         All ranks pass the whole batch. Only the last stage returns scores, of this rank's words,
         rows and tokens.
         """
-        self.tokens = labels.numel()  # of all ranks, for loss(); here, each of them has a label
+        self.tokens = labels.numel()  # the tokens of all ranks, by which loss() divides
         inputs = [self.own(rows)] if self.is_first else []
         if self.training:
             return self.schedule.step(*inputs, target=self.own(labels))
@@ -199,24 +209,27 @@ def train(args):
     if args.tied:
         ends = group_of_ends(mesh, timeout)
         table = table_of(model)
-    second_copy = table if model.is_last else None
-    dp_cp_rank = flat.get_local_rank("dp_cp")
-    torch.manual_seed(args.seed + dp_cp_rank)  # dropout, if there is any, is equal along tp only
+    # Dropout, if there is any, must be equal along tp only. Ranks of a tp group have numbers that
+    # follow each other.
+    torch.manual_seed(args.seed + dist.get_rank() // mesh["tp"].size())
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
-
-    def finish_gradients():
-        """Do what is left to do with the gradients of a batch after the schedule's step."""
-        if table is not None:
-            # NEW: each copy has the gradient of its own use, and the table's is the sum of both.
-            dist.all_reduce(table.grad.to_local(), group=ends)
-        if args.clip > 0:
-            clip_gradients(model, args.clip, mesh, flat, second_copy)
-
-    model.finish_gradients = finish_gradients  # for run_epoch()
+    # For run_epoch(), after the schedule's step.
+    model.finish_gradients = partial(finish_gradients, model, args.clip, flat, table, ends)
     connect(model, train_loader, device)
     fit(model, optimizer, train_loader, test_loader, device, args)
     dist.barrier()  # DTensor keeps the groups, and without this Python may abort at exit
     dist.destroy_process_group()
+
+
+def finish_gradients(model, limit, flat, table, ends):
+    """Add up the gradients of both copies of a tied table, and clip all gradients."""
+    if table is not None:
+        # NEW: each copy has the gradient of its own use, and the table's is the sum of both.
+        # to_local() shares the memory of the gradient, so this changes the gradient itself.
+        dist.all_reduce(table.grad.to_local(), group=ends)
+    if limit > 0:
+        second_copy = table if model.is_last else None
+        clip_gradients(model, limit, flat, second_copy)
 
 
 def group_of_ends(mesh, timeout):
@@ -240,7 +253,7 @@ def table_of(model):
     return None
 
 
-def clip_gradients(model, limit, mesh, flat, second_copy):
+def clip_gradients(model, limit, flat, second_copy):
     """Scale all gradients, so that the norm of the whole model's gradient is at most `limit`.
 
     The norm is the root of the sum of all squares. What several ranks have counts once.
@@ -254,10 +267,10 @@ def clip_gradients(model, limit, mesh, flat, second_copy):
         elif parameter is not second_copy:  # of a tied table, on the last stage
             split += squares
     # NEW: squares are added up over the axes along which the ranks have different numbers.
-    dist.all_reduce(split, group=mesh.get_group("tp"))
+    dist.all_reduce(split, group=flat.get_group("tp"))
     total = split + whole
     dist.all_reduce(total, group=flat.get_group("dp_cp"))  # shards of fully_shard
-    dist.all_reduce(total, group=mesh.get_group("pp"))  # stages
+    dist.all_reduce(total, group=flat.get_group("pp"))  # stages
     factor = min(1, limit / (total.sqrt().item() + 1e-6))  # as torch.nn.utils.clip_grad_norm_ does
     for parameter in model.parameters():
         parameter.grad *= factor

@@ -18,12 +18,12 @@ has been a lesson: layers are sharded and compute in bfloat16, blocks keep only 
 - The perplexity is exp(the test's loss). At 3.44, the model is as uncertain as if it had to choose
   among 3.44 bytes at random.
 - Tokens per second depend on the model and the machine. The model FLOPs utilization (MFU) can be
-  compared between them: the operations that the model needs, over those that the machine could do
-  in this time. The latter are measured with a product of two matrices. For a GPU, better look them
-  up in its data sheet, and give them as --peak.
+  compared between them: the operations that the model needs, divided by those that the machine
+  could do in this time. The latter are measured with a product of two matrices. For a GPU, better
+  look them up in its data sheet, and give them as --peak.
 
 With --double --constant --clip 0 --lr 1e-3, all twelve digits are those of `single_gpu.py` with
---double --model language --batch_size 32.
+--double --model language --batch_size 32 --epochs 5.
 
 Try breaking it, in a copy beside it:
   1. Call `sample()` on rank 0 only. Where does each rank wait?
@@ -77,7 +77,11 @@ class Checkpointed(torch.nn.Module):
 
 
 def prepare(model, args):
-    """Checkpoint the blocks, compile them, and shard the model: in this order."""
+    """Checkpoint the blocks, compile them, and shard the model.
+
+    In this order, because the compiler must see what is computed twice, and FSDP's hooks must run
+    before compiled code does.
+    """
     mesh = dist.init_device_mesh(args.device, (dist.get_world_size(),))
     # The group of a mesh may have PyTorch's own timeout: 30 minutes (gloo) or 10 (NCCL).
     mesh.get_group().set_timeout(timedelta(seconds=args.timeout))
@@ -95,8 +99,9 @@ def prepare(model, args):
                 # block's forward() were partial(checkpoint, ...), nothing would be compiled.)
                 layer.compile()
             fully_shard(layer, mesh=mesh, mp_policy=inside)
-    # NEW: the embedding and the output layer are sharded with the rest of the model, as one group.
-    # With --tied they have the same parameter, which cannot be in two groups.
+    # NEW: the embedding and the end of the model are gathered together. With --tied, they have the
+    # same parameter (one table), which FSDP can gather in one place only. Logits come out in 32
+    # bits, for the loss.
     outside = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=wide, output_dtype=wide)
     fully_shard(model, mesh=mesh, mp_policy=outside)
 
@@ -110,13 +115,18 @@ def warm_up_and_decay(step, steps):
     return 0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2
 
 
+def constant(step):
+    """Return the factor of a learning rate that stays as it is."""
+    return 1.0
+
+
 def update(model, optimizer, scheduler, args, rows, labels):
     """Make a step of the optimizer. Returns the mean loss, and the number predicted correctly."""
     optimizer.zero_grad()
     mean_loss = 0
     correct = 0
     # NEW: as many rows at a time as fit in memory. FSDP averages the gradients of each micro-batch
-    # over the ranks, and adds them up in its shards, so no rank ever has them whole.
+    # over the ranks, and adds them up in its shards, so no rank keeps whole gradients.
     micro_batches = zip(rows.split(args.rows), labels.split(args.rows), strict=True)
     for micro_rows, micro_labels in micro_batches:
         logits = model(micro_rows)
@@ -182,11 +192,15 @@ def train(args):
     torch.manual_seed(args.seed)  # the same on all ranks, because each keeps a shard
     model = make_model(args)
     args.flops = flops_per_token(model)
-    args.peak = args.peak or measured_peak(device, DTYPES[args.precision])
+    if args.peak is None:
+        dtype = DTYPES[args.precision] or next(model.parameters()).dtype
+        args.peak = measured_peak(device, dtype)
     prepare(model, args)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
     factor = partial(warm_up_and_decay, steps=args.epochs * len(train_loader))
-    scheduler = LambdaLR(optimizer, (lambda step: 1.0) if args.constant else factor)
+    if args.constant:
+        factor = constant
+    scheduler = LambdaLR(optimizer, factor)
     step = partial(update, model, optimizer, scheduler, args)
     fit(model, step, train_loader, test_loader, device, args)
     dist.barrier()  # DTensor keeps the group, and without this Python may abort at exit

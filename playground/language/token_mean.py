@@ -33,7 +33,7 @@ Try breaking it, in a copy beside it, with --epochs 1:
 
 Now write `exercises/token_mean.py`, and repair `fault_mean_of_means.py`, in playground/exercises/.
 Builds on: distributed_data_parallel_resnet.py
-The next lesson, `vocabulary_parallel.py`, splits the tables that have a row for each word.
+The next lesson, `vocabulary_parallel.py`, splits the layers that have a row for each word.
 """
 
 import math
@@ -77,12 +77,11 @@ def compute_gradients(model, micro_batches, sums):
         logits = model(rows)
         total = F.cross_entropy(logits, labels, reduction="sum")  # NEW: a sum, and not a mean
         # NEW: DDP and FSDP add up the gradients of the ranks, and divide by the number of ranks.
-        # But `count` has the tokens of all ranks already, so the factor undoes this division. (With
-        # FSDP, `set_gradient_divide_factor(1.0)` of each sharded module turns it off.)
+        # But `count` has the tokens of all ranks already, so the factor undoes this division.
         loss = total / count * dist.get_world_size()
         # With DDP, no_sync() would save messages here, as in distributed_data_parallel_resnet.py.
         loss.backward()
-        add_up(sums, total, logits, labels)
+        count_in(sums, total, logits, labels)
 
 
 def mean_of_means(model, micro_batches, sums):
@@ -92,7 +91,7 @@ def mean_of_means(model, micro_batches, sums):
         loss = F.cross_entropy(logits, labels)  # the mean over the tokens of this micro-batch
         (loss / len(micro_batches)).backward()
         tokens = (labels != IGNORED).sum()
-        add_up(sums, loss * tokens, logits, labels)
+        count_in(sums, loss * tokens, logits, labels)
 
 
 def train(args):
@@ -187,7 +186,7 @@ def update(model, optimizer, gradients, micro_batches, sums):
     optimizer.step()
 
 
-def add_up(sums, total, logits, labels):
+def count_in(sums, total, logits, labels):
     """Add a micro-batch's loss, correct predictions and tokens to the three sums."""
     sums[0] += total.detach()
     sums[1] += (logits.argmax(dim=1) == labels).sum()
@@ -211,7 +210,7 @@ def run_epoch(model, loader, device, step=None):
             with torch.no_grad():
                 logits = model(rows)
                 total = F.cross_entropy(logits, labels, reduction="sum")
-            add_up(sums, total, logits, labels)
+            count_in(sums, total, logits, labels)
     dist.all_reduce(sums)
     return sums.tolist()
 

@@ -13,7 +13,8 @@ At every token, a language model has a score (logit) for each word of its vocabu
 are the 256 bytes. With 128,000 words, the scores of 8,192 tokens take 4.2 GB in float32, and their
 gradient takes as much again. So the ranks split the two layers that have a row for each word:
 - The embedding. A rank has zeros for the words of other ranks, and an all_reduce adds up.
-- The output layer. A rank computes the scores of its own words. No rank ever has all scores.
+- The output layer. A rank computes the scores of its own words, and no rank ever has all scores. In
+  backward(), an all_reduce adds up the gradient of the layer's input.
 
 The loss does not need all of them in one place, either. A token with the scores s, whose label is
 the word y, has the loss
@@ -82,9 +83,9 @@ class SplitEmbedding(torch.nn.Module):
 
     def forward(self, words):
         """Turn words, int64 (N, tokens), into embedded tokens, (N, tokens, width)."""
-        row, own = own_words(words, len(self.weight), self.group)
+        index, own = own_words(words, len(self.weight), self.group)
         # NEW: zeros for the words of other ranks. So only one term of the sum is not zero.
-        terms = F.embedding(row, self.weight) * own[..., None]
+        terms = F.embedding(index, self.weight) * own[..., None]
         return EndPair.apply(terms, False, self.group)
 
 
@@ -112,13 +113,13 @@ class SplitCrossEntropy(torch.autograd.Function):
 
         Args:
             scores: of this rank's words, (N, words, tokens), in float32 or float64.
-            labels: among all words, or -100, int64 (N, tokens). Others go unnoticed.
+            labels: among all words, or -100, int64 (N, tokens). Another one raises no error.
             group: the ranks that have the scores of the other words.
         """
         largest = scores.amax(dim=1)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-        row, own = own_words(labels, scores.shape[1], group)
-        of_label = scores.gather(1, row[:, None]).squeeze(1) - largest
+        index, own = own_words(labels, scores.shape[1], group)
+        of_label = scores.gather(1, index[:, None]).squeeze(1) - largest
         of_label = torch.where(own, of_label, 0)
         # In place, here and below, because with many words these are the largest tensors.
         exponentials = (scores - largest[:, None]).exp_()
@@ -128,7 +129,7 @@ class SplitCrossEntropy(torch.autograd.Function):
         total, of_label = sums
         softmax = exponentials.div_(total[:, None])
         valid = labels != -100
-        ctx.save_for_backward(softmax, row, own, valid)
+        ctx.save_for_backward(softmax, index, own, valid)
         correct = (of_label == 0) & valid  # its score minus the largest one is 0
         ctx.mark_non_differentiable(correct)
         return (total.log() - of_label) * valid, correct
@@ -136,12 +137,12 @@ class SplitCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient, _):
         """Return the gradient of this rank's scores. Nothing is sent."""
-        softmax, row, own, valid = ctx.saved_tensors
+        softmax, index, own, valid = ctx.saved_tensors
         gradient = gradient * valid
         # NEW: for the score s_i, log(sum_j exp(s_j)) has the gradient exp(s_i) / sum_j exp(s_j),
         # the softmax, and -s_y has -1 if i is the label y, and otherwise 0.
         of_scores = softmax * gradient[:, None]
-        of_scores.scatter_add_(1, row[:, None], -(gradient * own)[:, None])
+        of_scores.scatter_add_(1, index[:, None], -(gradient * own)[:, None])
         return of_scores, None, None  # `labels` and `group` have no gradient
 
 
@@ -253,6 +254,7 @@ def add_flags(parser):
     """Add the flags that only this lesson has."""
     parser.set_defaults(model="language")
     add = parser.add_argument
+    add("--tied", action="store_true", help="the output layer has the embedding's weight")
     add("--by", choices=["hand", "dtensor"], default="hand", help="this file, or PyTorch's DTensor")
 
 
