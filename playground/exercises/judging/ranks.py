@@ -452,8 +452,12 @@ def children():
     pids = []
     for file in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has just ended
-            state, parent = file.read_text().rsplit(")", 1)[1].split()[:2]
-            if int(parent) == os.getpid() and state != "Z":
+            state, parent, *fields = file.read_text().rsplit(")", 1)[1].split()
+            # The first thread may have ended (Z) before the others, which keep the process's
+            # children until they end, too.
+            threads = int(fields[15])
+            alive = state != "Z" or threads > 1
+            if int(parent) == os.getpid() and alive:
                 pids.append(int(file.parent.name))
     if not Path("/proc").exists():  # macOS
         pids = [process.pid for process in multiprocessing.active_children()]
