@@ -442,6 +442,11 @@ def test_what_is_shown():
     assert [each.name for each in ast.parse(answer).body] == ["pass_on", "ring_attention"]
     for part in answer.strip().split("\n\n\n"):
         assert f"\n{part}\n" in source
+    check = importlib.import_module("check")
+    for name in ORDER:
+        hints = [check.hint(name, number) for number in (1, 2, 3)]
+        assert all(hints) and "\n\n".join(hints) == check_of(name).HINTS.strip()
+        assert ast.parse(check.solution_to(name)).body
 
 
 def test_reset(copy):

@@ -170,7 +170,7 @@ def parts_of(name):
     """Return the parts of an exercise's check, by name: functions, classes and constants."""
     found = {}
     for node in ast.parse((JUDGING / "checks" / f"{name}.py").read_text()).body:
-        if isinstance(node, ast.Assign):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             found[node.targets[0].id] = node.value
         elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             found[node.name] = node

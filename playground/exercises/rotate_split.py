@@ -5,7 +5,7 @@ Lesson: language/four_axes.py.
 Write rotate_split(heads, tokens). A sequence of `tokens` tokens is split between n ranks in zigzag,
 as in transformer/context_parallel.py. torch.arange(tokens).tensor_split(2 * n) has the places of 2n
 chunks. Rank r has chunk r, followed by chunk 2n - 1 - r. `heads` are the queries or keys of this
-rank's tokens, (N, heads, tokens of this rank, size), and `size` is even.
+rank's tokens, (N, heads, tokens of this rank, size), in float32 or float64, and `size` is even.
 
 The function returns them rotated. The numbers i and i + size / 2 of a token are a pair (x, y), for
 i from 0 to size / 2 - 1. In a token at place p, the pair becomes

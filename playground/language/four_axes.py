@@ -23,7 +23,8 @@ and with --tied, those of the table also by an all_reduce of the two ranks that 
     embedding and output layer    no; --tied: summed  summed           no, a rank has its own shard
     an RMSNorm                    no, in one stage    summed           no, all ranks have the same
 
-(The output of an RMSNorm enters split layers, and BeginPair adds up its gradient over tp.)
+(Behind an RMSNorm, BeginPair sums the gradient of its output over tp. From this, all ranks of a tp
+group compute the same gradient of its weight.)
 
 Try breaking it, in a copy beside it, with --double, and compare the losses:
   1. With --mesh 1x1x2x1, train with `self.own(rows).roll(-1, dims=1)` in place of own(labels), as
@@ -31,7 +32,7 @@ Try breaking it, in a copy beside it, with --double, and compare the losses:
   2. With the same mesh, set `positions` of each attention to None after split_tokens().
   3. With --mesh 2x1x1x1 --tied, leave out the all_reduce of the table's gradient.
   4. With --mesh 1x2x1x1, leave out `* self.ranks` in loss(). Why does the loss hardly change?
-  5. Call shard() before split_layers(). Is there an error?
+  5. With --mesh 1x2x1x2, call shard() before split_layers(). Is there an error?
 
 Now write `rotate_split.py`, and repair `fault_labels_of_chunks.py`, both in playground/exercises/.
 Builds on: vocabulary_parallel.py

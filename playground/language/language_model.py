@@ -11,12 +11,12 @@ This is followed by what the model writes then, byte by byte:
 
 It learns from help texts of Python, and predicts the successor of each byte. Most of what trains it
 has been a lesson: layers are sharded and compute in bfloat16, blocks keep only their input
-(--checkpoint), gradients are clipped. `prepare` has the order. New is what surrounds these parts:
+(--checkpoint), gradients are clipped. `prepare` puts them together. New is what surrounds them:
 - A step of a large model takes millions of tokens. So each rank computes --rows rows at a time, and
   adds up their gradients.
 - The learning rate rises in the first steps, while Adam's averages are still rough, and then falls.
-- The perplexity is exp(the test's loss). At 3.44, the model is as uncertain as if it had to choose
-  among 3.44 bytes at random.
+- The perplexity is exp(the test's loss), in the end 3.44: the model is as uncertain as if it had to
+  choose among 3.44 bytes at random.
 - Tokens per second depend on the model and the machine. The model FLOPs utilization (MFU) can be
   compared between them: the operations that the model needs, divided by those that the machine
   could do in this time. The latter are measured with a product of two matrices. For a GPU, better

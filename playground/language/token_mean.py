@@ -13,9 +13,10 @@ has, and how far the gradient would be off if each rank took the mean over its o
 
 The loss of a batch is the sum of the losses of all its tokens, divided by their number. The usual
 loop computes such a mean on each rank, and DDP or FSDP averages the gradients. With images, this is
-the same, because all ranks have equally many. But paragraphs are unequal, and in a mean of means, a
-token counts more on a rank that has few. The same happens between the micro-batches of gradient
-accumulation: with --micro_batches 4, a step has eight parts, and the gradient is off by 18% to 36%.
+the same mean, because all ranks have equal numbers of them. But paragraphs are unequal, and in a
+mean of means, a token counts more on a rank that has few. The same happens between micro-batches
+in gradient accumulation: with --micro_batches 4, a step has eight parts, and the gradient is off by
+18% to 36%.
 
 There is no error, and the model still learns (--wrong trains it so). To be right, the ranks count
 all tokens of a step before backward(), with an all_reduce of a single number.

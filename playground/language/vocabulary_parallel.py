@@ -154,8 +154,8 @@ def split_vocabulary(model, group):
     model.stage1[0] = SplitEmbedding(embedding, group)
     scores.output = SplitOutput(scores.output, group)
     if tied:
-        # NEW: a model whose output layer has the embedding's weight keeps it so: one shard, whose
-        # gradient is the sum of both layers' gradients.
+        # NEW: both layers keep sharing one parameter. It is one shard, whose gradient is the sum of
+        # both layers' gradients.
         scores.output.weight = model.stage1[0].weight
 
 
@@ -194,15 +194,15 @@ def split_vocabulary_by_dtensor(model, mesh):
     }
     parallelize_module(model, mesh, plan)
     if tied:
-        # NEW: because parallelize_module has made two parameters of it, without a warning.
+        # NEW: parallelize_module has silently made two parameters of it, so tie them again.
         scores.output.weight = embedding.weight
 
 
 def mean_loss(scores, labels):
     """Return the mean loss of all tokens, and for each, whether its label has the largest score."""
     if isinstance(scores, DTensor):
-        # NEW: within loss_parallel(), cross_entropy does what SplitCrossEntropy does, which is here
-        # only because it also finds out which labels have the largest score.
+        # NEW: within loss_parallel(), cross_entropy computes the loss as SplitCrossEntropy does,
+        # which is called here only to find out which labels have the largest score.
         _, correct = SplitCrossEntropy.apply(scores.detach().to_local(), labels, None)
         return F.cross_entropy(scores, labels).full_tensor(), correct
     losses, correct = SplitCrossEntropy.apply(scores, labels, None)

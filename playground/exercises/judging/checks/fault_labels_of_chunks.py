@@ -7,7 +7,9 @@ from judging.texts import VOCABULARY, Bigram
 from torch.nn import functional as F
 
 NAME = "train"
-FAULT = "WRONG with 2 ranks, tokens in their order ... The labels were shifted after the split"
+FAULT = (
+    "WRONG with 2 ranks, tokens in their order ... On all ranks together, a row has too few labels"
+)
 CASES = {"tokens in their order": {"order": "plain"}, "tokens in zigzag": {"order": "zigzag"}}
 STEPS = 2
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}
@@ -81,8 +83,9 @@ WORDS = {
 NO_LABEL, ZIGZAG = WORDS.values()
 SHIFT_AFTER = ("rows[:, mine]\n", "rows[:, mine[:-1]]\n", LABELS, "rows[:, mine[1:]]")
 MISTAKES = {
-    "The labels were shifted after the split, so the last token of a rank does not learn what "
-    "follows it.": SHIFT_AFTER,
+    "On all ranks together, a row has too few labels. It should have one fewer than tokens.": (
+        SHIFT_AFTER
+    ),
     "Labels are missing at the ends of chunks, also in `count`.": (
         *SHIFT_AFTER,
         *(COUNT, "sum(rows[:, each[1:]].numel() for each in places)"),

@@ -91,6 +91,9 @@ MISTAKES = {
     "Each rank divides by the number of its own tokens, and by the number of ranks.": (
         *(REDUCE, "    count = count * dist.get_world_size()\n"),
     ),
+    "Nothing divides by the number of ranks here, because all_reduce only adds up. DDP would.": (
+        *(LOSS, f"{LOSS} * dist.get_world_size()"),
+    ),
     "Padding is counted, too.": ("(labels != -100).sum()", "torch.tensor(labels.numel())"),
     "This is the right gradient, divided by the number of ranks.": (
         *(LOSS, f"{LOSS} / dist.get_world_size()"),

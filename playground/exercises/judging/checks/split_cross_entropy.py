@@ -105,5 +105,10 @@ MISTAKES = {
     "Only one rank has the score of the label. The others need it, too.": (
         *("total, of_label = sums", "total = sums[0]"),
     ),
+    "The largest score is subtracted once on each rank, but the label's score is on one rank only."
+    "": ("torch.where(own, read, 0)", "torch.where(own, read + largest, 0) - largest"),
+    "Ranks have different numbers of words, so `first` is not the rank times this rank's number.": (
+        *("labels - first", "labels - dist.get_rank() * scores.shape[1]"),
+    ),
     "Column c has the scores of word `first + c`.": ("labels - first", "labels"),
 }

@@ -91,7 +91,7 @@ MISTAKES = {
         *("        total", f"        count = (labels != -100).sum()\n    {REDUCE}        total"),
         *(FACTOR, f"{FACTOR} / len(micro_batches)"),
     ),
-    "DDP divides the sum of the gradients by the number of ranks, but `count` already has the "
+    "DDP divides the sum of the gradients by the number of ranks, but your number already has the "
     "tokens of all ranks.": (FACTOR, ""),
     "These are this rank's own terms. DDP averages over the ranks in a backward() outside of "
     "no_sync(), if forward() was a call of model(...).": ("model(rows)", "model.module(rows)"),
