@@ -44,6 +44,8 @@ LANGUAGE = ("--model", "language", "--dataset", "text")
         ("context_parallel", 2, ("--model", "mlp"), ("has no tokens", "use --model transformer")),
         ("context_parallel", 8, ("--tokens", 4), ("8 ranks cannot split 4 tokens", "use more")),
         ("context_parallel", 3, ("--by", "ulysses"), ("split --heads 4", "use --by ring")),
+        ("language_model", 2, (*LANGUAGE, "--peak", 0), ("--peak 0.0", "more than 0")),
+        ("language_model", 2, ("--model", "mlp"), ("does not write", "use --model language")),
         ("vocabulary_parallel", 3, LANGUAGE, ("3 ranks cannot split 256 words: use 2",)),
         ("vocabulary_parallel", 2, ("--model", "mlp"), ("no vocabulary", "use --model language")),
         ("four_axes", 8, ("--mesh", "2x2x2", *LANGUAGE), ("not have 4 axes", "use --mesh 1x8x1x1")),

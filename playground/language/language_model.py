@@ -282,6 +282,8 @@ def check_flags(parser, args, world_size):
         parser.error(f"--model {args.model} does not write: use --model language")
     if args.double and args.precision == "bfloat16":
         parser.error("--double computes in float64: leave out --precision bfloat16")
+    if args.peak is not None and not args.peak > 0:
+        parser.error(f"--peak {args.peak}: a rank computes more than 0 operations per second")
     if args.precision is None:
         args.precision = "full" if args.double else "bfloat16"
 
