@@ -122,7 +122,7 @@ def dtypes_and_bytes(rank):
         expected = dict.fromkeys(narrow, name) | dict.fromkeys(wide, "float32")
         shown = printed(lesson.show_dtypes, model, optimizer, [(images, None)], CPU)
         assert dtypes_of(shown) == (expected if rank == 0 else {})
-    assert 1e-3 < min(far[:2]) < max(far) < 0.1
+    assert min(far[:2]) > 1e-3 and max(far) < 0.1  # bfloat16 differs enough, and none too much
     assert 1e-5 < far[2] < far[1] / 2
     # A ring of two sends half of the parameters. A step gathers twice, and reduces in 32 bits.
     half = 2 * sum(parameter.numel() for parameter in whole.parameters())
