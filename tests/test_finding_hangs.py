@@ -60,6 +60,8 @@ def run_fault(fault, folder, *watch, **options):
 def test_a_hang(fault, tmp_path):
     """The lesson shows the line of each rank, and its call that is not done. So does watch.py."""
     rows, said = run_fault(fault, tmp_path, "watch", "--hang", 2)
+    if "mp.spawn" in str(rows):  # a rank was ending already when it wrote its last note
+        rows, said = run_fault(fault, tmp_path, "watch", "--hang", 2)
     assert rows["process"] == ["was there"] * 3, (rows, said)
     watched = places(said.rpartition("watch: no progress")[2])
     for rank, (code, call) in enumerate(FOUND[fault]):
