@@ -173,7 +173,7 @@ FAULTS = {
 
 def talk(rank, args):
     """As one of the ranks, start the notes, run into the fault, and write the error down."""
-    seconds = 0.3 * args.timeout  # so the notes are written three times before gloo gives up
+    seconds = 0.4 * args.timeout  # so the notes are written twice before gloo gives up
     notes = threading.Thread(target=note_hangs, args=(rank, args.out, seconds), daemon=True)
     try:
         join(rank, args)

@@ -48,7 +48,7 @@ def run_fault(fault, folder, *watch, **options):
     Returns the lines about each rank by the kind of evidence, and what watch.py prints. Fails if a
     process is left behind.
     """
-    flags = ("--fault", fault, "--timeout", 6, "--out", folder)
+    flags = ("--fault", fault, "--timeout", 8, "--out", folder)
     done = run(*watch, LESSON, *flags, **options)
     rows = {}
     for kind, lines in re.findall(r"^(\w+)\n((?:  rank .*\n)+)", done.stdout, re.M):
