@@ -94,8 +94,7 @@ def state(m: Model, c: Namespace, p: Plan) -> float:
     own = m.parameters / (p.tp * p.pp)
     if p.data == "ddp":  # and autocast's copy (mixed_precision.py)
         return own * (4 * m.full + (m.half if m.half < m.full else 0))
-    # In a pipeline, parameters and gradients are whole during all micro-batches (four_axes.py).
-    # Otherwise, a layer and the next one are, a gradient, and the copy of it that is sent.
+    # Whole are: in a pipeline, all (four_axes.py); or two layers, a gradient, and the copy to send.
     layer = max(block_size(m), m.vocabulary * m.width) / p.tp
     whole = own * (m.half + m.full) if p.pp > 1 else layer * (3 * m.half + m.full)
     return own * 4 * m.full / shards(c, p) + whole
@@ -122,8 +121,7 @@ def messages(m: Model, c: Namespace, p: Plan, computing: float) -> list[tuple]:
     own = m.parameters / (p.tp * p.pp)
     blocks = m.layers / p.pp
     calls = blocks + 1  # language_model.py: a call for the embedding and the output layer
-    near = shards(c, p)
-    far = p.dp * p.cp // near  # ranks with the same shard
+    near, far = shards(c, p), p.dp * p.cp // shards(c, p)  # far: ranks that have the same shard
     scatters = p.count if p.pp == 1 else 1  # four_axes.py: all micro-batches of a pipeline at once
     twice = m.layers * block_size(m) / m.parameters if p.pp == 1 else 0  # blocks, in backward()
     gathers = scatters * (1 + twice)
@@ -165,9 +163,11 @@ def judge(m: Model, c: Namespace, p: Plan) -> dict:
     total = sum(all_seconds.values())
     longest = useful + again + total + fill * (useful + again + total - all_seconds["dp"])
     held = {"state": state(m, c, p), "activations": activations(m, p)}
-    over = max(0, sum(held.values()) - c.memory)
-    row = {"plan": p, "held": held, "sent": sent, "parts": parts, "over": over} | held
-    return row | {"step": sum(parts.values()), "longest": longest, "messages": total}
+    axes = tuple(size > 1 for size in p[1:5])
+    step = sum(parts.values())  # of steps within 2%, the one with the fewest axes comes first
+    order = (max(0, sum(held.values()) - c.memory), round(50 * math.log(step)), sum(axes), total)
+    row = {"plan": p, "axes": axes, "held": held, "sent": sent, "parts": parts, "order": order}
+    return row | held | {"step": step, "longest": longest, "messages": total}
 
 
 def sensible(m: Model, c: Namespace) -> Iterator[Plan]:
@@ -179,9 +179,9 @@ def sensible(m: Model, c: Namespace) -> Iterator[Plan]:
         dp = ranks // (pp * cp * tp)
         whole = pp * dp * cp * tp == ranks and c.batch_size % (dp * micro) == 0
         split = pp <= m.layers and m.sequence % cp == 0 and m.kv_heads % tp == 0
-        # Unless asked for: stages are equal, and tp stays inside a node, whose links are fastest.
-        usual = (c.pp or m.layers % pp == 0) and (c.cp or cp <= 16) and (c.tp or c.gpus % tp == 0)
-        if whole and split and usual:
+        # Unless asked for: stages are nearly equal, and tp stays in a node, with the fastest links.
+        usual = (c.pp or -m.layers % pp <= m.layers / 50) and (c.tp or c.gpus % tp == 0)
+        if whole and split and usual and (c.cp or cp <= 16):
             nodes = pp == 1 and 0 < c.gpus // tp < dp * cp  # each has a replica
             for data, again in product(("ddp", "fsdp", "hsdp")[: 3 if nodes else 2], (0, 0.5, 1)):
                 plan = Plan(data, pp, dp, cp, tp, micro, c.batch_size // dp // micro, again)
@@ -200,7 +200,7 @@ def describe(row: dict) -> str:
     p, parts = row["plan"], row["parts"]
     step = f"{row['step'] / 1.25:.3g}-{row['longest'] / 0.75:.3g}"
     most = max(list(parts)[1:], key=parts.get)  # of all but computing
-    loss = "does not fit" if row["over"] else f"{most} {parts[most] / row['step']:.0%}"
+    loss = "does not fit" if row["order"][0] else f"{most} {parts[most] / row['step']:.0%}"
     cells = [p.data, "x".join(map(str, p[1:5])), f"{p.count}x{p.micro}", p.again]
     cells += [amount(size) for size in (*row["held"].values(), *row["sent"].values())]
     return ROW.format(*cells, f"{row['messages']:.3g}", step, loss)
@@ -231,20 +231,19 @@ def main(words: list[str] | None = None) -> None:
     m = Model(*MODELS[c.model], 4096)._replace(**given)
     rows = [judge(m, c, p) for p in sensible(m, c) if block_size(m) > 2 * m.width**2]
     if not rows:
-        parser.error(f"{c.nodes * c.gpus} ranks cannot divide this model and --batch_size so")
+        parser.error(f"no plan of {c.nodes * c.gpus} ranks divides the model and --batch_size")
     print(HEAD + ROW.format(*TITLES))
-    rows.sort(key=lambda row: (row["over"], round(50 * math.log(row["step"])), row["messages"]))
     shown = {}
-    for row in rows:  # of those within 2%, the one with the shortest messages comes first
-        axes = tuple(size > 1 for size in row["plan"][1:5])
-        shown.setdefault(row["plan"] if c.all else axes, row)
+    for row in sorted(rows, key=lambda row: row["order"]):
+        shown.setdefault(row["plan"] if c.all else row["axes"], row)
     print(*[describe(row) for row in shown.values()], sep="\n")
     if c.plot:
         try:
             from figures.charts import draw_plans
-        except ImportError as error:
-            parser.error(f"{error}: pip install -r playground/figures/requirements.txt")
-        draw_plans(list(shown.values()), c.plot)
+
+            draw_plans(list(shown.values()), c.memory, c.plot)
+        except (ImportError, OSError, ValueError) as error:
+            parser.error(f"--plot: {error} (it needs playground/figures/requirements.txt)")
 
 
 if __name__ == "__main__":

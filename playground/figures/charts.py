@@ -1,14 +1,40 @@
-"""The figures of compare.py.
+"""The figures of compare.py and plan.py.
 
 Each function takes runs, or the rows of a table, and the path of a PNG. Runs that have failed are
 left out. If no run is left, no figure is drawn.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from matplotlib.axes import Axes
 
-from figures.style import BLUE, GREY, INK, ORANGE, SKY, add_legend, new_figure, save
+from figures.style import (
+    BLUE,
+    GREEN,
+    GREY,
+    INK,
+    ORANGE,
+    PALE_ORANGE,
+    PINK,
+    SKY,
+    VERMILLION,
+    add_legend,
+    new_figure,
+    save,
+)
+
+PARTS = {  # of what a plan holds, and of its step, with the names of judge() in plan.py
+    "state": ("parameters, gradients, Adam's averages", GREEN),
+    "activations": ("activations", PINK),
+    "computing": ("computing", BLUE),
+    "again": ("computing again", SKY),
+    "bubble": ("bubble", GREY),
+    "pp": ("waiting along pp", VERMILLION),
+    "dp": ("along dp", ORANGE),
+    "cp": ("along cp", PALE_ORANGE),
+    "tp": ("along tp", INK),
+}
 
 
 def _label(axes: Axes, ends: dict[str, tuple[float, float]]) -> None:
@@ -17,6 +43,14 @@ def _label(axes: Axes, ends: dict[str, tuple[float, float]]) -> None:
     for place, (text, end) in enumerate(from_the_top):
         offset = (9, 7 - 14 * place)
         axes.annotate(text, end, xytext=offset, textcoords="offset points", va="center")
+
+
+def _stack(axes: Axes, names: list[str], sections: Iterable) -> None:
+    """Draw a bar for each name. A section has its length in each of the bars, and a colour."""
+    ends = [0.0] * len(names)
+    for lengths, colour in sections:
+        axes.barh(names, lengths, 0.6, left=ends, color=colour, edgecolor=INK, linewidth=0.6)
+        ends = [end + length for end, length in zip(ends, lengths, strict=True)]
 
 
 def draw_steps(runs: list, path: Path) -> None:
@@ -32,12 +66,39 @@ def draw_steps(runs: list, path: Path) -> None:
         "messages": ([run.waiting for run in runs], ORANGE),
     }
     figure, [[axes]] = new_figure(1, 1, 1.4 + 0.8 * len(runs))
-    ends = [0.0] * len(runs)
-    for lengths, colour in sections.values():
-        axes.barh(names, lengths, 0.6, left=ends, color=colour, edgecolor=INK, linewidth=0.6)
-        ends = [end + length for end, length in zip(ends, lengths, strict=True)]
+    _stack(axes, names, sections.values())
     axes.set_xlabel("ms of a traced step")
     add_legend(figure, {name: colour for name, (_, colour) in sections.items()})
+    save(figure, path)
+
+
+def draw_plans(rows: list[dict], limit: float, path: str) -> None:
+    """Draw what a rank holds in each plan, beside the parts of its step.
+
+    Args:
+        rows: of judge() in plan.py.
+        limit: bytes that a GPU has for what a rank holds.
+        path: of the figure.
+    """
+    rows = rows[::-1]  # the first bar is at the bottom
+    names = []
+    for row in rows:
+        plan = row["plan"]
+        checkpointing = f", again {plan.again}" if plan.again else ""
+        mesh = f"{plan.pp}x{plan.dp}x{plan.cp}x{plan.tp}"
+        names.append(f"{plan.data} {mesh}\n{plan.count}x{plan.micro}{checkpointing}")
+    figure, [[memory, step]] = new_figure(1, 2, 1.8 + 0.6 * len(rows), sharey=True)
+    for axes, group, unit in ((memory, "held", 1e9), (step, "parts", 1)):
+        sections = []
+        for part in rows[0][group]:
+            lengths = [row[group][part] / unit for row in rows]
+            sections.append((lengths, PARTS[part][1]))
+        _stack(axes, names, sections)
+    memory.axvline(limit / 1e9, color=INK, linestyle="--", linewidth=1)
+    memory.set_xlabel("GB of a rank (dashed: what a GPU has)")
+    step.set_xlabel("seconds of a step")
+    drawn = [part for part in PARTS if any((row["held"] | row["parts"])[part] for row in rows)]
+    add_legend(figure, dict(PARTS[part] for part in drawn), columns=3)
     save(figure, path)
 
 
