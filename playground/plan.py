@@ -122,9 +122,8 @@ def messages(m: Model, c: Namespace, p: Plan, computing: float) -> list[tuple]:
     blocks = m.layers / p.pp
     calls = blocks + 1  # language_model.py: a call for the embedding and the output layer
     near, far = shards(c, p), p.dp * p.cp // shards(c, p)  # far: ranks that have the same shard
-    scatters = p.count if p.pp == 1 else 1  # four_axes.py: all micro-batches of a pipeline at once
-    twice = m.layers * block_size(m) / m.parameters if p.pp == 1 else 0  # blocks, in backward()
-    gathers = scatters * (1 + twice)
+    scatters = p.count if p.pp == 1 else 1  # four_axes.py: once. Otherwise, blocks gather twice:
+    gathers = scatters * (1 + m.layers * block_size(m) / m.parameters) if p.pp == 1 else 1
     gather = calls * ring(c, m.half * own / calls, near, p.tp)
     scatter = calls * ring(c, m.full * own / calls, near, p.tp)
     sharded = (gathers * m.half + scatters * m.full) * own * (near - 1) / near
@@ -175,17 +174,18 @@ def sensible(m: Model, c: Namespace) -> Iterator[Plan]:
     ranks = c.nodes * c.gpus
     given = {name: getattr(c, name) for name in Plan._fields if getattr(c, name) is not None}
     sizes = [size for size in range(1, ranks + 1) if ranks % size == 0]
-    for pp, cp, tp, micro in product(sizes, sizes, sizes, range(1, 33)):
+    for pp, cp, tp in product(sizes, repeat=3):
         dp = ranks // (pp * cp * tp)
-        whole = pp * dp * cp * tp == ranks and c.batch_size % (dp * micro) == 0
+        whole = pp * dp * cp * tp == ranks and c.batch_size % dp == 0
         split = pp <= m.layers and m.sequence % cp == 0 and m.kv_heads % tp == 0
         # Unless asked for: stages are nearly equal, and tp stays in a node, with the fastest links.
         usual = (c.pp or -m.layers % pp <= m.layers / 50) and (c.tp or c.gpus % tp == 0)
         if whole and split and usual and (c.cp or cp <= 16):
             nodes = pp == 1 and 0 < c.gpus // tp < dp * cp  # each has a replica
-            for data, again in product(("ddp", "fsdp", "hsdp")[: 3 if nodes else 2], (0, 0.5, 1)):
+            for data, micro, again in product(("ddp", "fsdp", "hsdp"), range(1, 65), (0, 0.5, 1)):
                 plan = Plan(data, pp, dp, cp, tp, micro, c.batch_size // dp // micro, again)
-                if given.items() <= plan._asdict().items():
+                possible = (nodes or data != "hsdp") and c.batch_size // dp % micro == 0
+                if possible and given.items() <= plan._asdict().items():
                     yield plan
 
 
@@ -212,7 +212,7 @@ def main(words: list[str] | None = None) -> None:
     add = parser.add_argument
     add("--model", choices=MODELS, default="llama-7b", help="its sizes, unless other flags say so")
     for name, kind in (Model.__annotations__ | Plan.__annotations__).items():
-        add(f"--{name}", type=kind)
+        add(f"--{name}", type=kind, help="of the model, or of the plans to consider")
     add("--batch_size", type=int, default=1024, help="sequences in a step, over all ranks")
     add("--nodes", type=int, default=8)
     add("--gpus", type=int, default=8, help="on each node")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PLAYGROUND = ROOT / "playground"
-TOOLS = ("watch",)  # scripts beside the lessons
+TOOLS = ("plan", "watch")  # scripts beside the lessons
 FOLDERS = [PLAYGROUND / name for name in ("", "sharded", "split", "transformer", "language")]
 PATHS = {path.stem: path for folder in FOLDERS for path in sorted(folder.glob("*.py"))}
 LESSONS = sorted(PATHS.keys() - TOOLS)

@@ -1,0 +1,229 @@
+"""playground/plan.py: its formulas give what the lessons count, and planning.md tells the truth."""
+
+import re
+import shlex
+import subprocess
+import sys
+from argparse import Namespace
+
+import plan
+import pytest
+from conftest import ROOT, ranks
+from test_readme import docstring
+
+PAGE = (ROOT / "playground" / "pages" / "planning.md").read_text()
+VARIABLES = dict(re.findall(r'^    (\w+)="(.*)"$', PAGE, re.M))
+CLUSTER = {"nodes": 8, "gpus": 8, "memory": 68e9, "within": 450e9, "between": 50e9}
+CLUSTER |= {"flops": 989e12, "efficiency": 0.45}
+
+
+def language(width=64, layers=2, **sizes):
+    """Return the language model of the lessons, in float32."""
+    block = width * (3 * width + 3 * 11 * width // 4)
+    parameters = layers * block + 2 * 256 * width
+    return plan.Model(parameters, layers, width, 4, 2, 256, 3, 128, half=4, full=4)._replace(
+        **sizes
+    )
+
+
+def cluster(**changes):
+    """Return the flags of a cluster of 8 nodes with 8 GPUs each."""
+    return Namespace(**CLUSTER | changes)
+
+
+def printed(flags, capsys):
+    """Return what plan.py prints."""
+    while "$" in flags:
+        flags = re.sub(r"\$(\w+)", lambda name: VARIABLES[name[1]], flags)
+    plan.main(shlex.split(flags))
+    return capsys.readouterr().out
+
+
+def error(flags, capsys):
+    """Return the only line that plan.py prints about wrong flags."""
+    with pytest.raises(SystemExit) as ended:
+        plan.main(shlex.split(flags))
+    out, line = capsys.readouterr()
+    assert ended.value.code == 2 and line.count("\n") == 1
+    return out, line
+
+
+@pytest.mark.quick
+def test_the_commands_of_the_page(capsys):
+    """Each prints what is shown below it, or the error that is shown."""
+    found = re.findall(r"^    python playground/plan\.py ?(.*)\n((?:    .*\n)+)", PAGE, re.M)
+    assert len(found) == PAGE.count("    python playground/plan.py") >= 9
+    for flags, shown in found:
+        shown = re.sub("^    ", "", shown, flags=re.M)
+        if "error" in shown:
+            line = error(flags, capsys)[1]
+            assert line.partition(": ")[2] == shown.partition(": ")[2]
+        else:
+            assert printed(flags, capsys) == shown
+
+
+@pytest.mark.quick
+def test_the_published_runs_of_the_page(capsys):
+    """The last columns of each row follow from what was published and what plan.py prints."""
+    speeds = []
+    memories = []
+    for flags, *cells in re.findall(
+        r"^\| `(.*)` \|(?: (\S+) \|)? (\S+) \| (.+) \| (\S+) \|$", PAGE, re.M
+    ):
+        row = printed(flags, capsys).splitlines()
+        assert len(row) == 3, flags
+        _, published, shown, ratio = cells
+        if "+" in shown:
+            state, kept = re.findall(r" ([\d.]+)G", row[2])[:2]
+            assert shown == f"{state}G + {kept}G"
+            memories.append((float(state) + float(kept)) / float(published))
+            assert f"{memories[-1]:.2f}" == ratio
+        else:
+            assert f" {shown}  " in row[2]
+            shortest = float(shown.partition("-")[0])
+            speeds.append(float(published) / (1.25 * shortest))
+            assert float(ratio) == pytest.approx(speeds[-1], abs=0.011)
+    assert len(speeds) == 49 and len(memories) == 10
+
+
+@pytest.mark.quick
+def test_tokens_per_second_and_seconds():
+    """The seconds of a published step follow from its tokens per second, its batch and its GPUs."""
+    rows = re.findall(
+        r"^\| `(\$mpt.*|--model.*)` \| ([\d,]+) \| ([\d.]+) \| \S+ \| \S+ \|$", PAGE, re.M
+    )
+    assert len(rows) == 28
+    for flags, speed, seconds in rows:
+        sizes = [
+            re.search(rf"--{name} (\d+)", flags)[1] for name in ("batch_size", "sequence", "nodes")
+        ]
+        batch, sequence, nodes = map(int, sizes)
+        expected = batch * sequence / (8 * nodes) / float(speed.replace(",", ""))
+        assert float(seconds) == pytest.approx(expected, rel=0.005)
+
+
+@pytest.mark.quick
+def test_what_a_block_keeps_is_what_activation_checkpointing_counts():
+    """Its docstring has the bytes of a transformer of two blocks, and those outside of them."""
+    text = " ".join(docstring("activation_checkpointing").split())
+    counted = [int(number.replace(",", "")) for number in re.findall(r" ([\d,]+) bytes kept", text)]
+    outside = int(re.search(r"([\d,]+) are kept outside", text)[1].replace(",", ""))
+    model = plan.Model(2 * 12 * 32**2, 2, 32, 4, 4, 0, 2, 28, half=4, full=4)
+    images = 64 * 28  # of one of two ranks, and tokens of each
+    block = images * plan.kept_by_block(model, 1)
+    its_input = images * 4 * 32
+    kept = [2 * block, block + its_input, 2 * its_input]
+    assert [outside + each for each in kept] == counted
+
+
+@pytest.mark.quick
+def test_bytes_are_those_of_sharding():
+    """The rows of sharding.md, in float32, where they are exact."""
+    model = language(layers=4, width=256)
+    size = 4 * model.parameters
+    one = plan.Plan("ddp", 1, 4, 1, 1, 2, 1, 0)
+    assert plan.state(model, cluster(), one) == 16 * model.parameters
+    assert sent(model, one) == {"pp": 0, "dp": 2 * 3 / 4 * size, "cp": 0, "tp": 0}
+    ends = 4 * 2 * 256 * 256  # the embedding and the output layer are gathered once
+    assert sent(model, one._replace(data="fsdp"))["dp"] == 3 / 4 * (3 * size - ends)
+    tokens = 4 * 256 * 2 * 128  # S
+    split = sent(model, one._replace(dp=2, tp=2))["tp"]
+    assert split == (8 * 4 + 4) * tokens / 2
+    by_ring = sent(model, one._replace(dp=1, cp=4))["cp"]
+    assert by_ring == 2 * 4 * (3 * 4 - 2) * (tokens / 4) / 2  # two heads share a key and a value
+    staged = sent(model, one._replace(pp=2, dp=2, count=8))
+    assert staged["pp"] == 8 * tokens
+    replicas = sent(model, plan.Plan("hsdp", 1, 64, 1, 1, 1, 1, 0))["dp"]
+    assert replicas == 7 / 8 * (3 * size - ends) + 2 * 7 / 8 * size / 8
+
+
+def sent(model, one):
+    """Return the bytes that a rank sends along each axis in a step of a plan."""
+    return plan.judge(model, cluster(), one)["sent"]
+
+
+@pytest.mark.quick
+def test_slow_links_and_steps():
+    """Messages take the bytes of a ring at the speed of the slowest link. A bubble is (pp-1)/m."""
+    model = language()
+    slow = cluster(nodes=4, gpus=1, between=12.5e6, flops=1e9, efficiency=1)
+    row = plan.judge(model, slow, plan.Plan("ddp", 1, 4, 1, 1, 8, 1, 0))
+    expected = 2 * 3 / 4 * 4 * model.parameters / 12.5e6
+    assert row["messages"] == pytest.approx(expected, rel=0.01)
+    split = plan.judge(model, slow, plan.Plan("ddp", 1, 1, 1, 4, 8, 1, 0))
+    assert split["messages"] == pytest.approx(split["sent"]["tp"] / 12.5e6, rel=0.01)
+    assert split["step"] == split["longest"]  # nothing hides them
+    row = plan.judge(model, cluster(), plan.Plan("ddp", 2, 32, 1, 1, 1, 8, 0))
+    busy = row["parts"]["computing"] + row["parts"]["pp"]
+    assert row["parts"]["bubble"] == pytest.approx(busy / 8)
+    assert row["longest"] >= row["step"] == sum(row["parts"].values())
+
+
+@pytest.mark.quick
+def test_plans_divide_what_they_must(capsys):
+    """The ranks, the batch, the heads. tp stays inside a node, unless it is asked for by name."""
+    model = plan.Model(*plan.MODELS["llama3-405b"], 8192)
+    c = cluster(nodes=64, batch_size=512, **dict.fromkeys(plan.Plan._fields))
+    plans = list(plan.sensible(model, c))
+    assert len(plans) == len(set(plans)) > 500
+    for each in plans:
+        assert each.pp * each.dp * each.cp * each.tp == 512
+        assert each.dp * each.micro * each.count == 512
+        assert each.tp <= 8
+    assert {1, 2, 8, 16} <= {
+        each.pp for each in plans
+    }  # of 126 blocks, two too few for equal stages
+    assert " 1x32x1x2 " in printed("--nodes 64 --gpus 1 --tp 2 --pp 1 --cp 1", capsys)
+    assert " 1x64x1x1 " in printed("--nodes 64 --gpus 1 --pp 1 --cp 1", capsys)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "flags, reason",
+    [
+        ("--nodes 3", "no plan of 24 ranks divides the model and --batch_size"),
+        ("--tp 5", "no plan of 64 ranks"),
+        ("--batch_size 7 --pp 1 --cp 1", "no plan of 64 ranks"),
+        ("--parameters 1e6", "no plan of 64 ranks"),
+        ("--nodes 0", "--nodes 0 must be more than 0"),
+        ("--efficiency nan", "--efficiency nan must be more than 0"),
+        ("--between -1", "--between -1.0 must be more than 0"),
+        ("--nodes two", "argument --nodes: invalid int value: 'two'"),
+        ("--model gpt", "argument --model: invalid choice: 'gpt'"),
+    ],
+)
+def test_wrong_flags(flags, reason, capsys):
+    """They end it in one line."""
+    out, line = error(flags, capsys)
+    assert line.startswith(f"{plan.ArgumentParser().prog}: error: {reason}") and not out
+
+
+@pytest.mark.quick
+def test_a_plot(tmp_path, capsys, monkeypatch):
+    """It draws what is printed. Without matplotlib, or a folder, a line says so."""
+    path = tmp_path / "plan.png"
+    table = printed("--pp 2 --tp 2", capsys)
+    assert printed(f"--pp 2 --tp 2 --plot {path}", capsys) == table
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert "No such file" in error("--plot /nowhere/plan.png", capsys)[1]
+    monkeypatch.setitem(sys.modules, "figures.charts", None)
+    assert "(it needs playground/figures/requirements.txt)" in error(f"--plot {path}", capsys)[1]
+
+
+@pytest.mark.quick
+def test_it_starts_at_once():
+    """Neither PyTorch nor matplotlib is imported."""
+    program = (
+        "import sys, plan; plan.main([]); assert not {'torch', 'matplotlib'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT / "playground", check=True)
+
+
+def test_the_program_that_measures_bandwidth(tmp_path):
+    """Two ranks print how fast one sends. (Between processes of a machine, this is fast.)"""
+    program = re.search(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)[1]
+    path = tmp_path / "bandwidth.py"
+    path.write_text(program)
+    outs = [job.wait() for job in ranks(path, processes=2)]
+    assert [done.returncode for done in outs] == [0, 0]
+    assert re.fullmatch(r"\d\.\d\de\+\d\d bytes/s\n", outs[0].stdout + outs[1].stdout)
