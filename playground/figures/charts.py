@@ -30,10 +30,10 @@ PARTS = {  # of what a plan holds, and of its step, with the names of judge() in
     "computing": ("computing", BLUE),
     "again": ("computing again", SKY),
     "bubble": ("bubble", GREY),
-    "pp": ("waiting along pp", VERMILLION),
-    "dp": ("along dp", ORANGE),
-    "cp": ("along cp", PALE_ORANGE),
-    "tp": ("along tp", INK),
+    "pp": ("waiting for pp", VERMILLION),
+    "dp": ("waiting for dp", ORANGE),
+    "cp": ("waiting for cp", PALE_ORANGE),
+    "tp": ("waiting for tp", INK),
 }
 
 
@@ -88,17 +88,20 @@ def draw_plans(rows: list[dict], limit: float, path: str) -> None:
         mesh = f"{plan.pp}x{plan.dp}x{plan.cp}x{plan.tp}"
         names.append(f"{plan.data} {mesh}\n{plan.count}x{plan.micro}{checkpointing}")
     figure, [[memory, step]] = new_figure(1, 2, 1.8 + 0.6 * len(rows), sharey=True)
+    drawn = {}
     for axes, group, unit in ((memory, "held", 1e9), (step, "parts", 1)):
         sections = []
         for part in rows[0][group]:
+            name, colour = PARTS[part]
             lengths = [row[group][part] / unit for row in rows]
-            sections.append((lengths, PARTS[part][1]))
+            sections.append((lengths, colour))
+            if any(lengths):
+                drawn[name] = colour
         _stack(axes, names, sections)
     memory.axvline(limit / 1e9, color=INK, linestyle="--", linewidth=1)
     memory.set_xlabel("GB of a rank (dashed: what a GPU has)")
     step.set_xlabel("seconds of a step")
-    drawn = [part for part in PARTS if any((row["held"] | row["parts"])[part] for row in rows)]
-    add_legend(figure, dict(PARTS[part] for part in drawn), columns=3)
+    add_legend(figure, drawn, columns=3)
     save(figure, path)
 
 
