@@ -222,7 +222,7 @@ def main(words: list[str] | None = None) -> None:
     add("--within", type=float, default=450e9, help="bytes/s that a GPU sends inside its node")
     add("--between", type=float, default=50e9, help="bytes/s that a GPU sends to other nodes")
     add("--all", action="store_true", help="print all plans")
-    add("--plot", metavar="FILE", help="draw the plans that are printed")
+    add("--plot", metavar="FILE", help="draw the first eight")
     c = parser.parse_args(words)
     for name, value in vars(c).items():
         if type(value) in (int, float) and name != "again" and not 0 < value < math.inf:
@@ -241,7 +241,7 @@ def main(words: list[str] | None = None) -> None:
         try:
             from figures.charts import draw_plans
 
-            draw_plans(list(shown.values()), c.memory, c.plot)
+            draw_plans(list(shown.values())[:8], c.memory, c.plot)
         except (ImportError, OSError, ValueError) as error:
             parser.error(f"--plot: {error} (it needs playground/figures/requirements.txt)")
 

@@ -8,7 +8,7 @@ from argparse import Namespace
 
 import plan
 import pytest
-from conftest import ROOT, ranks
+from conftest import ROOT, lesson_path, ranks
 from test_readme import docstring
 
 PAGE = (ROOT / "playground" / "pages" / "planning.md").read_text()
@@ -140,6 +140,22 @@ def test_bytes_are_those_of_sharding():
 def sent(model, one):
     """Return the bytes that a rank sends along each axis in a step of a plan."""
     return plan.judge(model, cluster(), one)["sent"]
+
+
+def test_bytes_are_those_that_watch_counts():
+    """In a step of language_model.py, which has two micro-batches on each of two ranks."""
+    flags = ("--epochs", 1, "--precision", "full", "--clip", 0, "--device", "cpu")
+    env = {"DOCUMENTS": "12"}
+    jobs = ranks("watch", lesson_path("language_model"), *flags, processes=2, env=env)
+    shown = "".join(job.wait().stdout for job in jobs)
+    calls = re.findall(r"^all +(all_gather|reduce_scatter) +2 +\d+ +([\d,]+)", shown, re.M)
+    given = [(call, int(nbytes.replace(",", ""))) for call, nbytes in calls]
+    gathered = sum(nbytes for call, nbytes in given if call == "all_gather")
+    scattered = sum(nbytes for call, nbytes in given if call == "reduce_scatter")
+    model = plan.Model(125248, 2, 64, 4, 2, 256, 3, 128, half=4, full=4)
+    planned = sent(model, plan.Plan("fsdp", 1, 2, 1, 1, 8, 2, 0))["dp"]
+    # By a ring, a rank sends the chunk that it gives to an all_gather, and half of the other.
+    assert planned == pytest.approx(gathered + scattered / 2, rel=1e-3)
 
 
 @pytest.mark.quick
