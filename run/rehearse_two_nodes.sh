@@ -1,23 +1,26 @@
 #!/usr/bin/env bash
-# Rehearses a run on two nodes with one machine. The nodes, node0 (10.77.0.1) and node1 (10.77.0.2),
-# exist as long as the run. Each has its own address, host name and process ids. They share the disk
-# and the cores, and they reach only each other.
+# Rehearses a run on two or more nodes with one machine. The nodes, node0 (10.77.0.1), node1
+# (10.77.0.2) and so on, exist as long as the run. Each has its own address and host name. They share
+# the disk and the cores, and they reach only each other.
 # A lesson that starts its own processes gets -n, -g, -nr and -ip. Other lessons are started by
 # run/torchrun_node.sh.
 #   run/rehearse_two_nodes.sh                               # the DDP lesson, on the CPU
 #   run/rehearse_two_nodes.sh playground/X.py --epochs 1    # another lesson, with its flags
 #   run/rehearse_two_nodes.sh COMMAND...                    # any command
+#   NODES=4 GPUS=1 run/rehearse_two_nodes.sh                # four nodes, with one process on each
 # Your flags come last, so they replace the script's: try -ip 10.77.0.9. A command has the variables
-# NODE_RANK, which is 0 or 1, and NODE0, which is 10.77.0.1.
+# NODE_RANK, which is 0 on the first node, and NODE0, which is 10.77.0.1.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source run/lesson.sh
 
 # --- EDIT ---
+NODES=${NODES:-2}                   # number of nodes
 GPUS=${GPUS:-2}                     # processes on each node
 BANDWIDTH=${BANDWIDTH:-}            # limit of what a node sends, as in 100mbit; empty: no limit
 DELAY=${DELAY:-}                    # time that a message takes, as in 20ms; empty: none
 PYTHON=${PYTHON:-.venv/bin/python}  # runs the lesson
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # threads of each process: the nodes share the cores
 # ------------
 
 fail() {
@@ -29,6 +32,7 @@ fail() {
 if [ -z "${REHEARSAL:-}" ]; then
     [ $# -gt 0 ] || set -- playground/distributed_data_parallel.py
     PATH=$PATH:/usr/sbin:/sbin # ip and tc may be there
+    [[ $NODES =~ ^[1-9][0-9]*$ ]] || fail "NODES is $NODES: give a number of nodes, as in NODES=4"
     [[ $1 != *.py || -f $1 ]] || fail "there is no $1: choose one of playground/*.py"
     [[ $1 != *.py || -x $(command -v "$PYTHON") ]] || fail "there is no $PYTHON: run/setup.sh"
     [[ $1 != *.py ]] || spawns "$1" || takes_rank "$1" || fail "$(why_not "$1")"
@@ -50,14 +54,19 @@ if [ -z "${REHEARSAL:-}" ]; then
 fi
 
 mount -t tmpfs tmpfs /run # ip netns writes the names of the networks there
-printf '%s\n' "127.0.0.1 localhost" "10.77.0.1 node0" "10.77.0.2 node1" >/run/hosts
+echo "127.0.0.1 localhost" >/run/hosts
+ip link add switch type bridge # a virtual cable leads from it to the eth0 of each node
+ip link set switch up
+for ((node = 0; node < NODES; node++)); do
+    echo "10.77.0.$((node + 1)) node$node" >>/run/hosts
+    ip netns add node$node
+    ip link add port$node type veth peer name eth0 netns node$node
+    ip link set port$node master switch up
+done
 mount --bind /run/hosts /etc/hosts
-ip netns add node0
-ip netns add node1
-ip link add eth0 netns node0 type veth peer name eth0 netns node1 # a virtual cable, eth0 to eth0
 shape=(tbf rate "$BANDWIDTH" burst 256kb latency 50ms)
 [ -z "$DELAY" ] || shape=(netem delay "$DELAY" ${BANDWIDTH:+rate "$BANDWIDTH"})
-for node in 0 1; do
+for ((node = 0; node < NODES; node++)); do
     ip -n node$node address add 10.77.0.$((node + 1))/24 dev eth0
     ip -n node$node link set lo up
     ip -n node$node link set eth0 up
@@ -68,21 +77,21 @@ for node in 0 1; do
     fi
 done
 
-for node in 0 1; do
+for ((node = 0; node < NODES; node++)); do
     if [[ $1 != *.py ]]; then
         command=("$@")
     elif spawns "$1"; then
-        command=("$PYTHON" "$1" -n 2 -g "$GPUS" -nr "$node" -ip 10.77.0.1 --device cpu "${@:2}")
+        command=("$PYTHON" "$1" -n "$NODES" -g "$GPUS" -nr "$node" -ip 10.77.0.1)
     else
-        command=(env NODES=2 GPUS="$GPUS" PYTHON="$PYTHON" run/torchrun_node.sh "$1")
-        command+=(--device cpu "${@:2}")
+        command=(env NODES="$NODES" GPUS="$GPUS" PYTHON="$PYTHON" run/torchrun_node.sh "$1")
     fi
+    [[ $1 != *.py ]] || command+=(--device cpu "${@:2}")
     echo "+ node$node: ${command[*]}" >&2
     named=(unshare --uts sh -c 'hostname "$0"; exec "$@"' "node$node")
     NODE0=10.77.0.1 NODE_RANK=$node ip netns exec node$node "${named[@]}" "${command[@]}" 2>&1 |
         sed -u "s/^/node$node: /" &
 done
-# Wait for both nodes, in any order. If the first one has failed, the script ends, and with it the
-# other node.
-wait -n
-wait -n
+# Wait for all nodes, in any order. If one has failed, the script ends, and with it the others.
+for ((node = 0; node < NODES; node++)); do
+    wait -n
+done

@@ -1,4 +1,4 @@
-"""run/rehearse_two_nodes.sh: two nodes on one machine, which exist as long as the script.
+"""run/rehearse_two_nodes.sh: several nodes on one machine, which exist as long as the script.
 
 test_run_readme.py runs the torchrun lesson in it.
 """
@@ -43,23 +43,24 @@ def lines(text, node):
 def test_what_the_lesson_gets():
     """By default it is the DDP lesson. Its flags are the node's and, unchanged, the user's."""
     need("ip")
-    done = rehearse(PYTHON="/bin/echo", GPUS="3").wait()
-    for node in range(2):
-        flags = f"{LESSON} -n 2 -g 3 -nr {node} -ip 10.77.0.1 --device cpu\n"
+    done = rehearse(PYTHON="/bin/echo", NODES="3", GPUS="4").wait()
+    for node in range(3):
+        flags = f"{LESSON} -n 3 -g 4 -nr {node} -ip 10.77.0.1 --device cpu\n"
         assert lines(done.stdout, node) == flags
     done = rehearse(LESSON, "-ip", "it's $HOME  ", PYTHON="/bin/echo").wait()
     assert lines(done.stdout, 1).endswith("-ip 10.77.0.1 --device cpu -ip it's $HOME  \n")
 
 
-def test_a_command_runs_on_both_nodes(prefix):
-    """Each node has its host name, its address and the limit, and it reaches the other node."""
+def test_a_command_runs_on_all_nodes(prefix):
+    """Each node has its host name, its address and the limit, and it reaches the other nodes."""
     command = "hostname; echo $NODE_RANK $NODE0; ip -o -4 addr show eth0; tc qdisc show dev eth0; "
-    command += 'ping -c 1 -W 5 "node$((1 - NODE_RANK))" >/dev/null && echo reached'
-    done = rehearse("sh", "-c", command, prefix=prefix, BANDWIDTH="100mbit").wait()
+    command += "for i in 0 1 2; do ping -c 1 -W 5 node$i >/dev/null && echo reached node$i; done"
+    done = rehearse("sh", "-c", command, prefix=prefix, NODES="3", BANDWIDTH="100mbit").wait()
     assert done.returncode == 0, done.stdout + done.stderr
-    for node in range(2):
-        host, variables, address, limit, ping = lines(done.stdout, node).splitlines()
-        assert (host, variables, ping) == (HOSTS[node], f"{node} 10.77.0.1", "reached")
+    reached = [f"reached node{each}" for each in range(3)]
+    for node in range(3):
+        host, variables, address, limit, *pings = lines(done.stdout, node).splitlines()
+        assert (host, variables, pings) == (f"node{node}", f"{node} 10.77.0.1", reached)
         assert f"inet 10.77.0.{node + 1}/24" in address
         assert "tbf" in limit and "rate 100Mbit" in limit
 
@@ -94,6 +95,7 @@ def test_what_is_missing_is_one_line():
     assert error("playground/none.py") == f"there is no playground/none.py: {choose}"
     assert "is a single process: python" in error("playground/single_gpu.py")
     assert error(PYTHON="/no/python") == "there is no /no/python: run/setup.sh"
+    assert error("true", NODES="1:2") == "NODES is 1:2: give a number of nodes, as in NODES=4"
     assert "use other values of BANDWIDTH" in error("true", BANDWIDTH="fast")
     # bash finds this function before the program unshare.
     refusal = "() { echo unshare: Operation not permitted >&2; return 1; }"
