@@ -172,9 +172,12 @@ def new_folder(text: str) -> str:
 
 
 def accelerator() -> str:
-    """Return the type of this machine's accelerator, such as cuda, or cpu if it has none."""
+    """Return the type of this machine's accelerator, such as cuda, or cpu if it has none.
+
+    Apple's GPU (mps) is left out, because no backend sends its tensors.
+    """
     found = torch.accelerator.current_accelerator(check_available=True)
-    return found.type if found else "cpu"
+    return found.type if found and found.type != "mps" else "cpu"
 
 
 def device(text: str) -> str:

@@ -7,13 +7,14 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 run/setup.sh tests/requirements.txt .github/pages/requirements.txt
-where=(tests .github/pages)
+where=yes
+for word in "$@"; do
+    # A file of tests was given, or a test in it.
+    [[ $word != tests/* && $word != .github/pages* ]] || where=
+done
 case ${1-} in
     "") set -- -m quick ;;
     --all) shift ;;
 esac
-for word in "$@"; do
-    # A file of tests was given, or a test in it.
-    [[ $word != tests/* && $word != .github/pages* ]] || where=()
-done
-exec .venv/bin/python -m pytest "${where[@]}" -n 4 --dist worksteal "$@"
+[ -z "$where" ] || set -- tests .github/pages "$@"
+exec .venv/bin/python -m pytest -n 4 --dist worksteal "$@"

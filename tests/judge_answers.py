@@ -11,15 +11,9 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "playground" / "exercises"))
-from judging import imitate, judge  # noqa: E402, it is found there
+from judging import judge  # noqa: E402, it is found there
 
 name, answers = json.loads(sys.argv[1])
-for file, function, *rest in answers:
-    answer = file
-    if file is None:
-        exercise = judge.check_of(name)
-        answer = getattr(exercise, imitate.name_of(exercise))
-        if function:
-            answer = imitate.mistakes_of(exercise)[function]
-    lines = judge.report(name, judge.verdicts_on(name, answer, function, *rest))
+for answer in answers:
+    lines = judge.report(name, judge.verdicts_on(name, *answer))
     print(json.dumps(lines or ["your turn"]), flush=True)

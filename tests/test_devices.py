@@ -13,6 +13,8 @@ import torch
 from conftest import IS_REAL, ROOT, STANDIN, by_torchrun, lesson_path, one_line, talks
 from lessons import LESSONS
 
+from common.flags import accelerator
+
 STARTED = {  # the environment of a rank that a launcher has started
     "RANK": "0",
     "LOCAL_RANK": "0",
@@ -93,6 +95,15 @@ def chosen(main, monkeypatch):
         return seen["args"]
 
     return called
+
+
+def test_apples_gpu(monkeypatch):
+    """It is left out, because no backend sends its tensors."""
+    found = torch.device("mps")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: found)
+    assert accelerator() == "cpu"
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("xpu"))
+    assert accelerator() == "xpu"
 
 
 def batch(lesson, images=120):

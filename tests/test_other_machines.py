@@ -1,8 +1,9 @@
-"""The workflow that runs the tests elsewhere, and lessons on a machine that is not Linux."""
+"""The workflow that runs the tests elsewhere, and what runs on a machine that is not Linux."""
 
 import re
+import sys
 
-from conftest import ROOT, SHORT, epochs, lesson_path, one_process, run, talks
+from conftest import ROOT, SHORT, Job, epochs, lesson_path, one_process, run, talks, train
 from lessons import LESSONS
 from smoke import first_command
 
@@ -28,31 +29,54 @@ def test_the_smoke_run_of_each_lesson():
         assert talks(lesson) or re.search("--dataset (digits|fake|text) .*--epochs 1$", words)
 
 
-ELSEWHERE = """
-import builtins
+# Python imports this first, in each process. On macOS it has a module _scproxy, and PyTorch comes
+# without triton.
+SITECUSTOMIZE = """
 import os
 import sys
-
-open_file = builtins.open
-
-
-def open_elsewhere(file, *args, **options):
-    if str(file).startswith("/proc"):
-        raise FileNotFoundError(file)
-    return open_file(file, *args, **options)
+import types
 
 
-builtins.open = open_elsewhere
-sys.platform = "darwin"
+def refuse(event, arguments):
+    if event == "os.fork":
+        raise OSError("no process is forked here")
+    if event in ("open", "os.listdir", "os.scandir") and str(arguments[0]).startswith("/proc"):
+        raise FileNotFoundError(arguments[0])
+
+
+sys.addaudithook(refuse)
 del os.sched_getaffinity
+sys.platform = "darwin"
+proxies = types.ModuleType("_scproxy")
+proxies._get_proxies = proxies._get_proxy_settings = dict
+sys.modules |= {"_scproxy": proxies, "triton": None}
 """
 
 
-def test_a_lesson_needs_nothing_that_only_linux_has(tmp_path):
-    """Without /proc and sched_getaffinity, on a system that says that it is macOS."""
-    text = lesson_path("distributed_data_parallel").read_text()
-    before = "\nsys.path."  # PyTorch is imported above, and what is ours below
-    assert text.count(before) == 1
-    copy = tmp_path / "distributed_data_parallel.py"
-    copy.write_text(text.replace(before, ELSEWHERE + before))
-    assert epochs(run(copy, *SHORT).stdout) == one_process(*SHORT)
+def test_nothing_needs_what_only_linux_has(tmp_path):
+    """Two lessons, watch.py and a check, where Python says that it is on macOS.
+
+    There is no /proc, no process can be forked, and folders are links, as /tmp is on macOS.
+    """
+    (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE)
+    (tmp_path / "real").mkdir()
+    (tmp_path / "temporary").symlink_to("real")
+    (tmp_path / "course").symlink_to(ROOT)
+    here = {"PYTHONPATH": str(tmp_path), "TMPDIR": str(tmp_path / "temporary")}
+    playground = tmp_path / "course" / "playground"
+    forks = Job(sys.executable, "-c", "import os; os.fork()", env=here).wait()
+    assert "no process is forked here" in forks.stderr
+    lesson = playground / "manual_data_parallel.py"
+    watched = run(playground / "watch.py", lesson, "-g", 2, *SHORT, env=here, cold=True)
+    assert epochs(watched.stdout) == one_process(*SHORT)
+    assert re.search(r"all_reduce .* \d+: dist.all_reduce\(", watched.stdout)
+    # Here the same is hidden after PyTorch is imported.
+    text = lesson_path("fully_sharded_data_parallel").read_text()
+    copy = tmp_path / "fully_sharded_data_parallel.py"
+    copy.write_text(text.replace("\nsys.path.", f"{SITECUSTOMIZE}\nsys.path.", 1))
+    assert epochs(train(copy, *SHORT, processes=2).stdout) == one_process(*SHORT)
+    exercises = playground / "exercises"
+    solution = exercises / "judging" / "checks" / "all_gather.py"
+    flags = ("all_gather", "--file", solution, "--ranks", 1)
+    checked = run(exercises / "check.py", *flags, env=here, cold=True)
+    assert checked.stdout == "RIGHT with 1 rank\n"

@@ -10,6 +10,7 @@ WORLD_SIZES, JOIN, runs(), FAULT, IMITATED; explain(), which puts a Trial with w
 words; and WORDS: patterns that are searched in the lines of a verdict, and what they tell.
 """
 
+import importlib
 import re
 from dataclasses import dataclass, field
 
@@ -93,7 +94,7 @@ class Attempt:
     Attributes:
         file: the file of the answer. Verdicts quote its lines.
         name: the name of the answer in it.
-        functions: what the ranks try in place of the answer in the file, unless it is empty.
+        load: None, or what a rank calls for the functions that it tries in place of the answer.
         later: after how many seconds a rank looks at its result again; 0: it does not, and no rank
             starts its messages later than the others.
         printed: what each rank has printed.
@@ -104,17 +105,22 @@ class Attempt:
     later = 0.05
 
     def __init__(self, exercise, size, folder, seconds=None):
-        self.exercise = exercise
+        self.module = exercise.__name__
         self.size = size
         self.folder = folder
         self.seconds = seconds or SECONDS_FOR_A_CASE
         self.file = exercise.__file__
         self.name = ""
-        self.functions = []
+        self.load = None
         self.printed = []
         self.trial = None
         self.number = 0
         folder.mkdir()
+
+    @property
+    def exercise(self):
+        """The module of checks/. By its name, every process finds it."""
+        return importlib.import_module(self.module)
 
     def runs(self):
         """Return what runs one after another: (a function of the check, a number of ranks)."""

@@ -8,7 +8,9 @@ this mistake, or pairs of texts. In each pair, the first one stands once in the 
 second one replaces it.
 """
 
+import importlib
 import inspect
+from functools import partial
 
 from judging.attempt import Attempt, all_ranks
 from judging.ranks import started
@@ -22,11 +24,16 @@ def name_of(exercise):
     return getattr(exercise, "NAME", exercise.__name__.rpartition(".")[2])
 
 
-def mistakes_of(exercise):
-    """Return the mistakes of an exercise: for the words on each of them, a function."""
-    found = {}
-    for words, mistake in exercise.MISTAKES.items():
-        found[words] = edited(exercise, *mistake) if isinstance(mistake, tuple) else mistake
+def functions_of(module, wanted):
+    """Return functions of a check: its solution (None), and its MISTAKES (the words on each)."""
+    exercise = importlib.import_module(module)
+    found = []
+    for words in wanted:
+        if words is None:
+            found.append(getattr(exercise, name_of(exercise)))
+        else:
+            mistake = exercise.MISTAKES[words]
+            found.append(edited(exercise, *mistake) if isinstance(mistake, tuple) else mistake)
     return found
 
 
@@ -51,22 +58,22 @@ def like(attempt, lines):
         lines: those of its verdict. What they tell is not tried, and not what WORDS tells.
     """
     told = [*lines, *getattr(attempt.exercise, "WORDS", {}).values()]
-    mistakes = {}
-    for words, function in mistakes_of(attempt.exercise).items():
+    mistakes = []
+    for words in attempt.exercise.MISTAKES:
         if not any(words in each for each in told):
-            mistakes[words] = function
+            mistakes.append(words)
     copy = Attempt(attempt.exercise, attempt.size, attempt.folder / "mistakes", SECONDS)
-    copy.functions = list(mistakes.values())
+    copy.load = partial(functions_of, attempt.module, mistakes)
     copy.later = 0
-    pairs = zip(mistakes, trials(copy, attempt.number), strict=True)
+    pairs = zip(mistakes, trials(copy, len(mistakes), attempt.number), strict=True)
     return [words for words, trial in pairs if is_like(attempt.trial, trial, attempt.tolerance())]
 
 
-def trials(attempt, case):
-    """Let each of the functions run one case. Yields their Trials."""
+def trials(attempt, functions, case):
+    """Let each of so many functions run one case. Yields their Trials."""
     runs = attempt.runs()
     for run, size in runs:
-        todo = list(range(len(attempt.functions)))
+        todo = list(range(functions))
         while todo:
             with started(attempt, run, size) as go:
                 trial = go("join")

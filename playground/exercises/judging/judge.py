@@ -9,12 +9,13 @@ import signal
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from judging.attempt import Attempt, Verdict, rungs
-from judging.imitate import like, name_of
-from judging.ranks import adopt_orphans, die_with_parent, end_children, fork
+from judging.imitate import functions_of, like, name_of
+from judging.ranks import adopt_orphans, context, die_with_parent, end_children
 from judging.words import in_ranks, sizes_in_words
 
 WORLD_SIZES = (1, 2, 3, 4, 5)
@@ -37,7 +38,7 @@ class Judge:
         verdict: its Verdict, or None.
     """
 
-    process: fork.Process
+    process: context.Process
     connection: Connection
     passed: int = 0
     verdict: Verdict | None = None
@@ -58,8 +59,9 @@ def verdicts_on(name, file, function=None, seconds=None, sizes=None):
 
     Args:
         name: the exercise.
-        file: the path of the file with the answer; or a function: the answer itself.
-        function: the name of the answer in it; None: the exercise's own name.
+        file: the path of the file with the answer; None: an answer of the exercise itself.
+        function: the name of the answer in the file; None: the exercise's own name. Without a file,
+            the words on one of its MISTAKES; None: its solution.
         seconds: for each case; None: as usual.
         sizes: the numbers of ranks; None: all that the exercise has.
 
@@ -75,14 +77,14 @@ def verdicts_on(name, file, function=None, seconds=None, sizes=None):
     with tempfile.TemporaryDirectory() as folder:
         try:
             for size in sizes or all_sizes(exercise):
-                ours, theirs = fork.Pipe()
+                ours, theirs = context.Pipe()
                 attempt = Attempt(exercise, size, Path(folder) / f"ranks{size}", seconds)
-                if callable(file):
-                    attempt.functions = [file]
+                if file is None:
+                    attempt.load = partial(functions_of, exercise.__name__, [function])
                 else:
                     attempt.file = str(Path(file).resolve())
                     attempt.name = function or name_of(exercise)
-                process = fork.Process(target=judge, args=(attempt, theirs))
+                process = context.Process(target=judge, args=(attempt, theirs))
                 process.start()
                 theirs.close()
                 judges[size] = Judge(process, ours)

@@ -3,7 +3,7 @@
 `with started(attempt, run, size) as go:` starts a process for each rank:
 
 1. It is forked from a process that has imported torch and computed nothing, so this takes a few
-   milliseconds.
+   milliseconds. On other systems than Linux, it is a new Python, which takes seconds.
 2. The ranks go through the same parts together: they join the group, they import the learner's
    file, and they run one case after another. A rank starts a part when all ranks have finished the
    part before. So the time of a part is counted from when all ranks are there.
@@ -28,6 +28,7 @@ import resource
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from dataclasses import dataclass, field
@@ -47,7 +48,8 @@ MEMORY = GIGABYTE  # what a rank may take in addition to what `import torch` has
 FILE_SIZE = GIGABYTE // 10
 PRINTED = 2000  # characters that are kept of what a rank prints
 MESSAGES = 2000  # messages of a rank that are kept in a case
-fork = multiprocessing.get_context("fork")
+# The libraries of macOS may crash in a process that was forked.
+context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
 
 
 @dataclass
@@ -107,7 +109,7 @@ class Rank:
     number: int
     process: multiprocessing.Process
     connection: Connection
-    output: int  # the end of a pipe, from which this process reads what the rank prints
+    output: Connection  # the end of a pipe, from which this process reads what the rank prints
     stack: Path  # where the rank writes its stack when it gets SIGUSR1
     printed: bytes = b""
 
@@ -115,7 +117,7 @@ class Rank:
         """Read what the rank has printed, and keep its beginning. It must not wait to print."""
         with contextlib.suppress(BlockingIOError):
             for _ in range(100):
-                text = os.read(self.output, 65536)
+                text = os.read(self.output.fileno(), 65536)
                 if not text:
                     break
                 self.printed += text[: PRINTED - len(self.printed)]
@@ -136,20 +138,20 @@ def started(attempt, run, size):
 
     Yields:
         a function that lets all ranks go through a part and returns a Trial. The parts are "join",
-        "import", and (a number of attempt.functions, a number of attempt.cases).
+        "import", and (a number of attempt.load()'s functions, a number of attempt.cases).
     """
     port = free_port()
     ranks = []
     for number in range(size):
-        ours, theirs = fork.Pipe()
-        output, write = os.pipe()
-        os.set_blocking(output, False)
+        ours, theirs = context.Pipe()
+        output, write = context.Pipe(duplex=False)
+        os.set_blocking(output.fileno(), False)
         stack = attempt.folder / f"stack{port}-{number}"
         settings = attempt, run, size, number, port
-        process = fork.Process(target=be_a_rank, args=(settings, theirs, write, stack))
+        process = context.Process(target=be_a_rank, args=(settings, theirs, write, stack))
         process.start()
         theirs.close()
-        os.close(write)
+        write.close()
         ranks.append(Rank(number, process, ours, output, stack))
     try:
         yield functools.partial(go_through, attempt, ranks)
@@ -157,7 +159,7 @@ def started(attempt, run, size):
         end_children()
         for rank in ranks:
             rank.read_output()
-            os.close(rank.output)
+            rank.output.close()
         attempt.printed = [rank.text() for rank in ranks]
 
 
@@ -278,7 +280,7 @@ def be_a_rank(settings, connection, output, stack):
     prepare_process(attempt, size, number, port, stack)
     # A process that the learner forks must not report as if it were this rank.
     os.register_at_fork(after_in_child=connection.close)
-    functions = list(attempt.functions)
+    functions = attempt.load() if attempt.load else []
     while True:
         part = connection.recv()
         try:
@@ -288,8 +290,8 @@ def be_a_rank(settings, connection, output, stack):
                     timeout = timedelta(seconds=60)
                     dist.init_process_group("gloo", meeting, timeout, size, number)
                 # From here on, what is printed is the learner's.
-                os.dup2(output, 1)
-                os.dup2(output, 2)
+                os.dup2(output.fileno(), 1)
+                os.dup2(output.fileno(), 2)
             elif part == "import":
                 functions = functions or [load_function(attempt)]
             else:
@@ -425,10 +427,18 @@ def own_frames(error, file):
 
 
 def die_with_parent():
-    """Let the kernel end this process when its parent ends, also by SIGKILL. Linux has this."""
+    """Let this process end when its parent ends, also by SIGKILL. On Linux the kernel does it."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    else:
+        threading.Thread(target=end_after_parent, daemon=True).start()
+
+
+def end_after_parent():
+    """Wait until the parent has ended, and end this process."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
 
 def adopt_orphans():
@@ -449,6 +459,8 @@ def end_children():
 
 def children():
     """Return the pids of the children of this process that are alive."""
+    if sys.platform != "linux":
+        return [process.pid for process in multiprocessing.active_children()]
     pids = []
     for file in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has just ended
@@ -459,6 +471,4 @@ def children():
             alive = state != "Z" or threads > 1
             if int(parent) == os.getpid() and alive:
                 pids.append(int(file.parent.name))
-    if not Path("/proc").exists():  # macOS
-        pids = [process.pid for process in multiprocessing.active_children()]
     return pids
