@@ -38,7 +38,7 @@ Try breaking it, in a copy:
      accuracies.
 Now write `outer_step.py` and `average_largest.py`, in playground/exercises/.
 Builds on: overlapped_data_parallel.py
-The next lesson, `sharded_optimizer.py`, shards what DDP replicates on every rank.
+The next lesson, `sharded_data.py`, reads data that does not fit in memory.
 """
 
 import os

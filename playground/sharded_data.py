@@ -1,0 +1,392 @@
+r"""Data in files that no rank reads whole, and a run that resumes in the middle of an epoch.
+
+Run it. The first command makes the files (210 MB), and trains nothing:
+    python playground/sharded_data.py --make
+    torchrun --standalone --nproc-per-node 2 playground/sharded_data.py
+
+It prints the same numbers as `single_gpu.py`, up to rounding (times differ):
+    epoch 1/3  loss 0.3960  train 88.26%  test 93.96%  5.02 s  11,940 images/s
+
+Save a checkpoint after every five steps, and stop after the first one. Resume with four ranks:
+    torchrun --standalone --nproc-per-node 2 playground/sharded_data.py \
+        --savefile runs/data.pt --every 5 --stop
+    torchrun --standalone --nproc-per-node 4 playground/sharded_data.py --savefile runs/data.pt
+
+The last command first prints where it resumes, and then the same epochs as above:
+    runs/data.pt: 640 images of epoch 1 are done
+
+There are four files of unequal length to train on. If each rank read files of its own, one of them
+would run out of images, and the others would wait for it in an all_reduce. So the images of all
+files are numbered, as if they were in one. The order of an epoch depends only on the seed and the
+epoch, and each rank computes it without a message. The next --batch_size numbers of this order are
+a global batch, of which each rank reads its part. With any number of ranks, the global batches are
+those of a single process, and all ranks have equally many steps. One number tells where a run is:
+how many images of its epoch the model has been trained on, on all ranks together.
+
+In each rank, worker processes read the images. They prefetch, so they are ahead of the model, and
+only the training loop knows how many images it has seen. With `--by torchdata`, the loader counts
+(`pip install torchdata`). Its state holds for the same number of --workers only.
+
+Try breaking it, in a copy:
+  1. Seed with `seed + epoch + rank` in own_batches(). Does an epoch still have every image?
+  2. Write `print("read")` in Files.__getitem__(), and run it in one process with --every 5 --stop.
+     How many images are read, and how many has the model seen?
+  3. Let Files keep the arrays instead of the paths. How long is `pickle.dumps(train_set)` then?
+Builds on: distributed_data_parallel_resumable.py
+The next lesson, `sharded_optimizer.py`, shards what DDP replicates on every rank.
+"""
+
+import bisect
+import functools
+import importlib.util
+import itertools
+import math
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import numpy
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # find common/ from any folder
+from common import flags
+from common.data import fetch, load
+from common.models import make_model
+
+
+@functools.cache  # once in each process
+def opened(path):
+    """Return an array that stays on disk (a memmap). Only the numbers that are used are read."""
+    return numpy.load(path, mmap_mode="r")
+
+
+class Files(Dataset):
+    """The images of several files, numbered from 0 as if they were in one.
+
+    Args:
+        folder: has train-0-images.npy, (N, 1, 28, 28), train-0-labels.npy, (N,), and so on. Of a
+            text, both are (N, 128).
+        part: "train" or "test".
+    """
+
+    def __init__(self, folder, part):
+        # NEW: keep paths, not arrays. A worker that is not forked gets a copy of this object, and a
+        # memmap would be copied with all its numbers.
+        self.images = sorted(folder.glob(f"{part}-*-images.npy"))
+        self.labels = sorted(folder.glob(f"{part}-*-labels.npy"))
+        self.lengths = [len(opened(path)) for path in self.labels]
+        self.ends = list(itertools.accumulate(self.lengths))
+
+    def __len__(self):
+        """Return the number of images in all files."""
+        return sum(self.lengths)
+
+    def __getitem__(self, number):
+        """Read one image, (1, 28, 28), and its label, ()."""
+        file = bisect.bisect_right(self.ends, number)  # the first file that ends behind the image
+        row = number - self.ends[file] + self.lengths[file]
+        image = opened(self.images[file])[row]
+        label = opened(self.labels[file])[row]
+        return torch.tensor(image), torch.tensor(label)  # tensor() copies them into memory
+
+
+def own_batches(images, batch_size, seed, epoch, done, rank, world_size):
+    """Return what this rank reads in the rest of an epoch: a list of numbers for each step.
+
+    Args:
+        images: the number of images in all files.
+        done: how many images of the epoch the ranks have trained on, all together.
+    """
+    # NEW: this order is the same on all ranks, for any number of ranks, and after a restart. (Of
+    # billions of images, it would be too long. Then shuffle blocks of images that lie together.)
+    generator = torch.Generator().manual_seed(seed + epoch)
+    order = torch.randperm(images, generator=generator).tolist()
+    batches = []
+    # NEW: whole batches only, so all ranks have equally many images in each step.
+    for start in range(done, images - batch_size + 1, batch_size):
+        global_batch = order[start : start + batch_size]
+        batches.append(global_batch[rank::world_size])
+    return batches
+
+
+def make_loader(train_set, args, done):
+    """Return a loader of this rank's images, from where the run is to the end of the epoch."""
+    order = (len(train_set), args.batch_size, args.seed, done["epoch"])
+    place = (dist.get_rank(), dist.get_world_size())
+    options = loader_options(args)
+    if args.by == "hand":
+        batches = own_batches(*order, done["images"], *place)
+        return DataLoader(train_set, batch_sampler=batches, **options)
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    batches = own_batches(*order, 0, *place)
+    loader = StatefulDataLoader(train_set, batch_sampler=batches, **options)
+    if done["loader"] is not None:
+        # NEW: it leaves out as many batches as fit() had taken from the loader of rank 0, which are
+        # equally many on all ranks. (If a data set has a state, each rank must save its own.)
+        loader.load_state_dict(done["loader"])
+    return loader
+
+
+def train(args):
+    """Start a run, or resume it, and train as one of the ranks."""
+    rank, device = join(args)
+    train_set = Files(folder_of(args), "train")
+    test_loader = make_test_loader(Files(folder_of(args), "test"), args)
+    torch.manual_seed(args.seed)
+    model = make_model(args).to(device)
+    model = DistributedDataParallel(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
+    done = resume(model.module, optimizer, train_set, args)  # NEW: where the run is
+    fit(model, optimizer, train_set, test_loader, device, args, done)
+    # DDP refers to the group, so delete DDP first. Otherwise the process may hang.
+    del model
+    dist.destroy_process_group()
+
+
+def fit(model, optimizer, train_set, test_loader, device, args, done):
+    """Train and test from where the run is, and print one line for each epoch.
+
+    Args:
+        done: the epoch, how many of its images the ranks have trained on, and the sums of
+            run_epoch() over these; with --by torchdata, also what its loader remembers.
+    """
+    rank = dist.get_rank()
+    whole = len(train_set) // args.batch_size * args.batch_size  # the images of an epoch
+    for epoch in range(done["epoch"], args.epochs):
+        before = done["images"]
+        # Dropout, if there is any, draws different numbers on each rank and after each restart.
+        torch.manual_seed(args.seed + epoch * whole + before + rank)
+        start = time.perf_counter()
+        loader = make_loader(train_set, args, done)
+        bar = tqdm(loader, leave=False, disable=None if rank == 0 else True)
+        batches = iter(bar)
+        while done["images"] < whole:
+            # NEW: train on the next batches of the loader, until it is time to save.
+            section = itertools.islice(batches, args.every)
+            sums = run_epoch(model, section, device, optimizer)
+            done["sums"] = [old + new for old, new in zip(done["sums"], sums, strict=True)]
+            # NEW: count here, because the model has seen these images. The workers are already
+            # reading later ones, so a count in the data set or in own_batches() would be too high.
+            done["images"] = min(done["images"] + args.every * args.batch_size, whole)
+            if args.by == "torchdata":
+                done["loader"] = loader.state_dict()
+            if rank == 0 and args.savefile:
+                save(model.module, optimizer, train_set, args, done)
+            if args.stop:
+                return
+        bar.close()
+        seconds = time.perf_counter() - start
+        speed = (whole - before) / seconds
+        loss, correct, images = done["sums"]
+        _, test_correct, test_images = run_epoch(model.module, test_loader, device)
+        if rank == 0:
+            digits = 12 if args.double else 4
+            print(
+                f"epoch {epoch + 1}/{args.epochs}  loss {loss / images:.{digits}f}"
+                f"  train {correct / images:.2%}  test {test_correct / test_images:.2%}"
+                f"  {seconds:.2f} s  {speed:,.0f} {args.unit}/s",
+                flush=True,
+            )
+        done = beginning(epoch + 1)
+
+
+def beginning(epoch):
+    """Return where a run is at the beginning of an epoch."""
+    return {"epoch": epoch, "images": 0, "sums": [0.0, 0.0, 0.0], "loader": None}
+
+
+def save(model, optimizer, train_set, args, done):
+    """Write a checkpoint, whole or not at all."""
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    # NEW: where the run is. Of the images themselves, nothing needs to be saved.
+    state |= {"done": done, "same": must_agree(train_set, args)}
+    unfinished = Path(f"{args.savefile}.unfinished")
+    try:
+        with open(unfinished, "wb") as file:  # so that a full disk gives a clear error
+            torch.save(state, file)
+        os.replace(unfinished, args.savefile)
+    finally:
+        unfinished.unlink(missing_ok=True)  # left over only after an error
+
+
+def resume(model, optimizer, train_set, args):
+    """Load the checkpoint, if there is one, on each rank. Returns where the run is."""
+    if not args.resume:
+        return beginning(0)
+    state = torch.load(args.savefile, map_location="cpu", weights_only=True)
+    for name, value in must_agree(train_set, args).items():
+        before = state["same"][name]
+        if before != value:
+            raise ValueError(f"{args.savefile} was written with {name} {before}, not {value}")
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    done = state["done"]
+    if dist.get_rank() == 0:
+        where = f"{done['images']:,} {args.unit} of epoch {done['epoch'] + 1} are done"
+        print(f"{args.savefile}: {where}", flush=True)
+    return done
+
+
+def must_agree(train_set, args):
+    """Return what a run must resume with, because its images or their order depend on it."""
+    names = ("dataset", "double", "seed", "batch_size", "by")
+    return {"images": len(train_set)} | {name: getattr(args, name) for name in names}
+
+
+def make_test_loader(test_set, args):
+    """Return a loader of this rank's test images. Each test image is on one rank only."""
+    batches = torch.arange(len(test_set)).tensor_split(math.ceil(len(test_set) / 1000))
+    own = [batch[dist.get_rank() :: dist.get_world_size()].tolist() for batch in batches]
+    return DataLoader(test_set, batch_sampler=own, **loader_options(args))
+
+
+def loader_options(args):
+    """Return how a loader reads: its workers prefetch two batches each."""
+    return {
+        "num_workers": args.workers,
+        # A worker may fail, or never answer. By default, the rank would wait for ever.
+        "timeout": args.timeout,
+        "pin_memory": args.device != "cpu",
+    }
+
+
+def folder_of(args):
+    """Return the folder of the files, such as runs/files/mnist."""
+    return Path(args.files, f"{args.dataset}-double" if args.double else args.dataset)
+
+
+BEGINNINGS = [0, 0.07, 0.32, 0.45, 1]  # where each training file begins, and the last one ends
+
+
+def make(args):
+    """Write the training images to four files of unequal length, and the test images to one."""
+    args.dataset = fetch(args.dataset, args.data_dir)
+    dtype = torch.float64 if args.double else torch.float32
+    train_set, test_set = load(args.dataset, args.data_dir, dtype)
+    places = [round(part * len(train_set)) for part in BEGINNINGS]
+    for number, (start, end) in enumerate(itertools.pairwise(places)):
+        write(args, f"train-{number}", train_set.images[start:end], train_set.labels[start:end])
+    write(args, "test-0", test_set.images, test_set.labels)
+
+
+def write(args, name, images, labels):
+    """Write a file of images, and one of their labels, which opened() can read."""
+    folder = folder_of(args)
+    folder.mkdir(parents=True, exist_ok=True)
+    numpy.save(folder / f"{name}-images.npy", images.numpy())
+    numpy.save(folder / f"{name}-labels.npy", labels.numpy())
+    print(f"{folder}/{name}-images.npy: {len(labels):,} {args.unit}")
+
+
+def add_flags(parser):
+    """Add the flags that only this lesson has."""
+    add = parser.add_argument
+    add("--make", action="store_true", help="make the files, and train nothing (without torchrun)")
+    add("--files", type=os.path.expanduser, default="runs/files", help="folder of the files")
+    add("--by", choices=["hand", "torchdata"], default="hand", help="who counts what was read")
+    add("--workers", type=flags.positive, default=2, help="processes of each rank that read the images")
+    add("--savefile", type=flags.new_file, help="a checkpoint; if it is there, the run resumes")
+    add("--every", type=flags.positive, default=100, help="steps from checkpoint to checkpoint")
+    add("--stop", action="store_true", help="stop after the first checkpoint")
+
+
+def check_flags(parser, args, world_size):
+    """Refuse flags that do not fit the number of ranks, or a package that is missing."""
+    parser.check_batch(args.batch_size, world_size)
+    if args.by == "torchdata" and importlib.util.find_spec("torchdata") is None:
+        parser.error("--by torchdata needs torchdata: pip install torchdata")
+
+
+def check_files(parser, args):
+    """Refuse to train without files, and look whether there is a checkpoint."""
+    args.dataset = args.dataset or "mnist"
+    images = len(Files(folder_of(args), "train"))
+    if images == 0:
+        command = f"python {sys.argv[0]} --make"
+        parser.error(f"no files in {folder_of(args)}: use {command}, or a different --dataset")
+    if args.batch_size > images:
+        parser.error(f"--batch_size must be at most {images}, the number of training {args.unit}")
+    # All ranks look before any of them can save, and join() compares what they have seen.
+    args.resume = args.savefile is not None and Path(args.savefile).exists()
+
+
+@record  # writes the traceback of an error to a file, and torchrun's report shows it
+def main():
+    """Read the flags. Then make the files, or train as one of the ranks."""
+    parser = flags.ranks(__doc__)
+    add_flags(parser)
+    args = parser.parse_args()
+    if args.make:  # NEW: in one process, without ranks
+        make(args)
+        return
+    parser.check_torchrun(args)  # an error of one line if torchrun has not started this
+    check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
+    check_files(parser, args)
+    train(args)
+
+
+# ---------- Unchanged from distributed_data_parallel_torchrun.py ----------
+# You know what follows: join() and run_epoch(). If you copy this lesson, copy it, too.
+
+
+def join(args):
+    """Join the process group that torchrun describes. Returns this rank and its device."""
+    local_rank = int(os.environ["LOCAL_RANK"])  # torchrun has numbered this node's processes
+    device = torch.device(args.device)
+    gpu = None
+    if args.device != "cpu":
+        gpu = device = torch.device(args.device, local_rank)
+        torch.accelerator.set_device_index(gpu)  # otherwise all ranks would take memory on GPU 0
+    backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA's GPUs, gloo for CPUs
+    # The address, the rank and the world size are in the environment.
+    dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=gpu)
+    rank = dist.get_rank()
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, vars(args))
+    for flag in vars(args).keys() - {"data_dir"}:
+        values = {str(each.get(flag)) for each in everyone}
+        if len(values) > 1:
+            dist.destroy_process_group()
+            raise ValueError(f"the nodes differ in --{flag}: {', '.join(sorted(values))}")
+    if rank == 0:
+        print(f"{len(everyone)} ranks, {backend}, {args.device}", flush=True)
+    return rank, device
+
+
+def run_epoch(model, loader, device, optimizer=None):
+    """Train, or only test if there is no optimizer.
+
+    Returns three sums over the images of all ranks: the loss, the number classified correctly, the
+    number of images.
+    """
+    model.train(optimizer is not None)
+    # The sums stay on the device. Reading them in each step would make Python wait for the GPU.
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    for images, labels in loader:
+        images = images.to(device, non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
+        with torch.set_grad_enabled(model.training):
+            logits = model(images)
+            loss = F.cross_entropy(logits, labels)
+        if optimizer is not None:
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        sums[0] += loss.detach() * labels.numel()
+        sums[1] += (logits.argmax(dim=1) == labels).sum()
+        sums[2] += labels.numel()
+    dist.all_reduce(sums)
+    return sums.tolist()
+
+
+if __name__ == "__main__":
+    main()
