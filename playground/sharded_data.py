@@ -293,7 +293,7 @@ def add_flags(parser):
     add("--make", action="store_true", help="make the files, and train nothing (without torchrun)")
     add("--files", type=os.path.expanduser, default="runs/files", help="folder of the files")
     add("--by", choices=["hand", "torchdata"], default="hand", help="who counts what was read")
-    add("--workers", type=flags.positive, default=2, help="processes of each rank that read the images")
+    add("--workers", type=flags.positive, default=2, help="processes of each rank that read")
     add("--savefile", type=flags.new_file, help="a checkpoint; if it is there, the run resumes")
     add("--every", type=flags.positive, default=100, help="steps from checkpoint to checkpoint")
     add("--stop", action="store_true", help="stop after the first checkpoint")

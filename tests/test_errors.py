@@ -114,6 +114,7 @@ def test_files_and_folders_that_can_not_be_written(tmp_path, main):
         ("distributed_data_parallel_resumable", "--run_dir"),
         ("fully_sharded_checkpoints", "--run_dir"),
         ("profile_steps", "--out"),
+        ("sharded_data", "--savefile"),
         ("finding_hangs", "--out"),
     ]:
         path = tmp_path / "file" / "new"

@@ -69,6 +69,13 @@ LANGUAGE = ("--model", "language", "--dataset", "text")
         ("activation_checkpointing", 2, ("--model", "mlp"), ("has no blocks", "transformer")),
         ("mixed_precision", 2, ("--double", "--precision", "bfloat16"), ("leave out --precision",)),
         ("mixed_precision", 2, ("--clip", -1), ("--clip", "0 or more")),
+        ("sharded_data", 7, (), ("7 ranks cannot divide --batch_size 120: use 119",)),
+        (
+            "sharded_data",
+            2,
+            ("--files", "/none"),
+            ("no files in /none/digits", "sharded_data.py --make"),
+        ),
         (CHECKPOINTS, 3, ("--dropout", 0.5), ("--dropout 0.5", "--model cnn")),
         (CHECKPOINTS, 3, ("--dropout", 1, "--model", "cnn"), ("--dropout 1", "below 1")),
         (CHECKPOINTS, 3, ("--savefile", "/proc/here/c.pt"), ("cannot write /proc/here/c.pt",)),

@@ -59,6 +59,7 @@ ROWS = {  # a lesson with its flags, and on how many GPUs it runs
     "profile_steps --average bucket": (2,),
     "sending_less --by powersgd": (2,),
     "sending_less --by diloco --every 5": (2,),
+    "sharded_data": (1, 2),
     "manual_pipeline --schedule GPipe": (1, 2),
     "manual_pipeline --schedule 1F1B --model cnn": (2,),
     "pipeline_parallel --schedule GPipe --model cnn": (1, 2),
@@ -211,6 +212,9 @@ def test_the_numbers_of_the_cpu(row, gpus, tmp_path):
     if lesson != "collectives":
         flags += [*TWO_EPOCHS, "--dataset", small_data(lesson), "--double"]
     folder = {"distributed_data_parallel_resumable": "--run_dir", "profile_steps": "--out"}
+    if lesson == "sharded_data":
+        flags += ["--files", tmp_path]
+        run(lesson, "--make", *flags, *CPU)
     own = [folder[lesson], tmp_path / "gpu"] if lesson in folder else []
     out = output(start(lesson, *flags, *own, gpus=gpus))
     own = [folder[lesson], tmp_path / "cpu"] if lesson in folder else []

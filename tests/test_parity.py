@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import DIGITS, epochs, single_gpu, talks, train
+from conftest import DIGITS, epochs, run, single_gpu, talks, train
 from lessons import LESSONS
 from parameters import largest_difference
 
@@ -46,6 +46,7 @@ hybrid_parallel --kind hsdp; 4; transformer
 profile_steps --average bucket; 3; mlp
 profile_steps --average each; 2; mlp
 sending_less; 3; transformer
+sharded_data --workers 1; 3; language
 mixed_precision --precision full --sharded; 3; language
 activation_checkpointing --checkpoint second --sharded; 2; language
 sequence_parallel --sequence; 4; transformer
@@ -85,6 +86,9 @@ def with_parameters(lesson, *flags, folder, processes=None):
     if lesson == "profile_steps":
         flags += ("--out", folder / "traces")
     env = {"PARAMETERS": str(folder), "DOCUMENTS": "12"}
+    if lesson == "sharded_data":
+        flags += ("--files", folder / "files")
+        run(lesson, "--make", "--double", *flags, env=env)
     return epochs(train(lesson, "--double", *flags, processes=processes, env=env).stdout)
 
 
