@@ -172,8 +172,8 @@ def fit(model, optimizer, train_loader, test_loader, device, args, folder, done)
         # NEW: a run may stop after it has drawn the points of an epoch, but before its checkpoint.
         # Then the epoch is repeated, and purge_step hides the old points.
         curves = SummaryWriter(folder, purge_step=done + 1)
-    # NEW: if your epochs take hours, save every few minutes, together with the number of batches
-    # that are done, and skip these when you resume. (torchdata's StatefulDataLoader does this.)
+    # NEW: if your epochs take hours, save every few minutes, and resume in the middle of an epoch.
+    # The lesson sharded_data.py does this.
     for epoch in range(done, args.epochs):
         train_loader.sampler.set_epoch(epoch)
         # NEW: dropout, if there is any, draws different numbers on each rank and in each epoch.
