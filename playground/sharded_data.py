@@ -1,6 +1,6 @@
-r"""Data in files that no rank reads whole, and a run that resumes in the middle of an epoch.
+r"""Data that does not fit in memory, and a run that resumes in the middle of an epoch.
 
-Run it. The first command makes the files (210 MB), and trains nothing:
+Run it. The first command makes files of MNIST (210 MB), and trains nothing:
     python playground/sharded_data.py --make
     torchrun --standalone --nproc-per-node 2 playground/sharded_data.py
 
@@ -15,17 +15,18 @@ Save a checkpoint after every five steps, and stop after the first one. Resume w
 The last command first prints where it resumes, and then the same epochs as above:
     runs/data.pt: 640 images of epoch 1 are done
 
-There are four files of unequal length to train on. If each rank read files of its own, one of them
-would run out of images, and the others would wait for it in an all_reduce. So the images of all
-files are numbered, as if they were in one. The order of an epoch depends only on the seed and the
-epoch, and each rank computes it without a message. The next --batch_size numbers of this order are
-a global batch, of which each rank reads its part. With any number of ranks, the global batches are
-those of a single process, and all ranks have equally many steps. One number tells where a run is:
-how many images of its epoch the model has been trained on, on all ranks together.
+There are four files of unequal length to train on, and an image is read from them only when it is
+needed. If each rank had files of its own, one rank would run out of images first, and the others
+would wait for it in an all_reduce. So the images of all files are numbered, as if they were in one.
+The order of an epoch depends only on the seed and the epoch, and each rank computes it without a
+message. The next --batch_size numbers of this order are a global batch, of which each rank reads
+its part. With any number of ranks, the global batches are those of a single process, and all ranks
+have equally many steps. One number tells where a run is: how many images of its epoch the model has
+seen, on all ranks together.
 
-In each rank, worker processes read the images. They prefetch, so they are ahead of the model, and
-only the training loop knows how many images it has seen. With `--by torchdata`, the loader counts
-(`pip install torchdata`). Its state holds for the same number of --workers only.
+Each rank has worker processes that read. They prefetch, so they have read images that the model has
+not seen yet, and only the training loop can count those that it has. With `--by torchdata`, the
+loader counts (`pip install torchdata`). Its state fails with a different number of --workers.
 
 Try breaking it, in a copy:
   1. Seed with `seed + epoch + rank` in own_batches(). Does an epoch still have every image?
@@ -103,7 +104,7 @@ def own_batches(images, batch_size, seed, epoch, done, rank, world_size):
 
     Args:
         images: the number of images in all files.
-        done: how many images of the epoch the ranks have trained on, all together.
+        done: how many images of the epoch the model has seen, on all ranks together.
     """
     # NEW: this order is the same on all ranks, for any number of ranks, and after a restart. (Of
     # billions of images, it would be too long. Then shuffle blocks of images that lie together.)
@@ -117,22 +118,26 @@ def own_batches(images, batch_size, seed, epoch, done, rank, world_size):
     return batches
 
 
-def make_loader(train_set, args, done):
+def make_loader(train_set, args, progress):
     """Return a loader of this rank's images, from where the run is to the end of the epoch."""
-    order = (len(train_set), args.batch_size, args.seed, done["epoch"])
-    place = (dist.get_rank(), dist.get_world_size())
-    options = loader_options(args)
+    batches = own_batches(
+        len(train_set),
+        args.batch_size,
+        args.seed,
+        progress["epoch"],
+        progress["images"] if args.by == "hand" else 0,
+        dist.get_rank(),
+        dist.get_world_size(),
+    )
     if args.by == "hand":
-        batches = own_batches(*order, done["images"], *place)
-        return DataLoader(train_set, batch_sampler=batches, **options)
+        return DataLoader(train_set, batch_sampler=batches, **loader_options(args))
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    batches = own_batches(*order, 0, *place)
-    loader = StatefulDataLoader(train_set, batch_sampler=batches, **options)
-    if done["loader"] is not None:
+    loader = StatefulDataLoader(train_set, batch_sampler=batches, **loader_options(args))
+    if progress["loader"] is not None:
         # NEW: it leaves out as many batches as fit() had taken from the loader of rank 0, which are
         # equally many on all ranks. (If a data set has a state, each rank must save its own.)
-        loader.load_state_dict(done["loader"])
+        loader.load_state_dict(progress["loader"])
     return loader
 
 
@@ -145,48 +150,48 @@ def train(args):
     model = make_model(args).to(device)
     model = DistributedDataParallel(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
-    done = resume(model.module, optimizer, train_set, args)  # NEW: where the run is
-    fit(model, optimizer, train_set, test_loader, device, args, done)
+    progress = resume(model.module, optimizer, train_set, args)  # NEW: where the run is
+    fit(model, optimizer, train_set, test_loader, device, args, progress)
     # DDP refers to the group, so delete DDP first. Otherwise the process may hang.
     del model
     dist.destroy_process_group()
 
 
-def fit(model, optimizer, train_set, test_loader, device, args, done):
-    """Train and test from where the run is, and print one line for each epoch.
+def fit(model, optimizer, train_set, test_loader, device, args, progress):
+    """Train and test, and print one line for each epoch.
 
     Args:
-        done: the epoch, how many of its images the ranks have trained on, and the sums of
-            run_epoch() over these; with --by torchdata, also what its loader remembers.
+        progress: where the run is: the epoch, how many of its images the model has seen, and the
+            sums of run_epoch() over these; with --by torchdata, also the state of the loader.
     """
     rank = dist.get_rank()
     whole = len(train_set) // args.batch_size * args.batch_size  # the images of an epoch
-    for epoch in range(done["epoch"], args.epochs):
-        before = done["images"]
+    for epoch in range(progress["epoch"], args.epochs):
+        before = progress["images"]
         # Dropout, if there is any, draws different numbers on each rank and after each restart.
         torch.manual_seed(args.seed + epoch * whole + before + rank)
         start = time.perf_counter()
-        loader = make_loader(train_set, args, done)
+        loader = make_loader(train_set, args, progress)
         bar = tqdm(loader, leave=False, disable=None if rank == 0 else True)
         batches = iter(bar)
-        while done["images"] < whole:
+        while progress["images"] < whole:
             # NEW: train on the next batches of the loader, until it is time to save.
             section = itertools.islice(batches, args.every)
             sums = run_epoch(model, section, device, optimizer)
-            done["sums"] = [old + new for old, new in zip(done["sums"], sums, strict=True)]
-            # NEW: count here, because the model has seen these images. The workers are already
-            # reading later ones, so a count in the data set or in own_batches() would be too high.
-            done["images"] = min(done["images"] + args.every * args.batch_size, whole)
+            # NEW: now the model has seen these images. The workers are already reading later ones,
+            # so a count in the data set, or of the batches that were handed out, would be too high.
+            progress["images"] = min(progress["images"] + args.every * args.batch_size, whole)
+            progress["sums"] = [old + new for old, new in zip(progress["sums"], sums, strict=True)]
             if args.by == "torchdata":
-                done["loader"] = loader.state_dict()
+                progress["loader"] = loader.state_dict()
             if rank == 0 and args.savefile:
-                save(model.module, optimizer, train_set, args, done)
+                save(model.module, optimizer, train_set, args, progress)
             if args.stop:
                 return
         bar.close()
         seconds = time.perf_counter() - start
         speed = (whole - before) / seconds
-        loss, correct, images = done["sums"]
+        loss, correct, images = progress["sums"]
         _, test_correct, test_images = run_epoch(model.module, test_loader, device)
         if rank == 0:
             digits = 12 if args.double else 4
@@ -196,7 +201,7 @@ def fit(model, optimizer, train_set, test_loader, device, args, done):
                 f"  {seconds:.2f} s  {speed:,.0f} {args.unit}/s",
                 flush=True,
             )
-        done = beginning(epoch + 1)
+        progress = beginning(epoch + 1)
 
 
 def beginning(epoch):
@@ -204,11 +209,11 @@ def beginning(epoch):
     return {"epoch": epoch, "images": 0, "sums": [0.0, 0.0, 0.0], "loader": None}
 
 
-def save(model, optimizer, train_set, args, done):
+def save(model, optimizer, train_set, args, progress):
     """Write a checkpoint, whole or not at all."""
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     # NEW: where the run is. Of the images themselves, nothing needs to be saved.
-    state |= {"done": done, "same": must_agree(train_set, args)}
+    state |= {"progress": progress, "same": must_agree(train_set, args)}
     unfinished = Path(f"{args.savefile}.unfinished")
     try:
         with open(unfinished, "wb") as file:  # so that a full disk gives a clear error
@@ -229,11 +234,11 @@ def resume(model, optimizer, train_set, args):
             raise ValueError(f"{args.savefile} was written with {name} {before}, not {value}")
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
-    done = state["done"]
+    progress = state["progress"]
     if dist.get_rank() == 0:
-        where = f"{done['images']:,} {args.unit} of epoch {done['epoch'] + 1} are done"
+        where = f"{progress['images']:,} {args.unit} of epoch {progress['epoch'] + 1} are done"
         print(f"{args.savefile}: {where}", flush=True)
-    return done
+    return progress
 
 
 def must_agree(train_set, args):
@@ -307,16 +312,13 @@ def check_flags(parser, args, world_size):
 
 
 def check_files(parser, args):
-    """Refuse to train without files, and look whether there is a checkpoint."""
-    args.dataset = args.dataset or "mnist"
+    """Refuse to train without files, or with too few images for a batch."""
     images = len(Files(folder_of(args), "train"))
     if images == 0:
         command = f"python {sys.argv[0]} --make"
         parser.error(f"no files in {folder_of(args)}: use {command}, or a different --dataset")
     if args.batch_size > images:
         parser.error(f"--batch_size must be at most {images}, the number of training {args.unit}")
-    # All ranks look before any of them can save, and join() compares what they have seen.
-    args.resume = args.savefile is not None and Path(args.savefile).exists()
 
 
 @record  # writes the traceback of an error to a file, and torchrun's report shows it
@@ -330,7 +332,10 @@ def main():
         return
     parser.check_torchrun(args)  # an error of one line if torchrun has not started this
     check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
+    args.dataset = args.dataset or "mnist"
     check_files(parser, args)
+    # NEW: all ranks look before any of them can save, and join() compares what they have seen.
+    args.resume = args.savefile is not None and Path(args.savefile).exists()
     train(args)
 
 
