@@ -6,10 +6,10 @@
 spawns() { grep -Eq '^ *(\w+ = )?(mp\.spawn|launch)\(' "$1"; }
 
 # Whether a launcher can tell the lesson its rank: the lesson reads RANK or LOCAL_RANK, or it joins
-# a process group without starting ranks.
+# a process group without starting ranks. (With the backend "fake", there are no other ranks.)
 takes_rank() {
     grep -Eq "[\"'](LOCAL_)?RANK[\"']" "$1" && return
-    ! spawns "$1" && grep -Eq '^ *(\w+\.)*init_process_group\(' "$1"
+    ! spawns "$1" && ! grep -q '_group("fake"' "$1" && grep -Eq '^ *(\w+\.)*init_process_group\(' "$1"
 }
 
 # Prints why a launcher cannot start this lesson, and what can. The status is 1 if a launcher can.

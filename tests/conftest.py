@@ -213,7 +213,7 @@ def by_torchrun(name):
 
 
 def talks(name):
-    """Whether a lesson sends numbers from rank to rank, and trains nothing."""
+    """Whether a lesson trains nothing, such as one that sends numbers from rank to rank."""
     return "def talk(" in lesson_path(name).read_text()
 
 

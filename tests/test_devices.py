@@ -24,6 +24,7 @@ STARTED = {  # the environment of a rank that a launcher has started
 }
 STOPPED = 42  # the exit status of a lesson that would train now; @record turns 0 into a return
 TALKING = [lesson for lesson in LESSONS if talks(lesson)]
+ON_CPU = ("finding_hangs", "thousand_ranks")  # by default, on any machine
 
 
 @pytest.fixture
@@ -86,7 +87,7 @@ def chosen(main, monkeypatch):
         if "mp.spawn(" in lesson_path(path).read_text():
             monkeypatch.setattr(lesson.mp, "spawn", stop)
         else:
-            stubs["train"] = stop
+            stubs |= {"train": stop, "talk": stop}
         for stub, function in stubs.items():
             if hasattr(lesson, stub):
                 monkeypatch.setattr(lesson, stub, function)
@@ -116,7 +117,7 @@ def batch(lesson, images=120):
 def test_the_device(lesson, machine, main, chosen):
     """A lesson uses the GPU if there is one whose driver works, and the CPU otherwise.
 
-    The p2p lessons need two GPUs, and finding_hangs.py takes them only if it is told to. If no GPU
+    The p2p lessons need two GPUs, and two lessons take them only if they are told to. If no GPU
     works, --device cuda ends with status 2 and one line.
     """
     flags = batch(lesson)
@@ -124,7 +125,7 @@ def test_the_device(lesson, machine, main, chosen):
         machine(gpus, works)
         args = chosen(lesson, *flags)
         device = "cuda" if works and (gpus == 2 or lesson not in TALKING) else "cpu"
-        device = "cpu" if lesson == "finding_hangs" else device
+        device = "cpu" if lesson in ON_CPU else device
         assert args.device == device, (gpus, works)
         if lesson == "model_parallel":
             devices = [str(each) for each in importlib.import_module(lesson).choose_devices(args)]

@@ -159,7 +159,8 @@ def test_the_kind_of_each_lesson():
             words = zip(["itself", "launcher"], answers, strict=True)
             kinds[lesson] = [word for word, answer in words if answer == "yes"]
     assert len(kinds) == 9
-    kinds |= dict.fromkeys(["single_gpu", "data_parallel", "model_parallel"], [])
+    alone = ["single_gpu", "data_parallel", "model_parallel", "thousand_ranks"]
+    kinds |= dict.fromkeys(alone, [])
     for lesson in LESSONS:  # all that the table does not name are "later lessons"
         assert kind(lesson_path(lesson)) == kinds.get(lesson, ["launcher"]), lesson
 

@@ -36,7 +36,7 @@ Try breaking it, in a copy beside it, with --double, and compare the losses:
 
 Now write `rotate_split.py`, and repair `fault_labels_of_chunks.py`, both in playground/exercises/.
 Builds on: vocabulary_parallel.py
-This is the last lesson. `README.md` says which kind of parallelism is right for which model.
+The next lesson, `thousand_ranks.py`, tries a plan for 1,024 ranks in a single process.
 """
 
 import math
