@@ -70,6 +70,10 @@ LAUNCHED = {  # what a launcher tells a rank
         (DDP, ("--port", 65536), ("--port: 65536", "65535")),
         (DDP, ("--backend", "smoke"), ("no backend smoke",)),
         ("blocking_p2p", ("--backend", "nccl", "--device", "cpu"), ("nccl", "leave --backend out")),
+        ("thousand_ranks", ("--mesh", "1024"), ("--mesh 1024", "two numbers", "as in 128x8")),
+        ("thousand_ranks", ("--mesh", "0x8"), ("--mesh 0x8", "1 or more")),
+        ("thousand_ranks", ("--rank", 1024), ("--rank 1024: the ranks are 0 to 1023",)),
+        ("thousand_ranks", ("--heads", 30), ("--heads 30 cannot divide --width 4096",)),
     ],
 )
 def test_wrong_flags(lesson, flags, words, main):
