@@ -1,12 +1,14 @@
-"""Sharded checkpoints for any number of ranks, one file from them and back, dropout."""
+"""Sharded checkpoints for any number of ranks, one file from them and back, export, dropout."""
 
+import json
 import re
 import shutil
 
 import pytest
 import torch
-from conftest import DIGITS, epochs, lesson_path, losses, ranks, single_gpu, train
+from conftest import DIGITS, epochs, lesson_path, losses, one_line, ranks, single_gpu, train
 from nodes import small_disk
+from safetensors.torch import load_file
 
 from common.models import MODELS
 
@@ -149,6 +151,53 @@ def test_no_room_for_the_file(tmp_path):
         assert "No space left on device" in done.stderr or "file write failed" in done.stderr
         assert [path.name for path in tmp_path.iterdir()] == ["c.pt"]
         assert (tmp_path / "c.pt").read_bytes() == b"the file before"
+
+
+# What transformers calls the layers of a Llama model, in their order.
+OF_A_BLOCK = """input_layernorm self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj
+    post_attention_layernorm mlp.gate_proj mlp.up_proj mlp.down_proj"""
+BLOCKS = [f"model.layers.{block}.{name}" for block in (0, 1) for name in OF_A_BLOCK.split()]
+LLAMA = ["model.embed_tokens", *BLOCKS, "model.norm", "lm_head"]
+
+
+def test_an_export(tmp_path):
+    """safetensors alone reads what three ranks have written, and two ranks resume from it.
+
+    Without a learning rate, these end with the same parameters.
+    """
+    text = ("--model", "language", "--batch_size", 120, "--epochs", 1)
+    few = {"DOCUMENTS": "12"}
+    folder, file = tmp_path / "exported", tmp_path / "c.pt"
+    train(LESSON, *text, "--export", folder, "-s", file, processes=3, env=few)
+    right = torch.load(file, weights_only=True)["model"]
+    found = load_file(folder / "model-00001-of-00001.safetensors")
+    assert set(found) == {f"{name}.weight" for name in LLAMA}
+    tensors = [found[f"{name}.weight"] for name in LLAMA]
+    torch.testing.assert_close(tensors, [*right.values()], atol=0, rtol=0)
+
+    config = json.loads((folder / "config.json").read_text())
+    assert found["model.embed_tokens.weight"].shape == (config["vocab_size"], config["hidden_size"])
+    assert found[f"{BLOCKS[-2]}.weight"].shape[0] == config["intermediate_size"]
+    heads = (config["num_attention_heads"], config["num_key_value_heads"])
+    assert (*heads, config["num_hidden_layers"]) == (4, 2, 2)
+
+    out = train(LESSON, *text, "--lr", 0, "--load", folder, "-s", file, processes=2, env=few).stdout
+    assert "exported: 0 of 1 epochs are done" in out
+    again = torch.load(file, weights_only=True)["model"]
+    torch.testing.assert_close(again, right, atol=0, rtol=0)
+
+
+def test_an_export_that_cannot_work(tmp_path, main, monkeypatch):
+    """Status 2 and one line: what to install, or that the folder may have the shards of others."""
+    env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    with monkeypatch.context() as without:
+        without.setattr("fully_sharded_checkpoints.find_spec", lambda name: None)
+        for flag in ("--export", "--load"):
+            one_line(main(LESSON, *SHORT, flag, tmp_path, env=env), "pip install safetensors")
+    (tmp_path / "sharded").mkdir()
+    done = main(LESSON, *SHORT, "--export", tmp_path, env=env)
+    one_line(done, f"--export {tmp_path}", "not empty")
 
 
 SAVE = "def save_shards("

@@ -10,9 +10,10 @@ It prints where it resumes. This is the second command, with four processes on t
     runs/fsdp/epoch-0003: 3 of 5 epochs are done
     epoch 4/5  loss 0.0952  train 97.09%  test 96.52%  34.88 s  1,717 images/s
 
-Start from this file, or from one that `distributed_data_parallel.py --savefile` has written:
+Start from this file, or from one that `distributed_data_parallel.py --savefile` has written, and
+export the parameters for other programs (`pip install safetensors`):
     torchrun --standalone --nproc-per-node 2 playground/sharded/fully_sharded_checkpoints.py \
-        --load runs/fsdp.pt --epochs 6
+        --load runs/fsdp.pt --epochs 6 --export runs/exported
 
 With --run_dir, all ranks write their shards to a folder after each epoch, so none needs memory for
 the whole model. All nodes must see this folder. `dcp` is torch.distributed.checkpoint. When a run
@@ -22,6 +23,10 @@ thread writes this copy while the next epoch trains.
 
 With --savefile, the ranks gather one tensor at a time, and rank 0 writes a file that a plain model
 and optimizer can load. With --load, rank 0 reads such a file, and sends one tensor at a time.
+
+With --export, rank 0 makes one file of the shards that all ranks write. Those of --model language
+get the names that Llama has in Hugging Face's transformers, so its `LlamaForCausalLM` can load the
+folder. --load takes such a folder, too, and begins the training of these parameters anew.
 
 Try breaking it, in a copy beside it:
   1. Delete the file .metadata in the newest folder. Where does the next run resume, and why?
@@ -34,11 +39,13 @@ Builds on: fully_sharded_data_parallel.py
 The next lesson, `model_parallel.py`, splits a model between two devices.
 """
 
+import json
 import os
 import re
 import sys
 import time
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -63,6 +70,18 @@ from common.models import make_model
 # The numbers depend on these flags, so a run must be resumed with the same ones.
 MUST_AGREE = ["model", "width", "layers", "tokens", "heads", "dropout"]
 MUST_AGREE += ["dataset", "batch_size", "lr", "seed", "double"]
+
+LLAMA = {  # the layers of a block of --model language, and their names in transformers
+    "norm1": "input_layernorm",
+    "attention.query": "self_attn.q_proj",
+    "attention.key": "self_attn.k_proj",
+    "attention.value": "self_attn.v_proj",
+    "attention.output": "self_attn.o_proj",
+    "norm2": "post_attention_layernorm",
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.up": "mlp.up_proj",
+    "mlp.down": "mlp.down_proj",
+}
 
 
 def save_shards(args, epoch, model, optimizer, group):
@@ -109,6 +128,8 @@ def train(args):
     fit(model, optimizer, train_loader, test_loader, device, args, done)
     if args.savefile:
         save_file(args, max(done, args.epochs), model, optimizer)
+    if args.export:
+        export(args, model)
     dist.barrier()  # DTensor keeps the group, and without this Python may abort at exit
     dist.destroy_process_group()
 
@@ -141,6 +162,9 @@ def resume(args, model, optimizer, device):
                 f"{path} cannot be read ({type(reason).__name__}: {reason}):"
                 " move it away to resume from an older one"
             ) from None
+    elif os.path.isdir(path):
+        load_exported(path, args, model)
+        done = 0
     else:
         done = load_file(path, args, model, optimizer, device)
     if dist.get_rank() == 0:
@@ -271,6 +295,54 @@ def save_file(args, epoch, model, optimizer):
         Path(part).unlink(missing_ok=True)
 
 
+def export(args, model):
+    """Write the parameters as safetensors, a format that does not depend on PyTorch."""
+    # NEW: each rank writes its shards to a folder inside, and rank 0 puts them together.
+    writer = dcp.HuggingFaceStorageWriter(
+        args.export, save_distributed=True, enable_consolidation=True
+    )
+    dcp.save(exported_shards(model, args), storage_writer=writer)
+    if dist.get_rank() == 0 and args.model == "language":
+        config = json.dumps(llama_config(model), indent=2)
+        Path(args.export, "config.json").write_text(config)
+
+
+def load_exported(path, args, model):
+    """Load exported parameters, however many ranks wrote them."""
+    # NEW: each rank reads its shards from the file, into the shards of the model.
+    reader = dcp.HuggingFaceStorageReader(path)
+    dcp.load(exported_shards(model, args), storage_reader=reader)
+
+
+def exported_shards(model, args):
+    """Return this rank's shards. Those of --model language have the names of a Llama's."""
+    if args.model != "language":
+        return model.state_dict()
+    embedding, *blocks, end = model.layers
+    layers = {"model.embed_tokens": embedding, "model.norm": end.norm, "lm_head": end.output}
+    for number, block in enumerate(blocks):
+        for name, other_name in LLAMA.items():
+            layers[f"model.layers.{number}.{other_name}"] = block.get_submodule(name)
+    return {f"{name}.weight": layer.weight.detach() for name, layer in layers.items()}
+
+
+def llama_config(model):
+    """Return the sizes of --model language, under the names of transformers."""
+    embedding, *blocks, _ = model.layers
+    attention = blocks[0].attention
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": embedding.num_embeddings,
+        "hidden_size": embedding.embedding_dim,
+        "intermediate_size": blocks[0].mlp.up.out_features,
+        "num_hidden_layers": len(blocks),
+        "num_attention_heads": attention.query.out_features // attention.size,
+        "num_key_value_heads": attention.key.out_features // attention.size,
+        "rms_norm_eps": blocks[0].norm1.eps,
+    }
+
+
 def add_flags(parser):
     """Add the flags that only this lesson has."""
     add = parser.add_argument
@@ -280,6 +352,8 @@ def add_flags(parser):
     load = "start from this file, unless --run_dir has a checkpoint"
     add("--load", type=os.path.expanduser, help=load)
     add("-s", "--savefile", type=flags.new_file, help="one file with whole tensors, at the end")
+    export = "an empty folder for the parameters as safetensors, at the end"
+    add("--export", type=flags.new_folder, help=export)
     add("--dropout", type=float, default=0.0, help="fraction of the hidden neurons to drop (cnn)")
 
 
@@ -292,6 +366,11 @@ def check_flags(parser, args, world_size):
         parser.error(f"--dropout {args.dropout}: only the CNN has it, so add --model cnn")
     if args.async_save and not args.run_dir:
         parser.error("--async_save writes to --run_dir, which is missing")
+    if args.export and os.listdir(args.export):
+        # The shards of an earlier export by more ranks would get into the new file.
+        parser.error(f"--export {args.export}: this folder is not empty")
+    if (args.export or os.path.isdir(args.load or "")) and not find_spec("safetensors"):
+        parser.error("--export, and --load with a folder, need: pip install safetensors")
 
 
 # ---------- Unchanged from distributed_data_parallel_torchrun.py ----------
