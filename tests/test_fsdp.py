@@ -1,4 +1,4 @@
-"""The timeout of the groups that lessons make for a mesh of all ranks.
+"""The timeout of the groups that lessons make for a mesh of all ranks, and when FSDP gathers.
 
 What FSDP holds and sends is in test_readme.py, test_watch.py and test_pictures.py.
 """
@@ -8,11 +8,14 @@ import importlib
 from datetime import timedelta
 from unittest import mock
 
+import fully_sharded_data_parallel as lesson
 import torch
 import torch.distributed as dist
 from forked import in_group
+from torch.distributed.fsdp import fully_shard
 
 from common.models import MODELS
+from figures.messages import Messages
 
 MESHES = {  # lessons that make a mesh of all ranks, and how they are called
     "fully_sharded_data_parallel": lambda lesson, args: lesson.shard(MODELS["mlp"](), args),
@@ -47,3 +50,54 @@ def timeouts_beside_unused_gpus(rank):
 def test_timeouts_beside_unused_gpus():
     """--timeout holds for the group of the mesh, too, which would have one of half an hour."""
     in_group(timeouts_beside_unused_gpus, 1)
+
+
+ALL = argparse.Namespace(device="cpu", timeout=60, keep_weights=False)
+
+
+def gather_from_pairs(rank):
+    """Exercise 4: with reshard_after_forward=2, backward() gathers from two ranks of four."""
+
+    def in_pairs(module, reshard_after_forward=None, **options):
+        return fully_shard(module, reshard_after_forward=reshard_after_forward and 2, **options)
+
+    model = MODELS["mlp"]()
+    with mock.patch.object(lesson, "fully_shard", in_pairs):
+        lesson.shard(model, ALL)
+    with Messages() as messages:
+        loss = model(torch.randn(3, 1, 28, 28)).sum()
+        forward = messages.of("all_gather")
+        loss.backward()
+    backward = messages.of("all_gather")[4:]
+    assert [each.sent / each.nbytes for each in forward] == [3] * 4  # to so many other ranks
+    assert [each.sent / each.nbytes for each in backward] == [1] * 4
+    if rank == 0:
+        assert sum(each.nbytes for each in forward) == 59_340
+        assert sum(each.nbytes for each in backward) == 118_680
+
+
+def test_layers_gathered_from_pairs():
+    """The bytes of answers.md."""
+    in_group(gather_from_pairs, 4)
+
+
+def gather_ahead(rank):
+    """Exercise 5: the second layer is gathered before the first computes."""
+    gathered = []
+    for ahead in (False, True):
+        model = MODELS["mlp"]()
+        lesson.shard(model, ALL)
+        if ahead:
+            model.layers[0].set_modules_to_forward_prefetch([model.layers[1]])
+        with Messages() as messages:
+            # FSDP's own hook, which gathers, was registered before.
+            model.layers[0].register_forward_pre_hook(
+                lambda *_, noted=messages.noted: gathered.append(len(noted))
+            )
+            model(torch.randn(3, 1, 28, 28))
+    assert gathered == [1, 2]
+
+
+def test_layers_gathered_ahead():
+    """One all_gather before the first layer computes, or two."""
+    in_group(gather_ahead, 2)

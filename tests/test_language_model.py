@@ -7,12 +7,14 @@ import language_model
 import pytest
 import torch
 from conftest import epochs, train
+from forked import in_group
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from common.data import ROW
 from common.models import make_model
+from figures.messages import Messages
 
 LESSON = "language_model"
 SHORT = ("--double", "--width", 16, "--batch_size", 24, "--epochs", 1, "--sample", 20)
@@ -57,3 +59,38 @@ def test_a_tied_table_in_two_groups(change):
     copy = change(LESSON, (last, "    fully_shard(model.stage1[0], mesh=mesh)\n" + last))
     done = train(copy, *SHORT, "--tied", processes=1, status=1, env=FEW)
     assert "ValueError" in done.stderr
+
+
+def accumulate(rank):
+    """Exercise 4: gradients that are averaged in each micro-batch, in none, or in the last one."""
+    flags = {"model": "language", "width": 16, "layers": None, "heads": None, "double": True}
+    flags |= {"device": "cpu", "timeout": 60, "precision": "full", "checkpoint": False}
+    args = argparse.Namespace(**flags, compile=False, rows=2, clip=1.0)
+    torch.manual_seed(rank)
+    rows = torch.randint(256, (4, ROW))  # two micro-batches
+    ends = []
+    for averaged in ([True, True], [False, False], [False, True]):
+        torch.manual_seed(0)
+        model = make_model(args)
+        before = [parameter.clone() for parameter in model.parameters()]
+        language_model.prepare(model, args)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+        switches = iter(averaged)
+        model.register_forward_pre_hook(
+            lambda *_, model=model, switches=switches: model.set_requires_gradient_sync(
+                next(switches)
+            )
+        )
+        with Messages() as messages:
+            language_model.update(model, optimizer, scheduler, args, rows, rows)
+        assert len(messages.of("reduce_scatter")) == 3 * sum(averaged)  # two blocks, and the rest
+        ends.append([parameter.full_tensor() for parameter in model.parameters()])
+    torch.testing.assert_close(ends[1], before, atol=0, rtol=0)
+    torch.testing.assert_close(ends[2], ends[0], atol=1e-12, rtol=0)
+    assert not torch.equal(ends[0][0], before[0])
+
+
+def test_gradients_averaged_in_the_last_micro_batch():
+    """The same parameters with fewer messages. Without any, no parameter changes."""
+    in_group(accumulate, 2)

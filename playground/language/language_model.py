@@ -31,6 +31,8 @@ Try breaking it, in a copy beside it:
      last line of `prepare`. What does PyTorch say?
   3. Divide by `micro_labels.numel()`. The printed loss is twice as large, but the accuracies are
      nearly the same. Why?
+  4. Before the loop in `update`, call `model.set_requires_gradient_sync(False)`. What is learned?
+     Then call it with True before the last micro-batch. What has this saved, and at what cost?
 
 Builds on: activation_checkpointing.py
 The next lesson, `token_mean.py`, divides the loss by the tokens of all ranks.

@@ -30,6 +30,9 @@ Try breaking it, in a copy beside it:
   1. Make the optimizer before `shard(model, args)`. How far do the parameters move?
   2. Shard only the whole model, and no layers. Which line of the output changes?
   3. Before `model = ...`, seed with `args.seed + rank`. Which rank's parameters are trained?
+  4. With four processes and watch.py, write `reshard_after_forward=2`. Which messages change?
+  5. At the end of `shard`, call `model.layers[0].set_modules_to_forward_prefetch(...)`, with a list
+     of the second layer. Which all_gather starts earlier, and what for?
 
 Builds on: manual_fully_sharded.py
 The next lesson, `fully_sharded_checkpoints.py`, saves and resumes such a run.
