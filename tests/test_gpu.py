@@ -283,14 +283,22 @@ def test_checkpoints_move_between_gpu_and_cpu(tmp_path):
 def test_sharded_checkpoints_move_between_gpus_and_cpus(tmp_path):
     """Three CPUs begin, two GPUs resume, three CPUs end it, from the shards and from one file.
 
-    On the GPUs a thread writes the shards, beside NCCL, in a group of gloo.
+    On the GPUs a thread writes the shards, beside NCCL, in a group of gloo. What they export are the
+    numbers of the file.
     """
     need(1)
+    import torch
+    from safetensors.torch import load_file
+
     lesson, path = "fully_sharded_checkpoints", tmp_path / "c.pt"
     flags = (lesson, *DIGITS, "--double")
     resume = ("--run_dir", tmp_path / "run", "--timeout", 300)
     out = train(*flags, *CPU, "--epochs", 1, *resume, processes=3).stdout
-    out += output(start(*flags, "--epochs", 2, *resume, "--async_save", "-s", path))
+    more = ("--async_save", "-s", path, "--export", tmp_path / "exported")
+    out += output(start(*flags, "--epochs", 2, *resume, *more))
+    exported = load_file(tmp_path / "exported" / "model-00001-of-00001.safetensors")
+    whole = torch.load(path, weights_only=True)["model"]
+    torch.testing.assert_close(exported, whole, atol=0, rtol=0)
     out += train(*flags, *CPU, "--epochs", 3, *resume, processes=3).stdout
     out += train(*flags, *CPU, "--epochs", 3, "--load", path, processes=3).stdout
     right = one_process(*THREE_EPOCHS, apart=1e-10)
