@@ -181,6 +181,8 @@ def test_an_export(tmp_path):
     heads = (config["num_attention_heads"], config["num_key_value_heads"])
     assert (*heads, config["num_hidden_layers"]) == (4, 2, 2)
 
+    line = last_line("--load", folder)  # by the MLP
+    assert re.search(r"^ValueError: .*exported cannot be read \(.*\): use an export of the", line)
     out = train(LESSON, *text, "--lr", 0, "--load", folder, "-s", file, processes=2, env=few).stdout
     assert "exported: 0 of 1 epochs are done" in out
     again = torch.load(file, weights_only=True)["model"]

@@ -283,7 +283,7 @@ def test_checkpoints_move_between_gpu_and_cpu(tmp_path):
 def test_sharded_checkpoints_move_between_gpus_and_cpus(tmp_path):
     """Three CPUs begin, two GPUs resume, three CPUs end it, from the shards and from one file.
 
-    On the GPUs a thread writes the shards, beside NCCL, in a group of gloo. What they export are the
+    On the GPUs a thread writes the shards, beside NCCL, in a group of gloo. Their export has the
     numbers of the file.
     """
     need(1)

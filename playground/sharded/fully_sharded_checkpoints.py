@@ -71,18 +71,6 @@ from common.models import make_model
 MUST_AGREE = ["model", "width", "layers", "tokens", "heads", "dropout"]
 MUST_AGREE += ["dataset", "batch_size", "lr", "seed", "double"]
 
-LLAMA = {  # the layers of a block of --model language, and their names in transformers
-    "norm1": "input_layernorm",
-    "attention.query": "self_attn.q_proj",
-    "attention.key": "self_attn.k_proj",
-    "attention.value": "self_attn.v_proj",
-    "attention.output": "self_attn.o_proj",
-    "norm2": "post_attention_layernorm",
-    "mlp.gate": "mlp.gate_proj",
-    "mlp.up": "mlp.up_proj",
-    "mlp.down": "mlp.down_proj",
-}
-
 
 def save_shards(args, epoch, model, optimizer, group):
     """Write a sharded checkpoint. Returns the future of a thread with --async_save, else None."""
@@ -153,20 +141,20 @@ def resume(args, model, optimizer, device):
     path = newest[0] or args.load
     if path is None:
         return 0
-    if newest[0]:
-        try:
+    try:
+        if newest[0]:
+            advice = "move it away to resume from an older one"
             done = load_shards(path, args, model, optimizer)
-        except dcp.CheckpointException as error:  # has the error of each rank, and its traceback
-            reason, _ = next(iter(error.failures.values()))
-            raise ValueError(
-                f"{path} cannot be read ({type(reason).__name__}: {reason}):"
-                " move it away to resume from an older one"
-            ) from None
-    elif os.path.isdir(path):
-        load_exported(path, args, model)
-        done = 0
-    else:
-        done = load_file(path, args, model, optimizer, device)
+        elif os.path.isdir(path):
+            advice = "use an export of the same model"
+            done = load_exported(path, args, model)
+        else:
+            done = load_file(path, args, model, optimizer, device)
+    except dcp.CheckpointException as error:  # has the error of each rank, and its traceback
+        reason, _ = next(iter(error.failures.values()))
+        raise ValueError(
+            f"{path} cannot be read ({type(reason).__name__}: {reason}): {advice}"
+        ) from None
     if dist.get_rank() == 0:
         print(f"{path}: {done} of {args.epochs} epochs are done", flush=True)
     return done
@@ -308,14 +296,28 @@ def export(args, model):
 
 
 def load_exported(path, args, model):
-    """Load exported parameters, however many ranks wrote them."""
+    """Load exported parameters, however many ranks wrote them. Returns 0: no epoch is done."""
     # NEW: each rank reads its shards from the file, into the shards of the model.
     reader = dcp.HuggingFaceStorageReader(path)
     dcp.load(exported_shards(model, args), storage_reader=reader)
+    return 0
+
+
+LLAMA = {  # the layers of a block of --model language, and their names in transformers
+    "norm1": "input_layernorm",
+    "attention.query": "self_attn.q_proj",
+    "attention.key": "self_attn.k_proj",
+    "attention.value": "self_attn.v_proj",
+    "attention.output": "self_attn.o_proj",
+    "norm2": "post_attention_layernorm",
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.up": "mlp.up_proj",
+    "mlp.down": "mlp.down_proj",
+}
 
 
 def exported_shards(model, args):
-    """Return this rank's shards. Those of --model language have the names of a Llama's."""
+    """Return this rank's shards, for --model language under the names of a Llama's layers."""
     if args.model != "language":
         return model.state_dict()
     embedding, *blocks, end = model.layers
