@@ -5,7 +5,7 @@ Run it. The first command makes files of MNIST (210 MB), and trains nothing:
     torchrun --standalone --nproc-per-node 2 playground/sharded_data.py
 
 It prints the same numbers as `single_gpu.py`, up to rounding (times differ):
-    epoch 1/3  loss 0.3960  train 88.26%  test 93.96%  5.02 s  11,940 images/s
+    epoch 1/3  loss 0.3960  train 88.26%  test 93.96%  9.61 s  6,232 images/s
 
 Save a checkpoint after every five steps, and stop after the first one. Resume with four ranks:
     torchrun --standalone --nproc-per-node 2 playground/sharded_data.py \
