@@ -36,7 +36,7 @@ Try breaking it, in a copy beside it:
 
 Now write it yourself: `seeded_dropout.py` in playground/exercises/.
 Builds on: fully_sharded_data_parallel.py
-The next lesson, `model_parallel.py`, splits a model between two devices.
+The next lesson, `sharded_muon.py`, has an optimizer that needs whole matrices.
 """
 
 import json
