@@ -285,6 +285,7 @@ def test_compares_runs_are_possible(gpus, model, machine, main, chosen, monkeypa
     left_out = {"distributed_data_parallel_resnet", "fully_sharded_checkpoints", "expert_parallel"}
     left_out.add("sending_less")  # by default it is the DDP of an earlier lesson
     left_out.add("sharded_data")  # it is that DDP, too, with images from files
+    left_out.add("sharded_muon")  # has an optimizer of its own
     left_out.add("token_mean")  # its batches are paragraphs, and no other lesson's
     if model == "mlp":
         left_out |= {line.split()[0] for line in compare.OF_TRANSFORMERS}

@@ -76,6 +76,7 @@ LANGUAGE = ("--model", "language", "--dataset", "text")
             ("--files", "/none"),
             ("no files in /none/digits", "sharded_data.py --make"),
         ),
+        ("sharded_muon", 2, ("--layers", 1), ("no layer between", "use --layers 2")),
         (CHECKPOINTS, 3, ("--dropout", 0.5), ("--dropout 0.5", "--model cnn")),
         (CHECKPOINTS, 3, ("--dropout", 1, "--model", "cnn"), ("--dropout 1", "below 1")),
         (CHECKPOINTS, 3, ("--savefile", "/proc/here/c.pt"), ("cannot write /proc/here/c.pt",)),

@@ -20,6 +20,7 @@ from figures.messages import Messages
 MESHES = {  # lessons that make a mesh of all ranks, and how they are called
     "fully_sharded_data_parallel": lambda lesson, args: lesson.shard(MODELS["mlp"](), args),
     "fully_sharded_checkpoints": lambda lesson, args: lesson.shard(MODELS["mlp"](), args),
+    "sharded_muon": lambda lesson, args: lesson.shard(MODELS["mlp"](), args),
     "tensor_parallel": lambda lesson, args: lesson.split_by_dtensor(MODELS["mlp"](), [], args),
     "activation_checkpointing": lambda lesson, args: lesson.shard(MODELS["mlp"](), args),
     "mixed_precision": lambda lesson, args: lesson.shard(MODELS["mlp"](), None, args),

@@ -70,6 +70,8 @@ ROWS = {  # a lesson with its flags, and on how many GPUs it runs
     "fully_sharded_data_parallel --model cnn": (1, 2),
     "fully_sharded_data_parallel --meta": (2,),
     "fully_sharded_checkpoints": (1, 2),
+    "sharded_muon": (1, 2),
+    "sharded_muon --by dtensor": (2,),
     "tensor_parallel --by hand --model cnn": (1, 2),
     "tensor_parallel --by dtensor": (1, 2),
     "hybrid_parallel --mesh 1x2": (2,),

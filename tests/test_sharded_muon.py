@@ -1,0 +1,136 @@
+"""sharded_muon.py: its ways compute one thing, the one of torch.optim.Muon, and what each sends.
+
+The functions without "test" in their names run on ranks, or help them.
+"""
+
+import re
+from collections import Counter
+from unittest import mock
+
+import pytest
+import sharded_muon
+import torch
+import torch.distributed as dist
+from conftest import DIGITS, lesson_path, losses, ranks, train
+from forked import in_group
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn import functional as F
+
+LESSON = "sharded_muon"
+MATRICES = 2 * 64 * 64 * 4  # bytes of those of the default model
+WAYS = [sharded_muon.by_dtensor, sharded_muon.by_gathering, sharded_muon.by_owners]
+# Of three ranks, the last one has fewer rows of the first matrix, and none of the second one.
+SHAPES = [(7, 5), (4, 9), (6, 6), (3, 8)]
+STEPS = 3
+TWO_EPOCHS = (*DIGITS, "--batch_size", 120, "--epochs", 2, "--double")
+RUNS = [  # a model, its flags, and the ways and numbers of ranks that must agree
+    ("mlp", (), ["gather 1", "owner 3", "dtensor 2"]),
+    ("transformer", ("--tokens", 8, "--width", 16), ["gather 1", "owner 2"]),
+]
+
+
+def drawn(seed):
+    """Return random matrices, float64."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
+
+
+def torchs_own():
+    """Return the matrices after a few steps of torch.optim.Muon in one process."""
+    matrices = [torch.nn.Parameter(matrix) for matrix in drawn(0)]
+    muon = torch.optim.Muon(matrices, lr=0.1, weight_decay=0, nesterov=False)
+    for step in range(STEPS):
+        for matrix, gradient in zip(matrices, drawn(step + 1), strict=True):
+            matrix.grad = gradient
+        muon.step()
+    return [matrix.detach() for matrix in matrices]
+
+
+def moved(rank, expected):
+    """Make the same steps in each way, and count who computes what."""
+    mesh = dist.init_device_mesh("cpu", (3,))
+    orthogonalize = sharded_muon.orthogonalize
+    for way in WAYS:
+        computed = mock.Mock(side_effect=orthogonalize)
+        matrices = [distribute_tensor(matrix, mesh, [Shard(0)]) for matrix in drawn(0)]
+        matrices = [torch.nn.Parameter(matrix) for matrix in matrices]
+        muon = sharded_muon.Muon(matrices, 0.1, way)
+        with mock.patch.object(sharded_muon, "orthogonalize", computed):
+            for step in range(STEPS):
+                for matrix, gradient in zip(matrices, drawn(step + 1), strict=True):
+                    matrix.grad = distribute_tensor(gradient, mesh, [Shard(0)])
+                muon.step()
+        own = 2 if rank == 0 else 1  # the ranks take turns with four matrices
+        assert computed.call_count == STEPS * (own if way is sharded_muon.by_owners else 4)
+        whole = [matrix.full_tensor() for matrix in matrices]
+        torch.testing.assert_close(whole, expected, atol=1e-12, rtol=0)
+    dist.barrier()
+
+
+def test_the_steps_of_torchs_own_optimizer():
+    """They are the same to 1e-12, if torch.optim.Muon is kept from computing in bfloat16."""
+    rounded = torchs_own()
+    with (
+        mock.patch.object(torch.Tensor, "bfloat16", torch.Tensor.clone),
+        mock.patch.object(torch, "bfloat16", torch.float64),
+    ):
+        exact = torchs_own()
+    differences = [(a - b).abs().max() for a, b in zip(rounded, exact, strict=True)]
+    assert 1e-5 < max(differences) < 1e-2
+    in_group(moved, 3, exact)
+
+
+def test_the_singular_values():
+    """Those of 0.003 to 1 end between 0.68 and 1.21. Rows of zeros stay zeros."""
+    values = torch.logspace(-2.52, -0.5, 30, dtype=torch.float64)
+    values[-1] = (1 - values[:-1].square().sum()).sqrt()  # the norm of the matrix is 1
+    assert 0.003 < values[0] < 0.0031
+    bases = [torch.linalg.qr(matrix)[0] for matrix in torch.randn(2, 30, 30, dtype=torch.float64)]
+    matrix = bases[0] @ values.diag() @ bases[1]
+    result = sharded_muon.orthogonalize(matrix)
+    found = torch.linalg.svdvals(result)
+    assert 0.68 < found.min() < found.max() < 1.21
+    # It has the same singular vectors, so it is symmetric in their terms.
+    inner = bases[0].T @ result @ bases[1].T
+    torch.testing.assert_close(inner, inner.diag().diag(), atol=1e-12, rtol=0)
+    padded = sharded_muon.orthogonalize(F.pad(matrix, (0, 0, 0, 3)))
+    torch.testing.assert_close(padded, F.pad(result, (0, 0, 0, 3)), atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize(("model", "flags", "runs"), RUNS)
+def test_the_same_twelve_digits(model, flags, runs):
+    """From all ways and numbers of ranks. PyTorch's own optimizer rounds to bfloat16."""
+    found = {}
+    for run in [*runs, "torch 1"]:
+        way, processes = run.split()
+        own = ("--model", model, *flags, "--by", way)
+        done = train(LESSON, *TWO_EPOCHS, *own, processes=int(processes))
+        found[run] = losses(done.stdout)
+    expected = found[runs[0]]
+    assert len(expected) == 2
+    for run in runs:
+        assert found[run] == pytest.approx(expected, abs=2e-12), run
+    apart = [abs(a - b) for a, b in zip(found["torch 1"], expected, strict=True)]
+    assert 1e-6 < max(apart) < 5e-3
+
+
+def test_the_table_of_calls():
+    """The docstring has the calls that watch.py counts in a step of the optimizer.
+
+    By a ring of two ranks, a rank sends what it gives to its all_gathers.
+    """
+    row = r"^    (\w+)  +(\d.*?)  +([\d.]* ?)\(n-1\)/n"
+    rows = re.findall(row, sharded_muon.__doc__, re.M)
+    assert [way for way, *_ in rows] == ["torch", "dtensor", "gather", "owner"]
+    for way, calls, factor in rows:
+        words = ("watch", lesson_path(LESSON), *DIGITS, "--epochs", 1, "--by", way)
+        done, *_ = [job.wait() for job in ranks(*words)]
+        assert done.returncode == 0, done.stderr
+        found, given = Counter(), Counter()
+        pattern = r"^all +(\w+) +2 +(\d+) +([\d,]+) +\d+: (?!logits|loss)"
+        for call, count, size in re.findall(pattern, done.stdout, re.M):
+            found[call] += int(count)
+            given[call] += int(size.replace(",", ""))
+        assert calls.split(", ") == [f"{count} {call}" for call, count in sorted(found.items())]
+        if way != "owner":
+            assert given["all_gather"] == float(factor or 1) / 2 * MATRICES
