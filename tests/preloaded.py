@@ -99,11 +99,11 @@ def _run(words, env, cwd, writers):
     if "PYTHONWARNINGS" in env:  # Python has read it before the fork
         warnings.simplefilter("error", FutureWarning)
     _fork_ranks()
-    if "DOCUMENTS" in env:  # how many the text of --dataset text has, from its beginning
+    if "DOCUMENTS" in env:  # how many the text of --dataset text has: the shortest ones
         from pydoc_data import topics
 
-        kept = sorted(topics.topics)[: int(env["DOCUMENTS"])]
-        topics.topics = {name: topics.topics[name] for name in kept}
+        shortest = sorted(topics.topics.items(), key=lambda item: len(item[1]))
+        topics.topics = dict(shortest[: int(env["DOCUMENTS"])])
     write_parameters = None
     if "PARAMETERS" in env:
         sys.path.append(str(TESTS))

@@ -13,7 +13,7 @@ def test_a_bare_program_prints_the_numbers_of_its_lesson(kind):
     processes = {"torchrun": 2, "torchrun1": 1}.get(words[0])  # None: without a launcher
     lesson, *flags = words[1:] if processes else words
     data = "text" if kind == "language" else "digits"
-    few = {"DOCUMENTS": "12"}  # of the text
+    few = {"DOCUMENTS": "40"}  # of the text
     flags += [*SHORT, "--dataset", data]
     expected = train(lesson, *flags, processes=processes, env=few)
     bare = (kind, data, "data", 120, 1)

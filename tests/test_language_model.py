@@ -18,7 +18,7 @@ from figures.messages import Messages
 
 LESSON = "language_model"
 SHORT = ("--double", "--width", 16, "--batch_size", 24, "--epochs", 1, "--sample", 20)
-FEW = {"DOCUMENTS": "12"}
+FEW = {"DOCUMENTS": "20"}
 
 
 @pytest.mark.parametrize("tied", [False, True])

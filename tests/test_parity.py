@@ -86,7 +86,7 @@ def with_parameters(lesson, *flags, folder, processes=None):
         flags += ("--run_dir", folder / "run")
     if lesson == "profile_steps":
         flags += ("--out", folder / "traces")
-    env = {"PARAMETERS": str(folder), "DOCUMENTS": "12"}
+    env = {"PARAMETERS": str(folder), "DOCUMENTS": "40"}
     if lesson == "sharded_data":
         flags += ("--files", folder / "files")
         run(lesson, "--make", "--double", *flags, env=env)

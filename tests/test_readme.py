@@ -170,7 +170,7 @@ def run_described(lesson, folder):
     lines = []
     for command in todo:
         flags = less_data(lesson, command)
-        for job in start(command, *flags, copy=copy, folder=folder, env={"DOCUMENTS": "12"}):
+        for job in start(command, *flags, copy=copy, folder=folder, env={"DOCUMENTS": "40"}):
             done = job.wait()
             assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
             lines += (done.stdout + done.stderr).splitlines()

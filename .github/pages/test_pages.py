@@ -106,29 +106,34 @@ def test_a_recorded_run_has_the_calls_of_a_new_one(name, tmp_path):
         assert set(again) == set(calls) != set()
 
 
-def test_the_notebook(monkeypatch):
-    """It is what the docstrings make of it. Each of its commands runs, and the losses are equal.
+STUB = """#!/bin/sh
+echo "{program} $*"
+case "$*" in
+playground/single_gpu.py*) exec {python} "$@" --dataset digits ;;
+esac
+"""
 
-    Here it runs in the checkout, without pip, and trains on the digits.
+
+def test_the_notebook(course, monkeypatch, tmp_path):
+    """It is what the docstrings make of it. Jupyter runs its cells, with the docstrings' commands.
+
+    test_readme.py runs these commands. Here a script takes their place, and runs only one of them.
     """
     made = notebook.make()
     assert nbformat.read(notebook.NOTEBOOK, 4) == made
-    checked = []
-    for cell in made.cells:
-        cell.source = cell.source.replace("!python -m pip", "!true")
-        if "!python playground/s" in cell.source or "parallel" in cell.source:
-            cell.source = re.sub("^!.*", r"\g<0> --dataset digits", cell.source, flags=re.M)
-        checked.append(cell)
-        if re.search("^!", cell.source, re.M):  # a command that fails does not stop a notebook
-            checked.append(nbformat.v4.new_code_cell("assert _exit_code == 0, _exit_code"))
-    made.cells = checked
-    programs = Path(sys.executable).parent
-    monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
+    sources = "\n".join(cell.source for cell in made.cells)
+    commands = re.findall(r"^!((?:python|torchrun) .*?)(?: \{device\})?$", sources, re.M)
+    docstrings = " ".join("".join(lesson.doc for lesson in course.lessons).split())
+    assert len(commands) > 8 and all(command in docstrings for command in commands[1:])
+    for program in ("python", "torchrun"):
+        (tmp_path / program).write_text(STUB.format(program=program, python=sys.executable))
+        (tmp_path / program).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     nbclient.NotebookClient(made, timeout=600, resources={"metadata": {"path": ROOT}}).execute()
     outputs = [output.get("text", "") for cell in made.cells for output in cell.get("outputs", ())]
-    losses = [float(loss) for loss in re.findall(r"epoch 3/3  loss ([\d.]+)", "".join(outputs))]
-    assert len(losses) == 6 and max(losses) - min(losses) < 2e-4
-    assert "DEADLOCK" not in "".join(outputs) and "rank 1: [20.0, 21.0]" in "".join(outputs)
+    printed = "".join(outputs).splitlines()
+    assert [line for line in printed if line.startswith(("python ", "torchrun "))] == commands
+    assert any(line.startswith("epoch 3/3  loss ") for line in printed)
 
 
 @pytest.fixture(scope="session")
