@@ -166,7 +166,7 @@ def test_an_export(tmp_path):
     Without a learning rate, these end with the same parameters.
     """
     text = ("--model", "language", "--batch_size", 120, "--epochs", 1)
-    few = {"DOCUMENTS": "12"}
+    few = {"DOCUMENTS": "40"}
     folder, file = tmp_path / "exported", tmp_path / "c.pt"
     train(LESSON, *text, "--export", folder, "-s", file, processes=3, env=few)
     right = torch.load(file, weights_only=True)["model"]

@@ -145,7 +145,7 @@ def sent(model, one):
 def test_bytes_are_those_that_watch_counts():
     """In a step of language_model.py, which has two micro-batches on each of two ranks."""
     flags = ("--epochs", 1, "--precision", "full", "--clip", 0, "--device", "cpu")
-    env = {"DOCUMENTS": "12"}
+    env = {"DOCUMENTS": "40"}
     jobs = ranks("watch", lesson_path("language_model"), *flags, processes=2, env=env)
     shown = "".join(job.wait().stdout for job in jobs)
     calls = re.findall(r"^all +(all_gather|reduce_scatter) +2 +\d+ +([\d,]+)", shown, re.M)
