@@ -73,6 +73,7 @@ LAUNCHED = {  # what a launcher tells a rank
         ("thousand_ranks", ("--mesh", "1024"), ("--mesh 1024", "two numbers", "as in 128x8")),
         ("thousand_ranks", ("--mesh", "0x8"), ("--mesh 0x8", "1 or more")),
         ("thousand_ranks", ("--rank", 1024), ("--rank 1024: the ranks are 0 to 1023",)),
+        ("thousand_ranks", ("--sequence", 1001), ("--sequence 1001: 8 ranks along tp",)),
         ("thousand_ranks", ("--heads", 30), ("--heads 30 cannot divide --width 4096",)),
     ],
 )

@@ -16,8 +16,9 @@ keeps for backward() and gives to the calls that send something. "By a ring" is 
     reduce_scatter  dp       34    3,155.2       3,130.5
     all_gather      tp      130      545.3       3,816.8
     reduce_scatter  tp      130    4,362.1       3,816.8
-A last line has small all_reduces. The rank of the second command holds less than others, because
-`fully_shard` gives 32 of 32,000 words to each of 1,000 ranks, and none to the last 24.
+Along dp, 33 layers are gathered twice, and the embedding once. Along tp, a block gathers and
+scatters its tokens four times, and the ends of the model twice. A last line has small all_reduces.
+The rank of the second command holds less than others: of 32,000 words, 1,000 ranks get 32 each.
 
 Which mesh should train your model on 1,024 GPUs? Before you rent them, a dry run finds what does
 not divide, what does not fit, and what is sent. PyTorch's own `parallelize_module`, `fully_shard`,
@@ -27,15 +28,15 @@ backward() and Adam run as they would there, with three replacements:
 - In FakeTensorMode, a tensor has a shape, a dtype and a device, but no memory. An operation finds
   out the shape of its result, and computes nothing.
 
-So bytes are counted, and seconds are not. (With a small model, four real ranks counted the same
-bytes, to the last one.) What takes memory for a moment only is not counted either: gathered layers,
-whole gradients, scores. And some operations keep other tensors on a GPU than on a CPU.
+So bytes are counted, and seconds are not. (With a small model, four real ranks counted the same.)
+Nor is what takes memory for a moment only: gathered layers, whole gradients, the scores before they
+are float32. Some operations keep other tensors on a GPU. plan.py has formulas for seconds, too.
 
 Try breaking it, in a copy beside it:
   1. Run it with --mesh 32x32, a plan that does not work. Where does it stop, and why?
   2. Add `reshard_after_forward=False` to `fully_shard(layer, ...)`. Which two lines change?
   3. Leave RMSNorm in place of LayerNorm. How many bytes does a CPU keep?
-  4. Before `loss.backward()`, let rank 0 alone call `dist.barrier()`. Where does it hang?
+  4. Before `loss.backward()`, let rank 0 alone call `dist.barrier()`. Does it hang?
 
 Builds on: fully_sharded_data_parallel.py
 This is the last lesson. `README.md` says which kind of parallelism is right for which model.
@@ -270,13 +271,15 @@ def add_flags(parser):
 
 
 def check_flags(parser, args):
-    """Read the mesh, and refuse a rank that it does not have."""
+    """Read the mesh, and refuse a rank that it has not, and tokens that it cannot divide."""
     sizes = args.mesh.split("x")
     if len(sizes) != 2 or not all(size.isdecimal() and int(size) for size in sizes):
         parser.error(f"--mesh {args.mesh} must be two numbers, 1 or more, as in 128x8")
     args.dp, args.tp = map(int, sizes)
     if not 0 <= args.rank < args.dp * args.tp:
         parser.error(f"--rank {args.rank}: the ranks are 0 to {args.dp * args.tp - 1}")
+    if args.sequence % args.tp:
+        parser.error(f"--sequence {args.sequence}: {args.tp} ranks along tp cannot divide it")
 
 
 def main():

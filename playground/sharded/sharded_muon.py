@@ -17,7 +17,7 @@ and norms keep Adam.
 Adam treats each number separately, so shards are enough for it, and for Muon's momentum. But an
 iteration multiplies the matrix by itself. Here are the ways to compute it, for the two 64 x 64
 matrices of the default model and n ranks. (The calls are those of `playground/watch.py`. The bytes
-are those of a ring, as a multiple of the matrices' bytes.)
+are a mean over the ranks, as a multiple of the matrices' bytes.)
     --by       calls in a step                a rank sends    a rank computes
     torch      30 all_gather, 2 all_reduce    7.5 (n-1)/n     1/n
     dtensor    30 all_gather, 2 all_reduce    15 (n-1)/n      1/n
@@ -70,7 +70,8 @@ def orthogonalize(matrix):
     for _ in range(5):
         # NEW: if X is U S V^T, then X X^T is U S^2 U^T. So an iteration replaces each singular
         # value s with 3.4445 s - 4.7750 s^3 + 2.0315 s^5, and leaves U and V alone. Values from
-        # 0.003 to 1 end between 0.68 and 1.21. Each number of X X^T needs two rows of X.
+        # 0.003 to 1 end between 0.68 and 1.21. Each number of X X^T needs two rows of X, which may
+        # be on two ranks.
         squares = x @ x.T
         # addmm(A, B, C, beta=b, alpha=c) is b A + c B C.
         polynomial = torch.addmm(squares, squares, squares, beta=-4.7750, alpha=2.0315)
