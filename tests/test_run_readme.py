@@ -39,7 +39,8 @@ def test_console_block(block):
         done = start(command).wait(600)
         lines = []
         for line in (done.stdout + done.stderr).splitlines():
-            if not re.match(r"(node\d: )?\+ ", line):  # a script shows what it runs
+            # A script shows what it runs. torchrun may say that node 0 has ended first.
+            if not re.match(r"(node\d: )?\+ |node1: W.* failed to shutdown the rendezvous", line):
                 lines.append(line)
         shown, more, _ = shown.partition("...\n")
         if more:
