@@ -1,6 +1,6 @@
 r"""Data that does not fit in memory, and a run that resumes in the middle of an epoch.
 
-Run it. The first command makes files of MNIST (210 MB), and trains nothing:
+Run it. The first command makes files of MNIST (220 MB). Give both the same --dataset and --double:
     python playground/sharded_data.py --make
     torchrun --standalone --nproc-per-node 2 playground/sharded_data.py
 
@@ -20,13 +20,11 @@ needed. If each rank had files of its own, one rank would run out of images firs
 would wait for it in an all_reduce. So the images of all files are numbered, as if they were in one.
 The order of an epoch depends only on the seed and the epoch, and each rank computes it without a
 message. The next --batch_size numbers of this order are a global batch, of which each rank reads
-its part. With any number of ranks, the global batches are those of a single process, and all ranks
-have equally many steps. One number tells where a run is: how many images of its epoch the model has
-seen, on all ranks together.
-
-Each rank has worker processes that read. They prefetch, so they have read images that the model has
-not seen yet, and only the training loop can count those that it has. With `--by torchdata`, the
-loader counts (`pip install torchdata`). Its state fails with a different number of --workers.
+its part. With any number of ranks that divides --batch_size, the global batches are those of a
+single process, and all ranks have equally many steps. One number tells where a run is: how many
+images of its epoch the model has seen, on all ranks together. Worker processes prefetch, so only
+the training loop knows it. With `--by torchdata` (`pip install torchdata`), the loader counts the
+batches. This works for a stream, too, whose images have no numbers.
 
 Try breaking it, in a copy:
   1. Seed with `seed + epoch + rank` in own_batches(). Does an epoch still have every image?
@@ -73,17 +71,22 @@ class Files(Dataset):
     """The images of several files, numbered from 0 as if they were in one.
 
     Args:
-        folder: has train-0-images.npy, (N, 1, 28, 28), train-0-labels.npy, (N,), and so on. Of a
-            text, both are (N, 128).
+        folder: has train-0-images.npy, (N, 1, 28, 28), train-0-labels.npy, int64 (N,), and so
+            on. Of a text, both are (N, 128).
         part: "train" or "test".
     """
 
     def __init__(self, folder, part):
+        names = {path.name.rpartition("-")[0] for path in folder.glob(f"{part}-*-*.npy")}
+        if not names:
+            raise FileNotFoundError(f"no files {folder}/{part}-*.npy")
         # NEW: keep paths, not arrays. A worker that is not forked gets a copy of this object, and a
         # memmap would be copied with all its numbers.
-        self.images = sorted(folder.glob(f"{part}-*-images.npy"))
-        self.labels = sorted(folder.glob(f"{part}-*-labels.npy"))
+        self.images = [folder / f"{name}-images.npy" for name in sorted(names)]
+        self.labels = [folder / f"{name}-labels.npy" for name in sorted(names)]
         self.lengths = [len(opened(path)) for path in self.labels]
+        if self.lengths != [len(opened(path)) for path in self.images]:
+            raise ValueError(f"the {part} files in {folder} have more images than labels, or fewer")
         self.ends = list(itertools.accumulate(self.lengths))
 
     def __len__(self):
@@ -106,6 +109,8 @@ def own_batches(images, batch_size, seed, epoch, done, rank, world_size):
         images: the number of images in all files.
         done: how many images of the epoch the model has seen, on all ranks together.
     """
+    if batch_size % world_size:
+        raise ValueError(f"{world_size} ranks cannot divide a batch of {batch_size}")
     # NEW: this order is the same on all ranks, for any number of ranks, and after a restart. (Of
     # billions of images, it would be too long. Then shuffle blocks of images that lie together.)
     generator = torch.Generator().manual_seed(seed + epoch)
@@ -120,14 +125,11 @@ def own_batches(images, batch_size, seed, epoch, done, rank, world_size):
 
 def make_loader(train_set, args, progress):
     """Return a loader of this rank's images, from where the run is to the end of the epoch."""
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    done = progress["images"] if args.by == "hand" else 0
     batches = own_batches(
-        len(train_set),
-        args.batch_size,
-        args.seed,
-        progress["epoch"],
-        progress["images"] if args.by == "hand" else 0,
-        dist.get_rank(),
-        dist.get_world_size(),
+        len(train_set), args.batch_size, args.seed, progress["epoch"], done, rank, world_size
     )
     if args.by == "hand":
         return DataLoader(train_set, batch_sampler=batches, **loader_options(args))
@@ -135,8 +137,8 @@ def make_loader(train_set, args, progress):
 
     loader = StatefulDataLoader(train_set, batch_sampler=batches, **loader_options(args))
     if progress["loader"] is not None:
-        # NEW: it leaves out as many batches as fit() had taken from the loader of rank 0, which are
-        # equally many on all ranks. (If a data set has a state, each rank must save its own.)
+        # NEW: it skips the batches that rank 0 had read; every rank has read the same number. (If a
+        # data set has a state, each rank must save its own.)
         loader.load_state_dict(progress["loader"])
     return loader
 
@@ -150,7 +152,7 @@ def train(args):
     model = make_model(args).to(device)
     model = DistributedDataParallel(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
-    progress = resume(model.module, optimizer, train_set, args)  # NEW: where the run is
+    progress = resume(model.module, optimizer, args)  # NEW: where the run is
     fit(model, optimizer, train_set, test_loader, device, args, progress)
     # DDP refers to the group, so delete DDP first. Otherwise the process may hang.
     del model
@@ -158,12 +160,7 @@ def train(args):
 
 
 def fit(model, optimizer, train_set, test_loader, device, args, progress):
-    """Train and test, and print one line for each epoch.
-
-    Args:
-        progress: where the run is: the epoch, how many of its images the model has seen, and the
-            sums of run_epoch() over these; with --by torchdata, also the state of the loader.
-    """
+    """Train and test, beginning where the run is. Print one line for each epoch."""
     rank = dist.get_rank()
     whole = len(train_set) // args.batch_size * args.batch_size  # the images of an epoch
     for epoch in range(progress["epoch"], args.epochs):
@@ -178,14 +175,13 @@ def fit(model, optimizer, train_set, test_loader, device, args, progress):
             # NEW: train on the next batches of the loader, until it is time to save.
             section = itertools.islice(batches, args.every)
             sums = run_epoch(model, section, device, optimizer)
-            # NEW: now the model has seen these images. The workers are already reading later ones,
-            # so a count in the data set, or of the batches that were handed out, would be too high.
+            # NEW: now the model has seen these images. The workers are already reading later ones.
             progress["images"] = min(progress["images"] + args.every * args.batch_size, whole)
             progress["sums"] = [old + new for old, new in zip(progress["sums"], sums, strict=True)]
             if args.by == "torchdata":
                 progress["loader"] = loader.state_dict()
             if rank == 0 and args.savefile:
-                save(model.module, optimizer, train_set, args, progress)
+                save(model.module, optimizer, args, progress)
             if args.stop:
                 return
         bar.close()
@@ -205,15 +201,14 @@ def fit(model, optimizer, train_set, test_loader, device, args, progress):
 
 
 def beginning(epoch):
-    """Return where a run is at the beginning of an epoch."""
+    """Return where a run is when no image of an epoch is seen. "sums" are those of run_epoch()."""
     return {"epoch": epoch, "images": 0, "sums": [0.0, 0.0, 0.0], "loader": None}
 
 
-def save(model, optimizer, train_set, args, progress):
+def save(model, optimizer, args, progress):
     """Write a checkpoint, whole or not at all."""
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    # NEW: where the run is. Of the images themselves, nothing needs to be saved.
-    state |= {"progress": progress, "same": must_agree(train_set, args)}
+    state |= {"progress": progress, "same": must_agree(args)}  # NEW: where the run is
     unfinished = Path(f"{args.savefile}.unfinished")
     try:
         with open(unfinished, "wb") as file:  # so that a full disk gives a clear error
@@ -223,13 +218,17 @@ def save(model, optimizer, train_set, args, progress):
         unfinished.unlink(missing_ok=True)  # left over only after an error
 
 
-def resume(model, optimizer, train_set, args):
+def resume(model, optimizer, args):
     """Load the checkpoint, if there is one, on each rank. Returns where the run is."""
     if not args.resume:
         return beginning(0)
-    state = torch.load(args.savefile, map_location="cpu", weights_only=True)
-    for name, value in must_agree(train_set, args).items():
-        before = state["same"][name]
+    try:
+        state = torch.load(args.savefile, map_location="cpu", weights_only=True)
+        same = state["same"]
+    except Exception as error:  # its type depends on what the file contains
+        raise ValueError(f"{args.savefile} is not a checkpoint of this lesson") from error
+    for name, value in must_agree(args).items():
+        before = same.get(name)
         if before != value:
             raise ValueError(f"{args.savefile} was written with {name} {before}, not {value}")
     model.load_state_dict(state["model"])
@@ -241,10 +240,13 @@ def resume(model, optimizer, train_set, args):
     return progress
 
 
-def must_agree(train_set, args):
-    """Return what a run must resume with, because its images or their order depend on it."""
-    names = ("dataset", "double", "seed", "batch_size", "by")
-    return {"images": len(train_set)} | {name: getattr(args, name) for name in names}
+def must_agree(args):
+    """Return what a run must resume with, because its numbers depend on it."""
+    names = ["images", "dataset", "double", "seed", "batch_size", "lr", "by"]
+    names += ["model", "width", "layers", "tokens", "heads"]
+    if args.by == "torchdata":
+        names.append("workers")  # a position of the loader is one for each worker
+    return {name: getattr(args, name) for name in names}
 
 
 def make_test_loader(test_set, args):
@@ -256,12 +258,9 @@ def make_test_loader(test_set, args):
 
 def loader_options(args):
     """Return how a loader reads: its workers prefetch two batches each."""
-    return {
-        "num_workers": args.workers,
-        # A worker may fail, or never answer. By default, the rank would wait for ever.
-        "timeout": args.timeout,
-        "pin_memory": args.device != "cpu",
-    }
+    pin = args.device != "cpu"
+    # A worker may never answer, as when its disk hangs. By default, the rank would wait for ever.
+    return {"num_workers": args.workers, "timeout": args.timeout, "pin_memory": pin}
 
 
 def folder_of(args):
@@ -269,15 +268,12 @@ def folder_of(args):
     return Path(args.files, f"{args.dataset}-double" if args.double else args.dataset)
 
 
-BEGINNINGS = [0, 0.07, 0.32, 0.45, 1]  # where each training file begins, and the last one ends
-
-
 def make(args):
-    """Write the training images to four files of unequal length, and the test images to one."""
+    """Write the training images to four files of unequal length. The test images come last."""
     args.dataset = fetch(args.dataset, args.data_dir)
     dtype = torch.float64 if args.double else torch.float32
     train_set, test_set = load(args.dataset, args.data_dir, dtype)
-    places = [round(part * len(train_set)) for part in BEGINNINGS]
+    places = [round(part * len(train_set)) for part in (0, 0.07, 0.32, 0.45, 1)]
     for number, (start, end) in enumerate(itertools.pairwise(places)):
         write(args, f"train-{number}", train_set.images[start:end], train_set.labels[start:end])
     write(args, "test-0", test_set.images, test_set.labels)
@@ -297,7 +293,7 @@ def add_flags(parser):
     add = parser.add_argument
     add("--make", action="store_true", help="make the files, and train nothing (without torchrun)")
     add("--files", type=os.path.expanduser, default="runs/files", help="folder of the files")
-    add("--by", choices=["hand", "torchdata"], default="hand", help="who counts what was read")
+    add("--by", choices=["hand", "torchdata"], default="hand", help="what counts the images")
     add("--workers", type=flags.positive, default=2, help="processes of each rank that read")
     add("--savefile", type=flags.new_file, help="a checkpoint; if it is there, the run resumes")
     add("--every", type=flags.positive, default=100, help="steps from checkpoint to checkpoint")
@@ -312,13 +308,13 @@ def check_flags(parser, args, world_size):
 
 
 def check_files(parser, args):
-    """Refuse to train without files, or with too few images for a batch."""
-    images = len(Files(folder_of(args), "train"))
-    if images == 0:
-        command = f"python {sys.argv[0]} --make"
-        parser.error(f"no files in {folder_of(args)}: use {command}, or a different --dataset")
-    if args.batch_size > images:
-        parser.error(f"--batch_size must be at most {images}, the number of training {args.unit}")
+    """Count the images. Refuse to train without files, or with too few images for a batch."""
+    try:
+        args.images = [len(Files(folder_of(args), part)) for part in ("train", "test")]
+    except (OSError, EOFError, ValueError) as error:  # some are missing, or not whole
+        parser.error(f"{error}: use python {' '.join(sys.argv)} --make")
+    if args.batch_size > args.images[0]:
+        parser.error(f"--batch_size must be at most {args.images[0]}, all training {args.unit}")
 
 
 @record  # writes the traceback of an error to a file, and torchrun's report shows it
@@ -332,9 +328,13 @@ def main():
         return
     parser.check_torchrun(args)  # an error of one line if torchrun has not started this
     check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
-    args.dataset = args.dataset or "mnist"
+    if args.dataset is None:  # as in --make: MNIST if possible
+        args.dataset = "mnist"
+        if not folder_of(args).exists():
+            args.dataset = "digits"
     check_files(parser, args)
-    # NEW: all ranks look before any of them can save, and join() compares what they have seen.
+    # NEW: each rank looks for the checkpoint before rank 0 may write one. If only some ranks see
+    # it, the folder is not shared, and join() raises an error, as for different numbers of images.
     args.resume = args.savefile is not None and Path(args.savefile).exists()
     train(args)
 

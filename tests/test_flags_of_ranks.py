@@ -74,7 +74,7 @@ LANGUAGE = ("--model", "language", "--dataset", "text")
             "sharded_data",
             2,
             ("--files", "/none"),
-            ("no files in /none/digits", "sharded_data.py --make"),
+            ("no files /none/digits/train-*.npy", "python", "--files /none --make"),
         ),
         ("sharded_muon", 2, ("--layers", 1), ("no layer between", "use --layers 2")),
         (CHECKPOINTS, 3, ("--dropout", 0.5), ("--dropout 0.5", "--model cnn")),
