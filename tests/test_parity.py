@@ -46,7 +46,7 @@ hybrid_parallel --kind hsdp; 4; transformer
 profile_steps --average bucket; 3; mlp
 profile_steps --average each; 2; mlp
 sending_less; 3; transformer
-sharded_data --workers 1; 3; language
+sharded_data --workers 1; 2; language
 mixed_precision --precision full --sharded; 3; language
 activation_checkpointing --checkpoint second --sharded; 2; language
 sequence_parallel --sequence; 4; transformer
