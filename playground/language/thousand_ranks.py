@@ -21,16 +21,16 @@ scatters its tokens four times, and the ends of the model twice. A last line has
 The rank of the second command holds less than others: of 32,000 words, 1,000 ranks get 32 each.
 
 Which mesh should train your model on 1,024 GPUs? Before you rent them, a dry run finds what does
-not divide, what does not fit, and what is sent. PyTorch's own `parallelize_module`, `fully_shard`,
-backward() and Adam run as they would there, with three replacements:
+not divide, much of what does not fit, and what is sent. `parallelize_module`, `fully_shard`,
+backward() and Adam are PyTorch's own, and run as they would there, with three replacements:
 - There are no other ranks. With the backend "fake", each call returns at once.
 - On the meta device, the model is made and sharded without memory.
 - In FakeTensorMode, a tensor has a shape, a dtype and a device, but no memory. An operation finds
   out the shape of its result, and computes nothing.
 
 So bytes are counted, and seconds are not. (With a small model, four real ranks counted the same.)
-Nor is what takes memory for a moment only: gathered layers, whole gradients, the scores before they
-are float32. Some operations keep other tensors on a GPU. plan.py has formulas for seconds, too.
+Not counted either is what takes memory for a moment only: gathered layers, whole gradients, copies
+of scores. Some operations keep other tensors on a GPU. plan.py has formulas for seconds, too.
 
 Try breaking it, in a copy beside it:
   1. Run it with --mesh 32x32, a plan that does not work. Where does it stop, and why?

@@ -24,9 +24,9 @@ thread writes this copy while the next epoch trains.
 With --savefile, the ranks gather one tensor at a time, and rank 0 writes a file that a plain model
 and optimizer can load. With --load, rank 0 reads such a file, and sends one tensor at a time.
 
-With --export, rank 0 makes one file of the shards that all ranks write. Those of --model language
-get the names that Llama has in Hugging Face's transformers, so its `LlamaForCausalLM` can load the
-folder. --load takes such a folder, too, and begins the training of these parameters anew.
+With --export, rank 0 makes one file of the shards that all ranks write to a folder that all nodes
+see. Those of --model language get the names that Llama has in Hugging Face's transformers, so its
+`LlamaForCausalLM` can load it. --load takes it, too, and begins to train these parameters anew.
 
 Try breaking it, in a copy beside it:
   1. Delete the file .metadata in the newest folder. Where does the next run resume, and why?
