@@ -95,6 +95,19 @@ def test_the_published_runs_of_the_page(capsys):
 
 
 @pytest.mark.quick
+def test_the_steps_on_slow_links(capsys):
+    """The page has what plan.py prints for both bandwidths."""
+    rows = re.findall(
+        r"^\| .* \| `(--data .*)` \| \S+ \| \S+ \| (\S+) \| \S+ \| (\S+) \|$", PAGE, re.M
+    )
+    assert len(rows) == 4
+    for flags, *steps in rows:
+        for bandwidth, step in zip(("125e6", "12.5e6"), steps, strict=True):
+            links = f"$links $links2 $links3 --within {bandwidth} --between {bandwidth} {flags}"
+            assert f" {step} " in printed(links, capsys)
+
+
+@pytest.mark.quick
 def test_tokens_per_second_and_seconds():
     """The seconds of a published step follow from its tokens per second, its batch and its GPUs."""
     flags = r"\$mpt.*|\$llama70.*|--model.*"
