@@ -116,7 +116,7 @@ def own_batches(images, batch_size, seed, epoch, done, rank, world_size):
     generator = torch.Generator().manual_seed(seed + epoch)
     order = torch.randperm(images, generator=generator).tolist()
     batches = []
-    # NEW: whole batches only, so all ranks have equally many images in each step.
+    # NEW: whole batches only, so all ranks have as many images in each step.
     for start in range(done, images - batch_size + 1, batch_size):
         global_batch = order[start : start + batch_size]
         batches.append(global_batch[rank::world_size])
