@@ -5,7 +5,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PLAYGROUND = ROOT / "playground"
 TOOLS = ("plan", "watch")  # scripts beside the lessons
-FOLDERS = [PLAYGROUND / name for name in ("", "sharded", "split", "transformer", "language")]
+PARTS = ("", "replicated", "sharded", "split", "transformer", "language", "tools")
+FOLDERS = [PLAYGROUND / name for name in PARTS]
 PATHS = {path.stem: path for folder in FOLDERS for path in sorted(folder.glob("*.py"))}
 LESSONS = sorted(PATHS.keys() - TOOLS)
 

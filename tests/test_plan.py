@@ -1,4 +1,4 @@
-"""playground/plan.py: planning.md shows what it prints, and bytes are those that lessons count.
+"""playground/tools/plan.py: planning.md shows what it prints, and bytes are those that lessons count.
 
 Counted are those that FSDP sends and a block keeps. The other rows are compared with sharding.md.
 """
@@ -58,7 +58,7 @@ def error(flags, capsys):
 def test_the_commands_of_the_page(capsys):
     """Each prints what is shown below it, or the error that is shown."""
     found = re.findall(r"^    python playground/plan\.py ?(.*)\n((?:    .*\n)+)", PAGE, re.M)
-    assert len(found) == PAGE.count("    python playground/plan.py") >= 9
+    assert len(found) == PAGE.count("    python playground/tools/plan.py") >= 9
     for flags, shown in found:
         shown = re.sub("^    ", "", shown, flags=re.M)
         if "error" in shown:

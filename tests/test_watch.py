@@ -1,4 +1,4 @@
-"""playground/watch.py in front of scripts: what it shows, and that it changes nothing."""
+"""playground/tools/watch.py in front of scripts: what it shows, and that it changes nothing."""
 
 import os
 import re

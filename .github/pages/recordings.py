@@ -22,7 +22,7 @@ class Recording:
     """A run, and a question about it: the first of its three answers is the right one."""
 
     lesson: str
-    command: str  # what stands behind `python playground/watch.py --html PAGE`
+    command: str  # what stands behind `python playground/tools/watch.py --html PAGE`
     question: str
     answers: tuple[str, str, str]
     why: str
@@ -92,7 +92,7 @@ def command_of(name: str, page: str = "page.html") -> str:
     """Return the command that records a run, as one types it in the checkout."""
     command = RECORDINGS[name].command
     launcher = "python" if " -g " in command or "p2p" in command else TORCHRUN
-    return f"{launcher} playground/watch.py --html {page} {command}"
+    return f"{launcher} playground/tools/watch.py --html {page} {command}"
 
 
 def record(name: str, page: Path) -> None:

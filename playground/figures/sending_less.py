@@ -41,7 +41,7 @@ def run(ranks_of_node: int, flags: list[str]) -> dict[str, list | float]:
         "megabytes" that a node sends in an epoch.
     """
     settings = {"GPUS": str(ranks_of_node), "BANDWIDTH": "10mbit", "PYTHON": sys.executable}
-    command = [REHEARSAL, "playground/sending_less.py", *flags]
+    command = [REHEARSAL, "playground/replicated/sending_less.py", *flags]
     done = subprocess.run(
         command, env=os.environ | settings, check=True, stdout=subprocess.PIPE, text=True
     )

@@ -21,7 +21,7 @@ the word y, has the loss
     log(sum_j exp(s_j)) - s_y  =  log(sum_j exp(s_j - m)) - (s_y - m)    for any number m.
 With the largest score as m, no exponential is too large for its dtype. So three numbers of a token
 are enough: the largest score, the sum, and the label's score, which one rank has. Two all_reduces
-send them in place of 256 scores, and backward() of the loss sends nothing. (`playground/watch.py`
+send them in place of 256 scores, and backward() of the loss sends nothing. (`playground/tools/watch.py`
 in front of the lesson shows the messages.)
 
 Try breaking it, in a copy beside it, with --double, and compare the losses:

@@ -21,7 +21,7 @@ For 7 billion parameters on 8 GPUs, each holds 14 GB, where DDP needs 112, plus 
 computing. The price is messages: 8 all_gathers in a step, for four layers in forward() and again in
 backward(), and 4 reduce_scatters. In a ring, these take 1.5 times the bytes of DDP's all_reduce.
 With gloo, on CPUs, FSDP sends about twice as much as DDP (`sharding.md`), and this small network
-trains at a tenth of DDP's speed. With `playground/watch.py` in front of the script, you see these
+trains at a tenth of DDP's speed. With `playground/tools/watch.py` in front of the script, you see these
 calls, their bytes and their lines.
 
 At the start, each rank makes the whole model for a moment. With --meta, only rank 0 makes it.

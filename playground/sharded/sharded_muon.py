@@ -16,7 +16,7 @@ and norms keep Adam.
 
 Adam treats each number separately, so shards are enough for it, and for Muon's momentum. But an
 iteration multiplies the matrix by itself. Here are the ways to compute it, for the two 64 x 64
-matrices of the default model and n ranks. (The calls are those of `playground/watch.py`. The bytes
+matrices of the default model and n ranks. (The calls are those of `playground/tools/watch.py`. The bytes
 are a mean over the ranks, as a multiple of the matrices' bytes.)
     --by       calls in a step                a rank sends    a rank computes
     torch      30 all_gather, 2 all_reduce    7.5 (n-1)/n     1/n

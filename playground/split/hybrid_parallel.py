@@ -22,7 +22,7 @@ Hybrid sharded data parallelism (HSDP) shards along one axis, and keeps replicas
 
 Here each row shards the whole model, so a rank keeps half of it, 29,605 parameters. The ranks of a
 column have the same shards, and average their gradients with an all_reduce. With
-`playground/watch.py` in front of the script, you see which messages travel along which axis.
+`playground/tools/watch.py` in front of the script, you see which messages travel along which axis.
 
 The rows of the mesh should lie inside nodes, because every layer waits for their messages. They do
 if the number of ranks of a node is a multiple of a row's length.

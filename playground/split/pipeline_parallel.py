@@ -39,7 +39,7 @@ Try breaking it, in a copy beside it:
   1. Leave out `, target=labels` in `self.schedule.step(...)`. Which rank fails, and why only that
      one?
   2. Try --micro_batches 2, 4, 16 and 64. The bubble of the formula shrinks. Do the images/s rise?
-     `playground/watch.py` in front of the script shows where each rank waits.
+     `playground/tools/watch.py` in front of the script shows where each rank waits.
 
 Builds on: manual_pipeline.py
 The next lesson, `tensor_parallel.py`, splits linear layers instead of the list of layers.

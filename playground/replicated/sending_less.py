@@ -1,7 +1,7 @@
 r"""Sending less: what to do if the network is slow.
 
 Run it:
-    torchrun --standalone --nproc-per-node 2 playground/sending_less.py
+    torchrun --standalone --nproc-per-node 2 playground/replicated/sending_less.py
 
 By default this is DDP, so it prints the same numbers as `single_gpu.py`, up to rounding:
     epoch 1/3  loss 0.3960  train 88.26%  test 93.96%  1.43 s  41,881 images/s
@@ -9,7 +9,7 @@ By default this is DDP, so it prints the same numbers as `single_gpu.py`, up to 
 
 They can on simulated nodes (`run/README.md`). Here are two, and each sends at most 10 megabits a
 second:
-    GPUS=1 BANDWIDTH=10mbit run/rehearse_two_nodes.sh playground/sending_less.py --epochs 1
+    GPUS=1 BANDWIDTH=10mbit run/rehearse_two_nodes.sh playground/replicated/sending_less.py --epochs 1
 
 In each step, DDP sends as many bytes as the gradients have: 236,840 for the default model. On this
 network they take 0.19 s, while computing takes about a millisecond. There are two ways to send
@@ -56,7 +56,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # find common/ from any folder
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # find common/ from any folder
 from common import flags
 from common.data import fetch, loaders
 from common.models import make_model

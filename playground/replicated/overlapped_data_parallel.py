@@ -1,7 +1,7 @@
 """Data parallelism with overlap: the gradients travel while backward() still computes.
 
 Run it:
-    python playground/overlapped_data_parallel.py -g 2
+    python playground/replicated/overlapped_data_parallel.py -g 2
 
 It prints the same numbers as `single_gpu.py`, up to rounding. Then it times ten steps with each of
 three ways to average the gradients (times differ much from run to run):
@@ -24,7 +24,7 @@ backward(), which then takes longer, so "each" gains little, and on busy cores n
 All ranks must start the same messages in the same order. Here they do, because every parameter gets
 a gradient, and backward() completes the gradients in the same order on all ranks.
 
-Try breaking it, in a copy (cp playground/overlapped_data_parallel.py playground/broken.py):
+Try breaking it, in a copy (cp playground/replicated/overlapped_data_parallel.py playground/broken.py):
   1. Write `next(model.parameters()).requires_grad_(False)` after `send_weights(model)`, so that a
      parameter is frozen. What does PyTorch complain about? Let EachGradient and Buckets skip it.
   2. Comment out `self.handle.wait()`. What does the optimizer use then? Compare the losses.
@@ -50,7 +50,7 @@ import torch.multiprocessing as mp
 from torch.nn import functional as F
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # find common/ from any folder
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # find common/ from any folder
 from common import flags
 from common.data import fetch, loaders
 from common.models import make_model

@@ -1,16 +1,16 @@
 r"""Data that does not fit in memory, and a run that resumes in the middle of an epoch.
 
 Run it. The first command makes files of MNIST (220 MB). Give both the same --dataset and --double:
-    python playground/sharded_data.py --make
-    torchrun --standalone --nproc-per-node 2 playground/sharded_data.py
+    python playground/replicated/sharded_data.py --make
+    torchrun --standalone --nproc-per-node 2 playground/replicated/sharded_data.py
 
 It prints the same numbers as `single_gpu.py`, up to rounding (times differ):
     epoch 1/3  loss 0.3960  train 88.26%  test 93.96%  9.61 s  6,232 images/s
 
 Save a checkpoint after every five steps, and stop after the first one. Resume with four ranks:
-    torchrun --standalone --nproc-per-node 2 playground/sharded_data.py \
+    torchrun --standalone --nproc-per-node 2 playground/replicated/sharded_data.py \
         --savefile runs/data.pt --every 5 --stop
-    torchrun --standalone --nproc-per-node 4 playground/sharded_data.py --savefile runs/data.pt
+    torchrun --standalone --nproc-per-node 4 playground/replicated/sharded_data.py --savefile runs/data.pt
 
 The last command first prints where it resumes, and then the same epochs as above:
     runs/data.pt: 640 images of epoch 1 are done
@@ -55,7 +55,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # find common/ from any folder
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # find common/ from any folder
 from common import flags
 from common.data import fetch, load
 from common.models import make_model

@@ -1,7 +1,7 @@
 """Plans a run on many GPUs: what a rank holds, sends and waits for, on each mesh that makes sense.
 
 Run it:
-    python playground/plan.py --model llama-7b --nodes 8 --gpus 8 --batch_size 1024
+    python playground/tools/plan.py --model llama-7b --nodes 8 --gpus 8 --batch_size 1024
 
 Each formula names the lesson that counts it, or a paper. Seconds are as good as three inputs:
 --efficiency, --within and --between (playground/pages/planning.md measures them).

@@ -1,7 +1,7 @@
 r"""Finding hangs: which rank is missing, at which line it is, and which call it has left out.
 
 Run it:
-    python playground/finding_hangs.py    # --help lists the other faults
+    python playground/replicated/finding_hangs.py    # --help lists the other faults
 
 Three ranks hang on purpose: here rank 1 leaves a loop one step before the others. It prints (of
 rank 2 the same as of rank 0; torch 2.9 needs TORCH_FR_BUFFER_SIZE=2000 in front of the command):
@@ -23,10 +23,10 @@ What gloo itself says, `Timed out waiting`, names neither a rank nor a call.
 Copy `note_hangs()` into programs that run for days, or on several nodes. A script that you can
 start again on one machine needs no change: write watch.py in front of it. If a program hangs
 already, `py-spy dump --pid 4242` shows the stack of a process.
-    python playground/watch.py --hang 5 playground/finding_hangs.py --fault early
-    TORCH_DISTRIBUTED_DEBUG=DETAIL python playground/finding_hangs.py --fault shapes
+    python playground/tools/watch.py --hang 5 playground/replicated/finding_hangs.py --fault early
+    TORCH_DISTRIBUTED_DEBUG=DETAIL python playground/replicated/finding_hangs.py --fault shapes
 
-Try breaking it, in a copy (cp playground/finding_hangs.py playground/broken.py):
+Try breaking it, in a copy (cp playground/replicated/finding_hangs.py playground/broken.py):
   1. In `loader`, give DataLoader num_workers=1, multiprocessing_context="fork". Where is rank 1?
   2. In `early`, let rank 1 return after its loop, so that it skips the barrier, too. Is it a hang?
   3. In `shapes`, give rank 1 a million numbers instead of five. How do the ranks end?
@@ -55,7 +55,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # find common/ from any folder
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # find common/ from any folder
 from common import flags
 
 RANKS = 3

@@ -2,7 +2,7 @@ r"""Where the time of a step goes: torch.profiler shows which messages hide behi
 
 Run it:
     torchrun --standalone --nproc-per-node 2 \
-        playground/profile_steps.py --batch_size 512 --width 1024 --epochs 1
+        playground/replicated/profile_steps.py --batch_size 512 --width 1024 --epochs 1
 
 It prints the same numbers as `single_gpu.py` with these flags, up to rounding, then the mean time
 of ten steps and of their parts for each rank. Here only rank 0 is shown (times differ):
@@ -54,7 +54,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # find common/ from any folder
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # find common/ from any folder
 from common import flags
 from common.data import fetch, loaders
 from common.models import make_model
