@@ -32,7 +32,7 @@ Now repair two programs in playground/exercises/: `fault_lost_connection.py` and
 `fault_missing_file.py`.
 
 Builds on: distributed_data_parallel.py
-The next lesson, `distributed_data_parallel_resumable.py`, resumes after a process has died.
+The next lesson, `model_parallel.py`, puts a model on two devices.
 """
 
 import math

@@ -33,7 +33,7 @@ Try breaking it, in a copy (cp playground/manual_data_parallel.py playground/bro
 Now write `average_gradients.py`, and repair `fault_different_models.py`, `fault_wrong_gradient.py`
 and `fault_mixed_gradients.py`, in playground/exercises/.
 Builds on: single_gpu.py
-The next lesson, `overlapped_data_parallel.py`, sends gradients while backward() computes others.
+The next lesson, `distributed_data_parallel.py`, lets PyTorch do all of this.
 """
 
 import math

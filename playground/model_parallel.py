@@ -32,7 +32,7 @@ Try breaking it, in a copy:
   2. In `run_epoch()`, split logits and labels with `tensor_split`, and add up the mean losses of
      the micro-batches. How many times too large are the gradients, and why does Adam hardly react?
 Builds on: single_gpu.py
-The next lesson, `manual_pipeline.py`, has a process for each stage.
+The next lesson, `overlapped_data_parallel.py`, sends gradients while backward() computes others.
 """
 
 import sys

@@ -138,6 +138,9 @@ class Job:
             rows = [row.split() for row in lines if re.match(r"\d+ +\d+ +\d+ ", row)]
             if len(rows) == count:
                 return [int(row[4]) for row in rows]
+            told = re.findall(r"^rank (\d+) of \d+: process (\d+) ", "".join(lines), re.M)
+            if len(told) == count:
+                return [int(pid) for _, pid in sorted(told)]
         raise AssertionError(f"no table of {count} ranks in {lines}: {self.process.stderr.read()}")
 
     def wait(self, timeout=300):

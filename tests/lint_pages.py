@@ -17,7 +17,7 @@ PAGES = {}
 for pattern in ("*.md", "playground/**/*.md", "run/*.md", "tests/*.md", ".github/*.md"):
     for path in sorted(ROOT.glob(pattern)):
         PAGES[path.relative_to(ROOT)] = path.read_text()
-README = PAGES[Path("README.md")]
+LIST = PAGES[Path("playground/README.md")]
 TESTS_README = PAGES[Path("tests/README.md")]
 DOCSTRINGS = {}
 for lesson in LESSONS:
@@ -77,14 +77,14 @@ def faults_of_figures():
 
 
 def faults_of_lessons():
-    """Find what a docstring lacks. README lists the lessons in the order of their docstrings."""
-    link = r"\[`(\w+)\.py`\]\(playground/(?:\w+/)?\2\.py\)"
-    rows = re.findall(rf"^\| (\d+)\. {link}(?: ★)? \| .+ \|$", README, re.M)
+    """Find what a docstring lacks. playground/README.md lists the lessons in this order."""
+    link = r"\[`(\w+)\.py`\]\((?:\w+/)?\2\.py\)"
+    rows = re.findall(rf"^\| (\d+)\. {link} \| .+ \|$", LIST, re.M)
     listed = [lesson for _, lesson in rows]
     if [int(number) for number, _ in rows] != [*range(1, len(rows) + 1)]:
-        yield "README.md does not number the lessons 1, 2, 3 ..."
+        yield "playground/README.md does not number the lessons 1, 2, 3 ..."
     if sorted(listed) != sorted(DOCSTRINGS):
-        yield "README.md does not list each lesson once"
+        yield "playground/README.md does not list each lesson once"
     for lesson, following in zip(listed, [*listed[1:], None], strict=True):
         text = DOCSTRINGS.get(lesson, "")
         if len(text.splitlines()) > 50:

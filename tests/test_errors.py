@@ -100,9 +100,10 @@ def test_with_and_without_a_launcher(main, monkeypatch):
     for lesson in BY_TORCHRUN:
         command = f"torchrun --standalone --nproc-per-node 2 {lesson}.py"
         one_line(main(lesson), "RANK, LOCAL_RANK, WORLD_SIZE,", f"start it with {command}")
-    for lesson in ("blocking_p2p", f"{DDP}_torchrun"):
-        done = main(lesson, env={"RANK": "0", "WORLD_SIZE": "2"})
-        one_line(done, "LOCAL_RANK, MASTER_ADDR, MASTER_PORT not set: start it with torchrun")
+    by_hand = {"RANK": "0", "WORLD_SIZE": "2"}
+    done = main(f"{DDP}_torchrun", env=by_hand)
+    one_line(done, "LOCAL_RANK, MASTER_ADDR, MASTER_PORT not set: start it with torchrun")
+    one_line(main("blocking_p2p", env=by_hand), "-n 2 needs -ip")
     slept = []
     monkeypatch.setattr("common.flags.time.sleep", slept.append)
     for local_rank, sleeps in (("0", []), ("1", [10])):

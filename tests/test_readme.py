@@ -143,6 +143,7 @@ def can_run(command):
 def shape(line):
     """Mask what less data or another machine changes: an epoch's numbers, times, shares."""
     line = re.sub(r"^(\d+ +\d+ +\d+ +cpu) +\d+ +\S+$", r"\1", line.strip())
+    line = re.sub(r"process \d+ on \S+,", "process # on #,", line)
     if "epoch" in line:
         line = re.sub(r"\d[\d,.]*", "#", line.replace("mnist", "digits"))
     line = re.sub(r"[\d,]+ \+ [\d,]+", "# + #", line)  # tokens and padding of a text

@@ -13,8 +13,8 @@ from conftest import ROOT, STANDIN, by_torchrun, lesson_path
 from fold import FOLD, folded
 from lessons import LESSONS
 
-README = (ROOT / "README.md").read_text()
-READING_ORDER = re.findall(r"^\| \d+\. \[`(\w+)\.py`\]\(playground/", README, re.M)
+LIST = (ROOT / "playground" / "README.md").read_text()
+READING_ORDER = re.findall(r"^\| \d+\. \[`(\w+)\.py`\]\(", LIST, re.M)
 IN_FULL = {  # these show the frames, which the others have below a fold; or have one of their own
     "blocking_p2p",
     "single_gpu",

@@ -203,7 +203,7 @@ def test_ctrl_c(to_all):
     assert done.returncode == 130
     assert done.stderr.startswith("watch: interrupted. The ranks of this node:\n")
     assert len(re.findall(r"^rank [01] \(process \d+\) ", done.stderr, re.M)) == 2
-    assert "in fit: " in done.stderr
+    assert "in train: " in done.stderr
 
 
 def test_the_hang_of_readme(change, tmp_path):

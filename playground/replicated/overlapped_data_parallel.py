@@ -32,7 +32,7 @@ Try breaking it, in a copy (cp playground/replicated/overlapped_data_parallel.py
 Now write it yourself: `overlap_gradients.py` in playground/exercises/.
 
 Builds on: manual_data_parallel.py
-The next lesson, `distributed_data_parallel.py`, lets PyTorch do all of this.
+The next lesson, `distributed_data_parallel_resumable.py`, resumes after a process has died.
 """
 
 import os

@@ -36,7 +36,7 @@ Try breaking it, in a copy beside it, with --double:
   3. In by_owners, orthogonalize each matrix just before its scatter_rows. What does it cost?
 
 Builds on: fully_sharded_data_parallel.py
-The next lesson, `model_parallel.py`, splits a model between two devices.
+The next lesson, `manual_pipeline.py`, has a process for each stage of a model.
 """
 
 import math
