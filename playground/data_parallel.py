@@ -178,11 +178,7 @@ def fit(model, optimizer, train_loader, test_loader, device, args):
 
 
 def run_epoch(model, loader, device, optimizer=None):
-    """Train, or only test if there is no optimizer.
-
-    Returns three sums over the images of the loader: the loss, the number classified correctly, the
-    number of images.
-    """
+    """Train, or only test without optimizer. Returns sums: loss, correct, number of images."""
     model.train(optimizer is not None)
     # The sums stay on the device. Reading them in each step would make Python wait for the GPU.
     sums = torch.zeros(3, dtype=torch.float64, device=device)

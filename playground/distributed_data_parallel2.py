@@ -92,11 +92,7 @@ def join(args):
         device = torch.device(args.device, local_rank)
     row = f"{args.nr:<6}{rank:<6}{local_rank:<12}{device!s:<8}{os.getpid():<8}{platform.node()}"
     everyone = comm.all_gather((row, vars(args)))  # NEW: a list of the Python objects of all ranks
-    for flag in vars(args).keys() - {"data_dir", "nr", "ip", "savefile"}:
-        values = {str(theirs.get(flag)) for _, theirs in everyone}
-        if len(values) > 1:
-            dist.destroy_process_group()
-            raise ValueError(f"the nodes differ in --{flag}: {', '.join(sorted(values))}")
+    flags.check_same([theirs for _, theirs in everyone])
     if comm.is_main_process():  # NEW: true on rank 0
         print("node  rank  local_rank  device  pid     host", flush=True)
         print(*[row for row, _ in everyone], sep="\n", flush=True)
@@ -203,11 +199,7 @@ def check_flags(parser, args):
     """Refuse flags with which launch cannot start the ranks of this node."""
     if args.device not in ("cpu", "cuda"):
         parser.error(f"launch does not know {args.device}: use --device cpu")
-    found = torch.cuda.device_count() if args.device == "cuda" else 2
-    args.gpus = args.gpus or found
-    parser.check_no_launcher()
     parser.check_nodes(args)
-    parser.check_batch(args.batch_size, args.nodes * args.gpus)
     if args.init_method and args.init_method.startswith("file:"):
         parser.error("launch cannot rely on file://: use --init_method tcp://<ip of node 0>:8888")
 
@@ -246,11 +238,7 @@ def main():
 
 
 def run_epoch(model, loader, device, optimizer=None):
-    """Train, or only test if there is no optimizer.
-
-    Returns three sums over the images of the loader: the loss, the number classified correctly, the
-    number of images.
-    """
+    """Train, or only test without optimizer. Returns sums: loss, correct, number of images."""
     model.train(optimizer is not None)
     # The sums stay on the device. Reading them in each step would make Python wait for the GPU.
     sums = torch.zeros(3, dtype=torch.float64, device=device)

@@ -36,10 +36,8 @@ Builds on: single_gpu.py
 The next lesson, `distributed_data_parallel.py`, lets PyTorch do all of this.
 """
 
-import math
 import os
 import platform
-import socket
 import sys
 import time
 from datetime import timedelta
@@ -107,11 +105,9 @@ def loaders(args, rank, world_size):
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
     per_rank_batch = args.batch_size // world_size  # NEW: --batch_size is the global batch
     train_loader = DataLoader(train_set, per_rank_batch, sampler=sampler, drop_last=True, **options)
-    # NEW: each test image counts once. DistributedSampler would repeat some to make the parts
-    # equal. So the batches are made here, as lists of positions.
-    batches = torch.arange(len(test_set)).tensor_split(math.ceil(len(test_set) / 1000))
-    own_batches = [batch[rank::world_size].tolist() for batch in batches]
-    test_loader = DataLoader(test_set, batch_sampler=own_batches, **options)
+    # NEW: each test image counts once. (DistributedSampler would repeat some to fill equal parts.)
+    own_images = range(rank, len(test_set), world_size)
+    test_loader = DataLoader(test_set, 1000, sampler=own_images, **options)
     return train_loader, test_loader
 
 
@@ -138,33 +134,30 @@ def join(local_rank, args):
     """Join the process group, and print the table of ranks. Returns this rank and its device."""
     rank = args.nr * args.gpus + local_rank
     world_size = args.nodes * args.gpus
-    device = torch.device(args.device)
-    gpu = None
-    if args.device == "cpu":  # NEW: the ranks of a node divide its cores among themselves
-        torch.set_num_threads(max(1, torch.get_num_threads() // args.gpus))
-    else:
-        gpu = device = torch.device(args.device, local_rank)
+    # NEW: the ranks of a node divide its cores among themselves.
+    torch.set_num_threads(max(1, torch.get_num_threads() // args.gpus))
+    device, gpu = torch.device(args.device), None
+    if args.device != "cpu":
+        device = gpu = torch.device(args.device, local_rank)
         torch.accelerator.set_device_index(gpu)  # otherwise all ranks would take memory on GPU 0
-    backend = dist.get_default_backend_for_device(device)
-    address = f"tcp://{args.ip}:{args.port}"  # rank 0 listens there
-    wait = timedelta(seconds=args.timeout)  # for the start, and for each collective
+    address = f"tcp://{args.ip}:{args.port}"
     try:
-        dist.init_process_group(backend, address, wait, world_size, rank, device_id=gpu)
-    except dist.DistError as error:  # ranks are missing, or the port is taken
-        error.add_note(
-            f"All {world_size} ranks must connect to {address}:"
-            " start every node, with the same -n, -g and -ip, and the same free --port."
+        dist.init_process_group(
+            backend=dist.get_default_backend_for_device(device),
+            init_method=address,  # the rendezvous: rank 0 listens there, and the others connect
+            world_size=world_size,
+            rank=rank,
+            timeout=timedelta(seconds=args.timeout),  # for this call, and for each later message
+            device_id=gpu,
         )
+    except dist.DistError as error:  # ranks are missing, or the port is taken
+        start = f"All {world_size} ranks must connect to {address}: start every node, with the same"
+        error.add_note(f"{start} -n, -g and -ip, and the same free --port.")
         raise
     row = f"{args.nr:<6}{rank:<6}{local_rank:<12}{device!s:<8}{os.getpid():<8}{platform.node()}"
     everyone = [None] * world_size
     dist.all_gather_object(everyone, (row, vars(args)))
-    # NEW: with different flags, the ranks would train different models, or wait for each other.
-    for flag in vars(args).keys() - {"data_dir", "nr", "ip"}:
-        values = {str(theirs.get(flag)) for _, theirs in everyone}
-        if len(values) > 1:
-            dist.destroy_process_group()
-            raise ValueError(f"the nodes differ in --{flag}: {', '.join(sorted(values))}")
+    flags.check_same([theirs for _, theirs in everyone])  # NEW: an error, if nodes have others
     if rank == 0:
         print("node  rank  local_rank  device  pid     host", flush=True)
         print(*[row for row, _ in everyone], sep="\n", flush=True)
@@ -194,11 +187,7 @@ def fit(model, optimizer, train_loader, test_loader, device, args, average):
 
 
 def run_epoch(model, loader, device, optimizer=None, average=None):
-    """Train, or only test if there is no optimizer.
-
-    Returns three sums over the images of all ranks: the loss, the number classified correctly, the
-    number of images.
-    """
+    """Train, or only test without optimizer. Returns sums over all ranks: loss, correct, images."""
     model.train(optimizer is not None)
     # The sums stay on the device. Reading them in each step would make Python wait for the GPU.
     sums = torch.zeros(3, dtype=torch.float64, device=device)
@@ -232,15 +221,7 @@ def main():
     add("--timeout", type=flags.positive, default=60, help="seconds to wait for another rank")
     add_flags(parser)
     args = parser.parse_args()
-    found = torch.accelerator.device_count() if args.device != "cpu" else 2
-    args.gpus = args.gpus or found
-    parser.check_no_launcher()
-    parser.check_nodes(args)
-    parser.check_batch(args.batch_size, args.nodes * args.gpus)
-    if args.nodes == 1:
-        args.ip = "127.0.0.1"
-        with socket.create_server((args.ip, 0)) as server:  # a port that is free now
-            args.port = server.getsockname()[1]
+    parser.check_nodes(args)  # also chooses what is left open: -g, and a free port
     # NEW: the data is fetched once on each node, before its ranks start.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     if args.device == "cpu":  # hide gloo's C++ back traces; Python raises the same errors

@@ -59,6 +59,7 @@ CHANGES = {
     r"^    parser\.check_batch\(.*\n": "",
     r"^    parser = flags\.ranks\(__doc__\)": PARSER,
     r"^    parser\.check_torchrun\(args\).*\n": "",
+    r"^    flags\.check_same\(.*\n": "",
 }
 
 

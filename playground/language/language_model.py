@@ -308,11 +308,7 @@ def join(args):
     rank = dist.get_rank()
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, vars(args))
-    for flag in vars(args).keys() - {"data_dir"}:
-        values = {str(each.get(flag)) for each in everyone}
-        if len(values) > 1:
-            dist.destroy_process_group()
-            raise ValueError(f"the nodes differ in --{flag}: {', '.join(sorted(values))}")
+    flags.check_same(everyone)  # an error, if nodes have different flags
     if rank == 0:
         print(f"{len(everyone)} ranks, {backend}, {args.device}", flush=True)
     return rank, device

@@ -375,11 +375,7 @@ def join(args):
     rank = dist.get_rank()
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, vars(args))
-    for flag in vars(args).keys() - {"data_dir"}:
-        values = {str(each.get(flag)) for each in everyone}
-        if len(values) > 1:
-            dist.destroy_process_group()
-            raise ValueError(f"the nodes differ in --{flag}: {', '.join(sorted(values))}")
+    flags.check_same(everyone)  # an error, if nodes have different flags
     if rank == 0:
         print(f"{len(everyone)} ranks, {backend}, {args.device}", flush=True)
     return rank, device
@@ -410,11 +406,7 @@ def fit(model, optimizer, train_loader, test_loader, device, args):
 
 
 def run_epoch(model, loader, device, optimizer=None):
-    """Train, or only test if there is no optimizer.
-
-    Returns three sums over the images of all ranks: the loss, the number classified correctly, the
-    number of images.
-    """
+    """Train, or only test without optimizer. Returns sums over all ranks: loss, correct, images."""
     model.train(optimizer is not None)
     # The sums stay on the device. Reading them in each step would make Python wait for the GPU.
     sums = torch.zeros(3, dtype=torch.float64, device=device)
