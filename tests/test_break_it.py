@@ -65,7 +65,7 @@ def test_another_loss(lesson, flags, processes, old, new, second, change):
 def test_a_start_without_the_optimizer(change, tmp_path):
     """Adam's averages start at zero again, so the loss of the third epoch differs."""
     load = '    optimizer.load_state_dict(state["optimizer"])\n'
-    copy = change("distributed_data_parallel_resumable", (load, ""))
+    copy = change("resumable", (load, ""))
     flags = (*TWO_EPOCHS, "--run_dir", tmp_path / "run")
     train(copy, *flags, processes=1)
     (wrong,) = losses(train(copy, *flags, "--epochs", 3, processes=1).stdout)

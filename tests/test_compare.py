@@ -154,9 +154,9 @@ def test_the_widths(tmp_path):
 
 def test_ctrl_c_keeps_what_there_is(change, tmp_path):
     """The first lesson is in the results, and no process is left, though torchrun has sessions."""
-    path = change("figures/compare")
-    (path.parents[1] / "single_gpu.py").write_text(LESSON)
-    (path.parents[1] / f"{TORCHRUN}.py").write_text(f"{LESSON}import time\ntime.sleep(999)\n")
+    path = change("pages/figures/compare")
+    (path.parents[2] / "single_gpu.py").write_text(LESSON)
+    (path.parents[2] / f"{TORCHRUN}.py").write_text(f"{LESSON}import time\ntime.sleep(999)\n")
     out = tmp_path / "out"
     job = Lesson(path, *SHORT, "--out", out, "--only", "parity", "--lessons", TORCHRUN)
     printed = out / "runs" / "02" / "out.txt"

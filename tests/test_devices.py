@@ -193,7 +193,7 @@ def test_more_processes_of_a_launcher_than_gpus(machine, main, monkeypatch):
         "manual_data_parallel",
         "distributed_data_parallel",
         "distributed_data_parallel_torchrun",
-        "distributed_data_parallel_resnet",
+        "resnet",
     ],
 )
 def test_a_rank_has_the_gpu_of_its_local_rank(lesson, monkeypatch):
@@ -230,7 +230,7 @@ def test_a_rank_has_the_gpu_of_its_local_rank(lesson, monkeypatch):
 
 def test_gpu_ids(machine, main, chosen):
     """--gpu_ids of the ResNet lesson names an existing GPU for each process of this node."""
-    lesson = "distributed_data_parallel_resnet"
+    lesson = "resnet"
     env = STARTED | {"LOCAL_WORLD_SIZE": "2"}
     machine(8)
     assert chosen(lesson, "--gpu_ids", "1,6", env=env).gpu_ids == [1, 6]
@@ -282,7 +282,7 @@ def test_compares_runs_are_possible(gpus, model, machine, main, chosen, monkeypa
     dataset = "text" if model == "language" else "digits"
     main("figures.compare", "--dataset", dataset, "--model", model, "--out", tmp_path, status=0)
     [(args, runs)] = plans
-    left_out = {"distributed_data_parallel_resnet", "fully_sharded_checkpoints", "expert_parallel"}
+    left_out = {"resnet", "fully_sharded_checkpoints", "expert_parallel"}
     left_out.add("sending_less")  # by default it is the DDP of an earlier lesson
     left_out.add("sharded_data")  # it is that DDP, too, with images from files
     left_out.add("sharded_muon")  # has an optimizer of its own

@@ -61,8 +61,8 @@ LAUNCHED = {  # what a launcher tells a rank
         ("single_gpu", ("--seed", 2**63), ("--seed: 9223372036854775808", "2**63 - 1")),
         ("model_parallel", ("--pipelined", "--micro_batches", 129), ("129", "128")),
         *((lesson, ("-g", 3, "--batch_size", 100), ("100", "3", "99")) for lesson in SPAWNING),
-        (f"{DDP}_resnet", ("--batch_size", 100), ("--batch_size 100", "3", "99")),
-        (f"{DDP}_resnet", ("--batch_size", 90, "--accumulate", 30), ("--accumulate 30",)),
+        ("resnet", ("--batch_size", 100), ("--batch_size 100", "3", "99")),
+        ("resnet", ("--batch_size", 90, "--accumulate", 30), ("--accumulate 30",)),
         (f"{DDP}_torchrun", ("-g", 2), ("-g",)),
         *((lesson, ("-n", 2), ("-n 2", "-ip")) for lesson in SPAWNING),
         (DDP, (*TWO_NODES, "-nr", 2), ("-nr 2", "0 to 1")),
@@ -117,7 +117,7 @@ def test_files_and_folders_that_can_not_be_written(tmp_path, main):
     (tmp_path / "file").write_text("")
     for lesson, flag in [
         ("distributed_data_parallel", "--savefile"),
-        ("distributed_data_parallel_resumable", "--run_dir"),
+        ("resumable", "--run_dir"),
         ("fully_sharded_checkpoints", "--run_dir"),
         ("profile_steps", "--out"),
         ("sharded_data", "--savefile"),

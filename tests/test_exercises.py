@@ -175,7 +175,7 @@ import os
 import shutil
 from pathlib import Path
 import torch.distributed as dist
-from distributed_data_parallel_resumable import MUST_AGREE, resume, save
+from resumable import MUST_AGREE, resume, save
 def save_and_resume(path, model, optimizer, epochs, train_epoch):
     args = argparse.Namespace(epochs=epochs, **dict.fromkeys(MUST_AGREE))
     folder = Path(path).absolute().parent / "run"
@@ -186,7 +186,7 @@ def save_and_resume(path, model, optimizer, epochs, train_epoch):
             shutil.copyfile(folder / f"epoch-{epoch + 1:04}.pt", f"{path}.new")
             os.replace(f"{path}.new", path)
 """,
-    "accumulate_gradients": "from distributed_data_parallel_resnet import accumulate_gradients",
+    "accumulate_gradients": "from resnet import accumulate_gradients",
     "shard_optimizer": "from sharded_optimizer import ShardedOptimizer",
     "gather_layer": """
 import torch
@@ -342,7 +342,7 @@ def test_ctrl_c(tmp_path):
 def copy(tmp_path):
     """The exercises of a fresh clone."""
     not_committed = shutil.ignore_patterns("__pycache__", "answers")
-    for name in ("common", "playground/figures", "playground/exercises"):
+    for name in ("common", "playground/pages/figures", "playground/exercises"):
         shutil.copytree(ROOT / name, tmp_path / "course" / name, ignore=not_committed)
     return tmp_path / "course" / "playground" / "exercises"
 

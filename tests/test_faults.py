@@ -28,7 +28,7 @@ from nodes import ADDRESSES
 from test_errors import COME, told, wait_for_line
 
 DDP = "distributed_data_parallel"
-RESUMABLE = "distributed_data_parallel_resumable"
+RESUMABLE = "resumable"
 SHORT = (*DIGITS, "--batch_size", 120)
 
 

@@ -55,7 +55,7 @@ ROWS = {  # a lesson with its flags, and on how many GPUs it runs
     "distributed_data_parallel --backend gloo": (2,),
     "distributed_data_parallel2": (1, 2),
     "distributed_data_parallel_torchrun": (1, 2),
-    "distributed_data_parallel_resumable": (1, 2),
+    "resumable": (1, 2),
     "profile_steps --average bucket": (2,),
     "sending_less --by powersgd": (2,),
     "sending_less --by diloco --every 5": (2,),
@@ -200,7 +200,7 @@ def shown(out):
 
 def test_all_lessons_are_here():
     """Each lesson has a row, or a test of its own. This test needs no GPU."""
-    others = {"blocking_p2p", "nonblocking_p2p", "distributed_data_parallel_resnet"}
+    others = {"blocking_p2p", "nonblocking_p2p", "resnet"}
     others |= {"finding_hangs", "thousand_ranks"}  # the latter computes nothing
     assert {row.split()[0] for row in ROWS} | others == set(LESSONS)
 
@@ -213,7 +213,7 @@ def test_the_numbers_of_the_cpu(row, gpus, tmp_path):
     lesson, *flags = row.split()
     if lesson != "collectives":
         flags += [*TWO_EPOCHS, "--dataset", small_data(lesson), "--double"]
-    folder = {"distributed_data_parallel_resumable": "--run_dir", "profile_steps": "--out"}
+    folder = {"resumable": "--run_dir", "profile_steps": "--out"}
     if lesson == "sharded_data":
         flags += ["--files", tmp_path]
         run(lesson, "--make", *flags, *CPU)
@@ -261,7 +261,7 @@ def test_the_resnet_lesson(change):
     need(1)
     join = "    rank, device = join(args)\n"
     line = f"{join}    print(f'rank {{rank}} on {{device}}', flush=True)\n"
-    copy = change("distributed_data_parallel_resnet", FEWER, (join, line))
+    copy = change("resnet", FEWER, (join, line))
     flags = ("--dataset", "fake", "--batch_size", 60, "--epochs", 1, "--accumulate", 2, "--double")
     [found] = epochs(output(start(copy, *flags, gpus=1)))
     [expected] = epochs(train(copy, *flags, *CPU, processes=1).stdout)
@@ -274,7 +274,7 @@ def test_the_resnet_lesson(change):
 
 def test_checkpoints_move_between_gpu_and_cpu(tmp_path):
     """A run that goes from the GPU to the CPU and back ends like one that stays."""
-    flags = ("distributed_data_parallel_resumable", *DIGITS, "--double", "--run_dir", tmp_path)
+    flags = ("resumable", *DIGITS, "--double", "--run_dir", tmp_path)
     output(start(*flags, "--epochs", 1, gpus=1))
     train(*flags, "--epochs", 2, *CPU, processes=1)
     out = output(start(*flags, "--epochs", 3, gpus=1))
@@ -413,7 +413,7 @@ def test_compare(tmp_path):
     """It runs the lessons on all GPUs, and says which ones these are."""
     need(1)
     lessons = ("--only", "parity", "steps", "--lessons", "distributed_data_parallel_torchrun")
-    run("figures/compare", *ONE_EPOCH, "--out", tmp_path, *CUDA, *lessons, env=ALL_GPUS, cold=True)
+    run("pages/figures/compare", *ONE_EPOCH, "--out", tmp_path, *CUDA, *lessons, env=ALL_GPUS, cold=True)
     results = json.loads((tmp_path / "results.json").read_text())
     assert len(results["machine"]["gpus"]) == machine()[0]
     assert not any(one["failed"] for one in results["runs"]) and len(results["runs"]) == 7

@@ -25,7 +25,7 @@ overlapped_data_parallel; 3; mlp
 distributed_data_parallel; 3; mlp
 distributed_data_parallel2; 3; mlp
 distributed_data_parallel_torchrun; 3; language
-distributed_data_parallel_resumable; 3; mlp
+resumable; 3; mlp
 model_parallel; None; mlp
 model_parallel --pipelined --micro_batches 7; None; transformer
 manual_pipeline --schedule 1F1B; 3; language
@@ -69,7 +69,7 @@ MODEL["language"] = (*MODEL["mlp"][2:], "--model", "language", "--width", 16)
 NO_PARITY = {
     "single_gpu",
     "sharded_muon",  # has an optimizer of its own. test_sharded_muon.py compares its ways
-    "distributed_data_parallel_resnet",  # has batch norm
+    "resnet",  # has batch norm
     "token_mean",  # has batches of paragraphs. test_token_mean.py compares its runs
 }
 V_SHAPED = {"ZBVZeroBubble", "DualPipeV"}
@@ -82,7 +82,7 @@ def with_parameters(lesson, *flags, folder, processes=None):
 
     Returns the epoch lines.
     """
-    if lesson == "distributed_data_parallel_resumable":
+    if lesson == "resumable":
         flags += ("--run_dir", folder / "run")
     if lesson == "profile_steps":
         flags += ("--out", folder / "traces")

@@ -220,7 +220,7 @@ def test_the_whole_parity_table():
     table = MEASURED[MEASURED.index("## Parity") : MEASURED.index("### Longer")]
     rows = re.findall(r"^\| `(\w+)\.py(?: [^`]+)?`(?:, \d processes)? \| (.*) \|$", table, re.M)
     exempt = {lesson for lesson in LESSONS if talks(lesson)}
-    exempt |= {"distributed_data_parallel_resnet", "expert_parallel", "token_mean"}
+    exempt |= {"resnet", "expert_parallel", "token_mean"}
     exempt.add("sharded_muon")
     assert {lesson for lesson, _ in rows} == set(LESSONS) - exempt
     differences = " ".join(cells for _, cells in rows).replace("|", " ").split()

@@ -5,7 +5,7 @@ import copy
 import functools
 import re
 
-import distributed_data_parallel_resnet as lesson
+import resnet as lesson
 import pytest
 import torch
 from conftest import SIZES, train
@@ -17,7 +17,7 @@ from torchvision.models import resnet18
 
 from figures.messages import Messages
 
-LESSON = "distributed_data_parallel_resnet"
+LESSON = "resnet"
 FEW = (SIZES.format(1800, 200), SIZES.format(60, 12))
 
 

@@ -12,7 +12,7 @@ from conftest import DIGITS, each_epoch, epochs, losses, ranks, torchrun, train,
 from nodes import small_disk
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-LESSON = "distributed_data_parallel_resumable"
+LESSON = "resumable"
 FLAGS = (*DIGITS, "--batch_size", 120, "--epochs", 3, "--double")
 
 
@@ -115,7 +115,7 @@ def test_a_run_is_resumed_with_the_same_flags(run_dir):
 
 def test_only_numbered_checkpoints_count(tmp_path):
     """They are sorted by number. No other file is loaded, and none is removed."""
-    import distributed_data_parallel_resumable as lesson
+    import resumable as lesson
 
     folder = tmp_path / "run"
     folder.mkdir()
@@ -133,7 +133,7 @@ def test_only_numbered_checkpoints_count(tmp_path):
 
 def test_a_damaged_checkpoint(run_dir, tmp_path):
     """The error says what the file should be. Once it is moved away, the one before it is used."""
-    from distributed_data_parallel_resumable import read
+    from resumable import read
 
     folder = shutil.copytree(run_dir, tmp_path / "run")
     newest = folder / "epoch-0003.pt"

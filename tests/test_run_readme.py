@@ -93,4 +93,4 @@ def test_torchrun_on_one_node():
     text = re.sub(r" *\\\n +", " ", TEXT)
     restarts = re.findall(r"^    (TORCH_\w+=1 torchrun .*)$", text, re.M)
     assert alone == COMMANDS["distributed_data_parallel_torchrun"]
-    assert restarts == COMMANDS["distributed_data_parallel_resumable"]
+    assert restarts == COMMANDS["resumable"]

@@ -88,7 +88,7 @@ MAY_IMPORT = {  # the parts of the course that stand below each folder
     "playground/split": {"common"},
     "playground/transformer": {"common"},
     "playground/language": {"common"},
-    "playground/figures": {"common", "figures", *LESSONS},
+    "playground/pages/figures": {"common", "figures", *LESSONS},
     "playground/exercises": {"check", "judging"},
     "playground/exercises/judging": {"common", "figures", "check", "judging"},
     "playground/exercises/judging/checks": {"common", "check", "judging"},

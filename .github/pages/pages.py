@@ -487,8 +487,8 @@ def main() -> None:
     for file in course.markdown:
         write(file, course.linked((COURSE / file).read_text(), file))
     shutil.copytree(
-        COURSE / "playground/figures",
-        out / "playground/figures",
+        COURSE / "playground/pages/figures",
+        out / "playground/pages/figures",
         ignore=lambda _, names: [name for name in names if not name.endswith(".png")],
     )
 

@@ -33,7 +33,7 @@ Try breaking it, in a copy beside it, with --epochs 1:
   3. With --packed, leave out `keep_apart(model)`. What do the first tokens of a paragraph see then?
 
 Now write `exercises/token_mean.py`, and repair `fault_mean_of_means.py`, in playground/exercises/.
-Builds on: distributed_data_parallel_resnet.py
+Builds on: resnet.py
 The next lesson, `vocabulary_parallel.py`, splits the layers that have a row for each word.
 """
 
@@ -80,7 +80,7 @@ def compute_gradients(model, micro_batches, sums):
         # NEW: DDP and FSDP add up the gradients of the ranks, and divide by the number of ranks.
         # But `count` has the tokens of all ranks already, so the factor undoes this division.
         loss = total / count * dist.get_world_size()
-        # With DDP, no_sync() would save messages here, as in distributed_data_parallel_resnet.py.
+        # With DDP, no_sync() would save messages here, as in resnet.py.
         loss.backward()
         count_in(sums, total, logits, labels)
 

@@ -15,7 +15,7 @@ three ways to average the gradients (times differ much from run to run):
 
 `manual_data_parallel.py` sends the gradients after backward(), and no rank computes while they
 travel ("afterwards"). But backward() completes the last layers' gradients first, so these can
-travel while it computes the rest (`playground/figures/overlap.png`). That takes a hook, a function
+travel while it computes the rest (`playground/pages/figures/overlap.png`). That takes a hook, a function
 that backward() calls as soon as a gradient is complete, and `all_reduce(..., async_op=True)`, which
 starts a message without waiting for it. With "each", every gradient has a message of its own. A
 bucket sends several gradients in one message. On CPUs gloo's threads use the same cores as
@@ -32,7 +32,7 @@ Try breaking it, in a copy (cp playground/replicated/overlapped_data_parallel.py
 Now write it yourself: `overlap_gradients.py` in playground/exercises/.
 
 Builds on: manual_data_parallel.py
-The next lesson, `distributed_data_parallel_resumable.py`, resumes after a process has died.
+The next lesson, `resumable.py`, resumes after a process has died.
 """
 
 import os

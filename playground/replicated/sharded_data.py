@@ -31,7 +31,7 @@ Try breaking it, in a copy:
   2. Write `print("read")` in Files.__getitem__(), and run it in one process with --every 5 --stop.
      How many images are read, and how many has the model seen?
   3. Let Files keep the arrays instead of the paths. How long is `pickle.dumps(train_set)` then?
-Builds on: distributed_data_parallel_resumable.py
+Builds on: resumable.py
 The next lesson, `sharded_optimizer.py`, shards what DDP replicates on every rank.
 """
 

@@ -239,11 +239,12 @@ def main(words: list[str] | None = None) -> None:
     print(*[describe(m, c, row) for row in shown.values()], sep="\n")
     if c.plot:
         try:
+            sys.path.append(str(Path(__file__).resolve().parents[1] / "pages"))
             from figures.charts import draw_plans
 
             draw_plans(list(shown.values())[:8], c.memory, c.plot)
         except (ImportError, OSError, ValueError) as error:
-            parser.error(f"--plot: {error} (it needs playground/figures/requirements.txt)")
+            parser.error(f"--plot: {error} (it needs playground/pages/figures/requirements.txt)")
 
 
 if __name__ == "__main__":

@@ -16,4 +16,5 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # Find common/ and figures/.
-sys.path += [str(Path(__file__).resolve().parents[level]) for level in (3, 2)]
+PLAYGROUND = Path(__file__).resolve().parents[2]
+sys.path += [str(PLAYGROUND.parent), str(PLAYGROUND / "pages")]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from figures.style import BLUE, GREEN, INK, ORANGE, SKY, add_legend, box, new_figure, save
 
-LESSON = Path(__file__).resolve().parents[1] / "replicated" / "profile_steps.py"
+LESSON = Path(__file__).resolve().parents[2] / "replicated" / "profile_steps.py"
 WIDE = ("--dataset", "digits", "--batch_size", "240", "--width", "1024", "--layers", "5")
 
 

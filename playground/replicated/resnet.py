@@ -2,11 +2,11 @@ r"""A real model: ResNet-18 on CIFAR-10, with pretrained parameters, accumulatio
 
 Run it. (In the first run, one rank of each node downloads and the others wait, so --timeout 600.)
     torchrun --standalone --nproc-per-node 2 \
-        playground/replicated/distributed_data_parallel_resnet.py --pretrained --timeout 600
+        playground/replicated/resnet.py --pretrained --timeout 600
 
 Run it on random images, without a download, with four micro-batches in each step:
     torchrun --standalone --nproc-per-node 2 \
-        playground/replicated/distributed_data_parallel_resnet.py --dataset fake --accumulate 4
+        playground/replicated/resnet.py --dataset fake --accumulate 4
 
 It prints (numbers differ a little, and random images cannot be recognized):
     global batch 128 = 2 ranks x 64 images, on each rank in 4 micro-batches
@@ -14,7 +14,7 @@ It prints (numbers differ a little, and random images cannot be recognized):
 
 Run it on GPUs that you choose. Local ranks 0, 1, 2 get GPUs 1, 6, 3. (126 is 3 x 42.)
     torchrun --standalone --nproc-per-node 3 \
-        playground/replicated/distributed_data_parallel_resnet.py --gpu_ids 1,6,3 --batch_size 126
+        playground/replicated/resnet.py --gpu_ids 1,6,3 --batch_size 126
 
 The activations of a batch may not fit in memory, so --accumulate splits it into micro-batches and
 adds up their gradients. --pretrained begins with parameters that were trained on ImageNet.

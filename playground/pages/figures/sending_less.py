@@ -9,7 +9,7 @@ from pathlib import Path
 from figures.processes import EPOCH
 from figures.style import BLUE, GREEN, GREY, INK, ORANGE, PINK, SKY, VERMILLION, new_figure, save
 
-REHEARSAL = Path(__file__).resolve().parents[2] / "run" / "rehearse_two_nodes.sh"
+REHEARSAL = Path(__file__).resolve().parents[3] / "run" / "rehearse_two_nodes.sh"
 WAYS = {  # flags of the lesson; the epochs of each take a minute or two
     "DDP": "--epochs 1",
     "bf16": "--by bf16 --epochs 2",

@@ -2,11 +2,11 @@ r"""Runs that survive failures: resuming from checkpoints, restarts by torchrun,
 
 Run it, and let torchrun restart the ranks when one of them dies, at most three times:
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc-per-node 2 \
-        --max-restarts 3 playground/replicated/distributed_data_parallel_resumable.py
+        --max-restarts 3 playground/replicated/resumable.py
 
 Resume it with more epochs, here in one process, and look at the curves in a browser:
     torchrun --standalone --nproc-per-node 1 \
-        playground/replicated/distributed_data_parallel_resumable.py --epochs 5
+        playground/replicated/resumable.py --epochs 5
     tensorboard --logdir runs
 
 The command with --epochs 5 prints where it resumes (times differ):
@@ -22,7 +22,7 @@ the addresses of dead ranks.
 
 On one or two nodes, run this on each (NODES=1:2 means at least one node, and at most two):
     NODE0=<ip> NODES=1:2 RESTARTS=3 \
-        run/torchrun_node.sh playground/replicated/distributed_data_parallel_resumable.py
+        run/torchrun_node.sh playground/replicated/resumable.py
 A node that joins or leaves restarts all ranks. --run_dir must then be a folder that all nodes
 share, and the ranks must be able to divide --batch_size, with one node and with two.
 
@@ -33,7 +33,7 @@ Try breaking it, in a copy:
 
 Now write it yourself: `save_and_resume.py` in playground/exercises/.
 Builds on: distributed_data_parallel_torchrun.py
-The next lesson, `distributed_data_parallel_resnet.py`, trains a larger model on colour images.
+The next lesson, `resnet.py`, trains a larger model on colour images.
 """
 
 import os

@@ -16,10 +16,10 @@ parts. Each run is a process of its own, which is started by the command line of
 In the part widths, each process computes with one thread.
 
 Run it:
-    pip install -r playground/figures/requirements.txt
-    python playground/figures/compare.py
-    python playground/figures/compare.py --dataset digits --epochs 2
-    python playground/figures/compare.py --only widths --widths 64 256 1024 4096 --out wide
+    pip install -r playground/pages/figures/requirements.txt
+    python playground/pages/figures/compare.py
+    python playground/pages/figures/compare.py --dataset digits --epochs 2
+    python playground/pages/figures/compare.py --only widths --widths 64 256 1024 4096 --out wide
 
 The second command takes many minutes without a GPU, the third one some minutes.
 
@@ -62,9 +62,9 @@ from statistics import mean, median
 import torch
 from tqdm import tqdm
 
-PLAYGROUND = Path(__file__).resolve().parents[1]
-sys.path.append(str(PLAYGROUND))  # find the lessons and figures/ from any working directory
-sys.path.append(str(PLAYGROUND.parent))  # find common/
+PLAYGROUND = Path(__file__).resolve().parents[2]
+for folder in ("..", "replicated", "pages"):
+    sys.path.append(str(PLAYGROUND / folder))  # find common/, profile_steps.py and figures/
 from profile_steps import step_times
 
 from common import flags
@@ -85,7 +85,7 @@ LESSONS = (  # N stands for --gpus, GRID for a mesh of as many ranks
     "distributed_data_parallel -g N",
     "distributed_data_parallel2 -g N",
     "distributed_data_parallel_torchrun",
-    "distributed_data_parallel_resumable",
+    "resumable",
     "sharded_optimizer",
     "manual_fully_sharded",
     "fully_sharded_data_parallel",
@@ -298,7 +298,7 @@ def command(run, args, folder):
     if args.device == "cuda":
         variables |= gpu_variables(folder)
     keep = []
-    if run.lesson == "distributed_data_parallel_resumable":
+    if run.lesson == "resumable":
         keep = ["--run_dir", str(folder)]
     if run.lesson == "profile_steps":
         keep = ["--out", str(folder), "--epochs", "1"]  # a trace has a few steps only
