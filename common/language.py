@@ -1,22 +1,22 @@
-"""A language model of the kind of Llama and Qwen: it reads bytes and predicts each one's successor.
+"""The layers of a language model of the kind of Llama and Qwen.
 
-`make_model` makes it for --model language. It differs from the transformer of models.py as today's
-language models differ from the first ones: RMSNorm in place of LayerNorm, rotary positions in place
-of a table, groups of heads that share keys and values, an MLP with gates (SwiGLU), no biases.
+It differs from the transformer of transformer.py as today's language models differ from the first
+ones: RMSNorm in place of LayerNorm, rotary positions in place of a table, groups of heads that
+share keys and values, an MLP with gates (SwiGLU), no biases.
 """
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from common.models import HEADS, LAYERS, WIDTH, Attention, Block, Model
+from common.transformer import Attention, Block
 
 VOCABULARY = 256  # the tokens are bytes
 SHARING = 2  # heads of a group, which share their keys and values
 
 
 def rotate(heads: Tensor, positions: Tensor) -> Tensor:
-    """Rotate pairs of numbers by angles that grow with a token's position (rotary positions, RoPE).
+    """Rotate pairs of numbers by angles that grow with a token's position (RoPE).
 
     A query and a key that are rotated so have a product that depends on how far apart they are, and
     not on where they are (Su et al., 2021).
@@ -24,9 +24,6 @@ def rotate(heads: Tensor, positions: Tensor) -> Tensor:
     Args:
         heads: queries or keys, (N, heads, tokens, size).
         positions: int64 (tokens,), counted from the beginning of the sequence.
-
-    Returns:
-        A tensor of the same shape and dtype.
     """
     size = heads.shape[-1]
     # In 16 bits, a large angle would be wrong by a large part of a turn.
@@ -46,17 +43,15 @@ class RotaryAttention(Attention):
     and so on. A lesson that splits sequences changes it.
     """
 
-    def __init__(self, width: int, heads: int, groups: int):
-        super().__init__(width, heads, groups, bias=False)
-        self.positions = None
+    positions = None
 
-    def project(self, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the queries, keys and values of tokens, (N, tokens, width), split into heads."""
+    def project(self, inputs: Tensor) -> list[Tensor]:
+        """Return the queries, keys and values, split into heads."""
         query, key, value = super().project(inputs)
         positions = self.positions
         if positions is None:
             positions = torch.arange(inputs.shape[1], device=inputs.device)
-        return rotate(query, positions), rotate(key, positions), value
+        return [rotate(query, positions), rotate(key, positions), value]
 
 
 class SwiGLU(nn.Module):
@@ -69,12 +64,11 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Turn tokens, (N, tokens, width), into tokens of the same shape."""
         return self.down(F.silu(self.gate(tokens)) * self.up(tokens))
 
 
 class Scores(nn.Module):
-    """The end of the model: scores for the successor of each token."""
+    """The end: scores for the successor of each token, (N, 256, tokens), as cross_entropy asks."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -82,44 +76,12 @@ class Scores(nn.Module):
         self.output = nn.Linear(width, VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Turn tokens, (N, tokens, width), into logits, (N, 256, tokens), as cross_entropy asks."""
         # FSDP warns of a module that returns a view, so this is a tensor of its own.
         return self.output(self.norm(tokens)).transpose(1, 2).contiguous()
 
 
-class Language(Model):
-    """A model that turns bytes, int64 (N, tokens), into logits, (N, 256, tokens).
-
-    Args:
-        width: numbers of a token, a multiple of `heads`; None: 64.
-        layers: blocks, the larger half of them in the first stage; None: 2.
-        heads: attention heads of a block, an even number; None: 4.
-        tied: whether the output layer has the embedding's weight.
-    """
-
-    def __init__(
-        self,
-        width: int | None = None,
-        layers: int | None = None,
-        heads: int | None = None,
-        tied: bool = False,
-    ):
-        super().__init__()
-        width = width or WIDTH["language"]
-        layers = layers or LAYERS["language"]
-        blocks = [self.block(width, heads or HEADS) for _ in range(layers)]
-        half = (len(blocks) + 1) // 2
-        embedding = nn.Embedding(VOCABULARY, width)
-        nn.init.normal_(embedding.weight, std=width**-0.5)
-        scores = Scores(width)
-        if tied:
-            scores.output.weight = embedding.weight
-        self.stage1 = nn.Sequential(embedding, *blocks[:half])
-        self.stage2 = nn.Sequential(*blocks[half:], scores)
-
-    @staticmethod
-    def block(width: int, heads: int) -> Block:
-        """Return a block with random parameters."""
-        attention = RotaryAttention(width, heads, groups=heads // SHARING)
-        mlp = SwiGLU(width, hidden=11 * width // 4)
-        return Block(nn.RMSNorm(width, eps=1e-6), attention, nn.RMSNorm(width, eps=1e-6), mlp)
+def make_language_block(width: int, heads: int) -> Block:
+    """Return a block with random parameters."""
+    attention = RotaryAttention(width, heads, groups=heads // SHARING, bias=False)
+    mlp = SwiGLU(width, hidden=11 * width // 4)
+    return Block(nn.RMSNorm(width, eps=1e-6), attention, nn.RMSNorm(width, eps=1e-6), mlp)

@@ -43,7 +43,7 @@ def make_model(kind):
     """Return the model of a kind."""
     torch.manual_seed(0)
     if kind == "language":
-        from common.language import Language
+        from common.models import Language
 
         return Language()
     if kind == "transformer":

@@ -21,12 +21,9 @@ from lessons import PATHS, ROOT
 from nodes import HOSTS, Nodes
 from preloaded import Script
 
-# The folder with MNIST, in torchvision's layout: that of the lessons goes first. Tests that need it
-# are skipped if it is in neither.
-folders = (ROOT / "data", ROOT.parent / "shared" / "mnist")
-MNIST = next(
-    (each for each in folders if any(each.glob("MNIST/raw/train-images-idx3-ubyte*"))), None
-)
+# The folder in which the lessons look for MNIST. Tests that need it are skipped if it is not there.
+DATA = ROOT / "data"
+MNIST = any(DATA.glob("MNIST/raw/train-images-idx3-ubyte*"))
 DIGITS = ("--dataset", "digits", "--device", "cpu")
 SHORT = (*DIGITS, "--batch_size", 120, "--epochs", 1)
 LONG = (*DIGITS, "--epochs", 100_000)
@@ -369,10 +366,10 @@ def main(monkeypatch, capsys):
 @pytest.fixture(scope="session")
 def mnist(tmp_path_factory):
     """A data folder with the real MNIST archives."""
-    if MNIST is None:
+    if not MNIST:
         pytest.skip("MNIST is not in data/: run/quickstart.sh downloads it")
     folder = tmp_path_factory.mktemp("mnist")
-    shutil.copytree(MNIST, folder, dirs_exist_ok=True, copy_function=shutil.copyfile)
+    shutil.copytree(DATA, folder, dirs_exist_ok=True, copy_function=shutil.copyfile)
     for path in [folder, *folder.rglob("*")]:
         path.chmod(0o755 if path.is_dir() else 0o644)
     return folder

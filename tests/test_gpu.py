@@ -413,7 +413,16 @@ def test_compare(tmp_path):
     """It runs the lessons on all GPUs, and says which ones these are."""
     need(1)
     lessons = ("--only", "parity", "steps", "--lessons", "distributed_data_parallel_torchrun")
-    run("pages/figures/compare", *ONE_EPOCH, "--out", tmp_path, *CUDA, *lessons, env=ALL_GPUS, cold=True)
+    run(
+        "pages/figures/compare",
+        *ONE_EPOCH,
+        "--out",
+        tmp_path,
+        *CUDA,
+        *lessons,
+        env=ALL_GPUS,
+        cold=True,
+    )
     results = json.loads((tmp_path / "results.json").read_text())
     assert len(results["machine"]["gpus"]) == machine()[0]
     assert not any(one["failed"] for one in results["runs"]) and len(results["runs"]) == 7

@@ -32,7 +32,9 @@ def test_the_rows_are_the_documents():
 def test_a_python_without_the_text(monkeypatch):
     """It ends in one line."""
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
-    with pytest.raises(SystemExit, match=r"^error: --dataset text needs .* which is missing here$"):
+    with pytest.raises(
+        SystemExit, match=r"^error: --model language needs .* which is missing here$"
+    ):
         fetch("text", "no folder")
 
 

@@ -294,7 +294,9 @@ def test_a_plot(tmp_path, capsys, monkeypatch):
     assert path.read_bytes().startswith(b"\x89PNG")
     assert "No such file" in error("--plot /nowhere/plan.png", capsys)[1]
     monkeypatch.setitem(sys.modules, "figures.charts", None)
-    assert "(it needs playground/pages/figures/requirements.txt)" in error(f"--plot {path}", capsys)[1]
+    assert (
+        "(it needs playground/pages/figures/requirements.txt)" in error(f"--plot {path}", capsys)[1]
+    )
 
 
 @pytest.mark.quick

@@ -5,8 +5,8 @@ import copy
 import functools
 import re
 
-import resnet as lesson
 import pytest
+import resnet as lesson
 import torch
 from conftest import SIZES, train
 from forked import in_group

@@ -114,7 +114,9 @@ def test_bytes_on_the_wire():
 
 def test_the_tables_have_the_counts_of_the_picture():
     """Those of measured.md, and that of the docstring, which has two ranks."""
-    counts = json.loads((ROOT / "playground/pages/figures/pictures.json").read_text())["sending_less"]
+    counts = json.loads((ROOT / "playground/pages/figures/pictures.json").read_text())[
+        "sending_less"
+    ]
     page = (ROOT / "playground/pages/measured.md").read_text()
     for ranks, runs in counts.items():
         assert runs.keys() == picture.WAYS.keys()

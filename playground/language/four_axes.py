@@ -68,7 +68,7 @@ from vocabulary_parallel import SplitCrossEntropy, SplitEmbedding, SplitOutput
 from common import flags
 from common.data import ROW, fetch
 from common.language import VOCABULARY
-from common.models import HEADS, make_layers
+from common.models import make_layers
 
 
 def make_meshes(text, device, timeout):
@@ -359,7 +359,7 @@ def check_flags(parser, args, world_size):
         near = max(1, round(args.batch_size / parts)) * parts
         wrong = f"{dp_size} ranks along dp with {args.micro_batches} micro-batches each"
         parser.error(f"{wrong} cannot divide --batch_size {args.batch_size}: use {near}")
-    heads = args.heads or HEADS
+    heads = args.heads
     unit = 2 * tp_size  # two heads share their keys and values
     if heads % unit:
         near = max(1, round(heads / unit)) * unit

@@ -61,7 +61,8 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # find common/ from any folder
 from common import flags
 from common.data import ROW, fetch, loaders
-from common.models import Block, make_model
+from common.models import make_model
+from common.transformer import Block
 
 DTYPES = {"bfloat16": torch.bfloat16, "full": None}  # None: as it is
 

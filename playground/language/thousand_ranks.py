@@ -71,7 +71,7 @@ from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # find common/ from any folder
 from common import flags
-from common.language import Language
+from common.models import Language
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 

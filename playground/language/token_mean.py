@@ -60,7 +60,8 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # find common/ from any folder
 from common import flags
 from common.data import documents, fetch
-from common.models import Attention, make_model
+from common.models import make_model
+from common.transformer import Attention
 
 LONGEST = 256  # tokens of a row, at most
 IGNORED = -100  # the label of padding: cross_entropy counts no loss for it

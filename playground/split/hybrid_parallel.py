@@ -56,7 +56,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # find common/ from any folder
 from common import flags
 from common.data import fetch, loaders
-from common.models import WIDTH, make_model
+from common.models import make_model
 
 
 def split(model, mesh):
@@ -153,7 +153,7 @@ def check_flags(parser, args, world_size):
     dp_size = world_size
     if args.kind == "tp":
         dp_size = rows
-        width = args.width or WIDTH[args.model]
+        width = args.width
         if width % columns:
             near = max(1, round(width / columns)) * columns
             parser.error(f"a tp group of {columns} cannot split --width {width}: use {near}")

@@ -54,7 +54,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # find common/ from any folder
 from common import flags
 from common.data import fetch, loaders
-from common.models import WIDTH, make_model
+from common.models import make_model
 
 
 def keep_shard(parameter, dim):
@@ -223,7 +223,7 @@ def check_flags(parser, args, world_size):
     """Refuse a model that the ranks cannot split. The batch is never split."""
     if args.model not in ("mlp", "cnn"):
         parser.error(f"sequence_parallel.py splits --model {args.model}: use mlp or cnn here")
-    width = args.width or WIDTH[args.model]
+    width = args.width
     if width % world_size:
         near = max(1, round(width / world_size)) * world_size
         parser.error(f"{world_size} ranks cannot split --width {width}: use {near}")

@@ -53,7 +53,8 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # find common/ from any folder
 from common import flags
 from common.data import fetch, loaders
-from common.models import Block, make_model
+from common.models import make_model
+from common.transformer import Block
 
 WHICH = ("none", "second", "every")  # the blocks that are wrapped; second: every second one
 

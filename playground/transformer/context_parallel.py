@@ -52,7 +52,8 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # find common/ from any folder
 from common import flags
 from common.data import ROW, fetch, loaders
-from common.models import HEADS, TOKENS, Attention, Tokens, make_model
+from common.models import make_model
+from common.transformer import Attention, Tokens
 
 
 # Here and below, places[r] has the places of rank r's tokens in the sequence, in ascending order.
@@ -399,7 +400,7 @@ def train(args):
 
 def tokens_of(args):
     """Return how many tokens a sequence has: an image, or a row of the text."""
-    return ROW if args.model == "language" else args.tokens or TOKENS
+    return ROW if args.model == "language" else args.tokens
 
 
 def show_tokens(model, places, loader, device, args):
@@ -447,7 +448,7 @@ def check_flags(parser, args, world_size):
     tokens = tokens_of(args)
     if tokens < world_size:
         parser.error(f"{world_size} ranks cannot split {tokens} tokens: use more tokens")
-    heads = args.heads or HEADS
+    heads = args.heads
     # In a language model, two heads share their keys and values.
     unit = 2 * world_size if args.model == "language" else world_size
     if args.by == "ulysses" and heads % unit:

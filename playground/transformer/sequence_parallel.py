@@ -60,7 +60,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # find common/ from any folder
 from common import flags
 from common.data import ROW, fetch, loaders
-from common.models import HEADS, TOKENS, make_model
+from common.models import make_model
 
 
 # Here and below, `group` has the ranks that split a block. None means all ranks, as in this lesson.
@@ -345,13 +345,13 @@ def check_flags(parser, args, world_size):
     """Refuse a model that the ranks cannot split. The batch is never split."""
     if args.model in ("mlp", "cnn"):
         parser.error(f"tensor_parallel.py splits --model {args.model}: use transformer here")
-    heads = args.heads or HEADS
+    heads = args.heads
     # In a language model, two heads share their keys and values.
     unit = 2 * world_size if args.model == "language" else world_size
     if heads % unit:
         near = max(1, round(heads / unit)) * unit
         parser.error(f"{world_size} ranks cannot split --heads {heads}: use {near}")
-    tokens = ROW if args.model == "language" else args.tokens or TOKENS
+    tokens = ROW if args.model == "language" else args.tokens
     if args.sequence and tokens % world_size:
         parser.error(f"{world_size} ranks cannot split {tokens} tokens: leave --sequence out")
 

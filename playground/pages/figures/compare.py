@@ -70,7 +70,6 @@ from profile_steps import step_times
 from common import flags
 from common.data import ROW, fetch
 from common.language import SHARING
-from common.models import HEADS, LAYERS, TOKENS, WIDTH
 from figures.charts import draw_steps, draw_widths
 from figures.processes import cores, follow, gpu_memory, gpu_variables, last_words
 from figures.report import PARITY, SPEED, STEPS, WIDTHS, table
@@ -175,20 +174,18 @@ class Run:
 
 def fitting_stages(gpus, model, layers):
     """Return how many stages a pipeline of at most so many ranks can have: one for each layer."""
-    hidden = layers or LAYERS[model]
-    return min(gpus, hidden + OTHER_LAYERS[model])
+    return min(gpus, layers + OTHER_LAYERS[model])
 
 
-def fitting_pieces(gpus, model, width):
+def fitting_pieces(gpus, width):
     """Return how many of at most so many ranks can split a layer into equal parts: 1, 2, 4 or 8."""
-    neurons = width or WIDTH[model]
-    return max(count for count in (1, 2, 4, 8) if count <= gpus and neurons % count == 0)
+    return max(count for count in (1, 2, 4, 8) if count <= gpus and width % count == 0)
 
 
 def fitting_heads(gpus, model, heads, tokens):
     """Return how many of at most so many ranks can split both heads and tokens into equal parts."""
-    heads = heads or HEADS
-    tokens = tokens or TOKENS
+    if model in ("mlp", "cnn"):
+        return 1  # no lesson splits them
     if model == "language":
         heads = heads // SHARING  # some heads share their keys and values
         tokens = ROW
@@ -434,7 +431,7 @@ def complete(parser, args):
     args.widths = sorted(set(args.widths))
     parser.check_gpus(args.device, args.gpus, "-g")
     args.stages = fitting_stages(args.gpus, args.model, args.layers)
-    args.pieces = fitting_pieces(args.gpus, args.model, args.width)
+    args.pieces = fitting_pieces(args.gpus, args.width)
     args.head_parts = fitting_heads(args.gpus, args.model, args.heads, args.tokens)
     counts = {args.gpus}
     if "parity" in args.only:

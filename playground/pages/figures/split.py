@@ -14,7 +14,7 @@ from matplotlib.patches import Rectangle
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from common.models import Attention
+from common.transformer import Attention
 from figures.messages import Messages
 from figures.style import COLOURS, GREY, VERMILLION, add_legend, new_figure, save
 
