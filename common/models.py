@@ -1,7 +1,8 @@
-"""The networks of the lessons: an MLP, a CNN, a transformer and a language model.
+"""The models of the lessons: an MLP, a CNN, a transformer and a language model.
 
 Each consists of two stages, so that model_parallel.py can put them on two devices. A stage is an
-ordinary `nn.Sequential`. The names of the parameters do not depend on where a stage is.
+ordinary `nn.Sequential`. `width` is the hidden size (d_model), `layers` the number of hidden layers
+or of blocks.
 """
 
 import argparse
@@ -19,7 +20,7 @@ torch.backends.cudnn.allow_tf32 = False
 
 
 class Model(nn.Module):
-    """A network of two stages."""
+    """A model of two stages."""
 
     def __init__(self, stage1: list[nn.Module], stage2: list[nn.Module]):
         super().__init__()
@@ -41,7 +42,7 @@ class Model(nn.Module):
 
 
 class MLP(Model):
-    """A multi-layer perceptron, 784-width-...-width-10, with ReLU between the layers."""
+    """A multi-layer perceptron, 784-width-...-width-10, with ReLU after each hidden layer."""
 
     def __init__(self, width: int = 64, layers: int = 3):
         sizes = [28 * 28] + [width] * layers
@@ -54,8 +55,7 @@ class MLP(Model):
 class CNN(Model):
     """A convolutional network of LeNet-5's size (LeCun et al., 1998).
 
-    It has two convolutions, and `layers` hidden linear layers. There is no dropout, because each
-    process draws other random numbers than a single one does.
+    It has two convolutions, and `layers` hidden linear layers.
     """
 
     def __init__(self, width: int = 120, layers: int = 1):
@@ -77,7 +77,7 @@ class Transformer(Model):
 
 
 class Language(Model):
-    """A model that scores the successor of each byte, 0 to 255. See language.py.
+    """A model that scores the next byte, 0 to 255, at each position. See language.py.
 
     If it is tied, the output layer has the embedding's weight.
     """

@@ -4,8 +4,7 @@ Run it:
     python playground/data_parallel.py                   # all GPUs of this machine
     python playground/data_parallel.py --by hand -g 2    # two replicas, also on a CPU
 
-It prints the same numbers as `single_gpu.py`, up to rounding, for any number of replicas (times
-differ):
+Both print the same numbers as `single_gpu.py`, up to rounding (times differ):
     epoch 1/3  loss 0.3960  train 88.26%  test 93.96%  0.52 s  115,200 images/s
 
 One line wraps the model in `nn.DataParallel`. In each step it copies the model from the first GPU
@@ -13,8 +12,9 @@ to all others, and gives each GPU its part of the batch. One thread for each GPU
 outputs, which are gathered on the first GPU, and `backward()` adds up the gradients there.
 
 Older code often uses `nn.DataParallel`, but it is obsolete, because `DistributedDataParallel`, with
-a process for each GPU, is faster. The threads of `nn.DataParallel` share one Python interpreter,
-its first GPU does more than the others, and the model is copied in every step.
+a process for each GPU, is faster. Of the threads of one process, only one at a time can run Python
+(its global interpreter lock, GIL). And the first GPU does more than the others, and the model is
+copied in every step.
 
 Without a GPU, `nn.DataParallel` does nothing: the model runs as in `single_gpu.py`. With --by hand,
 this file does the work itself, with a replica (copy) on each GPU, or any number of replicas on a
@@ -65,9 +65,8 @@ class Replicas(nn.Module):
         super().__init__()
         self.module = module
         self.devices = devices
-        # functional_call runs a module with the given parameters, but swaps them into it meanwhile,
-        # so each thread needs a module of its own. A plain list hides these modules from
-        # parameters(), so the optimizer does not see them.
+        # functional_call puts the given parameters into a module while it runs, so each thread
+        # needs a module of its own. In a plain list, the optimizer does not see these modules.
         self.replicas = [copy.deepcopy(module).to(device) for device in devices]
         self.threads = ThreadPoolExecutor(len(devices))
 
@@ -145,7 +144,7 @@ def loaders(args):
     """Return a DataLoader of the training images, and one of the test images."""
     dtype = torch.float64 if args.double else torch.float32
     train_set, test_set = load(args.dataset, args.data_dir, dtype)
-    # These data sets return a batch at once, so nothing is left to collate. For your own, leave
+    # These data sets return whole batches. For your own, which returns image by image, leave
     # collate_fn out, and set num_workers. From pinned memory, a GPU copies while Python continues.
     options = {"collate_fn": whole_batch, "pin_memory": args.device != "cpu"}
     sampler = RandomSampler(train_set, generator=torch.Generator())

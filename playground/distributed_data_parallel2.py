@@ -1,4 +1,4 @@
-"""DistributedDataParallel with detectron2's helpers: launch starts the ranks, comm has collectives.
+"""DDP with detectron2's helpers, for projects that use them: launch starts ranks, comm sends.
 
 Run it (`playground/pages/installing.md` has the commands that install detectron2):
     python playground/distributed_data_parallel2.py -g 2
@@ -13,8 +13,8 @@ Run it on two nodes, each command on its own node:
     python playground/distributed_data_parallel2.py -n 2 -g 2 -r 0 -ip <ip of node 0>
     python playground/distributed_data_parallel2.py -n 2 -g 2 -r 1 -ip <ip of node 0>
 
-Read this lesson if your project uses detectron2, by Facebook AI Research, or has copied its modules
-launch and comm. A new project does not need them.
+detectron2, by Facebook AI Research, has two small modules that many projects have copied. A new
+project does not need them: skip this lesson, unless yours has them.
 
 `launch` replaces two steps of `distributed_data_parallel.py`: it starts the processes of this node,
 and it joins each of them to the process group. `comm` has short functions for ranks and

@@ -8,17 +8,20 @@ It prints the same numbers as `single_gpu.py`, up to rounding (times differ):
     epoch 1/3  loss 0.3960  train 88.26%  test 93.96%  1.43 s  41,881 images/s
 
 torchrun comes with PyTorch. It starts the processes of a node, and sets variables in the
-environment of each. `init_process_group` reads four of them: `RANK`, `WORLD_SIZE`, `MASTER_ADDR`
-and `MASTER_PORT`. `join` reads a fifth, `LOCAL_RANK`, which selects the GPU. So the lesson starts
-no processes itself, and it needs no flags for nodes, processes or addresses.
+environment of each. `init_process_group` reads four of them: `RANK`, `WORLD_SIZE`, and the address
+and port at which all ranks find rank 0, `MASTER_ADDR` and `MASTER_PORT`. `join` reads a fifth,
+`LOCAL_RANK`, which selects the GPU. So the lesson starts no processes itself, and it needs no flags
+for nodes, processes or addresses.
 
-On two nodes, run the same command on both (`run/torchrun_node.sh` adds checks to it). The nodes
-find each other by a rendezvous (rdzv), here PyTorch's own (c10d). It numbers the nodes, so rank 0,
-which prints, may be on either of them:
+On two nodes, run the same command on both. The nodes find each other at the address of one of them,
+port 29500, by PyTorch's own protocol (c10d). It numbers the nodes, so rank 0, which prints, may be
+on either of them:
     torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d \
         --rdzv-endpoint <ip of node 0>:29500 playground/distributed_data_parallel_torchrun.py
 
-Before it starts, torchrun may warn that it sets `OMP_NUM_THREADS` to 1, so that each process uses
+Use torchrun, unless a single command must start everything, as in a notebook or inside a larger
+program: then start the ranks yourself, as `distributed_data_parallel.py` does with -g. torchrun
+also restarts failed ranks. It may warn that it sets `OMP_NUM_THREADS` to 1: each process then uses
 one core of a CPU. To use more, put OMP_NUM_THREADS=4 in front of the command.
 
 This is the lesson to copy into a project of your own: it is complete, and `README.md` says what to
@@ -84,7 +87,7 @@ def main():
     args = parser.parse_args()
     parser.check_torchrun(args)  # NEW: an error of one line if torchrun has not started this
     check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
-    # There is no group yet, so a download may take long. One process of each node does it.
+    # One process of each node downloads. There is no group yet, so no timeout runs meanwhile.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 
@@ -118,8 +121,8 @@ def loaders(args, rank, world_size):
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
     per_rank_batch = args.batch_size // world_size
     train_loader = DataLoader(train_set, per_rank_batch, sampler=sampler, drop_last=True, **options)
-    # Each test image counts once. (DistributedSampler would repeat some to make the parts equal.)
-    # All ranks have equally many test batches, because FSDP and others send messages in forward().
+    # Each test image counts once, and all ranks have equally many test batches, because in later
+    # lessons (FSDP and others) each forward() is a collective.
     batches = torch.arange(len(test_set)).tensor_split(math.ceil(len(test_set) / 1000))
     own_batches = [batch[rank::world_size].tolist() for batch in batches]
     test_loader = DataLoader(test_set, batch_sampler=own_batches, **options)
@@ -137,7 +140,7 @@ def fit(model, optimizer, train_loader, test_loader, device, args):
         loss, correct, images = run_epoch(model, bar, device, optimizer)
         seconds = time.perf_counter() - start
         speed = len(train_loader) * args.batch_size / seconds
-        # A wrapper such as DDP may send messages in forward(), so test the model that it wraps.
+        # DDP sends messages in forward(), too. So if there is DDP, test the model inside it.
         plain = getattr(model, "module", model)
         _, test_correct, test_images = run_epoch(plain, test_loader, device)
         if rank == 0:

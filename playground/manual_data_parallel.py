@@ -16,7 +16,7 @@ batch. So each rank's optimizer takes the step that a single process would take.
 model start equal, because rank 0 sends its own, and they stay equal.
 `playground/pages/figures/data_parallel.png` draws a step.
 
-Messages take longer than computing here, because the network is so small. With --bucket, all
+Messages take longer than computing here, because the model is so small. With --bucket, all
 gradients travel in one message, which takes less time than many short ones:
     python playground/manual_data_parallel.py -g 2 --bucket
     epoch 1/3  loss 0.3960  train 88.26%  test 93.96%  1.07 s  55,998 images/s
@@ -63,8 +63,8 @@ def send_weights(model):
     batch norm. They would have to be sent, too.
     """
     for parameter in model.parameters():
-        # NEW: rank 0 sends, and the other ranks receive into their own parameters. detach() keeps
-        # autograd from recording the call.
+        # NEW: rank 0 sends, and the other ranks receive into their own parameters. detach() shares
+        # the parameter's memory, and keeps autograd from recording the call.
         dist.broadcast(parameter.detach(), src=0)
 
 
@@ -105,7 +105,8 @@ def loaders(args, rank, world_size):
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
     per_rank_batch = args.batch_size // world_size  # NEW: --batch_size is the global batch
     train_loader = DataLoader(train_set, per_rank_batch, sampler=sampler, drop_last=True, **options)
-    # NEW: each test image counts once. (DistributedSampler would repeat some to fill equal parts.)
+    # NEW: each test image counts once. Of five images, two ranks test 0, 2, 4 and 1, 3.
+    # (DistributedSampler would repeat one, to give both as many.)
     own_images = range(rank, len(test_set), world_size)
     test_loader = DataLoader(test_set, 1000, sampler=own_images, **options)
     return train_loader, test_loader
@@ -143,12 +144,12 @@ def join(local_rank, args):
     address = f"tcp://{args.ip}:{args.port}"
     try:
         dist.init_process_group(
-            backend=dist.get_default_backend_for_device(device),
-            init_method=address,  # the rendezvous: rank 0 listens there, and the others connect
-            world_size=world_size,
-            rank=rank,
+            backend=dist.get_default_backend_for_device(device),  # nccl on NVIDIA's GPUs, or gloo
+            init_method=address,  # the rendezvous: rank 0 waits there (listens), others connect
+            world_size=world_size,  # how many ranks there are on all nodes together
+            rank=rank,  # which of them this process is: no two have the same number
             timeout=timedelta(seconds=args.timeout),  # for this call, and for each later message
-            device_id=gpu,
+            device_id=gpu,  # with it, NCCL connects the GPUs now, and not at the first message
         )
     except dist.DistError as error:  # ranks are missing, or the port is taken
         start = f"All {world_size} ranks must connect to {address}: start every node, with the same"
@@ -227,7 +228,8 @@ def main():
     if args.device == "cpu":  # hide gloo's C++ back traces; Python raises the same errors
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     try:
-        # Calls train(0, args), train(1, args) and so on, each in a process of its own.
+        # Starts args.gpus processes. Each is a new Python, which imports this file, and so finds
+        # the function train. Then one calls train(0, args), another train(1, args) and so on.
         mp.spawn(train, (args,), args.gpus)
     except mp.ProcessRaisedException as error:
         sys.exit(str(error))  # the traceback of the rank that failed first
@@ -238,5 +240,5 @@ def main():
             process.kill()  # no rank outlives this process
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # not in the processes that main() starts, which only import this file
     main()

@@ -26,6 +26,11 @@ four micro-batches, and the letters are their backward passes. Autograd begins w
 
 The losses stay the same. On two GPUs, compare the images/s. On one device, nothing can overlap.
 
+How long does a GPU wait? With p stages and m micro-batches, the last stage starts p - 1 turns after
+the first one, so the forward passes take m + p - 1 turns, of which each GPU computes in m. The same
+holds for the backward passes. So each waits for (p-1)/(m+p-1) of the time, the pipeline's bubble
+(GPipe, https://arxiv.org/abs/1811.06965): 1/5 in the last drawing, and 1/2 in the first one.
+
 Try breaking it, in a copy:
   1. Leave out `.to(self.devices[1])` after `stage1`. What does PyTorch say with two GPUs, and why
      does it say nothing if there is only the CPU?
@@ -67,19 +72,11 @@ class TwoStages(torch.nn.Module):
         # NEW: calls on a GPU are asynchronous. This loop only puts operations into the queues of
         # the two GPUs (CUDA calls them streams), and does not wait for results. So the first GPU
         # can compute the next micro-batch while the second GPU computes this one.
-        #
-        # How long does each GPU wait? Suppose that a stage takes one turn for a micro-batch, and
-        # that copies take no time. With p stages and m micro-batches, the last stage starts p - 1
-        # turns after the first one, so the forward passes take m + p - 1 turns. Each GPU computes
-        # in m of them, and waits in p - 1. The same holds for the backward passes. So a GPU waits
-        # for (p-1)/(m+p-1) of the time: here 1/5 with four micro-batches, and 1/2 with one. This
-        # is the bubble of a pipeline (GPipe, https://arxiv.org/abs/1811.06965).
         for micro_batch in images.tensor_split(self.micro_batches):
             activations = self.stage1(micro_batch).to(self.devices[1])
             logits.append(self.stage2(activations))
-        # NEW: run_epoch() computes the loss on the first device, and once for the whole batch, so
-        # micro-batches do not change the gradients. (Batch norm would, because it uses the mean of
-        # a micro-batch.) In backward(), autograd copies gradients between devices by itself.
+        # NEW: run_epoch() computes the loss once for the whole batch, so micro-batches do not
+        # change the gradients. In backward(), autograd copies gradients between devices by itself.
         return torch.cat(logits).to(self.devices[0])
 
 
@@ -145,7 +142,7 @@ def loaders(args):
     """Return a DataLoader of the training images, and one of the test images."""
     dtype = torch.float64 if args.double else torch.float32
     train_set, test_set = load(args.dataset, args.data_dir, dtype)
-    # These data sets return a batch at once, so nothing is left to collate. For your own, leave
+    # These data sets return whole batches. For your own, which returns image by image, leave
     # collate_fn out, and set num_workers. From pinned memory, a GPU copies while Python continues.
     options = {"collate_fn": whole_batch, "pin_memory": args.device != "cpu"}
     sampler = RandomSampler(train_set, generator=torch.Generator())

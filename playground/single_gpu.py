@@ -8,15 +8,15 @@ It prints a line for each epoch (times differ):
 
 All of it is ordinary PyTorch: `train()` makes the model and the optimizer, `fit()` loops over
 epochs, and `run_epoch()` over batches. The training loss and accuracy are means over an epoch,
-during which the model changes, and the test accuracy is measured after it. The networks, the data
+during which the model changes, and the test accuracy is measured after it. The models, the data
 sets and their flags are in common/, which you need not read.
 
 Later lessons have functions of the same names. In the code, NEW marks a line that carries a new
 idea. To see everything that is new in a lesson, compare two files:
     git diff --no-index playground/single_gpu.py playground/data_parallel.py
 
-With one process or several, the numbers agree up to rounding. With --double, nearly all lessons
-print the same twelve digits.
+With one process or several, the numbers agree up to rounding. To show this, --double computes in
+float64, and nearly all lessons then print the same twelve digits:
     python playground/single_gpu.py --double --dataset digits --batch_size 120 --epochs 2
     epoch 1/2  loss 2.123594752907  train 42.64%  test 71.72%  0.01 s  99,145 images/s
     epoch 2/2  loss 1.406419734911  train 72.43%  test 85.19%  0.01 s  155,457 images/s
@@ -51,10 +51,9 @@ def train(args):
     train_loader, test_loader = loaders(args)
     torch.manual_seed(args.seed)
     model = make_model(args).to(device)
-    # NEW: fused=True updates all parameters in one pass, which is faster. Adam divides by the size
-    # of the gradient plus eps, which is 1e-8 by default. Then even a gradient that is only a
-    # rounding error would cause a full step, and the lessons would print different losses. In your
-    # own project, keep the default.
+    # NEW: fused=True updates all parameters in one pass, which is faster. With its default eps,
+    # 1e-8, Adam takes a full step even where a gradient is nothing but a rounding error, so the
+    # lessons would print different losses. In your own project, keep the default.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
     fit(model, optimizer, train_loader, test_loader, device, args)
 
@@ -63,7 +62,7 @@ def loaders(args):
     """Return a DataLoader of the training images, and one of the test images."""
     dtype = torch.float64 if args.double else torch.float32
     train_set, test_set = load(args.dataset, args.data_dir, dtype)
-    # These data sets return a batch at once, so nothing is left to collate. For your own, leave
+    # These data sets return whole batches. For your own, which returns image by image, leave
     # collate_fn out, and set num_workers. From pinned memory, a GPU copies while Python continues.
     options = {"collate_fn": whole_batch, "pin_memory": args.device != "cpu"}
     sampler = RandomSampler(train_set, generator=torch.Generator())

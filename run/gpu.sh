@@ -9,13 +9,13 @@ page=$(realpath -m "${1:-$(dirname "${BASH_SOURCE[0]}")/../gpu.md}")
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # --- EDIT ---
-PYTHON=${PYTHON:-}   # runs the tests, and needs tests/requirements.txt; empty: that of .venv
+PYTHON=${PYTHON:-}   # runs the tests, and needs tests/all.txt; empty: that of .venv
 JOBS=${JOBS:-4}      # tests at a time
 LIMIT=${LIMIT:-400}  # seconds for the tests, which are then interrupted
 # ------------
 
 if [ -z "$PYTHON" ]; then
-    run/setup.sh tests/requirements.txt
+    run/setup.sh tests/all.txt
     PYTHON=.venv/bin/python
 fi
 # Two columns of a table, a line for each row.

@@ -3,7 +3,7 @@
 # of CI.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-run/setup.sh tests/requirements.txt
+run/setup.sh tests/all.txt
 if ! command -v shellcheck >/dev/null; then
     echo "error: shellcheck is missing: sudo apt-get install shellcheck" >&2
     exit 1

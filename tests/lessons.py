@@ -9,6 +9,7 @@ PARTS = ("", "replicated", "sharded", "split", "transformer", "language", "tools
 FOLDERS = [PLAYGROUND / name for name in PARTS]
 PATHS = {path.stem: path for folder in FOLDERS for path in sorted(folder.glob("*.py"))}
 LESSONS = sorted(PATHS.keys() - TOOLS)
+TEN = sorted(path.stem for path in PLAYGROUND.glob("*.py"))  # the playground; the others go further
 
 
 def small_data(lesson: str) -> str:

@@ -41,7 +41,7 @@ def test_replicas_compute_what_the_model_computes(kind, replicas, size):
 def test_replicas_follow_the_mode_of_the_model():
     """In eval mode under no_grad, there is no dropout, and the threads keep no graph."""
     torch.manual_seed(0)
-    plain = CNN(width=8, dropout=0.5).double()
+    plain = torch.nn.Sequential(CNN(width=8), torch.nn.Dropout(0.5)).double()
     replicated = Replicas(plain, ["cpu"] * 3)
     images = torch.randn(12, 1, 28, 28, dtype=torch.float64)
     replicated.eval()

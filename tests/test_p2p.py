@@ -20,7 +20,7 @@ MINUTE = timedelta(minutes=1)  # for a message, which otherwise may take half an
     ("lesson", "cures"),
     [
         ("blocking_p2p", ["even ranks send first"]),
-        ("nonblocking_p2p", ["isend and irecv", "batch_isend_irecv"]),
+        ("nonblocking_p2p", ["nonblocking", "batched"]),
     ],
 )
 def test_cures_of_a_deadlock(lesson, cures):

@@ -1,4 +1,4 @@
-"""playground/tools/plan.py: planning.md shows what it prints, and bytes are those that lessons count.
+"""planning.md shows what plan.py prints, and bytes are those that lessons count.
 
 Counted are those that FSDP sends and a block keeps. The other rows are compared with sharding.md.
 """
@@ -57,7 +57,7 @@ def error(flags, capsys):
 @pytest.mark.quick
 def test_the_commands_of_the_page(capsys):
     """Each prints what is shown below it, or the error that is shown."""
-    found = re.findall(r"^    python playground/plan\.py ?(.*)\n((?:    .*\n)+)", PAGE, re.M)
+    found = re.findall(r"^    python playground/tools/plan\.py ?(.*)\n((?:    .*\n)+)", PAGE, re.M)
     assert len(found) == PAGE.count("    python playground/tools/plan.py") >= 9
     for flags, shown in found:
         shown = re.sub("^    ", "", shown, flags=re.M)
@@ -91,7 +91,7 @@ def test_the_published_runs_of_the_page(capsys):
             batch, sequence, nodes = (int(sizes[x]) for x in ("batch_size", "sequence", "nodes"))
             ratios.append(speed / (batch * sequence / (8 * nodes) / float(published)))
             assert float(ratio) == pytest.approx(ratios[-1], abs=0.011)
-    assert len(ratios) == 49 and len(memories) == 10
+    assert len(ratios) == 39 and len(memories) == 10
 
 
 @pytest.mark.quick
@@ -113,7 +113,7 @@ def test_tokens_per_second_and_seconds():
     flags = r"\$mpt.*|\$llama70.*|--model.*"
     cells = rf"^\| `({flags})` \| ([\d,]+) \| ([\d.]+) \| \S+ \| \S+ \|$"
     rows = re.findall(cells, PAGE, re.M)
-    assert len(rows) == 28
+    assert len(rows) == 22
     for flags, speed, seconds in rows:
         sizes = [
             re.search(rf"--{name} (\d+)", flags)[1] for name in ("batch_size", "sequence", "nodes")
@@ -285,7 +285,6 @@ def test_wrong_flags(flags, reason, capsys):
     assert line.startswith(f"{plan.ArgumentParser().prog}: error: {reason}") and not out
 
 
-@pytest.mark.quick
 def test_a_plot(tmp_path, capsys, monkeypatch):
     """It draws what is printed. Without matplotlib, or a folder, a line says so."""
     path = tmp_path / "plan.png"
