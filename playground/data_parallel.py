@@ -7,14 +7,14 @@ Run it:
 Both print the same numbers as `single_gpu.py`, up to rounding (times differ):
     epoch 1/3  loss 0.3960  train 88.26%  test 93.96%  0.52 s  115,200 images/s
 
-One line wraps the model in `nn.DataParallel`. In each step it copies the model from the first GPU
-to all others, and gives each GPU its part of the batch. One thread for each GPU computes the
+One line wraps the model in `nn.DataParallel`. In each step, this copies the model from the first
+GPU to all others, and gives each GPU its part of the batch. One thread for each GPU computes the
 outputs, which are gathered on the first GPU, and `backward()` adds up the gradients there.
 
-Older code often uses `nn.DataParallel`, but it is obsolete, because `DistributedDataParallel`, with
-a process for each GPU, is faster. Of the threads of one process, only one at a time can run Python
-(its global interpreter lock, GIL). And the first GPU does more than the others, and the model is
-copied in every step.
+Older code often uses `nn.DataParallel`, but it is obsolete: `DistributedDataParallel`, with a
+process for each GPU, is faster. The threads of one process run Python one at a time (because of
+Python's global interpreter lock, GIL), the first GPU does more than the others, and the model is
+copied in every step. The next lessons do not need this one.
 
 Without a GPU, `nn.DataParallel` does nothing: the model runs as in `single_gpu.py`. With --by hand,
 this file does the work itself, with a replica (copy) on each GPU, or any number of replicas on a
@@ -66,7 +66,7 @@ class Replicas(nn.Module):
         self.module = module
         self.devices = devices
         # functional_call puts the given parameters into a module while it runs, so each thread
-        # needs a module of its own. In a plain list, the optimizer does not see these modules.
+        # needs a module of its own. A plain list hides these modules from the optimizer.
         self.replicas = [copy.deepcopy(module).to(device) for device in devices]
         self.threads = ThreadPoolExecutor(len(devices))
 
@@ -122,7 +122,7 @@ def add_flags(parser):
     """Add the flags that only this lesson has."""
     add = parser.add_argument
     gpus = max(1, torch.accelerator.device_count())
-    add("-g", "--gpus", type=flags.positive, default=gpus, help="replicas; default: one a GPU")
+    add("-g", "--gpus", type=flags.positive, default=gpus, help="replicas; default: one per GPU")
     add("--by", choices=["torch", "hand"], default="torch", help="torch: nn.DataParallel")
 
 
@@ -131,7 +131,7 @@ def main():
     parser = flags.training(__doc__)
     add_flags(parser)
     args = parser.parse_args()
-    parser.check_gpus(args.device, args.gpus, "-g")  # NEW: an error if there are too few
+    parser.check_gpus(args.device, args.gpus, "-g")
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 
@@ -145,7 +145,7 @@ def loaders(args):
     dtype = torch.float64 if args.double else torch.float32
     train_set, test_set = load(args.dataset, args.data_dir, dtype)
     # These data sets return whole batches. For your own, which returns image by image, leave
-    # collate_fn out, and set num_workers. From pinned memory, a GPU copies while Python continues.
+    # collate_fn out, and set num_workers. Pinned memory is copied to a GPU while Python continues.
     options = {"collate_fn": whole_batch, "pin_memory": args.device != "cpu"}
     sampler = RandomSampler(train_set, generator=torch.Generator())
     # The last, incomplete batch of an epoch is left out (drop_last): 96 images of MNIST.

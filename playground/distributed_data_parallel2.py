@@ -9,7 +9,7 @@ It prints the table of ranks and the numbers of `single_gpu.py`, up to rounding 
     0     1     1           cpu     4243    laptop
     epoch 1/3  loss 0.3960  train 88.26%  test 93.96%  1.12 s  53,396 images/s
 
-Run it on two nodes, each command on its own node:
+On two nodes, each command on its own node:
     python playground/distributed_data_parallel2.py -n 2 -g 2 -r 0 -ip <ip of node 0>
     python playground/distributed_data_parallel2.py -n 2 -g 2 -r 1 -ip <ip of node 0>
 
@@ -124,7 +124,7 @@ def fit(model, optimizer, train_loader, test_loader, device, args):
     plain = getattr(model, "module", model)  # the model that DDP wraps, or the model itself
     for epoch in range(args.epochs):
         train_loader.sampler.set_epoch(epoch)  # a new order, the same on all ranks
-        comm.synchronize()  # NEW: a barrier: each rank waits here for all others
+        comm.synchronize()  # NEW: a barrier: all ranks wait for each other, and start the clock
         start = time.perf_counter()
         bar = tqdm(train_loader, leave=False, disable=None if comm.is_main_process() else True)
         sums = run_epoch(model, bar, device, optimizer)  # of this rank
@@ -174,9 +174,9 @@ def visible_gpus(args):
         numbers = visible.split(",")
     else:
         numbers = [str(number) for number in range(torch.cuda.device_count())]
-    # NEW: launch uses NCCL if it finds a GPU, so --device cpu hides all GPUs. And launch joins the
-    # group before it selects a GPU, so NCCL takes GPU number rank % n of the n visible ones. With
-    # one visible GPU for each rank of this node, that number is the local rank.
+    # NEW: launch uses NCCL if it sees a GPU, so --device cpu hides them all. And launch joins the
+    # group before it selects a GPU, so NCCL chooses one itself. It chooses the right one, that of
+    # the local rank, if there is one visible GPU for each rank of this node.
     needed = args.gpus if args.device == "cuda" else 0
     return ",".join(numbers[:needed])
 
@@ -214,7 +214,7 @@ def main():
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     before = dict(os.environ)
     os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpus(args)
-    if args.device == "cpu":  # hide gloo's C++ back traces; Python raises the same errors
+    if args.device == "cpu":  # hide C++ back traces; Python raises the same errors
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     try:
         start(args)
@@ -230,7 +230,7 @@ def main():
         for process in mp.active_children():
             process.kill()  # no rank outlives this process
         os.environ.clear()
-        os.environ.update(before)  # a notebook runs on in this process
+        os.environ.update(before)  # in a notebook, this process runs on
 
 
 # ---------- Unchanged from single_gpu.py ----------

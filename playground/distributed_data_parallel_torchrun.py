@@ -14,18 +14,17 @@ and port at which all ranks find rank 0, `MASTER_ADDR` and `MASTER_PORT`. `join`
 for nodes, processes or addresses.
 
 On two nodes, run the same command on both. The nodes find each other at the address of one of them,
-port 29500, by PyTorch's own protocol (c10d). It numbers the nodes, so rank 0, which prints, may be
-on either of them:
+port 29500. torchrun numbers them, so rank 0, which prints, may be on either:
     torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d \
         --rdzv-endpoint <ip of node 0>:29500 playground/distributed_data_parallel_torchrun.py
 
-Use torchrun, unless a single command must start everything, as in a notebook or inside a larger
-program: then start the ranks yourself, as `distributed_data_parallel.py` does with -g. torchrun
-also restarts failed ranks. It may warn that it sets `OMP_NUM_THREADS` to 1: each process then uses
-one core of a CPU. To use more, put OMP_NUM_THREADS=4 in front of the command.
+Use torchrun, unless your program must start the ranks itself, as in a notebook or inside a larger
+program. Then do it as `distributed_data_parallel.py` does. torchrun may warn that it sets
+`OMP_NUM_THREADS` to 1: each process then uses one core of a CPU. To use more, put OMP_NUM_THREADS=4
+in front of the command.
 
-This is the lesson to copy into a project of your own: it is complete, and `README.md` says what to
-replace. Nearly all later lessons repeat its functions below a line that names it.
+This is the lesson to copy into a project of your own. Nearly all later lessons repeat its functions
+below a line that names it.
 
 Try breaking it, in a copy:
   1. Write `assert rank == 0` after `rank, device = join(args)`. What does torchrun report, and what

@@ -13,14 +13,14 @@ The images of one step, over all ranks, are the global batch. Each rank computes
 its own part of it, and then the ranks average their gradients. Because the loss is a mean over
 images and all parts have the same size, the mean of the gradients is the gradient of the global
 batch. So each rank's optimizer takes the step that a single process would take. The copies of the
-model start equal, because rank 0 sends its own, and they stay equal.
+model start equal, because rank 0 sends its parameters, and they stay equal.
 `playground/pages/figures/data_parallel.png` draws a step.
 
 Messages take longer than computing here, because the model is so small. With --bucket, all
 gradients travel in one message, which takes less time than many short ones:
     python playground/manual_data_parallel.py -g 2 --bucket
     epoch 1/3  loss 0.3960  train 88.26%  test 93.96%  1.07 s  55,998 images/s
-`playground/tools/watch.py --html page.html` in front of the script shows each message of a step.
+To see each message of a step, write `playground/tools/watch.py` in front of the script.
 
 On two nodes, each command on its own node:
     python playground/manual_data_parallel.py -n 2 -g 2 -nr 0 -ip <ip of node 0>
@@ -84,7 +84,7 @@ def train(local_rank, args):
     """As one of the ranks, make the loaders, the model and the optimizer, and train."""
     rank, device = join(local_rank, args)
     train_loader, test_loader = loaders(args, rank, dist.get_world_size())
-    torch.manual_seed(args.seed + rank)  # NEW: only rank 0 has the model of single_gpu.py
+    torch.manual_seed(args.seed + rank)  # NEW: each rank makes a different model
     model = make_model(args).to(device)
     send_weights(model)  # NEW: from here on, all ranks have the model of rank 0
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
@@ -99,9 +99,8 @@ def loaders(args, rank, world_size):
     dtype = torch.float64 if args.double else torch.float32
     train_set, test_set = load(args.dataset, args.data_dir, dtype)
     options = {"collate_fn": whole_batch, "pin_memory": args.device != "cpu"}
-    # NEW: the sampler shuffles as single_gpu.py does, into the same order on all ranks. With n
-    # ranks, rank r gets the positions r, r + n, r + 2n and so on. With two ranks and four images,
-    # rank 0 gets positions 0 and 2, and rank 1 gets 1 and 3.
+    # NEW: the sampler shuffles as single_gpu.py does, into the same order on all ranks. Of five
+    # images, two ranks then take positions 0, 2 and 1, 3: drop_last leaves the fifth one out.
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
     per_rank_batch = args.batch_size // world_size  # NEW: --batch_size is the global batch
     train_loader = DataLoader(train_set, per_rank_batch, sampler=sampler, drop_last=True, **options)
@@ -128,7 +127,7 @@ def add_flags(parser):
     parser.add_argument("--bucket", action="store_true", help="average all in one all_reduce")
 
 
-# ---------- The frame: read the lines marked NEW; the next lesson repeats all of it ----------
+# ---------- Mostly from blocking_p2p.py and single_gpu.py: read the lines marked NEW ----------
 
 
 def join(local_rank, args):
@@ -158,7 +157,7 @@ def join(local_rank, args):
     row = f"{args.nr:<6}{rank:<6}{local_rank:<12}{device!s:<8}{os.getpid():<8}{platform.node()}"
     everyone = [None] * world_size
     dist.all_gather_object(everyone, (row, vars(args)))
-    flags.check_same([theirs for _, theirs in everyone])  # NEW: an error, if nodes have others
+    flags.check_same([theirs for _, theirs in everyone])  # NEW: an error, if flags differ
     if rank == 0:
         print("node  rank  local_rank  device  pid     host", flush=True)
         print(*[row for row, _ in everyone], sep="\n", flush=True)
@@ -222,10 +221,10 @@ def main():
     add("--timeout", type=flags.positive, default=60, help="seconds to wait for another rank")
     add_flags(parser)
     args = parser.parse_args()
-    parser.check_nodes(args)  # also chooses what is left open: -g, and a free port
+    parser.check_nodes(args)  # also chooses -g and a free port, if they were not given
     # NEW: the data is fetched once on each node, before its ranks start.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
-    if args.device == "cpu":  # hide gloo's C++ back traces; Python raises the same errors
+    if args.device == "cpu":  # hide C++ back traces; Python raises the same errors
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     try:
         # Starts args.gpus processes. Each is a new Python, which imports this file, and so finds
@@ -240,5 +239,5 @@ def main():
             process.kill()  # no rank outlives this process
 
 
-if __name__ == "__main__":  # not in the processes that main() starts, which only import this file
+if __name__ == "__main__":  # false in the processes that main() starts, which import this file
     main()

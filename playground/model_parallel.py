@@ -13,8 +13,8 @@ second half can be on the CPU:
 
 The halves are called stages. The output of `stage1` (the activations) is copied to the second GPU,
 and its gradient is copied back. So a model can be larger than a GPU, but it trains no faster,
-because each GPU waits while the other one computes. In this drawing, time runs to the right. A 0 is
-the forward pass of a batch, an a is its backward pass, and a dot means waiting:
+because each GPU waits while the other one computes. Here time runs to the right: 0000 is the
+forward pass of a batch, aaaa is its backward pass, and dots are waiting:
     stage1 |0000........aaaa|
     stage2 |....0000aaaa....|
 
@@ -27,9 +27,9 @@ four micro-batches, and the letters are their backward passes. Autograd begins w
 The losses stay the same. On two GPUs, compare the images/s. On one device, nothing can overlap.
 
 How long does a GPU wait? With p stages and m micro-batches, the last stage starts p - 1 turns after
-the first one, so the forward passes take m + p - 1 turns, of which each GPU computes in m. The same
-holds for the backward passes. So each waits for (p-1)/(m+p-1) of the time, the pipeline's bubble
-(GPipe, https://arxiv.org/abs/1811.06965): 1/5 in the last drawing, and 1/2 in the first one.
+the first one, so the forward passes take m + p - 1 turns, and each GPU computes in m of them. The
+same holds for the backward passes. So each waits for (p-1)/(m+p-1) of the time, the pipeline's
+bubble (GPipe, https://arxiv.org/abs/1811.06965): 1/5 in the last drawing, and 1/2 in the first one.
 
 Try breaking it, in a copy:
   1. Leave out `.to(self.devices[1])` after `stage1`. What does PyTorch say with two GPUs, and why
@@ -37,7 +37,8 @@ Try breaking it, in a copy:
   2. In `run_epoch()`, split logits and labels with `tensor_split`, and add up the mean losses of
      the micro-batches. How many times too large are the gradients, and why does Adam hardly react?
 Builds on: single_gpu.py
-The next lesson, `overlapped_data_parallel.py`, sends gradients while backward() computes others.
+The next lesson, `overlapped_data_parallel.py`, is in replicated/, since the ten end here. It sends
+gradients while backward() computes others.
 """
 
 import sys
@@ -129,7 +130,7 @@ def main():
     parser = flags.training(__doc__)
     add_flags(parser)
     args = parser.parse_args()
-    check_flags(parser, args)  # NEW: before anything starts
+    check_flags(parser, args)
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 
@@ -143,7 +144,7 @@ def loaders(args):
     dtype = torch.float64 if args.double else torch.float32
     train_set, test_set = load(args.dataset, args.data_dir, dtype)
     # These data sets return whole batches. For your own, which returns image by image, leave
-    # collate_fn out, and set num_workers. From pinned memory, a GPU copies while Python continues.
+    # collate_fn out, and set num_workers. Pinned memory is copied to a GPU while Python continues.
     options = {"collate_fn": whole_batch, "pin_memory": args.device != "cpu"}
     sampler = RandomSampler(train_set, generator=torch.Generator())
     # The last, incomplete batch of an epoch is left out (drop_last): 96 images of MNIST.

@@ -22,8 +22,7 @@ float64, and nearly all lessons then print the same twelve digits:
     epoch 2/2  loss 1.406419734911  train 72.43%  test 85.19%  0.01 s  155,457 images/s
 
 Try breaking it, in a copy (cp playground/single_gpu.py playground/broken.py):
-  1. Comment out the line with `manual_seed` in `fit()`. The batches then come in a different order.
-     Compare the losses.
+  1. Comment out the line with `manual_seed` in `fit()`. Compare the losses.
   2. Comment out `optimizer.zero_grad()`. Which gradients does each step use then? Compare the
      losses.
 
@@ -63,7 +62,7 @@ def loaders(args):
     dtype = torch.float64 if args.double else torch.float32
     train_set, test_set = load(args.dataset, args.data_dir, dtype)
     # These data sets return whole batches. For your own, which returns image by image, leave
-    # collate_fn out, and set num_workers. From pinned memory, a GPU copies while Python continues.
+    # collate_fn out, and set num_workers. Pinned memory is copied to a GPU while Python continues.
     options = {"collate_fn": whole_batch, "pin_memory": args.device != "cpu"}
     sampler = RandomSampler(train_set, generator=torch.Generator())
     # NEW: the last, incomplete batch of an epoch is left out (drop_last): 96 images of MNIST.
