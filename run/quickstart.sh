@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains a network on MNIST with two processes. Flags are passed to the lesson:
+# Trains a model on MNIST with two processes. Flags are passed to the lesson:
 #   run/quickstart.sh --model cnn
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -18,7 +18,7 @@ import sys
 from lessons import LESSONS, PATHS, ROOT, small_data
 
 COMMAND = r"^    ((?:[A-Z_]+=\S+ )*(?:python|torchrun) .*)$"
-NEEDS = ("--pretrained", "--gpu_ids")  # a download, or GPUs
+NEEDS = ("--pretrained",)  # a download
 
 
 def first_command(lesson):

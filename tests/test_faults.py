@@ -176,7 +176,7 @@ def test_a_node_lost_and_back(nodes, tmp_path):
     assert re.findall(r"(\d) of 3 epochs are done", log) == ["1", "2"]
     assert epochs(log)[-1] == epochs(alone.stdout)[-1]
     one, other = [
-        torch.load(each / "epoch-0003.pt", weights_only=True)["model"]
+        torch.load(each / "epoch-000003.pt", weights_only=True)["model"]
         for each in (folder, undisturbed)
     ]
     torch.testing.assert_close(one, other, atol=1e-9, rtol=0)

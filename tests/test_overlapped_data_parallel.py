@@ -1,15 +1,12 @@
 """What overlapped_data_parallel.py does by hand trains as one process does, with early messages."""
 
-from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from forked import in_group
 from test_manual_data_parallel import make, steps
-from torch import nn
 
 MEBIBYTE = 2**20
 # Bytes of the parameters of make(), from the last one on: 80, 400, 40, 200, 40, 200, 40, 31,360.
@@ -27,8 +24,7 @@ def by_hand(rank, world_size):
     for capacity, count in {"each": 8, **CAPACITIES}.items():
         model = make(rank)
         lesson.send_weights(model)
-        args = SimpleNamespace(bucket_cap_mb=capacity)
-        average = lesson.register("each" if capacity == "each" else "buckets", model, args)
+        by = lesson.EachGradient(model) if capacity == "each" else lesson.Buckets(model, capacity)
         early = []  # for each message of a step, whether the first parameter's gradient was missing
         first = next(model.parameters())
 
@@ -36,9 +32,9 @@ def by_hand(rank, world_size):
             early.append(first.grad is None)
             return dist.all_reduce(message, **options)
 
-        def check_and_finish(early=early, count=count, model=model, average=average):
+        def check_and_finish(early=early, count=count, model=model, by=by):
             assert len(early) == count and early[0] == (count > 1)
-            average(model)
+            by.finish(model)
             assert len(early) == count
             early.clear()
 
@@ -51,22 +47,3 @@ def by_hand(rank, world_size):
 def test_ranks_train_as_one_process():
     """With a message for each parameter, and with 8, 3 and 1 buckets."""
     in_group(by_hand, 3, 3)
-
-
-def without_a_gradient(rank, world_size):
-    """Let one of the parameters get no gradient. finish() says so."""
-    import overlapped_data_parallel as lesson
-
-    said = "a parameter got no gradient, so its bucket was not sent"
-    for capacity in CAPACITIES:
-        model = make(0)
-        model.unused = nn.Linear(1, 1).double()
-        gradients = lesson.Buckets(model, capacity)
-        with pytest.raises(RuntimeError, match=said):
-            steps(model, rank, world_size, partial(gradients.finish, model))
-    dist.barrier()  # messages without a wait() may still be on their way
-
-
-def test_a_parameter_without_a_gradient():
-    """Its bucket is never complete. Each rank says so and does not train with other gradients."""
-    in_group(without_a_gradient, 2, 2)

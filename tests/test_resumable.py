@@ -45,7 +45,7 @@ def test_a_killed_rank_under_torchrun(run_dir, tmp_path):
     log = (folder / "log.txt").read_text()
     assert re.findall(r"(\d) of 3 epochs are done", log) == ["2"]
     assert epochs(log)[-1] == epochs((run_dir / "log.txt").read_text())[-1]
-    assert_same_parameters(run_dir / "epoch-0003.pt", folder / "epoch-0003.pt")
+    assert_same_parameters(run_dir / "epoch-000003.pt", folder / "epoch-000003.pt")
 
 
 def test_what_is_in_the_run_folder(change, tmp_path):
@@ -54,13 +54,15 @@ def test_what_is_in_the_run_folder(change, tmp_path):
     Only rank 0 lists the folder, and only a path is sent. Each rank and epoch has a seed of its
     own, also after the run was resumed.
     """
+    newest = "        newest = max("
     broadcast = "    dist.broadcast_object_list(chosen)\n"
+    check = '    check_agreement(path, state["args"], args)\n'
     start = "        start = time.perf_counter()\n"
     copy = change(
         LESSON,
-        ("    found = {}\n", "    found = {}\n    print('lists')\n"),
+        (newest, f"        print('lists')\n{newest}"),
         (broadcast, f"{broadcast}    print(f'received {{chosen}}')\n"),
-        ("    return state\n", "    print('read', state['epoch'])\n    return state\n"),
+        (check, f"    print('read', state['epoch'])\n{check}"),
         (start, f"        print('seed', torch.initial_seed())\n{start}"),
     )
     folder = tmp_path / "run"
@@ -74,12 +76,12 @@ def test_what_is_in_the_run_folder(change, tmp_path):
         for out in said:
             seeds += re.findall(r"seed (\d+)", out)
             if done:
-                assert f"received [PosixPath('{folder / 'epoch-0002.pt'}')]" in out
+                assert f"received [PosixPath('{folder / 'epoch-000002.pt'}')]" in out
                 assert "read 2" in out
     assert len(set(seeds)) == len(seeds) == 10
     names = sorted(os.listdir(folder))
     checkpoints = [name for name in names if name.startswith("epoch")]
-    assert checkpoints == ["epoch-0003.pt", "epoch-0004.pt", "epoch-0005.pt"]
+    assert checkpoints == ["epoch-000003.pt", "epoch-000004.pt", "epoch-000005.pt"]
     curves = [name for name in names if name.startswith("events")]
     assert len(curves) == 2  # one file for each start, and none of rank 1
     assert len(names) == 3 + 2 + 1
@@ -102,7 +104,7 @@ def test_a_run_is_resumed_with_the_same_flags(run_dir):
 
     With the same flags and no epoch to do, nothing is trained.
     """
-    saved = run_dir / "epoch-0003.pt"
+    saved = run_dir / "epoch-000003.pt"
     before = saved.read_bytes()
     done = train(LESSON, *FLAGS, "--lr", 1, "--run_dir", run_dir, processes=1, status=1)
     words = f"{saved} was written with --lr 0.001, not 1.0: use the same flags, or a different"
@@ -113,22 +115,19 @@ def test_a_run_is_resumed_with_the_same_flags(run_dir):
     assert saved.read_bytes() == before
 
 
-def test_only_numbered_checkpoints_count(tmp_path):
-    """They are sorted by number. No other file is loaded, and none is removed."""
+def test_the_last_three_checkpoints_are_kept(tmp_path):
+    """They are sorted by number, and no other file is removed."""
     import resumable as lesson
 
-    folder = tmp_path / "run"
-    folder.mkdir()
-    others = ["epoch-latest.pt", "epoch-0099.pt.bak", "epoch-9.5.pt", "old-epoch-0099.pt", "notes"]
+    others = ["epoch-000099.pt.bak", "old-epoch-000099.pt", "notes"]
     for name in others:
-        (folder / name).write_text("mine")
+        (tmp_path / name).write_text("mine")
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.Adam(model.parameters())
     for epoch in (9998, 9999, 10000, 10001):
-        lesson.save(folder, epoch, model, optimizer, argparse.Namespace())
-    names = [path.name for path in lesson.checkpoints(folder)]
-    assert names == ["epoch-9999.pt", "epoch-10000.pt", "epoch-10001.pt"]
-    assert sorted(os.listdir(folder)) == sorted([*names, *others])
+        lesson.save(tmp_path, epoch, model, optimizer, argparse.Namespace())
+    kept = ["epoch-009999.pt", "epoch-010000.pt", "epoch-010001.pt"]
+    assert sorted(os.listdir(tmp_path)) == sorted([*kept, *others])
 
 
 def test_a_damaged_checkpoint(run_dir, tmp_path):
@@ -136,16 +135,14 @@ def test_a_damaged_checkpoint(run_dir, tmp_path):
     from resumable import read
 
     folder = shutil.copytree(run_dir, tmp_path / "run")
-    newest = folder / "epoch-0003.pt"
+    newest = folder / "epoch-000003.pt"
     whole = newest.read_bytes()
-    keys = "a dict with args, epoch, model, optimizer."
     notes = [
-        f"{newest} must be a checkpoint that all nodes can read, {keys}",
+        f"{newest} must be a checkpoint that all nodes can read.",
         "If it is damaged, move it away, and the run resumes from the one before.",
     ]
-    torch.save(torch.nn.Linear(1, 1).state_dict(), newest)
-    # No checkpoint, empty blocks as after a loss of power, and the first part of a checkpoint.
-    for content in (newest.read_bytes(), whole[:100] + bytes(5000), whole[: len(whole) // 2]):
+    # Empty blocks as after a loss of power, and the first part of a checkpoint.
+    for content in (whole[:100] + bytes(5000), whole[: len(whole) // 2]):
         newest.write_bytes(content)
         with pytest.raises(Exception) as error:
             read(newest)
@@ -155,7 +152,7 @@ def test_a_damaged_checkpoint(run_dir, tmp_path):
     assert newest.read_bytes() == content
     newest.unlink()
     done = train(LESSON, *FLAGS, "--run_dir", folder, processes=2)
-    assert "epoch-0002.pt: 2 of 3 epochs are done" in done.stdout
+    assert "epoch-000002.pt: 2 of 3 epochs are done" in done.stdout
     assert_same_parameters(run_dir / newest.name, newest)
 
 

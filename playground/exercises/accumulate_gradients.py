@@ -1,6 +1,6 @@
 """Gradient accumulation with DDP: the gradient of a batch that does not fit into memory at once.
 
-Lesson: resnet.py.
+Lesson: replicated/resnet.py.
 
 Write accumulate_gradients(model, images, labels, count). The model is wrapped by DDP. Its gradients
 are None. Each rank calls the function with its per-rank batch: images, and their labels. All ranks

@@ -1,6 +1,6 @@
 """Send only the largest 1% of a gradient, and keep the rest for the next step (error feedback).
 
-Lesson: sending_less.py.
+Lesson: replicated/sending_less.py.
 
 Write average_largest(gradient, unsent). All ranks call it in each step:
 - `gradient` is this rank's gradient, a float32 tensor of any shape, the same shape on all ranks.

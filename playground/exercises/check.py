@@ -43,50 +43,8 @@ FOLDER = Path(__file__).resolve().parent
 ANSWERS = FOLDER / "answers"
 KEPT = ANSWERS / "verdicts.json"
 JUDGING = FOLDER / "judging"
-# The exercises in the order of the lessons.
-ORDER = [
-    "swap_with_neighbour",
-    "tree_broadcast",
-    "ring_all_reduce",
-    "fault_newer_parameters",
-    "reduce_scatter",
-    "all_gather",
-    "fault_never_returns",
-    "average_gradients",
-    "fault_different_models",
-    "fault_wrong_gradient",
-    "fault_mixed_gradients",
-    "overlap_gradients",
-    "exact_accuracy",
-    "fault_same_order",
-    "fault_too_many_images",
-    "fault_cannot_load",
-    "fault_lost_connection",
-    "fault_missing_file",
-    "save_and_resume",
-    "accumulate_gradients",
-    "fault_late_rank",
-    "fault_waits_alone",
-    "fault_equal_stacks",
-    "outer_step",
-    "average_largest",
-    "shard_optimizer",
-    "gather_layer",
-    "seeded_dropout",
-    "gpipe",
-    "order_1f1b",
-    "split_pair",
-    "checkpoint_block",
-    "ring_attention",
-    "fault_many_times_the_gradient",
-    "expert_dispatch",
-    "fault_averaged_experts",
-    "token_mean",
-    "fault_mean_of_means",
-    "split_cross_entropy",
-    "rotate_split",
-    "fault_labels_of_chunks",
-]
+# The table of README.md has the exercises in the order of the lessons.
+ORDER = re.findall(r"\[`\w+`\]\((\w+)\.py\)", (FOLDER / "README.md").read_text(encoding="utf-8"))
 
 
 def check(file):

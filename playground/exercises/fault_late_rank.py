@@ -1,6 +1,6 @@
 """Read the evidence: one rank is late.
 
-Lesson: profile_steps.py.
+Lesson: replicated/profile_steps.py.
 
 A program ran on four ranks of one machine. Its model is tiny, but it was slow on all ranks. The
 folder playground/exercises/evidence/late_rank/ has

@@ -1,6 +1,6 @@
 """Find the fault: with n ranks, the gradient is n times too large.
 
-Lesson: transformer/context_parallel.py.
+Lesson: transformer/sequence_parallel.py.
 
 train(layer, head, tokens, labels, count, steps) trains two linear layers. Each rank has some of the
 tokens of every image, and all ranks have all labels. `layer` computes each token by itself. The

@@ -1,6 +1,6 @@
 """Read the evidence: one rank waits alone.
 
-Lesson: finding_hangs.py.
+Lesson: replicated/finding_hangs.py.
 
 A program ran on four ranks. It hung, and ended at its timeout. The folder
 playground/exercises/evidence/waits_alone/ has

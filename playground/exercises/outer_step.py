@@ -1,6 +1,6 @@
 """The outer step of DiLoCo: after many steps alone, the ranks agree on their parameters.
 
-Lesson: sending_less.py.
+Lesson: replicated/sending_less.py.
 
 Write outer_step(parameters, agreed, optimizer). Each rank has trained alone for many steps, and now
 all ranks call the function:

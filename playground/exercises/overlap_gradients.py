@@ -1,6 +1,6 @@
 """Average the gradients while backward() still computes others.
 
-Lesson: overlapped_data_parallel.py.
+Lesson: replicated/overlapped_data_parallel.py.
 
 Write overlap_gradients(model). It is called once, before training. It registers hooks, and returns
 a function finish(). A training step then calls zero_grad(), which sets all gradients to None,

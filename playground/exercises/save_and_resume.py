@@ -1,6 +1,6 @@
 """Training that resumes from a file, with any number of ranks.
 
-Lesson: resumable.py.
+Lesson: replicated/resumable.py.
 
 Write save_and_resume(path, model, optimizer, epochs, train_epoch). All ranks call it. It trains
 until `epochs` epochs are done, and saves a checkpoint to `path` after each epoch. If rank 0 sees a

@@ -3,30 +3,34 @@ r"""Finding hangs: which rank is missing, at which line it is, and which call it
 Run it:
     python playground/replicated/finding_hangs.py    # --help lists the other faults
 
-Three ranks hang on purpose: here rank 1 leaves a loop one step before the others. It prints (of
-rank 2 the same as of rank 0; torch 2.9 needs TORCH_FR_BUFFER_SIZE=2000 in front of the command):
+Three ranks hang on purpose: here rank 1 leaves a loop one step early. The last lines that it prints
+show where each rank waits, and which collectives it has called:
     stacks
-      rank 0  line 92: dist.all_reduce(numbers), now in all_reduce
-      rank 1  line 93: dist.barrier(), now in barrier
+      rank 0  line 75: dist.all_reduce(numbers)
+      rank 1  line 76: dist.barrier()
+      rank 2  line 75: dist.all_reduce(numbers)
     recorder
       rank 0  #3 all_reduce [4], #4 all_reduce [4], #5 all_reduce [4] not done
       rank 1  #3 all_reduce [4], #4 all_reduce [4], #5 barrier not done
+      rank 2  #3 all_reduce [4], #4 all_reduce [4], #5 all_reduce [4] not done
 
-If a program of yours hangs, look in this order (`hangs.md` tells what each of these finds):
-- The processes. If one of them has ended, look for its own first error.
-- The stacks, which Python's `faulthandler` writes. Look for the rank that is at a different line.
-- PyTorch's flight recorder. It keeps the last collectives and their sizes, but not send and recv.
-- Last, run it again with TORCH_DISTRIBUTED_DEBUG=DETAIL: PyTorch then compares the calls of all
-  ranks. Not where DDP sends by gloo, because this can end in SIGSEGV (torch 2.9 to 2.15).
-What gloo itself says, `Timed out waiting`, names neither a rank nor a call.
+The error of gloo, `Timed out waiting`, names neither the rank at fault nor a call. If a program of
+yours hangs, look in this order (`playground/pages/hangs.md` has what each of these finds):
+- The processes. If one has ended, look for its own first error.
+- The stacks: which functions each process is in, and at which lines. Look for the rank that is at a
+  different line.
+- PyTorch's flight recorder, which keeps the last collectives of each rank and the sizes of their
+  tensors. Look for the rank whose last call differs.
+- Last, run the program again with TORCH_DISTRIBUTED_DEBUG=DETAIL. PyTorch then compares the calls
+  of all ranks before each collective. (Try it with `--fault shapes`. DDP on CPUs may crash.)
 
-Copy `note_hangs()` into programs that run for days, or on several nodes. A script that you can
-start again on one machine needs no change: write watch.py in front of it. If a program hangs
-already, `py-spy dump --pid 4242` shows the stack of a process.
+A script that you can start again on one machine needs no change. Write watch.py in front of it,
+which prints the lines and the calls of all ranks after five seconds without progress:
     python playground/tools/watch.py --hang 5 playground/replicated/finding_hangs.py --fault early
-    TORCH_DISTRIBUTED_DEBUG=DETAIL python playground/replicated/finding_hangs.py --fault shapes
+A program that runs for days, or on several nodes, must write them down itself: copy `note_hangs()`.
+For one that hangs already, `pip install py-spy`. Then `py-spy dump --pid 4242` prints its stack.
 
-Try breaking it, in a copy (cp playground/replicated/finding_hangs.py playground/broken.py):
+Try breaking it, in a copy beside it:
   1. In `loader`, give DataLoader num_workers=1, multiprocessing_context="fork". Where is rank 1?
   2. In `early`, let rank 1 return after its loop, so that it skips the barrier, too. Is it a hang?
   3. In `shapes`, give rank 1 a million numbers instead of five. How do the ranks end?
@@ -62,30 +66,9 @@ RANKS = 3
 ENDED = threading.Event()  # set when this rank does not hang any more
 
 
-def note_hangs(rank, folder, seconds):
-    """Write every so many seconds where this rank is, and which collectives it has called last.
-
-    Start it once, as a thread. In a long run, 300 seconds are enough. The folder must exist.
-    """
-    while not ENDED.wait(seconds):
-        # NEW: each rank has two files of its own, which have its last stacks and its last calls.
-        with open(f"{folder}/stacks{rank}.txt", "w") as file:
-            faulthandler.dump_traceback(file)  # of all threads of Python
-        Path(folder, f"calls{rank}.json").write_bytes(recorded())
-
-
-def recorded():
-    """Return the last calls of this rank, as JSON."""
-    # NEW: no public function reads the recorder. These two are private, so they may change. (They
-    # are in torch 2.9 to 2.15. NCCL has a recorder of its own, which has not been tried here.)
-    if dist.get_backend() == "nccl":
-        return torch._C._distributed_c10d._dump_nccl_trace_json()
-    return torch._C._distributed_c10d._dump_fr_trace_json()
-
-
-# Each of these functions is a fault.
+# Each of these functions is a fault, and says what shows it.
 def early(rank, args):
-    """Rank 1 leaves the loop one step before the others."""
+    """Rank 1 leaves the loop one step early. Its stack and its last call differ."""
     numbers = torch.ones(4)
     steps = 3 if rank == 1 else 4
     for _ in range(steps):
@@ -94,7 +77,7 @@ def early(rank, args):
 
 
 def root(rank, args):
-    """Rank 0 calls a collective inside `if rank == 0`."""
+    """Rank 0 calls a collective inside `if rank == 0`. Its stack and its last call differ."""
     numbers = torch.ones(4)
     if rank == 0:
         dist.all_reduce(numbers)
@@ -102,7 +85,7 @@ def root(rank, args):
 
 
 def test(rank, args):
-    """Rank 0 tests alone. It calls DDP, which first sends the buffers of batch norm."""
+    """Rank 0 tests alone, and DDP sends the buffers of batch norm. Its stack and call differ."""
     model = DistributedDataParallel(nn.BatchNorm1d(4))
     model(torch.ones(8, 4)).sum().backward()
     if rank == 0:
@@ -112,7 +95,7 @@ def test(rank, args):
 
 
 def peer(rank, args):
-    """In step 2, rank 1 sends to the rank on its left. All others send to the right."""
+    """In one step, rank 1 sends to the left, the others to the right. Only stacks show it."""
     numbers = torch.ones(4)
     right = (rank + 1) % RANKS
     left = (rank - 1) % RANKS
@@ -124,14 +107,14 @@ def peer(rank, args):
 
 
 def shapes(rank, args):
-    """Rank 1 has five numbers, and the others have four."""
+    """Rank 1 has five numbers, the others four. All stacks are equal, but not the sizes."""
     numbers = torch.ones(5 if rank == 1 else 4)
     for _ in range(3):
         dist.all_reduce(numbers)
 
 
 def loader(rank, args):
-    """The data set of rank 1 does not answer, such as one on a network disk."""
+    """The disk of rank 1 does not answer. Its stack differs, and it is one call behind."""
 
     def read(indices):
         if rank == 1 and 20 in indices:
@@ -143,7 +126,7 @@ def loader(rank, args):
 
 
 def killed(rank, args):
-    """The system kills rank 1, as it does when memory has run out."""
+    """The system kills rank 1, as when memory has run out. Its process is gone."""
     for step in range(4):
         if rank == 1 and step == 2:
             os.kill(os.getpid(), 9)  # SIGKILL
@@ -151,7 +134,7 @@ def killed(rank, args):
 
 
 def shard(rank, args):
-    """Rank 1 has three batches, the others four. FSDP, of part 3, sends messages for each batch."""
+    """Rank 1 has one batch less, and FSDP sends messages for each. Its stack and call differ."""
     model = fully_shard(nn.Linear(4, 4))
     batches = 3 if rank == 1 else 4
     for _ in range(batches):
@@ -159,28 +142,36 @@ def shard(rank, args):
     dist.barrier()
 
 
-FAULTS = {
-    "early": early,
-    "root": root,
-    "test": test,
-    "peer": peer,
-    "shapes": shapes,
-    "loader": loader,
-    "killed": killed,
-    "shard": shard,
-}
+FAULTS = {f.__name__: f for f in (early, root, test, peer, shapes, loader, killed, shard)}
+
+
+def note_hangs(rank, folder, seconds):
+    """Write every so many seconds where this rank is, and which collectives it has called last.
+
+    Start it as a thread, after init_process_group(). In a long run, 300 seconds are enough.
+    """
+    while not ENDED.wait(seconds):
+        # NEW: each rank has two files of its own, which have its last stacks and its last calls.
+        with open(f"{folder}/stacks{rank}.txt", "w") as file:
+            faulthandler.dump_traceback(file)  # of all threads of Python
+        # NEW: no public function reads the recorder. These two are private, so they may change.
+        # (They are in torch 2.9 to 2.15. The one for NCCL has not been tried here.)
+        if dist.get_backend() == "nccl":
+            calls = torch._C._distributed_c10d._dump_nccl_trace_json()
+        else:
+            calls = torch._C._distributed_c10d._dump_fr_trace_json()
+        Path(folder, f"calls{rank}.json").write_bytes(calls)
 
 
 def talk(rank, args):
-    """As one of the ranks, start the notes, run into the fault, and write the error down."""
+    """As one of the ranks, start the notes, and run into the fault."""
+    join(rank, args)
     seconds = 0.4 * args.timeout  # so the notes are written twice before gloo gives up
-    notes = threading.Thread(target=note_hangs, args=(rank, args.out, seconds), daemon=True)
+    threading.Thread(target=note_hangs, args=(rank, args.out, seconds), daemon=True).start()
     try:
-        join(rank, args)
-        notes.start()
         FAULTS[args.fault](rank, args)
     except Exception as error:
-        Path(args.out, f"error{rank}.txt").write_text(str(error), "utf-8")
+        print(f"rank {rank}: {error}", flush=True)
         raise
     finally:
         ENDED.set()  # the notes are about the hang, so they must not change any more
@@ -203,65 +194,6 @@ def join(rank, args):
     dist.barrier()
 
 
-def wait_for_errors(processes, args):
-    """Wait until a rank ends or writes an error, and then up to five seconds for each other one."""
-    errors = [Path(args.out, f"error{rank}.txt") for rank in range(RANKS)]
-    while all(process.is_alive() for process in processes):
-        if any(path.exists() for path in errors):
-            break
-        time.sleep(0.1)
-    for process in processes:
-        process.join(5)
-
-
-def show(processes, args):
-    """Print what there is of all ranks, so that they can be compared."""
-    columns = {"process": [], "stacks": [], "recorder": [], "error": []}
-    for rank, process in enumerate(processes):
-        error = read(args, f"error{rank}.txt")
-        if error or process.is_alive():
-            columns["process"].append("was there")
-        else:
-            columns["process"].append(f"has ended, exit code {process.exitcode}")
-        columns["stacks"].append(line_of(read(args, f"stacks{rank}.txt")))
-        columns["recorder"].append(calls_of(read(args, f"calls{rank}.json")))
-        # Leave out the line of gloo's source, and gloo's advice.
-        columns["error"].append(re.sub(r"^\[\S+\] | This is typically.*", "", error))
-    for name, column in columns.items():
-        print(name)
-        for rank, words in enumerate(column):
-            print(f"  rank {rank}  {words or 'nothing'}")
-
-
-def read(args, name):
-    """Return what a rank has written to a file, or nothing."""
-    path = Path(args.out, name)
-    return path.read_text("utf-8") if path.exists() else ""
-
-
-def line_of(text):
-    """Return the line of this file that the main thread has reached, and where it waits."""
-    # The main thread comes last. Its innermost function comes first.
-    frames = re.findall(r'File "(.*)", line (\d+) in (\w+)', text.rpartition("Thread")[2])
-    for path, line, _ in frames:
-        if Path(path).name == Path(__file__).name:
-            code = linecache.getline(__file__, int(line)).strip()
-            return f"line {line}: {code}, now in {frames[0][2]}"
-    return ""
-
-
-def calls_of(text):
-    """Return the number, the name and the sizes of the last three collectives."""
-    calls = []
-    for call in json.loads(text or "{}").get("entries", [])[-3:]:
-        words = [f"#{call['collective_seq_id']}", call["profiling_name"].partition(":")[2]]
-        words += map(str, call["input_sizes"])
-        if not call["retired"]:
-            words.append("not done")
-        calls.append(" ".join(words))
-    return ", ".join(calls)
-
-
 def main():
     """Start three ranks, wait until they fail, and print what they have written."""
     parser = flags.Parser(__doc__)
@@ -274,24 +206,69 @@ def main():
     parser.check_no_launcher()
     if args.device != "cpu" and torch.accelerator.device_count() < RANKS:
         parser.error(f"--device {args.device} needs {RANKS} GPUs")
-    for rank in range(RANKS):
-        for name in (f"stacks{rank}.txt", f"calls{rank}.json", f"error{rank}.txt"):
-            Path(args.out, name).unlink(missing_ok=True)  # those of an earlier run
+    for rank in range(RANKS):  # remove the notes of an earlier run
+        Path(args.out, f"stacks{rank}.txt").unlink(missing_ok=True)
+        Path(args.out, f"calls{rank}.json").unlink(missing_ok=True)
     with socket.create_server(("127.0.0.1", 0)) as server:  # a port that is free now
         args.port = server.getsockname()[1]
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # hide gloo's C++ back traces
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # otherwise torch 2.9 records nothing
     print(f"{args.fault}: {FAULTS[args.fault].__doc__}", flush=True)
     try:
-        # NEW: with join=True, mp.spawn would end all ranks when one fails. So would torchrun.
-        processes = mp.spawn(talk, (args,), RANKS, join=False).processes
-        print("processes", *[process.pid for process in processes], flush=True)
-        wait_for_errors(processes, args)
-        show(processes, args)
+        ranks = mp.spawn(talk, (args,), RANKS, join=False)
+        print("processes", *ranks.pids(), flush=True)
+        # NEW: when a rank has failed, give the others ten seconds to fail, too, before they are
+        # ended. By default, mp.spawn ends them at once. So does torchrun.
+        while not ranks.join(grace_period=10):
+            pass
+    except (mp.ProcessRaisedException, mp.ProcessExitedException):
+        show(ranks.processes, args.out)
     except KeyboardInterrupt:
         sys.exit(130)
     finally:
         for process in mp.active_children():
             process.kill()  # no rank outlives this process
+
+
+# You can stop here: what follows only prints the last notes of the ranks.
+
+
+def show(processes, folder):
+    """Print what there is of all ranks, so that they can be compared."""
+    columns = {"process": [], "stacks": [], "recorder": []}
+    for rank, process in enumerate(processes):
+        hung = process.exitcode in (1, -15)  # it raised an error, or had to be ended
+        ended = f"has ended, exit code {process.exitcode}"
+        columns["process"].append("was there" if hung else ended)
+        columns["stacks"].append(line_of(Path(folder, f"stacks{rank}.txt")))
+        columns["recorder"].append(calls_of(Path(folder, f"calls{rank}.json")))
+    for name, column in columns.items():
+        print(name)
+        for rank, words in enumerate(column):
+            print(f"  rank {rank}  {words}")
+
+
+def line_of(path):
+    """Return the line of this lesson that a rank had reached."""
+    text = path.read_text("utf-8") if path.exists() else ""
+    stack = text.rpartition("Thread")[2]  # the main thread comes last
+    found = re.search(rf'{Path(__file__).name}", line (\d+)', stack)  # the innermost one is first
+    if found is None:
+        return "nothing"
+    return f"line {found[1]}: {linecache.getline(__file__, int(found[1])).strip()}"
+
+
+def calls_of(path):
+    """Return the number, the name and the sizes of the last three collectives."""
+    calls = []
+    found = json.loads(path.read_bytes()) if path.exists() else {}
+    for call in found.get("entries", [])[-3:]:
+        words = [f"#{call['collective_seq_id']}", call["profiling_name"].partition(":")[2]]
+        words += map(str, call["input_sizes"])
+        if not call["retired"]:
+            words.append("not done")
+        calls.append(" ".join(words))
+    return ", ".join(calls) or "nothing"
 
 
 if __name__ == "__main__":

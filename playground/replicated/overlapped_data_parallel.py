@@ -15,22 +15,23 @@ three ways to average the gradients (times differ much from run to run):
 
 `manual_data_parallel.py` sends the gradients after backward(), and no rank computes while they
 travel ("afterwards"). But backward() completes the last layers' gradients first, so these can
-travel while it computes the rest (`playground/pages/figures/overlap.png`). That takes a hook, a function
-that backward() calls as soon as a gradient is complete, and `all_reduce(..., async_op=True)`, which
-starts a message without waiting for it. With "each", every gradient has a message of its own. A
-bucket sends several gradients in one message. On CPUs gloo's threads use the same cores as
-backward(), which then takes longer, so "each" gains little, and on busy cores nothing.
+travel while it computes the rest. That takes a hook, a function that backward() calls as soon as a
+gradient is complete, and `all_reduce(..., async_op=True)`, which starts a message without waiting
+for it. With "each", every gradient has a message of its own. A bucket sends several gradients in
+one message. (DDP works with buckets, too: `playground/pages/figures/overlap.png` draws its step.)
+
+Overlap pays on GPUs, because messages and computing run on different hardware. On CPUs, gloo's
+threads use the same cores as backward(), so "each" gains little, and on busy cores nothing. The
+buckets gain more, because they need only half as many messages.
 
 All ranks must start the same messages in the same order. Here they do, because every parameter gets
 a gradient, and backward() completes the gradients in the same order on all ranks.
 
-Try breaking it, in a copy (cp playground/replicated/overlapped_data_parallel.py playground/broken.py):
+Try breaking it, in a copy beside it:
   1. Write `next(model.parameters()).requires_grad_(False)` after `send_weights(model)`, so that a
      parameter is frozen. What does PyTorch complain about? Let EachGradient and Buckets skip it.
   2. Comment out `self.handle.wait()`. What does the optimizer use then? Compare the losses.
-
 Now write it yourself: `overlap_gradients.py` in playground/exercises/.
-
 Builds on: manual_data_parallel.py
 The next lesson, `resumable.py`, resumes after a process has died.
 """
@@ -80,26 +81,16 @@ class EachGradient:
 def train(local_rank, args):
     """As one of the ranks, train, and then compare three ways to average the gradients."""
     rank, device = join(local_rank, args)
-    # The loaders() of manual_data_parallel.py. From here on it is imported from common/data.py.
+    # As distributed_data_parallel_torchrun.py has it. From here on, lessons import it from common/.
     train_loader, test_loader = loaders(args, rank, dist.get_world_size())
     torch.manual_seed(args.seed + rank)
     model = make_model(args).to(device)
     send_weights(model)
-    # NEW: this registers the hooks. `average` is what is left to do after backward().
-    average = register(args.by, model, args)
+    buckets = Buckets(model, args.bucket_cap_mb)  # NEW: or EachGradient(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
-    fit(model, optimizer, train_loader, test_loader, device, args, average)
+    fit(model, optimizer, train_loader, test_loader, device, args, buckets.finish)
     show_overlap(next(iter(train_loader)), device, args)
     dist.destroy_process_group()
-
-
-def register(how, model, args):
-    """Register the hooks of one of three ways. Returns what to call after backward()."""
-    if how == "each":
-        return EachGradient(model).finish
-    if how == "buckets":
-        return Buckets(model, args.bucket_cap_mb).finish
-    return average_gradients  # without hooks, as in manual_data_parallel.py
 
 
 class Bucket:
@@ -111,7 +102,6 @@ class Bucket:
     def __init__(self, parameters):
         self.parameters = parameters
         self.complete = 0  # how many of the gradients are complete in this step
-        self.handle = None  # until the message has started
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self.count)
 
@@ -125,22 +115,18 @@ class Bucket:
 
     def finish(self):
         """Wait for the message, and copy its means into the gradients."""
-        if self.handle is None:
-            raise RuntimeError("a parameter got no gradient, so its bucket was not sent")
         self.handle.wait()
         sizes = [parameter.numel() for parameter in self.parameters]
         for parameter, mean in zip(self.parameters, self.message.split(sizes), strict=True):
             parameter.grad.copy_(mean.view_as(parameter))
         self.complete = 0
-        self.handle = None
+        self.handle = None  # so a bucket that was not sent in the next step is an error
 
 
 class Buckets:
     """All parameters in buckets, because a few long messages take less time than many short ones.
 
-    Args:
-        model: its parameters have the same dtype.
-        bucket_cap_mb: a bucket is full as soon as it has this many MiB, as in DDP.
+    A bucket is full as soon as it has bucket_cap_mb MiB, as in DDP.
     """
 
     def __init__(self, model, bucket_cap_mb):
@@ -156,9 +142,20 @@ class Buckets:
             self.buckets.append(Bucket(parameters))
 
     def finish(self, model):
-        """Wait for all messages. run_epoch() calls this as average(model), after backward()."""
+        """Wait for the messages of all buckets."""
         for bucket in self.buckets:
             bucket.finish()
+
+
+def add_flags(parser):
+    """Add the flag that only this lesson has."""
+    # DDP's first bucket has 1 MiB, and the others 25. The default model has only 0.2 MiB of
+    # gradients. In a single bucket, they would be complete only when backward() ends.
+    size = "MiB of gradients in a bucket"
+    parser.add_argument("--bucket_cap_mb", type=flags.rate, default=0.01, help=size)
+
+
+# You can stop here: what follows only measures and prints.
 
 
 def show_overlap(batch, device, args):
@@ -177,7 +174,13 @@ def time_steps(how, batch, device, args):
     images = batch[0].to(device)
     labels = batch[1].to(device)
     model = make_model(args).to(device)
-    average = register(how, model, args)
+    average = average_gradients  # afterwards, without hooks
+    if how == "each":
+        each_gradient = EachGradient(model)
+        average = each_gradient.finish
+    if how == "buckets":
+        buckets = Buckets(model, args.bucket_cap_mb)
+        average = buckets.finish
     backward_times = []
     waiting_times = []
     for _ in range(10):
@@ -203,16 +206,6 @@ def now(device):
     return time.perf_counter()
 
 
-def add_flags(parser):
-    """Add the flags that only this lesson has."""
-    add = parser.add_argument
-    ways = ["each", "buckets", "afterwards"]
-    add("--by", choices=ways, default="buckets", help="how to train; the table has all three")
-    # DDP, the next lesson, begins with 1 MiB. The default model has 0.2 MiB of gradients. In a
-    # single bucket, they would be complete only when backward() ends.
-    add("--bucket_cap_mb", type=flags.rate, default=0.01, help="MiB of gradients in a bucket")
-
-
 # ---------- Unchanged from manual_data_parallel.py ----------
 # You know what follows: send_weights(), average_gradients(), join(), fit(), run_epoch() and main().
 # If you copy this lesson, copy it, too.
@@ -225,8 +218,8 @@ def send_weights(model):
     batch norm. They would have to be sent, too.
     """
     for parameter in model.parameters():
-        # Rank 0 sends, and the other ranks receive into their own parameters. detach() keeps
-        # autograd from recording the call.
+        # Rank 0 sends, and the other ranks receive into their own parameters. detach() shares
+        # the parameter's memory, and keeps autograd from recording the call.
         dist.broadcast(parameter.detach(), src=0)
 
 
@@ -255,12 +248,12 @@ def join(local_rank, args):
     address = f"tcp://{args.ip}:{args.port}"
     try:
         dist.init_process_group(
-            backend=dist.get_default_backend_for_device(device),
-            init_method=address,  # the rendezvous: rank 0 listens there, and the others connect
-            world_size=world_size,
-            rank=rank,
+            backend=dist.get_default_backend_for_device(device),  # nccl on NVIDIA's GPUs, or gloo
+            init_method=address,  # the rendezvous: rank 0 waits there (listens), others connect
+            world_size=world_size,  # how many ranks there are on all nodes together
+            rank=rank,  # which of them this process is: no two have the same number
             timeout=timedelta(seconds=args.timeout),  # for this call, and for each later message
-            device_id=gpu,
+            device_id=gpu,  # with it, NCCL connects the GPUs now, and not at the first message
         )
     except dist.DistError as error:  # ranks are missing, or the port is taken
         start = f"All {world_size} ranks must connect to {address}: start every node, with the same"
@@ -269,7 +262,7 @@ def join(local_rank, args):
     row = f"{args.nr:<6}{rank:<6}{local_rank:<12}{device!s:<8}{os.getpid():<8}{platform.node()}"
     everyone = [None] * world_size
     dist.all_gather_object(everyone, (row, vars(args)))
-    flags.check_same([theirs for _, theirs in everyone])  # an error, if nodes have others
+    flags.check_same([theirs for _, theirs in everyone])  # an error, if flags differ
     if rank == 0:
         print("node  rank  local_rank  device  pid     host", flush=True)
         print(*[row for row, _ in everyone], sep="\n", flush=True)
@@ -333,13 +326,14 @@ def main():
     add("--timeout", type=flags.positive, default=60, help="seconds to wait for another rank")
     add_flags(parser)
     args = parser.parse_args()
-    parser.check_nodes(args)  # also chooses what is left open: -g, and a free port
+    parser.check_nodes(args)  # also chooses -g and a free port, if they were not given
     # The data is fetched once on each node, before its ranks start.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
-    if args.device == "cpu":  # hide gloo's C++ back traces; Python raises the same errors
+    if args.device == "cpu":  # hide C++ back traces; Python raises the same errors
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     try:
-        # Calls train(0, args), train(1, args) and so on, each in a process of its own.
+        # Starts args.gpus processes. Each is a new Python, which imports this file, and so finds
+        # the function train. Then one calls train(0, args), another train(1, args) and so on.
         mp.spawn(train, (args,), args.gpus)
     except mp.ProcessRaisedException as error:
         sys.exit(str(error))  # the traceback of the rank that failed first

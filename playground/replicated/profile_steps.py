@@ -11,14 +11,14 @@ of ten steps and of their parts for each rank. Here only rank 0 is shown (times 
     0     69.22       0.30        59.94       8.97          8.77
 
 In "data", a rank only reads a batch. In "messages", it only waits, for a message or for a late rank
-(`stragglers.md` finds the late one). "computing" is the rest of the step, with most of Python's own
-overhead. "messages hidden" is how long messages travelled while the rank computed, so it is no part
-of the sum. The profiler makes steps slower, so compare the parts of a step, and not images/s.
+(`playground/pages/stragglers.md` finds the late one). "computing" is the rest of the step, with
+most of Python's own overhead. "messages hidden" is how long messages travelled while the rank
+computed, so it is no part of the sum. The profiler makes steps slower, so compare the parts of a
+step, and not the throughput (images/s).
 
 DDP hides a part of its messages, because it sends a bucket as soon as all of its gradients are
-complete. On CPUs, messages slow the computing a little, because both use the same cores.
-(`pictures.md` draws a step with several buckets, and one with a single bucket.) Add one of these
-flags to the command, and almost nothing is hidden:
+complete (`playground/pages/figures/overlap.png`). On CPUs, messages slow the computing a little,
+because both use the same cores. Add one of these flags, and almost nothing is hidden:
     --bucket_cap_mb 1000    a single bucket of DDP, which is complete only when backward() ends
     --average bucket        one long message after backward(), as in manual_data_parallel.py
     --average each          a message for each gradient after backward()
@@ -27,13 +27,11 @@ Each rank writes what the profiler has recorded, a trace, to traces/rank0.json, 
 and so on. Open such a file at https://ui.perfetto.dev, which does not upload it. A row is a thread,
 and time runs to the right.
 
-Try breaking it, in a copy:
+Try breaking it, in a copy beside it:
   1. Write `time.sleep(0.05 * dist.get_rank())` before `loss.backward()`. On which rank does
      "computing" grow, and on which rank "messages"?
-  2. Replace `model.profiler.step()` with `pass`. Which steps does the trace have, and why?
-
+  2. Replace `profiler.step()` with `pass`. Which steps does the trace have, and why?
 Now write `fault_late_rank.py` in playground/exercises/, which computes how late a rank is.
-
 Builds on: distributed_data_parallel_torchrun.py
 The next lesson, `finding_hangs.py`, finds the rank for which the others wait.
 """
@@ -45,6 +43,7 @@ import statistics
 import sys
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -70,20 +69,85 @@ def train(args):
     if args.average == "ddp":
         # NEW: with bucket_cap_mb=None, DDP chooses the size of the buckets.
         model = DistributedDataParallel(model, bucket_cap_mb=args.bucket_cap_mb)
-    model.average = AVERAGE[args.average]
     torch.manual_seed(args.seed + rank)  # dropout, if there is any, must differ between ranks
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
     # NEW: the first five steps are warmup and are not kept, because they are slower. Then ten are
-    # recorded; a shorter epoch records fewer. run_epoch() finds the profiler as model.profiler.
+    # recorded; a shorter epoch records fewer.
     warmup = min(5, len(train_loader) // 2)
     active = min(10, len(train_loader) - warmup)
     schedule = torch.profiler.schedule(wait=0, warmup=warmup, active=active, repeat=1)
-    with torch.profiler.profile(schedule=schedule) as model.profiler:
-        fit(model, optimizer, train_loader, test_loader, device, args)
-    show_steps(model.profiler, f"{args.out}/rank{rank}.json")
+    with torch.profiler.profile(schedule=schedule) as profiler:
+        # NEW: fit() hands this function to run_epoch() in place of the optimizer.
+        step = partial(make_step, model, optimizer, AVERAGE.get(args.average), profiler)
+        fit(model, step, train_loader, test_loader, device, args)
+    show_steps(profiler, f"{args.out}/rank{rank}.json")
     # DDP refers to the group, so delete DDP first. Otherwise the process may hang.
-    del model
+    del model, step  # the function refers to DDP
     dist.destroy_process_group()
+
+
+def make_step(model, optimizer, average, profiler, loss):
+    """Compute the gradients of a loss, average them, and make a step of the optimizer."""
+    optimizer.zero_grad()
+    loss.backward()
+    if average is not None:  # DDP has averaged in backward()
+        average(model)
+    optimizer.step()
+    profiler.step()  # NEW: a step ends here. The profiler counts them, and follows its schedule
+
+
+def run_epoch(model, loader, device, step=None):
+    """Train, or only test without step. Returns sums over all ranks: loss, correct, images."""
+    model.train(step is not None)
+    # The sums stay on the device. Reading them in each step would make Python wait for the GPU.
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    for images, labels in loader:
+        images = images.to(device, non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
+        with torch.set_grad_enabled(model.training):
+            logits = model(images)
+            loss = F.cross_entropy(logits, labels)
+        if step is not None:
+            step(loss)  # NEW: make_step(), in place of backward() and the optimizer's step()
+        sums[0] += loss.detach() * labels.numel()
+        sums[1] += (logits.argmax(dim=1) == labels).sum()
+        sums[2] += labels.numel()
+    dist.all_reduce(sums)
+    return sums.tolist()
+
+
+def average_gradients(model):
+    """Replace each gradient with its mean over the ranks, as in manual_data_parallel.py."""
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+
+
+def average_in_one_bucket(model):
+    """Do the same with one long message, which takes less time than many short ones."""
+    gradients = [parameter.grad for parameter in model.parameters()]
+    bucket = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(bucket)
+    bucket /= dist.get_world_size()
+    sizes = [gradient.numel() for gradient in gradients]
+    for gradient, mean in zip(gradients, bucket.split(sizes), strict=True):
+        gradient.copy_(mean.view_as(gradient))
+
+
+AVERAGE = {"each": average_gradients, "bucket": average_in_one_bucket}
+
+
+def add_flags(parser):
+    """Add the flags that only this lesson has."""
+    add = parser.add_argument
+    add("--average", choices=["ddp", *AVERAGE], default="ddp", help="ddp, or by hand")
+    size = "MiB in a bucket of DDP; default: first 1, then 25"
+    add("--bucket_cap_mb", type=flags.positive, help=size)
+    folder = "folder for rank0.json, rank1.json, ..."
+    add("--out", type=flags.new_folder, metavar="DIR", default="traces", help=folder)
+
+
+# You can stop here: what follows only reads the trace and prints.
 
 
 def show_steps(profiler, path):
@@ -119,11 +183,10 @@ def step_times(trace):
             computing = covered(events, step, "kernel (?!nccl)")
         else:
             messages = covered(events, step, "user_annotation gloo:")
-            # backward() is in the trace even while a rank only waits in it. So look for the
-            # operations named aten::..., which run only while the rank computes. (Those that the
-            # loader calls are in `data`.)
+            # backward() is in the trace even while a rank only waits in it. The operations named
+            # aten::... run only while the rank computes. (Those of the loader are in `data`.)
             computing = covered(events, step, r"cpu_op aten::|user_annotation Optimizer\.") & ~data
-        # NEW: a rank waits while a message travels and it does not compute.
+        # A rank waits while a message travels and it does not compute.
         waiting = messages & ~computing
         hidden = messages & computing
         only_data = data & ~messages & ~computing
@@ -144,77 +207,6 @@ def covered(events, step, pattern):
         if first < last and re.match(pattern, f"{event.get('cat')} {event['name']}"):
             runs[first:last] = True
     return runs
-
-
-def run_epoch(model, loader, device, optimizer=None):
-    """Train, or only test if there is no optimizer.
-
-    Returns three sums over the images of all ranks: the loss, the number classified correctly, the
-    number of images.
-    """
-    model.train(optimizer is not None)
-    # The sums stay on the device. Reading them in each step would make Python wait for the GPU.
-    sums = torch.zeros(3, dtype=torch.float64, device=device)
-    for images, labels in loader:
-        images = images.to(device, non_blocking=True)
-        labels = labels.to(device, non_blocking=True)
-        with torch.set_grad_enabled(model.training):
-            logits = model(images)
-            loss = F.cross_entropy(logits, labels)
-        if optimizer is not None:
-            optimizer.zero_grad()
-            loss.backward()
-            model.average(model)  # NEW: does nothing with DDP, which has averaged in backward()
-            optimizer.step()
-        sums[0] += loss.detach() * labels.numel()
-        sums[1] += (logits.argmax(dim=1) == labels).sum()
-        sums[2] += labels.numel()
-        if optimizer is not None:
-            # NEW: a step ends here; the next one begins with reading its batch. The profiler counts
-            # the steps, and follows its schedule.
-            model.profiler.step()
-    dist.all_reduce(sums)
-    return sums.tolist()
-
-
-def average_gradients(model):
-    """Replace each gradient with its mean over the ranks, as in manual_data_parallel.py.
-
-    On a GPU, these messages run in the queue (the stream) that also computes, so nothing is
-    computed meanwhile. Messages with async_op=True, such as DDP's, have a stream of their own.
-    """
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= dist.get_world_size()
-
-
-def average_in_one_bucket(model):
-    """Do the same with one long message, which takes less time than many short ones."""
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    bucket = torch.cat([gradient.flatten() for gradient in gradients])
-    dist.all_reduce(bucket)
-    bucket /= dist.get_world_size()
-    sizes = [gradient.numel() for gradient in gradients]
-    for gradient, mean in zip(gradients, bucket.split(sizes), strict=True):
-        gradient.copy_(mean.view_as(gradient))
-
-
-def already_averaged(model):
-    """Do nothing: DDP has averaged the gradients in backward()."""
-
-
-AVERAGE = {"ddp": already_averaged, "each": average_gradients, "bucket": average_in_one_bucket}
-
-
-def add_flags(parser):
-    """Add the flags that only this lesson has."""
-    add = parser.add_argument
-    add("--average", choices=AVERAGE, default="ddp", help="ddp, or by hand")
-    size = "MiB in a bucket of DDP; default: first 1, then 25"
-    add("--bucket_cap_mb", type=flags.positive, help=size)
-    folder = "folder for rank0.json, rank1.json, ..."
-    add("--out", type=flags.new_folder, metavar="DIR", default="traces", help=folder)
 
 
 # ---------- Unchanged from distributed_data_parallel_torchrun.py ----------
@@ -253,7 +245,7 @@ def fit(model, optimizer, train_loader, test_loader, device, args):
         loss, correct, images = run_epoch(model, bar, device, optimizer)
         seconds = time.perf_counter() - start
         speed = len(train_loader) * args.batch_size / seconds
-        # A wrapper such as DDP may send messages in forward(), so test the model that it wraps.
+        # DDP sends messages in forward(), too. So if there is DDP, test the model inside it.
         plain = getattr(model, "module", model)
         _, test_correct, test_images = run_epoch(plain, test_loader, device)
         if rank == 0:
@@ -279,7 +271,7 @@ def main():
     args = parser.parse_args()
     parser.check_torchrun(args)  # an error of one line if torchrun has not started this
     check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
-    # There is no group yet, so a download may take long. One process of each node does it.
+    # One process of each node downloads. There is no group yet, so no timeout runs meanwhile.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 

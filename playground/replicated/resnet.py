@@ -1,10 +1,13 @@
 r"""A real model: ResNet-18 on CIFAR-10, with pretrained parameters, accumulation and batch norm.
 
-Run it. (In the first run, one rank of each node downloads and the others wait, so --timeout 600.)
+Run it:
     torchrun --standalone --nproc-per-node 2 \
         playground/replicated/resnet.py --pretrained --timeout 600
+--pretrained begins with parameters that were trained on ImageNet. In the first run, one rank of
+each node downloads them and the images, and the others wait for it, so --timeout is 600 seconds.
 
-Run it on random images, without a download, with four micro-batches in each step:
+Run it on random images, without a download. Each rank splits its part of a batch into four
+micro-batches, and adds up their gradients:
     torchrun --standalone --nproc-per-node 2 \
         playground/replicated/resnet.py --dataset fake --accumulate 4
 
@@ -12,20 +15,19 @@ It prints (numbers differ a little, and random images cannot be recognized):
     global batch 128 = 2 ranks x 64 images, on each rank in 4 micro-batches
     epoch 1/3  loss 2.6088  train 10.16%  test 8.00%  9.71 s  185 images/s
 
-Run it on GPUs that you choose. Local ranks 0, 1, 2 get GPUs 1, 6, 3. (126 is 3 x 42.)
-    torchrun --standalone --nproc-per-node 3 \
-        playground/replicated/resnet.py --gpu_ids 1,6,3 --batch_size 126
+Gradient accumulation saves memory, because only the activations of one micro-batch are kept at a
+time. DDP needs to average the gradients only once in a step, after the last micro-batch.
 
-The activations of a batch may not fit in memory, so --accumulate splits it into micro-batches and
-adds up their gradients. --pretrained begins with parameters that were trained on ImageNet.
+In training, batch norm uses the mean over the images that one rank processes at a time, so the
+losses change a little with the number of ranks and of micro-batches. For the test, it keeps running
+averages in buffers, which are tensors without a gradient: before each step, DDP copies those of
+rank 0 to all ranks, so these averages come from the images of rank 0 alone. (nn.SyncBatchNorm, on
+GPUs, uses the images of all ranks.)
 
-Batch norm keeps running averages of its inputs in buffers, which are tensors without a gradient.
-DDP copies the buffers of rank 0 to all ranks before each step, so these averages come from the
-images of rank 0 alone. In training, batch norm uses the mean over the images that one rank
-processes at a time, so the losses change a little with the number of ranks and of micro-batches.
-(nn.SyncBatchNorm, on GPUs, uses the images of all ranks.)
+To use GPUs 1, 6 and 3 of a node, put CUDA_VISIBLE_DEVICES=1,6,3 in front of torchrun, and start
+three ranks, with a --batch_size that three ranks can divide, such as 126.
 
-Try breaking it, in a copy:
+Try breaking it, in a copy beside it:
   1. Replace `model.no_sync()` with `nullcontext()`, and run it with --double --accumulate 8. Do the
      losses change? Compare the seconds.
   2. Replace `(loss * fraction).backward()` with `loss.backward()`, and run it with --accumulate 4.
@@ -71,7 +73,8 @@ def accumulate_gradients(model, images, labels, count):
         # but costs more messages. no_sync() turns this off for all micro-batches except the last.
         # DDP decides in forward() what it will do in backward(), so both are inside the `with`.
         is_last = number == count
-        with nullcontext() if is_last else model.no_sync():
+        context = nullcontext() if is_last else model.no_sync()
+        with context:
             logits = model(micro_images)
             loss = F.cross_entropy(logits, micro_labels)
             # NEW: each loss is weighted by the micro-batch's fraction of this rank's batch. So the
@@ -224,31 +227,6 @@ def download(args):
 # Read only what is marked NEW. The flags are those of this model and its data.
 
 
-def join(args):
-    """Join the process group that torchrun describes. Returns this rank and its device."""
-    local_rank = int(os.environ["LOCAL_RANK"])
-    device = torch.device(args.device)
-    gpu = None
-    if args.device != "cpu":
-        # NEW: --gpu_ids 1,6,3 gives GPU 1 to local rank 0, GPU 6 to local rank 1, and so on.
-        number = args.gpu_ids[local_rank] if args.gpu_ids else local_rank
-        gpu = device = torch.device(args.device, number)
-        torch.accelerator.set_device_index(gpu)  # otherwise all ranks would take memory on GPU 0
-    backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA's GPUs, gloo for CPUs
-    dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=gpu)
-    rank = dist.get_rank()
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, vars(args))
-    for flag in vars(args).keys() - {"data_dir", "gpu_ids"}:  # NEW: nodes may use different GPUs
-        values = {str(each[flag]) for each in everyone}
-        if len(values) > 1:
-            dist.destroy_process_group()
-            raise ValueError(f"the nodes differ in --{flag}: {', '.join(sorted(values))}")
-    if rank == 0:
-        print(f"{len(everyone)} ranks, {backend}, {args.device}", flush=True)
-    return rank, device
-
-
 @record
 def main():
     """Read the flags, make sure that the data is there, and train as one of the ranks."""
@@ -262,11 +240,6 @@ def main():
     if os.environ["LOCAL_RANK"] == "0":
         download(args)
     train(args)
-
-
-def gpu_numbers(text):
-    """Turn the text 1,6,3 into a list of numbers."""
-    return [int(number) for number in text.split(",")]
 
 
 def add_flags(parser):
@@ -284,31 +257,38 @@ def add_flags(parser):
     add("--seed", type=flags.seed, default=0)
     add("--double", action="store_true", help="compute in float64, and print 12 digits")
     add("--device", type=flags.device, default=flags.accelerator(), help="default: the accelerator")
-    add("--gpu_ids", type=gpu_numbers, help="GPUs of this node's ranks, as in 1,6,3")
     add("--timeout", type=flags.positive, default=60, help="seconds to wait for a rank or a worker")
 
 
 def check_flags(parser, args, world_size):
-    """Refuse flags that do not fit the number of ranks or of GPUs."""
+    """Refuse flags that do not fit the number of ranks."""
     parser.check_batch(args.batch_size, world_size)
     if args.batch_size // world_size < 2 * args.accumulate:
         parser.error(f"--accumulate {args.accumulate}: batch norm needs two images at a time")
-    if args.workers < 0:
-        parser.error(f"--workers {args.workers} must be 0 or more")
-    if args.gpu_ids:
-        found = torch.accelerator.device_count() if args.device != "cpu" else 0
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        repeated = len(set(args.gpu_ids)) < len(args.gpu_ids)
-        unknown = set(args.gpu_ids) - set(range(found))
-        if repeated or unknown or len(args.gpu_ids) < ranks:
-            parser.error(
-                f"--gpu_ids {args.gpu_ids}: name a GPU for each rank of this node, and none twice;"
-                f" there are {found} GPUs, numbered from 0"
-            )
 
 
 # ---------- Unchanged from distributed_data_parallel_torchrun.py ----------
-# You know what follows: fit(). If you copy this lesson, copy it, too.
+# You know what follows: join() and fit(). If you copy this lesson, copy it, too.
+
+
+def join(args):
+    """Join the process group that torchrun describes. Returns this rank and its device."""
+    local_rank = int(os.environ["LOCAL_RANK"])  # torchrun has numbered this node's processes
+    device = torch.device(args.device)
+    gpu = None
+    if args.device != "cpu":
+        gpu = device = torch.device(args.device, local_rank)
+        torch.accelerator.set_device_index(gpu)  # otherwise all ranks would take memory on GPU 0
+    backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA's GPUs, gloo for CPUs
+    # The address, the rank and the world size are in the environment.
+    dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=gpu)
+    rank = dist.get_rank()
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, vars(args))
+    flags.check_same(everyone)  # an error, if nodes have different flags
+    if rank == 0:
+        print(f"{len(everyone)} ranks, {backend}, {args.device}", flush=True)
+    return rank, device
 
 
 def fit(model, optimizer, train_loader, test_loader, device, args):
@@ -322,7 +302,7 @@ def fit(model, optimizer, train_loader, test_loader, device, args):
         loss, correct, images = run_epoch(model, bar, device, optimizer)
         seconds = time.perf_counter() - start
         speed = len(train_loader) * args.batch_size / seconds
-        # A wrapper such as DDP may send messages in forward(), so test the model that it wraps.
+        # DDP sends messages in forward(), too. So if there is DDP, test the model inside it.
         plain = getattr(model, "module", model)
         _, test_correct, test_images = run_epoch(plain, test_loader, device)
         if rank == 0:

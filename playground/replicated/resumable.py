@@ -3,6 +3,8 @@ r"""Runs that survive failures: resuming from checkpoints, restarts by torchrun,
 Run it, and let torchrun restart the ranks when one of them dies, at most three times:
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc-per-node 2 \
         --max-restarts 3 playground/replicated/resumable.py
+The variable gives each restart a new store, the small server from which the ranks get each other's
+addresses. An old one might still have the addresses of dead ranks.
 
 Resume it with more epochs, here in one process, and look at the curves in a browser:
     torchrun --standalone --nproc-per-node 1 \
@@ -10,15 +12,13 @@ Resume it with more epochs, here in one process, and look at the curves in a bro
     tensorboard --logdir runs
 
 The command with --epochs 5 prints where it resumes (times differ):
-    runs/mlp-mnist/epoch-0003.pt: 3 of 5 epochs are done
+    runs/mlp-mnist/epoch-000003.pt: 3 of 5 epochs are done
     epoch 4/5  loss 0.0952  train 97.12%  test 96.53%  0.41 s  146,442 images/s
 
 Rank 0 keeps a folder with the last three checkpoints, a log, and curves for TensorBoard. (Give each
 run a folder of its own, by --run_dir.) When a rank dies, torchrun ends the others and starts all of
 them again, and they resume from the newest checkpoint. An epoch that was not finished is repeated
-from its beginning. Ranks find each other's addresses in a small server, the store. The variable
-before the first command gives each restart a new store, because in an old one the ranks might find
-the addresses of dead ranks.
+from its beginning.
 
 On one or two nodes, run this on each (NODES=1:2 means at least one node, and at most two):
     NODE0=<ip> NODES=1:2 RESTARTS=3 \
@@ -26,18 +26,17 @@ On one or two nodes, run this on each (NODES=1:2 means at least one node, and at
 A node that joins or leaves restarts all ranks. --run_dir must then be a folder that all nodes
 share, and the ranks must be able to divide --batch_size, with one node and with two.
 
-Try breaking it, in a copy:
-  1. Run it with restarts, --epochs 30 and --run_dir runs/killed, and kill rank 0 by the process id
-     that it prints. Compare the last line with that of a run without the kill.
+Try breaking it, in a copy beside it:
+  1. Run it with restarts, --epochs 30 and --run_dir runs/killed. Rank 0 prints its process id: in a
+     second terminal, type `kill -9` and this number. Compare the last line with that of a run
+     without the kill.
   2. Comment out `optimizer.load_state_dict(...)`, and resume a run. Why do the losses differ?
-
 Now write it yourself: `save_and_resume.py` in playground/exercises/.
 Builds on: distributed_data_parallel_torchrun.py
 The next lesson, `resnet.py`, trains a larger model on colour images.
 """
 
 import os
-import re
 import sys
 import time
 from datetime import timedelta
@@ -57,44 +56,15 @@ from common.data import fetch, loaders
 from common.models import make_model
 
 
-def checkpoints(folder):
-    """Return the paths of the checkpoints in a folder, sorted by epoch."""
-    found = {}
-    for path in folder.iterdir():
-        match = re.fullmatch(r"epoch-([0-9]+)\.pt", path.name)  # no other file counts
-        if match:
-            found[int(match[1])] = path
-    return [found[epoch] for epoch in sorted(found)]
-
-
-def save(folder, epoch, model, optimizer, args):
-    """Write a checkpoint, whole or not at all, and remove all but the last three."""
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    state |= {"epoch": epoch, "args": vars(args)}
-    unfinished = folder / "unfinished"
-    try:
-        with open(unfinished, "wb") as file:
-            torch.save(state, file)
-            # NEW: the node may fail, so the data must be on disk before the file gets its name.
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, folder / f"epoch-{epoch:04}.pt")
-    finally:
-        unfinished.unlink(missing_ok=True)  # left over only after an error
-    for path in checkpoints(folder)[:-3]:
-        path.unlink()
-
-
 def resume(folder, model, optimizer, args):
     """Load the newest checkpoint on each rank. Returns how many epochs are done."""
-    chosen = [None]
+    newest = None
     if dist.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        found = checkpoints(folder)
-        if found:
-            chosen = [found[-1]]
+        newest = max(folder.glob("epoch-*.pt"), default=None)  # all numbers have six digits
     # NEW: rank 0 chooses for all ranks, because a new file in a network folder may appear on the
     # other nodes some seconds later. This sends its path, and each rank reads the file itself.
+    chosen = [newest]
     dist.broadcast_object_list(chosen)
     path = chosen[0]
     if path is None:
@@ -126,51 +96,12 @@ def train(args):
     dist.destroy_process_group()
 
 
-def read(path):
-    """Return what save() has written to a file, a dict."""
-    expected = {"model", "optimizer", "epoch", "args"}
-    try:
-        # NEW: with mmap=True, a tensor is read only when it is used, so no rank has to hold a whole
-        # checkpoint in memory beside its model.
-        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        if not isinstance(state, dict) or not expected <= state.keys():
-            raise ValueError(f"{path} contains something else")
-    except Exception as error:  # its type depends on what the file contains
-        keys = ", ".join(sorted(expected))
-        error.add_note(f"{path} must be a checkpoint that all nodes can read, a dict with {keys}.")
-        error.add_note("If it is damaged, move it away, and the run resumes from the one before.")
-        raise
-    return state
-
-
-# NEW: the numbers depend on these flags, so a run must be resumed with the same ones.
-MUST_AGREE = ["model", "width", "layers", "tokens", "heads"]
-MUST_AGREE += ["dataset", "batch_size", "lr", "seed", "double"]
-
-
-def check_agreement(path, before, args):
-    """Refuse a checkpoint that was written with different flags."""
-    for flag in MUST_AGREE:
-        if before.get(flag) != getattr(args, flag):
-            raise ValueError(
-                f"{path} was written with --{flag} {before.get(flag)}, not {getattr(args, flag)}:"
-                " use the same flags, or a different --run_dir"
-            )
-
-
-def log(folder, line):
-    """Print a line, and append it to the log of the run."""
-    print(line, flush=True)
-    with open(folder / "log.txt", "a") as file:
-        print(line, file=file)
-
-
 def fit(model, optimizer, train_loader, test_loader, device, args, folder, done):
     """Train and test the epochs that are not done. Rank 0 writes log, curves and checkpoints."""
     rank = dist.get_rank()
     if rank == 0:
-        # NEW: a run may stop after it has drawn the points of an epoch, but before its checkpoint.
-        # Then the epoch is repeated, and purge_step hides the old points.
+        # NEW: a rank may die after an epoch's points are drawn, and before its checkpoint is saved.
+        # Then the epoch is repeated, and purge_step makes TensorBoard hide the first points.
         curves = SummaryWriter(folder, purge_step=done + 1)
     # NEW: if your epochs take hours, save every few minutes, and resume in the middle of an epoch.
     # The lesson sharded_data.py does this.
@@ -199,6 +130,61 @@ def fit(model, optimizer, train_loader, test_loader, device, args, folder, done)
             curves.add_scalar("images per second", speed, epoch + 1)
             curves.flush()
             save(folder, epoch + 1, model.module, optimizer, args)  # NEW: after each epoch
+
+
+def save(folder, epoch, model, optimizer, args):
+    """Write a checkpoint, whole or not at all, and remove all but the last three."""
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    state |= {"epoch": epoch, "args": vars(args)}
+    unfinished = folder / "unfinished"
+    try:
+        with open(unfinished, "wb") as file:
+            torch.save(state, file)
+            # NEW: the node may fail, so the data must be on disk before the file gets its name.
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, folder / f"epoch-{epoch:06}.pt")
+    finally:
+        unfinished.unlink(missing_ok=True)  # left over only after an error
+    for path in sorted(folder.glob("epoch-*.pt"))[:-3]:
+        path.unlink()
+
+
+# You can stop here: what follows reads a file, compares its flags, and writes the log.
+
+
+def read(path):
+    """Return what save() has written to a file, a dict."""
+    try:
+        # NEW: with mmap=True, a tensor is read only when it is used, so no rank has to hold a whole
+        # checkpoint in memory beside its model.
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:  # its type depends on what the file contains
+        error.add_note(f"{path} must be a checkpoint that all nodes can read.")
+        error.add_note("If it is damaged, move it away, and the run resumes from the one before.")
+        raise
+
+
+def check_agreement(path, before, args):
+    """Refuse a checkpoint that was written with different flags."""
+    for flag in MUST_AGREE:
+        if before[flag] != getattr(args, flag):
+            raise ValueError(
+                f"{path} was written with --{flag} {before[flag]}, not {getattr(args, flag)}:"
+                " use the same flags, or a different --run_dir"
+            )
+
+
+# The numbers depend on these flags, so a run must be resumed with the same ones.
+MUST_AGREE = ["model", "width", "layers", "tokens", "heads"]
+MUST_AGREE += ["dataset", "batch_size", "lr", "seed", "double"]
+
+
+def log(folder, line):
+    """Print a line, and append it to the log of the run."""
+    print(line, flush=True)
+    with open(folder / "log.txt", "a") as file:
+        print(line, file=file)
 
 
 def add_flags(parser):
@@ -267,7 +253,7 @@ def main():
     args = parser.parse_args()
     parser.check_torchrun(args)  # an error of one line if torchrun has not started this
     check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
-    # There is no group yet, so a download may take long. One process of each node does it.
+    # One process of each node downloads. There is no group yet, so no timeout runs meanwhile.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 

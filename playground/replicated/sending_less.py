@@ -1,38 +1,33 @@
-r"""Sending less: what to do if the network is slow.
+r"""Sending less: what to do if the network between the nodes is slow.
 
 Run it:
     torchrun --standalone --nproc-per-node 2 playground/replicated/sending_less.py
 
 By default this is DDP, so it prints the same numbers as `single_gpu.py`, up to rounding:
     epoch 1/3  loss 0.3960  train 88.26%  test 93.96%  1.43 s  41,881 images/s
-    bytes sent: they cannot be told apart from those of other programs
 
-They can on simulated nodes (`run/README.md`). Here are two, and each sends at most 10 megabits a
-second:
-    GPUS=1 BANDWIDTH=10mbit run/rehearse_two_nodes.sh playground/replicated/sending_less.py --epochs 1
+In each step, DDP sends as many bytes as the gradients have: 236,840 for the default model. At 10
+megabits a second this takes 0.19 s, while computing takes about a millisecond. There are two ways
+to send less. The ranks may send seldom: each trains alone for many steps (--every), and then they
+agree on their parameters. Or they still send in each step, but only an approximation of the
+gradients, by a communication hook of DDP. This simulates two such nodes (`run/README.md`):
+    GPUS=1 BANDWIDTH=10mbit run/rehearse_two_nodes.sh \
+        playground/replicated/sending_less.py --epochs 1
 
-In each step, DDP sends as many bytes as the gradients have: 236,840 for the default model. On this
-network they take 0.19 s, while computing takes about a millisecond. There are two ways to send
-less. With a communication hook, DDP still sends in each step, but only an approximation of the
-gradients. Or the ranks send seldom: each trains alone for many steps (--every), and then they agree
-on their parameters. These are the flags to add, and what an epoch of MNIST takes on the two nodes:
+On them, an epoch of MNIST takes, with these flags at the end of the command:
                                    seconds    MB sent    test
                                    93.2       111.7      93.96%
+    --by local                     2.2        2.4        93.38%
     --by bf16                      46.8       56.2       93.85%
     --by powersgd                  10.5       11.8       93.62%
-    --by local                     2.2        2.4        93.38%
     --by diloco                    2.2        2.4        93.40%
     --batch_size 1280 --lr 1e-2    9.1        11.0       93.59%
 
 The last row is the control, which needs no new idea: with ten times as many images in a step, there
-are a tenth of the messages, and the learning rate must be higher. `measured.md` has longer runs.
+are a tenth of the messages, and the learning rate must be higher. The section "A slow network" of
+`playground/pages/measured.md` has longer runs, and a picture of them.
 
-A step of plain SGD is linear in the gradient, so it makes no difference whether gradients or
-parameters are averaged. With `--sgd --double`, all twelve digits agree between DDP,
-`--by local --every 1`, and `--by diloco --every 1 --outer_lr 1 --outer_momentum 0`. With Adam, they
-do not.
-
-Try breaking it, in a copy:
+Try breaking it, in a copy beside it:
   1. Write `parameter - agreed` in DiLoCo.agree(). Where does the model go?
   2. Give PowerSGD matrices of one column, and then also `use_error_feedback=False`. Compare the
      accuracies.
@@ -41,10 +36,12 @@ Builds on: overlapped_data_parallel.py
 The next lesson, `sharded_data.py`, reads data that does not fit in memory.
 """
 
+import itertools
 import os
 import sys
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -62,31 +59,20 @@ from common.data import fetch, loaders
 from common.models import make_model
 
 
-def with_hook(model, by):
-    """Wrap a model in DDP, which sends gradients in backward(): whole, rounded, or as products."""
-    # PowerSGD gets a single bucket, because with several it may hang on gloo. None: DDP chooses.
-    bucket_cap_mb = 1000 if by == "powersgd" else None
-    model = DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb)
-    if by == "bf16":
-        # NEW: as soon as a bucket of gradients is complete, DDP calls the hook, which averages it
-        # in DDP's place. This one sends bfloat16, which takes half of the bytes.
-        model.register_comm_hook(None, bf16_compress_hook)
-    if by == "powersgd":
-        # NEW: M is a gradient of n x m numbers. This hook sends only P (n x 4) and Q (m x 4), whose
-        # product P Q^T is nearly the mean of M over the ranks. For 64 x 784 numbers, these are
-        # 4 x (64 + 784) = 3,392 in place of 50,176. A step (https://arxiv.org/abs/1905.13727):
-        #     P = M Q, with the Q of the step before. Average P, then make its columns orthonormal.
-        #     Q = M^T P. Average Q. The gradient is P Q^T.
-        # Error feedback: each rank keeps what is missing, M - P Q^T, and adds it to its M of the
-        # next step, so it arrives later. The first ten steps are sent whole.
-        state = PowerSGDState(
-            process_group=None,
-            matrix_approximation_rank=4,  # columns of P and Q
-            start_powerSGD_iter=10,
-            orthogonalization_epsilon=1e-8,  # otherwise a column of zeros becomes 0 / 0
-        )
-        model.register_comm_hook(state, powerSGD_hook)
-    return model
+def local_sgd(optimizer, agree, every, steps_of_epoch):
+    """Let each rank train alone, and call agree() after every few steps.
+
+    In between, the ranks send nothing, and their models drift apart. They also agree after the last
+    step of an epoch, to test one model. (PyTorch has this, too: PostLocalSGDOptimizer.)
+    """
+    steps = itertools.cycle(range(1, steps_of_epoch + 1))
+
+    def after_step(*_):
+        step = next(steps)
+        if step % every == 0 or step == steps_of_epoch:
+            agree()  # NEW: agree on parameters, not on gradients
+
+    optimizer.register_step_post_hook(after_step)  # PyTorch calls it after optimizer.step()
 
 
 @torch.no_grad()
@@ -100,56 +86,79 @@ def average(tensors):
         tensor.copy_(mean.view_as(tensor))
 
 
-class LocalSGD:
-    """An optimizer that averages the parameters of all ranks after every few steps.
-
-    In between, the ranks send nothing, and their models drift apart. (PyTorch has this, too: a
-    PostLocalSGDOptimizer with a PeriodicModelAverager.)
-
-    Args:
-        model: the same on all ranks at the start, and not wrapped in DDP.
-        optimizer: of the model. Its state, such as Adam's averages, is this rank's own.
-        every: how many steps the ranks make alone.
-        steps_of_epoch: the ranks also agree after the last step of an epoch, to test one model.
-    """
-
-    def __init__(self, model, optimizer, every, steps_of_epoch):
-        self.parameters = list(model.parameters())
-        self.optimizer = optimizer
-        self.every = every
-        self.steps_of_epoch = steps_of_epoch
-        self.steps = 0  # made in this epoch
-
-    def zero_grad(self):
-        """Free the gradients of the previous step."""
-        self.optimizer.zero_grad()
-
-    def step(self):
-        """Make a step of this rank, and agree with the other ranks when it is time."""
-        self.optimizer.step()  # NEW: with the gradient of this rank's images only
-        self.steps += 1
-        last = self.steps == self.steps_of_epoch
-        if last or self.steps % self.every == 0:
-            self.agree()
-        if last:
-            self.steps = 0
-
-    def agree(self):
-        """Give all ranks the mean of their parameters."""
-        average(self.parameters)  # NEW: parameters, not gradients
+def train(args):
+    """Train as one of the ranks, and print what this node has sent."""
+    rank, device = join(args)
+    train_loader, test_loader = loaders(args, rank, dist.get_world_size())
+    torch.manual_seed(args.seed)
+    model = make_model(args).to(device)  # the same on all ranks, because they have the same seed
+    torch.manual_seed(args.seed + rank)  # dropout, if there is any, must differ between ranks
+    if args.sgd:
+        optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
+    else:
+        optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
+    # NEW: the ranks agree after some of the optimizer's steps, or DDP sends in each backward().
+    parameters = list(model.parameters())
+    steps_of_epoch = len(train_loader)
+    if args.by == "local":
+        # With plain SGD (--sgd) and --every 1, this gives the same numbers as DDP, up to rounding,
+        # because a step is linear in the gradient. With Adam, it does not.
+        local_sgd(optimizer, partial(average, parameters), args.every, steps_of_epoch)
+    elif args.by == "diloco":
+        outer = DiLoCo(parameters, args.outer_lr, args.outer_momentum)
+        local_sgd(optimizer, outer.agree, args.every, steps_of_epoch)
+    else:
+        model = with_hook(model, args.by)
+    before = bytes_sent()
+    fit(model, optimizer, train_loader, test_loader, device, args)
+    sent = bytes_sent() - before
+    if rank == 0 and sent:
+        print(f"bytes sent by this node: {sent / 1e6:.2f} MB", flush=True)
+    # DDP refers to the group, so delete DDP first. Otherwise the process may hang.
+    del model
+    dist.destroy_process_group()
 
 
-class DiLoCo(LocalSGD):
+def with_hook(model, by):
+    """Wrap a model in DDP, which sends gradients in backward(): whole, rounded, or as products."""
+    # PowerSGD gets a single bucket, because with several it may hang on gloo. None: DDP chooses.
+    bucket_cap_mb = 1000 if by == "powersgd" else None
+    model = DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb)
+    if by == "bf16":
+        # NEW: as soon as a bucket of gradients is complete, DDP calls the hook, which averages it
+        # in DDP's place. This one sends bfloat16, which takes half of the bytes.
+        model.register_comm_hook(None, bf16_compress_hook)
+    if by == "powersgd":
+        # NEW: a matrix of gradients M, n x m, is nearly the product of two thin ones: P, n x 4, and
+        # the transpose of Q, m x 4. The hook sends only these: for a layer of 64 x 784 weights,
+        # 4 x (64 + 784) = 3,392 numbers in place of 50,176. It begins with the Q of the step before
+        # (https://arxiv.org/abs/1905.13727). "Mean" is over the ranks:
+        #     P = mean of M Q, whose columns are then made orthogonal, and of length 1
+        #     Q = mean of M^T P
+        #     P Q^T replaces the gradient
+        # Error feedback: each rank adds what is missing, M - P Q^T, to its M of the next step.
+        state = PowerSGDState(
+            process_group=None,
+            matrix_approximation_rank=4,  # columns of P and Q
+            start_powerSGD_iter=10,  # until then, gradients are sent whole
+            orthogonalization_epsilon=1e-8,  # otherwise a column of zeros becomes 0 / 0
+        )
+        model.register_comm_hook(state, powerSGD_hook)
+    return model
+
+
+class DiLoCo:
     """Local SGD with a second, outer optimizer (https://arxiv.org/abs/2311.08105).
 
-    The ranks do not continue from the mean of their parameters. Its distance from where they last
-    agreed is a gradient for the outer optimizer, whose momentum keeps the direction of before.
+    The ranks do not continue from the mean of their parameters. They take its distance from the
+    parameters on which they last agreed as a gradient, and make a step of the outer optimizer,
+    whose momentum keeps the direction of earlier steps.
     """
 
-    def __init__(self, model, optimizer, every, steps_of_epoch, outer_lr, outer_momentum):
-        super().__init__(model, optimizer, every, steps_of_epoch)
+    def __init__(self, parameters, outer_lr, outer_momentum):
+        self.parameters = parameters
         # NEW: the parameters on which the ranks last agreed. Only the outer optimizer moves them.
-        self.agreed = [parameter.detach().clone() for parameter in self.parameters]
+        self.agreed = [parameter.detach().clone() for parameter in parameters]
         nesterov = outer_momentum > 0
         self.outer = torch.optim.SGD(self.agreed, outer_lr, outer_momentum, nesterov=nesterov)
 
@@ -167,62 +176,28 @@ class DiLoCo(LocalSGD):
             parameter.copy_(agreed)
 
 
-def train(args):
-    """Train as one of the ranks, and tell what this node has sent."""
-    rank, device = join(args)
-    train_loader, test_loader = loaders(args, rank, dist.get_world_size())
-    torch.manual_seed(args.seed)
-    model = make_model(args).to(device)  # the same on all ranks, because they have the same seed
-    torch.manual_seed(args.seed + rank)  # dropout, if there is any, must differ between ranks
-    if args.sgd:
-        optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
-    else:
-        optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
-    # NEW: either DDP sends in backward(), or an optimizer sends in step().
-    steps = len(train_loader)  # of an epoch
-    if args.by == "local":
-        optimizer = LocalSGD(model, optimizer, args.every, steps)
-    elif args.by == "diloco":
-        optimizer = DiLoCo(model, optimizer, args.every, steps, args.outer_lr, args.outer_momentum)
-    else:
-        model = with_hook(model, args.by)
-    before = bytes_sent()
-    fit(model, optimizer, train_loader, test_loader, device, args)
-    after = bytes_sent()
-    if rank == 0 and after is None:
-        print("bytes sent: they cannot be told apart from those of other programs", flush=True)
-    elif rank == 0:
-        print(f"bytes sent by this node: {(after - before) / 1e6:.2f} MB", flush=True)
-    # DDP refers to the group, so delete DDP first. Otherwise the process may hang.
-    del model
-    dist.destroy_process_group()
+# You can stop here: what follows only counts bytes and adds flags.
 
 
 def bytes_sent():
     """Return how many bytes this node has sent to other nodes, as Linux counts them.
 
-    None on a real machine, where other programs send, too. A simulated node has a network of its
-    own (a namespace), which is not the one of the machine's first process.
+    These are the bytes of all programs. A simulated node runs no others. (0 on other systems.)
     """
-    try:
-        own = os.readlink("/proc/self/ns/net")
-        others = os.readlink("/proc/1/ns/net")
-    except OSError:  # not Linux, or not for this user to see
-        return None
-    if own == others:
-        return None
+    counts = Path("/proc/net/dev")
     sent = 0
-    for line in Path("/proc/net/dev").read_text().splitlines()[2:]:  # after two lines of headings
-        interface, numbers = line.split(":")
-        if interface.strip() != "lo":  # which does not leave the node
-            sent += int(numbers.split()[8])  # bytes sent; the eight before are about receiving
+    if counts.exists():
+        for line in counts.read_text().splitlines()[2:]:  # after two lines of headings
+            interface, numbers = line.split(":")
+            if interface.strip() != "lo":  # which does not leave the node
+                sent += int(numbers.split()[8])  # the eight before are about receiving
     return sent
 
 
 def add_flags(parser):
     """Add the flags that only this lesson has."""
     add = parser.add_argument
-    ways = ["ddp", "bf16", "powersgd", "local", "diloco"]
+    ways = ["ddp", "local", "bf16", "powersgd", "diloco"]
     add("--by", choices=ways, default="ddp", help="how the ranks agree")
     add("--every", type=flags.positive, default=50, help="steps between messages (local, diloco)")
     add("--outer_lr", type=flags.rate, default=0.7, help="rate of DiLoCo's outer optimizer")
@@ -266,7 +241,7 @@ def fit(model, optimizer, train_loader, test_loader, device, args):
         loss, correct, images = run_epoch(model, bar, device, optimizer)
         seconds = time.perf_counter() - start
         speed = len(train_loader) * args.batch_size / seconds
-        # A wrapper such as DDP may send messages in forward(), so test the model that it wraps.
+        # DDP sends messages in forward(), too. So if there is DDP, test the model inside it.
         plain = getattr(model, "module", model)
         _, test_correct, test_images = run_epoch(plain, test_loader, device)
         if rank == 0:
@@ -314,7 +289,7 @@ def main():
     args = parser.parse_args()
     parser.check_torchrun(args)  # an error of one line if torchrun has not started this
     check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
-    # There is no group yet, so a download may take long. One process of each node does it.
+    # One process of each node downloads. There is no group yet, so no timeout runs meanwhile.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 

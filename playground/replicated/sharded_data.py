@@ -8,25 +8,28 @@ It prints the same numbers as `single_gpu.py`, up to rounding (times differ):
     epoch 1/3  loss 0.3960  train 88.26%  test 93.96%  9.61 s  6,232 images/s
 
 Save a checkpoint after every five steps, and stop after the first one. Resume with four ranks:
-    torchrun --standalone --nproc-per-node 2 playground/replicated/sharded_data.py \
-        --savefile runs/data.pt --every 5 --stop
-    torchrun --standalone --nproc-per-node 4 playground/replicated/sharded_data.py --savefile runs/data.pt
+    torchrun --standalone --nproc-per-node 2 \
+        playground/replicated/sharded_data.py --savefile runs/data.pt --every 5 --stop
+    torchrun --standalone --nproc-per-node 4 \
+        playground/replicated/sharded_data.py --savefile runs/data.pt
 
 The last command first prints where it resumes, and then the same epochs as above:
     runs/data.pt: 640 images of epoch 1 are done
 
-There are four files of unequal length to train on, and an image is read from them only when it is
-needed. If each rank had files of its own, one rank would run out of images first, and the others
-would wait for it in an all_reduce. So the images of all files are numbered, as if they were in one.
-The order of an epoch depends only on the seed and the epoch, and each rank computes it without a
-message. The next --batch_size numbers of this order are a global batch, of which each rank reads
-its part. With any number of ranks that divides --batch_size, the global batches are those of a
-single process, and all ranks have equally many steps. One number tells where a run is: how many
-images of its epoch the model has seen, on all ranks together. Worker processes prefetch, so only
-the training loop knows it. With `--by torchdata` (`pip install torchdata`), the loader counts the
-batches. This works for a stream, too, whose images have no numbers.
+The training images are in four files of unequal length. If each rank had files of its own, one rank
+would run out of images first, and the others would wait for it in an all_reduce. So the images of
+all files are numbered, as if they were in one. An image is read only when it is needed.
 
-Try breaking it, in a copy:
+The order of an epoch depends on nothing but the seed and the epoch, so each rank computes it
+without a message. The next --batch_size numbers of it are a global batch, of which each rank reads
+its part. With any number of ranks that divides --batch_size, the global batches are those of a
+single process, and all ranks make equally many steps.
+
+One number tells where a run is: how many images of its epoch the model has seen, on all ranks
+together. Count them in the training loop, because the processes that read, the workers of a
+DataLoader, are some batches ahead of it.
+
+Try breaking it, in a copy beside it:
   1. Seed with `seed + epoch + rank` in own_batches(). Does an epoch still have every image?
   2. Write `print("read")` in Files.__getitem__(), and run it in one process with --every 5 --stop.
      How many images are read, and how many has the model seen?
@@ -37,7 +40,6 @@ The next lesson, `sharded_optimizer.py`, shards what DDP replicates on every ran
 
 import bisect
 import functools
-import importlib.util
 import itertools
 import math
 import os
@@ -61,45 +63,39 @@ from common.data import fetch, load
 from common.models import make_model
 
 
-@functools.cache  # once in each process
-def opened(path):
-    """Return an array that stays on disk (a memmap). Only the numbers that are used are read."""
-    return numpy.load(path, mmap_mode="r")
-
-
 class Files(Dataset):
     """The images of several files, numbered from 0 as if they were in one.
 
     Args:
-        folder: has train-0-images.npy, (N, 1, 28, 28), train-0-labels.npy, int64 (N,), and so
-            on. Of a text, both are (N, 128).
+        folder: has train-0-images.npy, (N, 1, 28, 28), train-0-labels.npy, int64 (N,), and so on.
         part: "train" or "test".
     """
 
     def __init__(self, folder, part):
-        names = {path.name.rpartition("-")[0] for path in folder.glob(f"{part}-*-*.npy")}
-        if not names:
-            raise FileNotFoundError(f"no files {folder}/{part}-*.npy")
-        # NEW: keep paths, not arrays. A worker that is not forked gets a copy of this object, and a
-        # memmap would be copied with all its numbers.
-        self.images = [folder / f"{name}-images.npy" for name in sorted(names)]
-        self.labels = [folder / f"{name}-labels.npy" for name in sorted(names)]
-        self.lengths = [len(opened(path)) for path in self.labels]
-        if self.lengths != [len(opened(path)) for path in self.images]:
-            raise ValueError(f"the {part} files in {folder} have more images than labels, or fewer")
-        self.ends = list(itertools.accumulate(self.lengths))
+        # NEW: keep paths, not arrays. A worker may get a copy of this object, and the arrays would
+        # be copied with all their numbers.
+        self.images = sorted(folder.glob(f"{part}-*-images.npy"))
+        self.labels = sorted(folder.glob(f"{part}-*-labels.npy"))
+        lengths = [len(opened(path)) for path in self.labels]
+        self.starts = list(itertools.accumulate(lengths, initial=0))
 
     def __len__(self):
         """Return the number of images in all files."""
-        return sum(self.lengths)
+        return self.starts[-1]
 
     def __getitem__(self, number):
         """Read one image, (1, 28, 28), and its label, ()."""
-        file = bisect.bisect_right(self.ends, number)  # the first file that ends behind the image
-        row = number - self.ends[file] + self.lengths[file]
+        file = bisect.bisect_right(self.starts, number) - 1  # the last file that starts before it
+        row = number - self.starts[file]
         image = opened(self.images[file])[row]
         label = opened(self.labels[file])[row]
         return torch.tensor(image), torch.tensor(label)  # tensor() copies them into memory
+
+
+@functools.cache  # once in each process
+def opened(path):
+    """Return an array that stays on disk (a memmap). Only the numbers that are used are read."""
+    return numpy.load(path, mmap_mode="r")
 
 
 def own_batches(images, batch_size, seed, epoch, done, rank, world_size):
@@ -109,10 +105,7 @@ def own_batches(images, batch_size, seed, epoch, done, rank, world_size):
         images: the number of images in all files.
         done: how many images of the epoch the model has seen, on all ranks together.
     """
-    if batch_size % world_size:
-        raise ValueError(f"{world_size} ranks cannot divide a batch of {batch_size}")
-    # NEW: this order is the same on all ranks, for any number of ranks, and after a restart. (Of
-    # 100 million images, it takes 4 GB. Then shuffle blocks of images that lie together.)
+    # NEW: this order is the same on all ranks, for any number of ranks, and after a restart.
     generator = torch.Generator().manual_seed(seed + epoch)
     order = torch.randperm(images, generator=generator).tolist()
     batches = []
@@ -123,70 +116,67 @@ def own_batches(images, batch_size, seed, epoch, done, rank, world_size):
     return batches
 
 
-def make_loader(train_set, args, progress):
-    """Return a loader of this rank's images, from where the run is to the end of the epoch."""
-    rank = dist.get_rank()
-    world_size = dist.get_world_size()
-    done = progress["images"] if args.by == "hand" else 0
-    batches = own_batches(
-        len(train_set), args.batch_size, args.seed, progress["epoch"], done, rank, world_size
-    )
-    if args.by == "hand":
-        return DataLoader(train_set, batch_sampler=batches, **loader_options(args))
-    from torchdata.stateful_dataloader import StatefulDataLoader
-
-    loader = StatefulDataLoader(train_set, batch_sampler=batches, **loader_options(args))
-    if progress["loader"] is not None:
-        # NEW: it skips the batches that rank 0 had read; every rank has read the same number. (If a
-        # data set has a state, each rank must save its own.)
-        loader.load_state_dict(progress["loader"])
-    return loader
+def make_loader(data, batches, args):
+    """Return a loader of these batches of numbers, which its workers read in advance."""
+    pin = args.device != "cpu"
+    # A worker may never answer, as when its disk hangs. By default, the rank would wait for ever.
+    options = {"num_workers": args.workers, "timeout": args.timeout, "pin_memory": pin}
+    return DataLoader(data, batch_sampler=batches, **options)
 
 
 def train(args):
     """Start a run, or resume it, and train as one of the ranks."""
     rank, device = join(args)
-    train_set = Files(folder_of(args), "train")
-    test_loader = make_test_loader(Files(folder_of(args), "test"), args)
+    train_set, test_set = Files(folder_of(args), "train"), Files(folder_of(args), "test")
+    # Each test image is on one rank only.
+    batches = torch.arange(len(test_set)).tensor_split(math.ceil(len(test_set) / 1000))
+    test_batches = [batch[rank :: dist.get_world_size()].tolist() for batch in batches]
+    test_loader = make_loader(test_set, test_batches, args)
     torch.manual_seed(args.seed)
     model = make_model(args).to(device)
     model = DistributedDataParallel(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
-    progress = resume(model.module, optimizer, args)  # NEW: where the run is
+    progress = beginning(0)
+    if args.resume:
+        progress = resume(model.module, optimizer, args)  # NEW: where the run is
     fit(model, optimizer, train_set, test_loader, device, args, progress)
     # DDP refers to the group, so delete DDP first. Otherwise the process may hang.
     del model
     dist.destroy_process_group()
 
 
+def beginning(epoch):
+    """Return where a run is when no image of an epoch is seen. "sums" are those of run_epoch()."""
+    return {"epoch": epoch, "images": 0, "sums": [0.0, 0.0, 0.0]}
+
+
 def fit(model, optimizer, train_set, test_loader, device, args, progress):
     """Train and test, beginning where the run is. Print one line for each epoch."""
-    rank = dist.get_rank()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     whole = len(train_set) // args.batch_size * args.batch_size  # the images of an epoch
     for epoch in range(progress["epoch"], args.epochs):
-        before = progress["images"]
+        done = progress["images"]
         # Dropout, if there is any, draws different numbers on each rank and after each restart.
-        torch.manual_seed(args.seed + epoch * whole + before + rank)
+        torch.manual_seed(args.seed + epoch * whole + done + rank)
         start = time.perf_counter()
-        loader = make_loader(train_set, args, progress)
+        size = args.batch_size
+        batches = own_batches(len(train_set), size, args.seed, epoch, done, rank, world_size)
+        loader = make_loader(train_set, batches, args)
         bar = tqdm(loader, leave=False, disable=None if rank == 0 else True)
-        batches = iter(bar)
+        ready = iter(bar)
         while progress["images"] < whole:
-            # NEW: train on the next batches of the loader, until it is time to save.
-            section = itertools.islice(batches, args.every)
-            sums = run_epoch(model, section, device, optimizer)
+            # NEW: train on the next few batches, until it is time to save.
+            sums = run_epoch(model, itertools.islice(ready, args.every), device, optimizer)
             # NEW: now the model has seen these images. The workers are already reading later ones.
-            progress["images"] = min(progress["images"] + args.every * args.batch_size, whole)
+            progress["images"] = min(progress["images"] + args.every * size, whole)
             progress["sums"] = [old + new for old, new in zip(progress["sums"], sums, strict=True)]
-            if args.by == "torchdata":
-                progress["loader"] = loader.state_dict()
             if rank == 0 and args.savefile:
                 save(model.module, optimizer, args, progress)
             if args.stop:
                 return
         bar.close()
         seconds = time.perf_counter() - start
-        speed = (whole - before) / seconds
+        speed = (whole - done) / seconds
         loss, correct, images = progress["sums"]
         _, test_correct, test_images = run_epoch(model.module, test_loader, device)
         if rank == 0:
@@ -200,15 +190,10 @@ def fit(model, optimizer, train_set, test_loader, device, args, progress):
         progress = beginning(epoch + 1)
 
 
-def beginning(epoch):
-    """Return where a run is when no image of an epoch is seen. "sums" are those of run_epoch()."""
-    return {"epoch": epoch, "images": 0, "sums": [0.0, 0.0, 0.0], "loader": None}
-
-
 def save(model, optimizer, args, progress):
     """Write a checkpoint, whole or not at all."""
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    state |= {"progress": progress, "same": must_agree(args)}  # NEW: where the run is
+    state |= {"progress": progress, "args": vars(args)}  # NEW: where the run is
     unfinished = Path(f"{args.savefile}.unfinished")
     try:
         with open(unfinished, "wb") as file:  # so that a full disk gives a clear error
@@ -218,19 +203,18 @@ def save(model, optimizer, args, progress):
         unfinished.unlink(missing_ok=True)  # left over only after an error
 
 
+# The numbers depend on these, so a run must be resumed with the same ones.
+MUST_AGREE = ["images", "dataset", "batch_size", "lr", "seed", "double"]
+MUST_AGREE += ["model", "width", "layers", "tokens", "heads"]
+
+
 def resume(model, optimizer, args):
-    """Load the checkpoint, if there is one, on each rank. Returns where the run is."""
-    if not args.resume:
-        return beginning(0)
-    try:
-        state = torch.load(args.savefile, map_location="cpu", weights_only=True)
-        same = state["same"]
-    except Exception as error:  # its type depends on what the file contains
-        raise ValueError(f"{args.savefile} is not a checkpoint of this lesson") from error
-    for name, value in must_agree(args).items():
-        before = same.get(name)
-        if before != value:
-            raise ValueError(f"{args.savefile} was written with {name} {before}, not {value}")
+    """Load the checkpoint on each rank. Returns where the run is."""
+    state = torch.load(args.savefile, map_location="cpu", weights_only=True)
+    for name in MUST_AGREE:
+        before, now = state["args"].get(name), getattr(args, name)
+        if before != now:
+            raise ValueError(f"{args.savefile} was written with {name} {before}, not {now}")
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     progress = state["progress"]
@@ -240,27 +224,7 @@ def resume(model, optimizer, args):
     return progress
 
 
-def must_agree(args):
-    """Return what a run must resume with, because its numbers depend on it."""
-    names = ["images", "dataset", "double", "seed", "batch_size", "lr", "by"]
-    names += ["model", "width", "layers", "tokens", "heads"]
-    if args.by == "torchdata":
-        names.append("workers")  # a position of the loader is one for each worker
-    return {name: getattr(args, name) for name in names}
-
-
-def make_test_loader(test_set, args):
-    """Return a loader of this rank's test images. Each test image is on one rank only."""
-    batches = torch.arange(len(test_set)).tensor_split(math.ceil(len(test_set) / 1000))
-    own = [batch[dist.get_rank() :: dist.get_world_size()].tolist() for batch in batches]
-    return DataLoader(test_set, batch_sampler=own, **loader_options(args))
-
-
-def loader_options(args):
-    """Return how a loader reads: its workers prefetch two batches each."""
-    pin = args.device != "cpu"
-    # A worker may never answer, as when its disk hangs. By default, the rank would wait for ever.
-    return {"num_workers": args.workers, "timeout": args.timeout, "pin_memory": pin}
+# You can stop here: what follows makes the files, and reads the flags.
 
 
 def folder_of(args):
@@ -273,19 +237,17 @@ def make(args):
     args.dataset = fetch(args.dataset, args.data_dir)
     dtype = torch.float64 if args.double else torch.float32
     train_set, test_set = load(args.dataset, args.data_dir, dtype)
-    places = [round(part * len(train_set)) for part in (0, 0.07, 0.32, 0.45, 1)]
-    for number, (start, end) in enumerate(itertools.pairwise(places)):
-        write(args, f"train-{number}", train_set.images[start:end], train_set.labels[start:end])
-    write(args, "test-0", test_set.images, test_set.labels)
-
-
-def write(args, name, images, labels):
-    """Write a file of images, and one of their labels, which opened() can read."""
+    ends = [round(part * len(train_set)) for part in (0, 0.07, 0.32, 0.45, 1)]
+    parts = {}
+    for number, (start, end) in enumerate(itertools.pairwise(ends)):
+        parts[f"train-{number}"] = (train_set.images[start:end], train_set.labels[start:end])
+    parts["test-0"] = (test_set.images, test_set.labels)
     folder = folder_of(args)
     folder.mkdir(parents=True, exist_ok=True)
-    numpy.save(folder / f"{name}-images.npy", images.numpy())
-    numpy.save(folder / f"{name}-labels.npy", labels.numpy())
-    print(f"{folder}/{name}-images.npy: {len(labels):,} {args.unit}")
+    for name, (images, labels) in parts.items():
+        numpy.save(folder / f"{name}-images.npy", images.numpy())
+        numpy.save(folder / f"{name}-labels.npy", labels.numpy())
+        print(f"{folder}/{name}-images.npy: {len(labels):,} {args.unit}")
 
 
 def add_flags(parser):
@@ -293,26 +255,18 @@ def add_flags(parser):
     add = parser.add_argument
     add("--make", action="store_true", help="make the files, and train nothing (without torchrun)")
     add("--files", type=os.path.expanduser, default="runs/files", help="folder of the files")
-    add("--by", choices=["hand", "torchdata"], default="hand", help="what counts the images")
     add("--workers", type=flags.positive, default=2, help="processes of each rank that read")
     add("--savefile", type=flags.new_file, help="a checkpoint; if it is there, the run resumes")
     add("--every", type=flags.positive, default=100, help="steps from checkpoint to checkpoint")
     add("--stop", action="store_true", help="stop after the first checkpoint")
 
 
-def check_flags(parser, args, world_size):
-    """Refuse flags that do not fit the number of ranks, or a package that is missing."""
-    parser.check_batch(args.batch_size, world_size)
-    if args.by == "torchdata" and importlib.util.find_spec("torchdata") is None:
-        parser.error("--by torchdata needs torchdata: pip install torchdata")
-
-
 def check_files(parser, args):
     """Count the images. Refuse to train without files, or with too few images for a batch."""
-    try:
-        args.images = [len(Files(folder_of(args), part)) for part in ("train", "test")]
-    except (OSError, EOFError, ValueError) as error:  # some are missing, or not whole
-        parser.error(f"{error}: use python {' '.join(sys.argv)} --make")
+    folder = folder_of(args)
+    args.images = [len(Files(folder, part)) for part in ("train", "test")]
+    if 0 in args.images:
+        parser.error(f"not all files are in {folder}: use python {' '.join(sys.argv)} --make")
     if args.batch_size > args.images[0]:
         parser.error(f"--batch_size must be at most {args.images[0]}, all training {args.unit}")
 
@@ -323,7 +277,7 @@ def main():
     parser = flags.ranks(__doc__)
     add_flags(parser)
     args = parser.parse_args()
-    if args.make:  # NEW: in one process, without ranks
+    if args.make:  # in one process, without ranks
         make(args)
         return
     parser.check_torchrun(args)  # an error of one line if torchrun has not started this
@@ -340,7 +294,8 @@ def main():
 
 
 # ---------- Unchanged from distributed_data_parallel_torchrun.py ----------
-# You know what follows: join() and run_epoch(). If you copy this lesson, copy it, too.
+# You know what follows: join(), run_epoch() and check_flags(). If you copy this lesson, copy it,
+# too.
 
 
 def join(args):
@@ -383,6 +338,11 @@ def run_epoch(model, loader, device, optimizer=None):
         sums[2] += labels.numel()
     dist.all_reduce(sums)
     return sums.tolist()
+
+
+def check_flags(parser, args, world_size):
+    """Refuse flags that do not fit the number of ranks."""
+    parser.check_batch(args.batch_size, world_size)
 
 
 if __name__ == "__main__":

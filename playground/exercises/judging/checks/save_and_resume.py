@@ -57,7 +57,7 @@ class Killed(BaseException):
 
 
 class Net(nn.Module):
-    """A network whose output depends on a buffer."""
+    """A model whose output depends on a buffer."""
 
     def __init__(self):
         super().__init__()
