@@ -59,7 +59,8 @@ COMMANDS = {  # A; B; the flags of both; target
     "ddp": "torchrun distributed_data_parallel_torchrun; torchrun bare ddp; ; at most 1.15 s",
     "fsdp": "torchrun fully_sharded_data_parallel; torchrun bare fsdp; ; at most 1.15 s",
     "tensor": "torchrun tensor_parallel --by dtensor; torchrun bare tensor; ; at most 1.15 s",
-    "pipeline": "torchrun pipeline_parallel; torchrun bare pipeline; ; at most 1.15 s",
+    "pipeline": "torchrun pipeline_parallel --schedule GPipe; torchrun bare pipeline;"
+    " ; at most 1.15 s",
     "transformer": "torchrun distributed_data_parallel_torchrun --model transformer;"
     " torchrun bare transformer; ; at most 1.15 s",
     "language": "torchrun1 language_model --precision full --rows 128 --constant --clip 0"

@@ -85,13 +85,3 @@ def by_hand(rank, dtype):
 def test_the_gradients_of_one_process(world_size, dtype):
     """To 1e-12, also with micro-batches of different sizes; what a rank keeps is counted."""
     in_group(by_hand, world_size, dtype)
-
-
-def test_a_shared_parameter_is_refused():
-    """Each rank would train its own copy."""
-    from manual_pipeline import cut
-
-    first, last = nn.Linear(4, 4), nn.Linear(4, 4)
-    last.weight = first.weight
-    with pytest.raises(ValueError, match="two stages share a parameter"):
-        cut(nn.Sequential(first, last), 2)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from conftest import SHORT, train
 from forked import in_group
-from pipeline_parallel import STAGES_PER_RANK, V_SHAPED, Pipeline, connect, cut
+from pipeline_parallel import V_SHAPED, connect, make_1f1b, make_other
 from torch import nn
 from torch.nn import functional as F
 
@@ -69,7 +69,7 @@ def two_steps(rank, name, frozen):
     layers = unusual(frozen)
     whole = copy.deepcopy(layers)
     world_size = dist.get_world_size()
-    model = Pipeline(cut(layers, world_size * STAGES_PER_RANK[name]), CPU, name, 4)
+    model = make_1f1b(layers, CPU, 4) if name == "1F1B" else make_other(name, layers, CPU, 4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     in_one_process = torch.optim.AdamW(whole.parameters(), lr=0.1)
     connect(model, [batch()], CPU)

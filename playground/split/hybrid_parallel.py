@@ -4,28 +4,29 @@ Run it, with tensor parallelism and FSDP:
     torchrun --standalone --nproc-per-node 4 playground/split/hybrid_parallel.py
 
 It prints the same numbers as `single_gpu.py`, up to rounding (with --double all twelve digits
-agree). Each rank keeps half of what it keeps in `tensor_parallel.py` with two ranks:
+agree). Each rank keeps half of what it keeps in `tensor_parallel.py`:
     rank 0  dp 0  tp 0  keeps 14,821 parameters
     rank 1  dp 0  tp 1  keeps 14,821 parameters
     rank 2  dp 1  tp 0  keeps 14,821 parameters
     rank 3  dp 1  tp 1  keeps 14,821 parameters
 
-A mesh is a grid of ranks. This one has ranks 0 and 1 in its first row, and 2 and 3 in its second.
-Its axes have names, and the ranks on a line along an axis form a process group. Each row is a group
-along axis tp, for tensor parallelism: its ranks split the linear layers, and read the same images.
-Each column is a group along axis dp, for FSDP, which is a kind of data parallelism: its ranks read
-different images, and shard the half of each layer that all ranks of the column have. Of the first
-layer's 64 outputs, a rank keeps the parameters of 32 after splitting, and of 16 after sharding.
+A mesh is a grid of ranks. Its axes have names, and each row and each column is a process group:
+
+               tp 0     tp 1
+      dp 0    rank 0   rank 1    A row is a tp group: it reads the same images, and splits layers.
+      dp 1    rank 2   rank 3    A column is a dp group: its ranks read different images, and FSDP,
+                                 a kind of data parallelism, shards what splitting has left.
+
+Of the first layer's 64 outputs, a rank keeps the parameters of 32 after splitting, and of 16 after
+sharding. Every layer waits for messages along a row, so rows should lie inside nodes. They do if a
+node has as many ranks as a row, or a multiple. `playground/pages/figures/mesh.png` shows what is
+sent along each axis.
 
 Hybrid sharded data parallelism (HSDP) shards along one axis, and keeps replicas along the other:
     torchrun --standalone --nproc-per-node 4 playground/split/hybrid_parallel.py --kind hsdp
 
 Here each row shards the whole model, so a rank keeps half of it, 29,605 parameters. The ranks of a
-column have the same shards, and average their gradients with an all_reduce. With
-`playground/tools/watch.py` in front of the script, you see which messages travel along which axis.
-
-The rows of the mesh should lie inside nodes, because every layer waits for their messages. They do
-if the number of ranks of a node is a multiple of a row's length.
+column have the same shards, and average their gradients with an all_reduce.
 
 Try breaking it, in a copy beside it:
   1. Before `optimizer.step()`, write `torch.nn.utils.clip_grad_norm_(model.parameters(), 1)`. Does
@@ -36,7 +37,6 @@ Builds on: tensor_parallel.py
 The next lesson, `mixed_precision.py`, computes in 16 bits.
 """
 
-import argparse
 import math
 import os
 import sys
@@ -67,8 +67,7 @@ def split(model, mesh):
         plan[first] = ColwiseParallel()
         plan[second] = RowwiseParallel()
     parallelize_module(model, mesh, plan)
-    # PyTorch 2.15 warns that the outputs of layers are views, which must not be changed in place.
-    # No function of this lesson changes them.
+    # PyTorch 2.15 warns not to change a layer's output in place. This lesson does not.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module")
 
 
@@ -112,6 +111,9 @@ def train(args):
     dist.destroy_process_group()
 
 
+# You can stop here: what follows only prints, and reads and checks the flags.
+
+
 def show_mesh(model, mesh):
     """Print the place of each rank in the mesh, and the number of parameters that it keeps."""
     places = []
@@ -135,8 +137,6 @@ def add_flags(parser):
 def sizes(text):
     """Parse the sizes of the two axes of a mesh, such as 2x4."""
     rows, columns = map(int, text.split("x"))
-    if min(rows, columns) < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be two numbers that are 1 or more")
     return rows, columns
 
 
@@ -153,10 +153,9 @@ def check_flags(parser, args, world_size):
     dp_size = world_size
     if args.kind == "tp":
         dp_size = rows
-        width = args.width
-        if width % columns:
-            near = max(1, round(width / columns)) * columns
-            parser.error(f"a tp group of {columns} cannot split --width {width}: use {near}")
+        if args.width % columns:
+            near = max(1, round(args.width / columns)) * columns
+            parser.error(f"a tp group of {columns} cannot split --width {args.width}: use {near}")
     parser.check_batch(args.batch_size, dp_size)
 
 
@@ -196,7 +195,7 @@ def fit(model, optimizer, train_loader, test_loader, device, args):
         loss, correct, images = run_epoch(model, bar, device, optimizer)
         seconds = time.perf_counter() - start
         speed = len(train_loader) * args.batch_size / seconds
-        # A wrapper such as DDP may send messages in forward(), so test the model that it wraps.
+        # DDP sends messages in forward(), too. So if there is DDP, test the model inside it.
         plain = getattr(model, "module", model)
         _, test_correct, test_images = run_epoch(plain, test_loader, device)
         if rank == 0:
@@ -239,7 +238,7 @@ def main():
     args = parser.parse_args()
     parser.check_torchrun(args)  # an error of one line if torchrun has not started this
     check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
-    # There is no group yet, so a download may take long. One process of each node does it.
+    # One process of each node downloads. There is no group yet, so no timeout runs meanwhile.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 

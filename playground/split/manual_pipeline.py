@@ -17,10 +17,10 @@ which receives the activations of a micro-batch from the previous rank, computes
 sends the output to the next rank. In the backward pass, gradients travel back.
 
 A schedule is a list of passes. Two functions return such lists, and `Pipeline` computes any list.
-Both let a rank wait equally long (the bubble of `model_parallel.py`). They differ in memory. With
-GPipe, the default, all forward passes come first, so a rank keeps the activations of all
+With GPipe, the default, all forward passes come first, so a rank keeps the activations of all
 micro-batches. 1F1B (one forward, one backward) computes each backward pass as early as possible, so
-rank r of p keeps the activations of at most p - r micro-batches.
+rank r of p keeps the activations of at most p - r micro-batches. With both, the ranks wait equally
+long: the bubble (`model_parallel.py`). `playground/pages/figures/schedules.png` shows both.
 
 A pipeline gains time if each rank has a core of its own and large layers. With --width 512
 --layers 8 --batch_size 2048, an epoch took 6.3 s on 2 cores, and 9.5 s in `single_gpu.py` on one.
@@ -64,8 +64,8 @@ def gpipe(rank, world_size, micro_batches):
 
 def one_forward_one_backward(rank, world_size, micro_batches):
     """Return the passes of a rank: each backward pass as early as possible."""
-    # NEW: a micro-batch must go through ranks r to p - 1 before its gradient comes back to rank r.
-    # So rank r computes p - r forward passes first.
+    # NEW: the p - r ranks from rank r to the last one, p - 1, compute a micro-batch before its
+    # gradient comes back to rank r. So rank r begins with p - r forward passes.
     ahead = min(world_size - rank, micro_batches)
     passes = [f"F{number}" for number in range(ahead)]
     for number in range(micro_batches):
@@ -97,9 +97,9 @@ class Pipeline(torch.nn.Module):
         self.most_kept = 0  # micro-batches whose activations were kept at the same time
         self.rank = dist.get_rank()
         self.last_rank = dist.get_world_size() - 1
-        # NEW: activations and gradients have a group each. On GPUs a group sends one message after
-        # another, so in a single group, rank 0's activations and rank 1's gradient could each wait
-        # for the other.
+        # NEW: activations and gradients have a group each, because in one group NCCL carries out
+        # messages in the order of the calls. If rank 0 sends activations while rank 1 sends a
+        # gradient, each would wait until the other receives.
         self.activations = dist.new_group(timeout=timeout)
         self.gradients = dist.new_group(timeout=timeout)
 
@@ -146,9 +146,7 @@ class Pipeline(torch.nn.Module):
             inputs = torch.empty(shape, dtype=self.dtype, device=images.device)
             dist.recv(inputs, src=self.rank - 1, group=self.activations)
             inputs.requires_grad_(self.training)  # NEW: backward() then fills inputs.grad
-        # In mixed precision (autocast), a stage may return bfloat16, but the next rank expects the
-        # parameters' dtype.
-        output = self.stage(inputs).to(self.dtype)
+        output = self.stage(inputs).to(self.dtype)  # the next rank expects this dtype
         if self.rank < self.last_rank:
             # A message has only numbers: no autograd graph, and no strides.
             sent = output.detach().contiguous()
@@ -212,14 +210,13 @@ def make_stage(layers, rank, image):
 
 
 def cut(layers, count):
-    """Cut an nn.Sequential into stages with about the same number of layers with parameters."""
+    """Cut an nn.Sequential into stages with about the same number of layers with parameters.
+
+    Two stages must not share a parameter, because each rank would train its own copy.
+    """
     indices = with_parameters(layers)
     starts = [indices[number * len(indices) // count] for number in range(1, count)]
-    stages = [layers[start:end] for start, end in pairwise([0, *starts, len(layers)])]
-    in_stages = sum(len(list(stage.parameters())) for stage in stages)
-    if in_stages > len(list(layers.parameters())):
-        raise ValueError("two stages share a parameter, and each rank would train its own copy")
-    return stages
+    return [layers[start:end] for start, end in pairwise([0, *starts, len(layers)])]
 
 
 def with_parameters(layers):
@@ -236,11 +233,7 @@ def lists_of(args, world_size):
 
 
 def run_epoch(model, loader, device, optimizer=None):
-    """Train, or only test if there is no optimizer.
-
-    Returns three sums over all images: the loss, the number classified correctly, the number of
-    images.
-    """
+    """Train, or only test without optimizer. Returns sums over all ranks: loss, correct, images."""
     model.train(optimizer is not None)
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     for images, labels in loader:
@@ -259,6 +252,9 @@ def run_epoch(model, loader, device, optimizer=None):
             sums[2] += labels.numel()
     dist.all_reduce(sums)  # NEW: now all ranks have the sums
     return sums.tolist()
+
+
+# You can stop here: what follows only prints, and reads and checks the flags.
 
 
 def show_stages(model):
@@ -294,37 +290,20 @@ def check_flags(parser, args, world_size):
         few = f"{world_size} stages, but only {most} layers have parameters"
         parser.error(f"{few}: start fewer processes, or use a larger --layers")
     lists = lists_of(args, world_size)
-    fault = fault_in(lists, world_size)
-    if fault:
-        parser.error(f"--schedule: {fault}")
-    micro_batches = len(lists[0]) // 2
+    if len(lists) != world_size:
+        wrong = f"{world_size} ranks need GPipe, 1F1B, or {world_size} lists such as F0,F1,B0,B1"
+        parser.error(f"--schedule: {wrong}")
+    micro_batches = max(1, len(lists[0]) // 2)
     if micro_batches > args.batch_size:
         parser.error(f"{micro_batches} micro-batches, but a batch has {args.batch_size} images")
-
-
-def fault_in(lists, world_size):
-    """Return what is wrong with the passes of all ranks, or "". It does not look for deadlocks."""
-    if len(lists) != world_size:
-        return f"{world_size} ranks need GPipe, 1F1B, or {world_size} lists such as F0,F1,B0,B1"
-    micro_batches = max(1, len([each for each in lists[0] if each.startswith("F")]))
-    right = gpipe(0, world_size, micro_batches)
+    needed = gpipe(0, world_size, micro_batches)
     for rank, passes in enumerate(lists):
-        for each in [*right, *passes]:
-            times = passes.count(each)
-            if each not in right or times != 1:
-                return f"rank {rank} has {each} {times} times, and needs {' '.join(right)} once"
-        for number in range(micro_batches):
-            if passes.index(f"B{number}") < passes.index(f"F{number}"):
-                return f"rank {rank} has B{number} before F{number}"
-        for kind in ("F", "B"):
-            order = [each for each in passes if each.startswith(kind)]
-            first = [each for each in lists[0] if each.startswith(kind)]
-            if order != first:
-                orders = f"{' '.join(order)}, but rank 0 {' '.join(first)}"
-                return (
-                    f"rank {rank} has the order {orders}. Messages arrive in the order of sending"
-                )
-    return ""
+        # Messages arrive in the order of sending, so all ranks need the same order.
+        forward = [each for each in passes if each.startswith("F")]
+        backward = [each for each in passes if not each.startswith("F")]
+        if forward + backward != needed:
+            once = f"{' '.join(needed)}, each once, all F and all B in this order"
+            parser.error(f"--schedule: rank {rank} needs {once}")
 
 
 # ---------- Unchanged from distributed_data_parallel_torchrun.py ----------
@@ -362,7 +341,7 @@ def fit(model, optimizer, train_loader, test_loader, device, args):
         loss, correct, images = run_epoch(model, bar, device, optimizer)
         seconds = time.perf_counter() - start
         speed = len(train_loader) * args.batch_size / seconds
-        # A wrapper such as DDP may send messages in forward(), so test the model that it wraps.
+        # DDP sends messages in forward(), too. So if there is DDP, test the model inside it.
         plain = getattr(model, "module", model)
         _, test_correct, test_images = run_epoch(plain, test_loader, device)
         if rank == 0:
@@ -383,7 +362,7 @@ def main():
     args = parser.parse_args()
     parser.check_torchrun(args)  # an error of one line if torchrun has not started this
     check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
-    # There is no group yet, so a download may take long. One process of each node does it.
+    # One process of each node downloads. There is no group yet, so no timeout runs meanwhile.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 

@@ -1,6 +1,6 @@
 """Tensor parallelism: each rank keeps and computes a part of every pair of linear layers.
 
-Run it (add --by dtensor, and PyTorch splits the layers):
+Run it:
     torchrun --standalone --nproc-per-node 2 playground/split/tensor_parallel.py
 
 It prints the same numbers as `single_gpu.py`, up to rounding (with --double all twelve digits
@@ -11,7 +11,7 @@ layers' 74 biases are not split:
 
 The layers are split in pairs, y = ReLU(x A) B. Each rank keeps some columns of A and the matching
 rows of B. ReLU acts on each number separately, so every rank computes one term of y without a
-message in between, and then an all_reduce adds up the terms:
+message in between, and then an all_reduce adds up the terms (playground/pages/figures/tensor.png):
 
     x = [1 2]    A = [1 0 | 2  1]    B = [1 0]    rank 0: ReLU([1  2]) B0 = [1 2]
                      [0 1 | 1 -2]        [0 1]    rank 1: ReLU([4 -3]) B1 = [4 4]
@@ -23,9 +23,13 @@ backward() needs a second all_reduce, where the pair begins. All ranks read the 
 shard gets the gradient that it would get in a single process, and nothing is averaged. Every pair
 waits for these messages, so keep the ranks in one node (https://arxiv.org/abs/1909.08053).
 
-With shards made by hand, `clip_grad_norm_` finds a different norm on each rank, so the parameters
-that are not split drift apart. Add up the shards' squares over all ranks, and count parameters that
-are not split only once. (With the MLP, --by dtensor does this.)
+Shards made by hand are plain parameters, which PyTorch takes for whole ones, without an error:
+`clip_grad_norm_` finds a different norm on each rank, and torch.distributed.checkpoint saves only
+one rank's shard of each parameter. So add up the shards' squares over all ranks, count parameters
+that are not split only once, and let each rank `torch.save` its own. With --by dtensor, PyTorch
+splits the same layers, and their parameters become DTensors, which know what they are shards of.
+With the MLP, both are then right. (The CNN's convolutions stay plain parameters, and
+`clip_grad_norm_` refuses the mixture.)
 
 Try breaking it, in a copy beside it, with --double. Compare the losses, and what the ranks keep:
   1. In ColumnLinear, replace `AddGradients.apply(inputs)` with `inputs`. What goes wrong?
@@ -59,12 +63,7 @@ from common.models import make_model
 
 def keep_shard(parameter, dim):
     """Return this rank's shard of a parameter, as a new parameter."""
-    if parameter is None:
-        return None  # a layer without a bias
-    world_size = dist.get_world_size()
-    if parameter.shape[dim] % world_size:
-        raise ValueError(f"{world_size} ranks cannot split a dimension of {parameter.shape[dim]}")
-    shard = parameter.detach().chunk(world_size, dim)[dist.get_rank()]
+    shard = parameter.detach().chunk(dist.get_world_size(), dim)[dist.get_rank()]
     shard = shard.clone()  # otherwise the whole parameter would stay in memory
     return torch.nn.Parameter(shard, requires_grad=parameter.requires_grad)
 
@@ -99,7 +98,7 @@ class AddTerms(torch.autograd.Function):
     def forward(ctx, term):
         """Return the sum of the terms of all ranks."""
         # With h = ReLU(x A), y = [h0 | h1] B = h0 B0 + h1 B1, where B0 stands above B1.
-        total = term.clone()  # autograd does not notice that all_reduce overwrites a tensor
+        total = term.clone()  # all_reduce overwrites its tensor, but autograd may need the term
         dist.all_reduce(total)  # NEW: because every rank has one term
         return total
 
@@ -135,11 +134,7 @@ class RowLinear(torch.nn.Module):
     def forward(self, inputs):
         """Take this rank's part of the input. Return the whole output."""
         output = AddTerms.apply(F.linear(inputs, self.weight))
-        if self.bias is None:
-            return output
-        # The bias is added once, after the sum over the ranks. With mixed precision (autocast) the
-        # output may be bfloat16, and adding a float32 bias would turn it into float32.
-        return output + self.bias.to(output.dtype)
+        return output + self.bias  # once, after the sum over the ranks
 
 
 def split(model, pairs):
@@ -180,7 +175,7 @@ def find_pairs(model):
 
     This fits the MLP and the CNN of this course. For your own model, list the pairs. Between
     the two layers of a pair, only functions of single numbers may stand (ReLU or GELU, not softmax
-    or GLU). Leave out layers that share a parameter, because each would train a shard of its own.
+    or GLU).
     """
     linear = [name for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)]
     return list(zip(linear[::2], linear[1::2], strict=False))
@@ -198,6 +193,9 @@ def split_by_dtensor(model, pairs, args):
     # NEW: replaces everything that this file writes by hand. It moves one parameter at a time to
     # the device, and keeps its shard.
     parallelize_module(model, mesh, plan)
+
+
+# You can stop here: what follows only prints, and reads and checks the flags.
 
 
 def show_shards(model):
@@ -223,10 +221,9 @@ def check_flags(parser, args, world_size):
     """Refuse a model that the ranks cannot split. The batch is never split."""
     if args.model not in ("mlp", "cnn"):
         parser.error(f"sequence_parallel.py splits --model {args.model}: use mlp or cnn here")
-    width = args.width
-    if width % world_size:
-        near = max(1, round(width / world_size)) * world_size
-        parser.error(f"{world_size} ranks cannot split --width {width}: use {near}")
+    if args.width % world_size:
+        near = max(1, round(args.width / world_size)) * world_size
+        parser.error(f"{world_size} ranks cannot split --width {args.width}: use {near}")
 
 
 # ---------- Unchanged from distributed_data_parallel_torchrun.py ----------
@@ -265,7 +262,7 @@ def fit(model, optimizer, train_loader, test_loader, device, args):
         loss, correct, images = run_epoch(model, bar, device, optimizer)
         seconds = time.perf_counter() - start
         speed = len(train_loader) * args.batch_size / seconds
-        # A wrapper such as DDP may send messages in forward(), so test the model that it wraps.
+        # DDP sends messages in forward(), too. So if there is DDP, test the model inside it.
         plain = getattr(model, "module", model)
         _, test_correct, test_images = run_epoch(plain, test_loader, device)
         if rank == 0:
@@ -308,7 +305,7 @@ def main():
     args = parser.parse_args()
     parser.check_torchrun(args)  # an error of one line if torchrun has not started this
     check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
-    # There is no group yet, so a download may take long. One process of each node does it.
+    # One process of each node downloads. There is no group yet, so no timeout runs meanwhile.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 

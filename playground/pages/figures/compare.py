@@ -104,10 +104,10 @@ OF_TRANSFORMERS = (  # with --model transformer or language only
     "sequence_parallel",
     "sequence_parallel --sequence",
     "sequence_parallel --by dtensor --sequence",
-    "context_parallel",
-    "context_parallel --by ulysses",
 )
 OF_LANGUAGE = (  # with --model language only
+    "context_parallel",
+    "context_parallel --by ulysses",
     "language_model --precision full --constant --clip 0",
     "vocabulary_parallel",
     "vocabulary_parallel --by dtensor",

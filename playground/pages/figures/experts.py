@@ -1,6 +1,7 @@
 """How the tokens of a batch travel to their experts and back, in expert_parallel.py."""
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 import expert_parallel
@@ -35,9 +36,9 @@ def count() -> dict:
     model = Transformer().double()  # in float64, the counts are the same on each machine
     for block in (model.stage1[1], model.stage2[0]):
         block.mlp = expert_parallel.Mixture(block.mlp, EXPERTS).double()
-    model.balance = 0.0
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-6, fused=True)
-    expert_parallel.run_epoch(model, train_loader, torch.device("cpu"), optimizer)
+    step = partial(expert_parallel.make_step, model, optimizer, 0.0)
+    expert_parallel.run_epoch(model, train_loader, torch.device("cpu"), step)
     return {"loads": of_all_ranks(model.stage1[1].mlp.load.tolist())}
 
 

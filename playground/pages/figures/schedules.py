@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import pipeline_parallel
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from common.models import MLP
@@ -46,15 +45,16 @@ def count() -> dict[str, list[str]]:
     orders = {}
     device = torch.device("cpu")
     for name in DRAWN:
-        stages_per_rank = pipeline_parallel.STAGES_PER_RANK[name]
         model = MLP(16, layers=7)
         layers = nn.Sequential(*model.stage1, *model.stage2)
-        parts = pipeline_parallel.cut(layers, dist.get_world_size() * stages_per_rank)
-        pipeline = pipeline_parallel.Pipeline(parts, device, name, MICRO_BATCHES)
+        if name == "1F1B":
+            pipeline = pipeline_parallel.make_1f1b(layers, device, MICRO_BATCHES)
+        else:
+            pipeline = pipeline_parallel.make_other(name, layers, device, MICRO_BATCHES)
         images, labels = random_batch(2 * MICRO_BATCHES)
         pipeline_parallel.connect(pipeline, [(images, labels)], device)
         marks = []
-        for stage in pipeline.connected:
+        for stage in pipeline.stages:
             for method, kind in METHODS.items():
                 _note_calls(stage, method, (stage.stage_index, kind), marks)
         pipeline(images, labels)
