@@ -1,8 +1,8 @@
 """The layers of a language model of the kind of Llama and Qwen.
 
 It differs from the transformer of transformer.py as today's language models differ from the first
-ones: RMSNorm in place of LayerNorm, rotary positions in place of a table, groups of heads that
-share keys and values, an MLP with gates (SwiGLU), no biases.
+ones: RMSNorm in place of LayerNorm, rotary positions (RoPE) in place of a table, groups of heads
+that share keys and values (GQA), an MLP with gates (SwiGLU), no biases.
 """
 
 import torch
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from common.transformer import Attention, Block
 
 VOCABULARY = 256  # the tokens are bytes
-SHARING = 2  # heads of a group, which share their keys and values
+SHARING = 2  # heads that share their keys and values: n_heads / n_kv_heads
 
 
 def rotate(heads: Tensor, positions: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ class SwiGLU(nn.Module):
 
 
 class Scores(nn.Module):
-    """The end: scores for the successor of each token, (N, 256, tokens), as cross_entropy asks."""
+    """The end: logits of the next token at each position, (N, 256, tokens)."""
 
     def __init__(self, width: int):
         super().__init__()

@@ -8,7 +8,8 @@ from torch.nn import functional as F
 class Tokens(nn.Module):
     """The embedding: turn images, (N, 1, 28, 28), into tokens, (N, tokens, width).
 
-    An image is cut into `tokens` equal pieces, each of which gets its position.
+    `tokens` is the sequence length: an image is cut into so many equal pieces, each of which gets
+    its position. `width` is the hidden size (d_model).
     """
 
     def __init__(self, width: int, tokens: int):
@@ -25,15 +26,16 @@ class Tokens(nn.Module):
 class Attention(nn.Module):
     """Causal self-attention: each token, of (N, tokens, width), reads itself and those before it.
 
-    The query, key, value and output layers are separate, so that they can be split by heads. There
-    are `groups` heads of the keys and values, a divisor of `heads`. Heads of a group share them.
+    The query, key, value and output layers are separate, so that they can be split by heads. The
+    keys and values have `groups` heads (n_kv_heads), a divisor of `heads` (n_heads). The heads of a
+    group share them (grouped-query attention, GQA).
     """
 
     def __init__(self, width: int, heads: int, groups: int | None = None, bias: bool = True):
         super().__init__()
         if width % heads:
             raise ValueError(f"{heads} heads cannot divide a width of {width}")
-        self.size = width // heads  # numbers of a token in a head
+        self.size = width // heads  # head_dim
         groups = groups or heads
         self.query = nn.Linear(width, width, bias)
         self.key = nn.Linear(width, groups * self.size, bias)

@@ -14,7 +14,7 @@ from common.models import make_model
 
 
 def test_the_rows_are_the_documents():
-    """Each byte has its successor as its label. The last tenth of the documents is the test set."""
+    """Each byte has the next one as its label. The last tenth of the documents is the test set."""
     train_set, test_set = load("text", "no folder")
     texts = [topics[name] for name in sorted(topics)]
     last = len(texts) // 10
@@ -82,7 +82,7 @@ def test_attention_in_groups():
 
 
 def test_the_model():
-    """Logits for each byte and its successor. They do not depend on later bytes."""
+    """Logits of the next byte at each position. They do not depend on later bytes."""
     flags = {"model": "language", "width": None, "layers": None, "heads": None, "double": False}
     model = make_model(argparse.Namespace(**flags))
     tied = make_model(argparse.Namespace(**flags, tied=True))

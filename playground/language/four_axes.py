@@ -1,7 +1,7 @@
 r"""Four axes: pipeline, FSDP, context and tensor parallelism of a language model, on one mesh.
 
 Run it on a mesh of 2 x 2 x 1 x 2 ranks, and then with context parallelism, and one table (tied) for
-the embedding and the output layer:
+the embedding and the output layer. On two cores, the first command takes about three minutes:
     torchrun --standalone --nproc-per-node 8 playground/language/four_axes.py
     torchrun --standalone --nproc-per-node 4 \
         playground/language/four_axes.py --mesh 2x1x2x1 --tied --clip 1
@@ -11,20 +11,24 @@ rounding; with --double all twelve digits agree. First it prints what each rank 
     rank 0  pp 0  dp 0  cp 0  tp 0  keeps 15,680 parameters
     rank 1  pp 0  dp 0  cp 0  tp 1  keeps 15,680 parameters
 
+It is the sum of four lessons, which it imports, so a copy needs these in their folders beside it.
 Ranks that differ along pp have different layers; along dp, different rows of the text; along cp,
 different tokens of the same rows; along tp, different heads, columns of the MLP and words of the
-vocabulary. `wrap` gives a rank its part, axis by axis, in an order that larger programs have, too.
-FSDP shards over dp and cp as if they were one axis, because ranks along both have the same
-parameters, but different tokens. So gradients are summed by FSDP's reduce_scatter over dp and cp,
-and with --tied, those of the table also by an all_reduce of the two ranks that have it:
+vocabulary (`playground/pages/figures/parts.png`). `wrap` gives a rank its part, axis by axis, in an
+order that larger programs have, too. FSDP shards over dp and cp as if they were one axis, because
+ranks along both have the same parameters, but different tokens. This is where gradients are summed:
 
     gradient of                   over pp             over dp and cp   over tp
-    a split layer of a block      no, in one stage    summed           no, a rank has its own shard
-    embedding and output layer    no; --tied: summed  summed           no, a rank has its own shard
-    an RMSNorm                    no, in one stage    summed           no, all ranks have the same
+    a split layer of a block      no, in one stage    by FSDP          no, a rank has its own shard
+    embedding and output layer    no; --tied: summed  by FSDP          no, a rank has its own shard
+    an RMSNorm                    no, in one stage    by FSDP          no, all ranks have the same
+      in SplitBlock(sequence=True)  the same          by FSDP          summed: each has some tokens
 
-(Behind an RMSNorm, BeginPair sums the gradient of its output over tp. From this, all ranks of a tp
-group compute the same gradient of its weight.)
+Two more sums are of activations. Over cp, the ring adds up the gradients of keys and values. Over
+tp, BeginPair adds up that of an RMSNorm's output, so all ranks compute the same of its weight.
+
+torch.distributed.checkpoint cannot save shards made by hand as they are: on the ranks of a tp group
+they have the same name, so it takes them for replicas of one tensor.
 
 Try breaking it, in a copy beside it, with --double, and compare the losses:
   1. With --mesh 1x1x2x1, train with `self.own(rows).roll(-1, dims=1)` in place of own(labels), as
@@ -41,6 +45,7 @@ The next lesson, `thousand_ranks.py`, tries a plan for 1,024 ranks in a single p
 
 import math
 import os
+import re
 import sys
 import time
 from datetime import timedelta
@@ -55,20 +60,18 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # find common/ from any folder
-for folder in ("split", "transformer"):
-    sys.path.append(str(Path(__file__).resolve().parents[1] / folder))
-
-# NEW: from the lessons before.
+for folder in ("split", "transformer", "language"):  # NEW: and the four lessons
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / folder))
 from context_parallel import ring_attention, split_tokens, zigzag
-from pipeline_parallel import connect, possible_starts, same_size_loaders
+from pipeline_parallel import connect, same_size_loaders
 from pipeline_parallel import cut as cut_stages
 from sequence_parallel import SplitBlock
 from vocabulary_parallel import SplitCrossEntropy, SplitEmbedding, SplitOutput
 
 from common import flags
 from common.data import ROW, fetch
-from common.language import VOCABULARY
 from common.models import make_layers
+from common.transformer import Block
 
 
 def make_meshes(text, device, timeout):
@@ -78,7 +81,8 @@ def make_meshes(text, device, timeout):
     # layer waits for its messages.
     sizes = (pp_size, dp_size, cp_size, tp_size)
     mesh = dist.init_device_mesh(device.type, sizes, mesh_dim_names=("pp", "dp", "cp", "tp"))
-    # NEW: fully_shard takes a mesh of one axis, so dp and cp must be one.
+    # NEW: fully_shard shards over one axis, so the same ranks get a second mesh, in which dp and cp
+    # are one. With --mesh 1x2x2x2, rank 5 is dp 1, cp 0, tp 1 above, and dp_cp 2, tp 1 here.
     sizes = (pp_size, dp_size * cp_size, tp_size)
     flat = dist.init_device_mesh(device.type, sizes, mesh_dim_names=("pp", "dp_cp", "tp"))
     for group in (*mesh.get_all_groups(), *flat.get_all_groups()):
@@ -92,7 +96,7 @@ def split_layers(stage, group):
     for index, layer in enumerate(stage):
         if isinstance(layer, torch.nn.Embedding):
             stage[index] = SplitEmbedding(layer, group)
-        elif hasattr(layer, "attention"):
+        elif isinstance(layer, Block):
             stage[index] = SplitBlock(layer, sequence=False, group=group)
         else:  # the end of the model: an RMSNorm, which stays whole, and the output layer
             layer.output = SplitOutput(layer.output, group)
@@ -116,30 +120,23 @@ def wrap(layers, mesh, flat, device, args):
     split_layers(stage, mesh.get_group("tp"))
     # NEW: 3. Context parallelism. It replaces the forward() of attention, which now has the heads
     # of this rank only, and so sends the keys and values of these. Each rank rotates queries and
-    # keys by the true positions of its tokens, and not by 0, 1, 2 and so on. (SplitEmbedding
-    # keeps its forward(): own(), below, gives it this rank's tokens only.)
-    places = zigzag(ROW, mesh["cp"].size())
-    split_tokens(stage, ring_attention, places, mesh.get_group("cp"))
+    # keys by the true positions of its tokens, and not by 0, 1, 2 and so on.
+    positions = zigzag(ROW, mesh["cp"].size())
+    split_tokens(stage, ring_attention, positions, mesh.get_group("cp"))
     # 4. and 5. Here, activation checkpointing and then torch.compile would wrap each block. They
     # need its final forward(), with all messages in it.
     # NEW: 6. FSDP, after all changes of a block's forward(), because its hooks gather the
-    # parameters before that forward() runs. Ranks along dp and cp have the same parameters, so it
-    # shards over both as one axis.
+    # parameters before that forward() runs.
     shard(stage, flat["dp_cp"])
     # NEW: 7. The schedule, which calls the whole stage, and lets FSDP send gradients only after the
     # last micro-batch. (The optimizer comes later still, because fully_shard replaces parameters.)
-    return Pipeline(stage, places[mesh.get_local_rank("cp")], mesh, device, args)
+    return Pipeline(stage, positions[mesh.get_local_rank("cp")], mesh, device, args)
 
 
 class Pipeline(torch.nn.Module):
     """The stage of this rank, and the schedule that runs it together with other ranks' stages.
 
-    Args:
-        stage: its layers.
-        mine: the places of this rank's tokens in a row of the text, int64 (own tokens,).
-        mesh: the axes pp, dp, cp and tp.
-        device: of this rank.
-        args: the flags.
+    `mine` has the positions of this rank's tokens in a row of the text, int64 (own tokens,).
     """
 
     def __init__(self, stage, mine, mesh, device, args):
@@ -148,14 +145,12 @@ class Pipeline(torch.nn.Module):
         self.mine = mine
         self.mesh = mesh
         self.ranks = mesh["dp"].size() * mesh["cp"].size()
-        self.device = device
+        self.tokens = args.batch_size * ROW  # of a global batch
         number = mesh.get_local_rank("pp")
         count = mesh["pp"].size()
         self.is_first = number == 0
         self.is_last = number == count - 1
         connected = PipelineStage(stage, number, count, device, group=mesh.get_group("pp"))
-        # NEW: with scale_grads=True, the default, the schedule divides gradients by the number of
-        # micro-batches, because it expects loss() to be the mean over a micro-batch.
         self.schedule = Schedule1F1B(connected, args.micro_batches, self.loss, scale_grads=False)
 
     def own(self, rows):
@@ -168,13 +163,13 @@ class Pipeline(torch.nn.Module):
     def loss(self, scores, labels):
         """Return what this rank's tokens of a micro-batch add to the loss of a global batch.
 
-        It is multiplied by the number of ranks along dp and cp. Ranks of a tp group have the same
-        loss, and each passes on the gradient of its own scores.
+        Ranks of a tp group have the same loss, and each passes on the gradient of its own scores.
         """
         losses, _ = SplitCrossEntropy.apply(scores, labels, self.mesh.get_group("tp"))
-        # NEW: a sum, divided by the number of all tokens. So every gradient is to be a plain sum,
-        # over micro-batches and over the ranks along dp and cp. But fully_shard divides its sum by
-        # the number of these ranks.
+        # NEW: the sum of the losses, divided by the number of all tokens. So every gradient is to
+        # be a plain sum, over micro-batches and over the ranks along dp and cp. But fully_shard
+        # divides by the number of these ranks, which is therefore a factor here. And the schedule
+        # would divide by the number of micro-batches, if it had no scale_grads=False.
         return losses.sum() / self.tokens * self.ranks
 
     def forward(self, rows, labels):
@@ -183,7 +178,6 @@ class Pipeline(torch.nn.Module):
         All ranks pass the whole batch. Only the last stage returns scores, of this rank's words,
         rows and tokens.
         """
-        self.tokens = labels.numel()  # the tokens of all ranks, by which loss() divides
         inputs = [self.own(rows)] if self.is_first else []
         if self.training:
             return self.schedule.step(*inputs, target=self.own(labels))
@@ -192,7 +186,7 @@ class Pipeline(torch.nn.Module):
 
 def train(args):
     """Make a mesh of four axes, train a language model on it, and show what each rank keeps."""
-    _, device = join(args)
+    rank, device = join(args)
     timeout = timedelta(seconds=args.timeout)
     mesh, flat = make_meshes(args.mesh, device, timeout)
     train_loader, test_loader = same_size_loaders(args)  # all ranks read the same batches
@@ -205,25 +199,24 @@ def train(args):
         layers[-1].output.weight = torch.nn.Parameter(layers[0].weight.detach().clone())
     model = wrap(layers, mesh, flat, device, args)
     show_mesh(model, mesh)
-    ends = None
-    table = None
-    if args.tied:
-        ends = group_of_ends(mesh, timeout)
-        table = table_of(model)
-    # Dropout, if there is any, must be equal along tp only. Ranks of a tp group have numbers that
-    # follow each other.
-    torch.manual_seed(args.seed + dist.get_rank() // mesh["tp"].size())
+    table = table_of(model) if args.tied else None
+    ends = group_of_ends(mesh, timeout) if args.tied else None
+    # Dropout, if there is any, must be equal along tp only. With two ranks along tp, the ranks 0
+    # and 1 are a group, 2 and 3 are the next one, and so on, and each group gets a seed.
+    torch.manual_seed(args.seed + rank // mesh["tp"].size())
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
-    # For run_epoch(), after the schedule's step.
-    model.finish_gradients = partial(finish_gradients, model, args.clip, flat, table, ends)
+    # NEW: fit() hands this function to run_epoch() in place of the optimizer.
+    step = partial(update, model, optimizer, args.clip, flat, table, ends)
     connect(model, train_loader, device)
-    fit(model, optimizer, train_loader, test_loader, device, args)
+    fit(model, step, train_loader, test_loader, device, args)
     dist.barrier()  # DTensor keeps the groups, and without this Python may abort at exit
     dist.destroy_process_group()
 
 
-def finish_gradients(model, limit, flat, table, ends):
-    """Add up the gradients of both copies of a tied table, and clip all gradients."""
+def update(model, optimizer, limit, flat, table, ends, rows, labels):
+    """Make a step of the optimizer. Returns the scores of the model."""
+    optimizer.zero_grad()
+    scores = model(rows, labels)
     if table is not None:
         # NEW: each copy has the gradient of its own use, and the table's is the sum of both.
         # to_local() shares the memory of the gradient, so this changes the gradient itself.
@@ -231,12 +224,14 @@ def finish_gradients(model, limit, flat, table, ends):
     if limit > 0:
         second_copy = table if model.is_last else None
         clip_gradients(model, limit, flat, second_copy)
+    optimizer.step()
+    return scores
 
 
 def group_of_ends(mesh, timeout):
     """Return the group of two ranks that have the same shard of a tied table; None: not this rank.
 
-    One is in the first stage and one in the last, at the same place along dp, cp and tp.
+    One is in the first stage and one in the last, with the same dp, cp and tp.
     """
     first_stage = mesh.mesh[0].flatten().tolist()  # the numbers of its ranks
     last_stage = mesh.mesh[-1].flatten().tolist()
@@ -259,12 +254,14 @@ def clip_gradients(model, limit, flat, second_copy):
 
     The norm is the root of the sum of all squares. What several ranks have counts once.
     """
-    split = torch.zeros((), dtype=torch.float64, device=model.device)
+    device = next(model.parameters()).device
+    split = torch.zeros((), dtype=torch.float64, device=device)
     whole = torch.zeros_like(split)
     for name, parameter in model.stage.named_parameters():
         squares = parameter.grad.to_local().square().sum()
+        # The RMSNorms (norm1, norm2 and norm) are the only layers that split_layers() leaves whole.
         if "norm" in name:
-            whole += squares  # an RMSNorm's gradient is the same on all ranks of a tp group
+            whole += squares  # the same on all ranks of a tp group
         elif parameter is not second_copy:  # of a tied table, on the last stage
             split += squares
     # NEW: squares are added up over the axes along which the ranks have different numbers.
@@ -277,24 +274,22 @@ def clip_gradients(model, limit, flat, second_copy):
         parameter.grad *= factor
 
 
-def run_epoch(model, loader, device, optimizer=None):
-    """Train, or only test if there is no optimizer.
+def run_epoch(model, loader, device, step=None):
+    """Train by calling step(rows, labels) for each batch, or only test if there is none.
 
     Returns three sums: the loss, the number of tokens predicted correctly, the number of tokens.
     All ranks of a tp group count the same tokens, which changes neither mean nor percentages.
     """
-    model.train(optimizer is not None)
+    model.train(step is not None)
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     for rows, labels in loader:
         rows = rows.to(device, non_blocking=True)
         labels = labels.to(device, non_blocking=True)
-        if optimizer is not None:
-            optimizer.zero_grad()
-        with torch.set_grad_enabled(model.training):
-            scores = model(rows, labels)
-        if optimizer is not None:
-            model.finish_gradients()
-            optimizer.step()
+        if step is not None:
+            scores = step(rows, labels)
+        else:
+            with torch.no_grad():
+                scores = model(rows, labels)
         if scores is not None:
             own_labels = model.own(labels)
             tp_group = model.mesh.get_group("tp")
@@ -306,13 +301,15 @@ def run_epoch(model, loader, device, optimizer=None):
     return sums.tolist()
 
 
+# You can stop here: what follows prints the mesh, and checks the flags.
+
+
 def show_mesh(model, mesh):
-    """Print the place of each rank in the mesh, and the number of parameters that it keeps."""
-    places = []
-    for name, index in zip(mesh.mesh_dim_names, mesh.get_coordinate(), strict=True):
-        places.append(f"{name} {index}")
+    """Print the coordinates of each rank in the mesh, and the number of parameters it keeps."""
+    axes = zip(mesh.mesh_dim_names, mesh.get_coordinate(), strict=True)
+    coordinates = "  ".join(f"{name} {index}" for name, index in axes)
     kept = sum(parameter.to_local().numel() for parameter in model.parameters())
-    row = f"rank {dist.get_rank()}  {'  '.join(places)}  keeps {kept:,} parameters"
+    row = f"rank {dist.get_rank()}  {coordinates}  keeps {kept:,} parameters"
     rows = [None] * dist.get_world_size()
     dist.all_gather_object(rows, row)
     if dist.get_rank() == 0:
@@ -339,16 +336,14 @@ def check_flags(parser, args, world_size):
         cp_size = 2 if world_size % 16 == 0 else 1
         dp_size = world_size // (pp_size * cp_size * tp_size)
         args.mesh = f"{pp_size}x{dp_size}x{cp_size}x{tp_size}"
-    sizes = [int(size) for size in args.mesh.split("x") if size.isdecimal()]
-    as_read = "x".join(map(str, sizes))
-    if len(sizes) != 4 or math.prod(sizes) != world_size or as_read != args.mesh:
+    sizes = [int(size) for size in re.findall(r"\d+", args.mesh)]
+    if not re.fullmatch(r"(\d+x){3}\d+", args.mesh) or math.prod(sizes) != world_size:
         wrong = f"--mesh {args.mesh} does not have 4 axes and {world_size} processes"
         parser.error(f"{wrong}: use --mesh 1x{world_size}x1x1, or leave it out")
-    pp_size, dp_size, _, tp_size = sizes
-    with torch.device("meta"):  # layers without memory
-        most = len(possible_starts(make_layers(args)))
-    if pp_size > most:
-        parser.error(f"{pp_size} stages, but only {most} layers: use a larger --layers")
+    pp_size, dp_size, cp_size, tp_size = sizes
+    layers = args.layers + 2  # the blocks, the embedding, and the end of the model
+    if pp_size > layers:
+        parser.error(f"{pp_size} stages, but only {layers} layers: use a larger --layers")
     if args.tied and pp_size == 1:
         parser.error("--tied is for a table at both ends of a pipeline: use --mesh 2x...")
     if args.micro_batches < pp_size:
@@ -359,13 +354,12 @@ def check_flags(parser, args, world_size):
         near = max(1, round(args.batch_size / parts)) * parts
         wrong = f"{dp_size} ranks along dp with {args.micro_batches} micro-batches each"
         parser.error(f"{wrong} cannot divide --batch_size {args.batch_size}: use {near}")
-    heads = args.heads
+    if ROW % (2 * cp_size):  # zigzag
+        parser.error(f"{cp_size} ranks along cp cannot split {ROW} tokens: use 2, 4 or 8")
     unit = 2 * tp_size  # two heads share their keys and values
-    if heads % unit:
-        near = max(1, round(heads / unit)) * unit
-        parser.error(f"{tp_size} ranks along tp cannot split --heads {heads}: use {near}")
-    if VOCABULARY % tp_size:
-        parser.error(f"{tp_size} ranks along tp cannot split the vocabulary: use 1, 2 or 4")
+    if args.heads % unit:
+        near = max(1, round(args.heads / unit)) * unit
+        parser.error(f"{tp_size} ranks along tp cannot split --heads {args.heads}: use {near}")
 
 
 # ---------- Unchanged from distributed_data_parallel_torchrun.py ----------
@@ -403,7 +397,7 @@ def fit(model, optimizer, train_loader, test_loader, device, args):
         loss, correct, images = run_epoch(model, bar, device, optimizer)
         seconds = time.perf_counter() - start
         speed = len(train_loader) * args.batch_size / seconds
-        # A wrapper such as DDP may send messages in forward(), so test the model that it wraps.
+        # DDP sends messages in forward(), too. So if there is DDP, test the model inside it.
         plain = getattr(model, "module", model)
         _, test_correct, test_images = run_epoch(plain, test_loader, device)
         if rank == 0:
@@ -424,7 +418,7 @@ def main():
     args = parser.parse_args()
     parser.check_torchrun(args)  # an error of one line if torchrun has not started this
     check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
-    # There is no group yet, so a download may take long. One process of each node does it.
+    # One process of each node downloads. There is no group yet, so no timeout runs meanwhile.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 

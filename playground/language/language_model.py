@@ -1,6 +1,6 @@
 r"""A language model, trained as large ones are: FSDP, bfloat16, accumulation, clipping, MFU.
 
-Run it:
+Run it (about seven minutes on two cores; with --precision full, one or two):
     torchrun --standalone --nproc-per-node 2 playground/language/language_model.py
 
 It prints for each epoch (with the text of Python 3.11; the line continues):
@@ -9,18 +9,19 @@ This is followed by what the model writes then, byte by byte:
     | The same inGroupI), so *key, an attributes the defixit* will variable is a remory if the
     | descaritbines.  If a new exception is await* revocal string comparison objects long the
 
-It learns from help texts of Python, and predicts the successor of each byte. Most of what trains it
-has been a lesson: layers are sharded and compute in bfloat16, blocks keep only their input
-(--checkpoint), gradients are clipped. `prepare` puts them together. New is what surrounds them:
-- A step of a large model takes millions of tokens. So each rank computes --rows rows at a time, and
-  adds up their gradients.
+It learns from help texts of Python. Its tokens are bytes, and at each token it predicts the next
+one. Most of what trains it has been a lesson: layers are sharded and compute in bfloat16, blocks
+keep only their input (--checkpoint), gradients are clipped. `prepare` puts them together. (To save
+and resume such a run, add what `fully_sharded_checkpoints.py` has.) New is what surrounds them:
+- A step of a large model takes millions of tokens. So each rank computes --rows rows at a time, a
+  micro-batch, and adds up their gradients.
 - The learning rate rises in the first steps, while Adam's averages are still rough, and then falls.
 - The perplexity is exp(the test's loss), in the end 3.44: the model is as uncertain as if it had to
   choose among 3.44 bytes at random.
-- Tokens per second depend on the model and the machine. The model FLOPs utilization (MFU) can be
-  compared between them: the operations that the model needs, divided by those that the machine
-  could do in this time. The latter are measured with a product of two matrices. For a GPU, better
-  look them up in its data sheet, and give them as --peak.
+- Tokens per second (the throughput) depend on the model and the machine. The model FLOPs
+  utilization (MFU) can be compared between them: the operations that the model needs, divided by
+  those that the machine could do in this time. The latter are measured with a product of two
+  matrices. For a GPU, better look them up in its data sheet, and give them as --peak.
 
 With --double --constant --clip 0 --lr 1e-3, all twelve digits are those of `single_gpu.py` with
 --double --model language --batch_size 32 --epochs 5.
@@ -54,7 +55,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import ConstantLR, LambdaLR
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
@@ -80,11 +81,7 @@ class Checkpointed(torch.nn.Module):
 
 
 def prepare(model, args):
-    """Checkpoint the blocks, compile them, and shard the model.
-
-    In this order, because the compiler must see what is computed twice, and FSDP's hooks must run
-    before compiled code does.
-    """
+    """Checkpoint the blocks, compile them, and shard the model."""
     mesh = dist.init_device_mesh(args.device, (dist.get_world_size(),))
     # The group of a mesh may have PyTorch's own timeout: 30 minutes (gloo) or 10 (NCCL).
     mesh.get_group().set_timeout(timedelta(seconds=args.timeout))
@@ -95,32 +92,19 @@ def prepare(model, args):
         for position, layer in enumerate(stage):
             if not isinstance(layer, Block):
                 continue
+            # NEW: the compiler comes second, so that it sees what checkpoint() computes again. It
+            # compiles each block alone, because all of them can use the same compiled code.
             if args.checkpoint:
                 layer = stage[position] = Checkpointed(layer)
             if args.compile:
-                # NEW: a block alone, because all blocks can use the same compiled code. (If the
-                # block's forward() were partial(checkpoint, ...), nothing would be compiled.)
                 layer.compile()
+            # NEW: FSDP comes last. Its hooks gather the parameters before compiled code runs.
             fully_shard(layer, mesh=mesh, mp_policy=inside)
-    # NEW: the embedding and the end of the model are gathered together. With --tied, they have the
-    # same parameter (one table), which FSDP can gather in one place only. Logits come out in 32
-    # bits, for the loss.
+    # NEW: this call shards the rest, the embedding and the end of the model, which stay whole after
+    # forward(). They are gathered together, because with --tied they have the same parameter (one
+    # table), and FSDP refuses a parameter in two calls. Logits come out in 32 bits, for the loss.
     outside = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=wide, output_dtype=wide)
     fully_shard(model, mesh=mesh, mp_policy=outside)
-
-
-def warm_up_and_decay(step, steps):
-    """Return the factor of the learning rate in a step: a line up, then a cosine down to 0.1."""
-    warmup = max(1, steps // 20)
-    if step < warmup:
-        return (step + 1) / warmup
-    done = (step - warmup) / max(1, steps - warmup)  # from 0 to 1
-    return 0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2
-
-
-def constant(step):
-    """Return the factor of a learning rate that stays as it is."""
-    return 1.0
 
 
 def update(model, optimizer, scheduler, args, rows, labels):
@@ -144,6 +128,34 @@ def update(model, optimizer, scheduler, args, rows, labels):
     optimizer.step()
     scheduler.step()
     return mean_loss, correct
+
+
+def warm_up_and_decay(step, steps):
+    """Return the factor of the learning rate in a step: a line up, then a cosine down to 0.1."""
+    warmup = max(1, steps // 20)
+    if step < warmup:
+        return (step + 1) / warmup
+    done = (step - warmup) / max(1, steps - warmup)  # from 0 to 1
+    return 0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2
+
+
+def train(args):
+    """Train a language model, and let it write after each epoch."""
+    rank, device = join(args)
+    train_loader, test_loader = loaders(args, rank, dist.get_world_size())
+    torch.manual_seed(args.seed)  # the same on all ranks, because each keeps a shard
+    model = make_model(args)
+    prepare(model, args)
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
+    if args.constant:
+        scheduler = ConstantLR(optimizer, factor=1.0)
+    else:
+        steps = args.epochs * len(train_loader)
+        scheduler = LambdaLR(optimizer, partial(warm_up_and_decay, steps=steps))
+    step = partial(update, model, optimizer, scheduler, args)
+    fit(model, step, train_loader, test_loader, device, args)
+    dist.barrier()  # DTensor keeps the group, and without this Python may abort at exit
+    dist.destroy_process_group()
 
 
 def flops_per_token(model):
@@ -188,31 +200,15 @@ def sample(model, device, args):
     return re.sub(rb"[^\n -~]", b"?", bytes(text)).decode()  # no control characters
 
 
-def train(args):
-    """Train a language model, and let it write after each epoch."""
-    rank, device = join(args)
-    train_loader, test_loader = loaders(args, rank, dist.get_world_size())
-    torch.manual_seed(args.seed)  # the same on all ranks, because each keeps a shard
-    model = make_model(args)
-    args.flops = flops_per_token(model)
-    if args.peak is None:
-        dtype = DTYPES[args.precision] or next(model.parameters()).dtype
-        args.peak = measured_peak(device, dtype)
-    prepare(model, args)
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
-    factor = partial(warm_up_and_decay, steps=args.epochs * len(train_loader))
-    if args.constant:
-        factor = constant
-    scheduler = LambdaLR(optimizer, factor)
-    step = partial(update, model, optimizer, scheduler, args)
-    fit(model, step, train_loader, test_loader, device, args)
-    dist.barrier()  # DTensor keeps the group, and without this Python may abort at exit
-    dist.destroy_process_group()
+# You can stop here: what follows measures, prints, and checks the flags.
 
 
 def fit(model, step, train_loader, test_loader, device, args):
     """Train, test and write, and print for each epoch a line, how fast it was, and the text."""
     rank = dist.get_rank()
+    needed = flops_per_token(model)
+    dtype = DTYPES[args.precision] or next(model.parameters()).dtype
+    peak = args.peak or measured_peak(device, dtype)
     for epoch in range(args.epochs):
         train_loader.sampler.set_epoch(epoch)  # a new order, the same on all ranks
         start = time.perf_counter()
@@ -224,12 +220,11 @@ def fit(model, step, train_loader, test_loader, device, args):
         text = sample(model, device, args)
         if rank == 0:
             digits = 12 if args.double else 4
-            # NEW: the operations of a rank in a second, of which the MFU is the part of the peak.
-            used = args.flops * tokens / seconds / dist.get_world_size()
+            used = needed * tokens / seconds / dist.get_world_size()  # by a rank in a second
             print(
                 f"epoch {epoch + 1}/{args.epochs}  loss {loss / tokens:.{digits}f}"
                 f"  train {correct / tokens:.2%}  test {test_correct / test_tokens:.2%}"
-                f"  {seconds:.2f} s  {tokens / seconds:,.0f} tokens/s  MFU {used / args.peak:.1%}"
+                f"  {seconds:.2f} s  {tokens / seconds:,.0f} tokens/s  MFU {used / peak:.1%}"
                 f"  perplexity {math.exp(test_loss / test_tokens):.2f}",
                 textwrap.indent(text, "    | ", lambda line: True),
                 sep="\n",
@@ -274,7 +269,7 @@ def add_flags(parser):
     add("--tied", action="store_true", help="one table: the output layer uses the embedding's")
     add("--clip", type=flags.rate, default=1.0, help="largest norm of the gradients; 0: any")
     add("--constant", action="store_true", help="a constant learning rate")
-    add("--peak", type=float, help="operations per second of a rank; default: measured")
+    add("--peak", type=flags.rate, default=0.0, help="operations per second of a rank; 0: measure")
     add("--sample", type=flags.positive, default=200, help="bytes to write after each epoch")
 
 
@@ -285,8 +280,6 @@ def check_flags(parser, args, world_size):
         parser.error(f"--model {args.model} does not write: use --model language")
     if args.double and args.precision == "bfloat16":
         parser.error("--double computes in float64: leave out --precision bfloat16")
-    if args.peak is not None and not args.peak > 0:
-        parser.error(f"--peak {args.peak}: a rank computes more than 0 operations per second")
     if args.precision is None:
         args.precision = "full" if args.double else "bfloat16"
 
@@ -323,7 +316,7 @@ def main():
     args = parser.parse_args()
     parser.check_torchrun(args)  # an error of one line if torchrun has not started this
     check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
-    # There is no group yet, so a download may take long. One process of each node does it.
+    # One process of each node downloads. There is no group yet, so no timeout runs meanwhile.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 

@@ -4,12 +4,12 @@ Run it as rank 0 of a mesh of 128 x 8 ranks, and as the last of 1,024 ranks that
     python playground/language/thousand_ranks.py
     python playground/language/thousand_ranks.py --mesh 1024x1 --rank 1023 --checkpoint
 
-One process makes one step of a model of 6.3 billion parameters, and prints what this rank holds,
-keeps for backward() and gives to the calls that send something. "By a ring" is what it sends then:
+One process makes one step of a model of 6.3 billion parameters. It prints the bytes that this rank
+holds, keeps for backward(), and gives to collectives. The last column is what these send in a ring:
     rank 0 of 1,024, mesh 128x8, 6,302,208,000 parameters
     holds      24.6 MB of parameters
     holds      24.6 MB of gradients
-    holds      49.3 MB of Adam's averages
+    holds      49.3 MB of optimizer state
     keeps   4,601.8 MB for backward()
     call            axis  times   MB given  MB by a ring
     all_gather      dp       67       24.4       3,097.2
@@ -20,9 +20,10 @@ Along dp, 33 layers are gathered twice, and the embedding once. Along tp, a bloc
 scatters its tokens four times, and the ends of the model twice. A last line has small all_reduces.
 The rank of the second command holds less than others: of 32,000 words, 1,000 ranks get 32 each.
 
-Which mesh should train your model on 1,024 GPUs? Before you rent them, a dry run finds what does
-not divide, much of what does not fit, and what is sent. `parallelize_module`, `fully_shard`,
-backward() and Adam are PyTorch's own, and run as they would there, with three replacements:
+Which mesh should train your model on 1,024 GPUs? `playground/tools/plan.py` compares them by
+formulas, for seconds, too. Before you rent the GPUs, a dry run finds what does not divide, much of
+what does not fit, and what is sent. `parallelize_module`, `fully_shard`, backward() and Adam are
+PyTorch's own, and run as they would there, with three replacements:
 - There are no other ranks. With the backend "fake", each call returns at once.
 - On the meta device, the model is made and sharded without memory.
 - In FakeTensorMode, a tensor has a shape, a dtype and a device, but no memory. An operation finds
@@ -30,7 +31,7 @@ backward() and Adam are PyTorch's own, and run as they would there, with three r
 
 So bytes are counted, and seconds are not. (With a small model, four real ranks counted the same.)
 Not counted either is what takes memory for a moment only: gathered layers, whole gradients, copies
-of scores. Some operations keep other tensors on a GPU. plan.py has formulas for seconds, too.
+of scores. Some operations keep other tensors on a GPU.
 
 Try breaking it, in a copy beside it:
   1. Run it with --mesh 32x32, a plan that does not work. Where does it stop, and why?
@@ -72,6 +73,118 @@ from torch.utils.checkpoint import checkpoint
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # find common/ from any folder
 from common import flags
 from common.models import Language
+from common.transformer import Block
+
+
+def talk(args):
+    """Make a step as one of many ranks, with no other there, and print what this rank counts."""
+    # NEW: this process is the only one. With this backend, a call sends nothing and returns at
+    # once, and what it should have received is arbitrary.
+    dist.init_process_group("fake", rank=args.rank, world_size=args.dp * args.tp)
+    mesh = dist.init_device_mesh(args.device, (args.dp, args.tp), mesh_dim_names=("dp", "tp"))
+    with torch.device("meta"):  # as in fully_sharded_data_parallel.py --meta
+        model = make_large(args)
+    wrap(model, mesh, args)
+    # NEW: here, tensors are fake. Of the model's meta tensors, to_empty() makes fake ones.
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        held, kept, calls = run_step(model, mesh, args)
+    show(model, held, kept, calls, mesh, args)
+    dist.destroy_process_group()
+
+
+def wrap(model, mesh, args):
+    """Split each layer along tp, and shard what a rank has of it along dp."""
+    if args.tp > 1:
+        split(model, mesh["tp"])
+    if args.checkpoint:
+        for stage in (model.stage1, model.stage2):
+            for position, layer in enumerate(stage):
+                if isinstance(layer, Block):
+                    stage[position] = Checkpointed(layer)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model.layers[1:]:
+        fully_shard(layer, mesh=mesh["dp"], mp_policy=policy)
+    fully_shard(model, mesh=mesh["dp"], mp_policy=policy)  # the rest, which is the embedding
+
+
+def split(model, mesh):
+    """Split the layers of each block and the tokens between them, and split the vocabulary.
+
+    This is what sequence_parallel.py and vocabulary_parallel.py do with --by dtensor.
+    """
+    whole = Replicate()
+    own = Shard(1)  # between the pairs, each rank has some of the tokens
+    begin = PrepareModuleInput(input_layouts=own, desired_input_layouts=whole)
+    norm = SequenceParallel()
+    row = RowwiseParallel(output_layouts=own)
+    of_block = {"norm1": norm, "attention": begin, "norm2": norm, "mlp": begin}
+    of_block |= {"attention.output": row, "mlp.down": row}
+    for column in ("attention.query", "attention.key", "attention.value", "mlp.gate", "mlp.up"):
+        of_block[column] = ColwiseParallel()
+    for block in model.layers[1:-1]:
+        parallelize_module(block, mesh, of_block)
+    end = f"stage2.{len(model.stage2) - 1}"
+    of_ends = {
+        "stage1.0": RowwiseParallel(input_layouts=whole, output_layouts=own),
+        f"{end}.norm": norm,
+        f"{end}.output": ColwiseParallel(input_layouts=own, use_local_output=False),
+    }
+    parallelize_module(model, mesh, of_ends)
+
+
+def run_step(model, mesh, args):
+    """Make a step. Returns the bytes that are held, by name, those kept for backward(), and Calls.
+
+    Nothing here is special: with real ranks, and without FakeTensorMode, it makes a real step.
+    """
+    model.to_empty(device=args.device)  # would give the shards memory
+    optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+    rows = torch.zeros(args.rows, args.sequence, dtype=torch.int64, device=args.device)
+    storages = set()  # what shares memory counts once
+
+    def keep(tensor):
+        """Note the memory behind a tensor that autograd keeps."""
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        storages.add(local.untyped_storage())
+        return tensor
+
+    with Calls(mesh) as calls, loss_parallel():
+        with saved_tensors_hooks(keep, lambda tensor: tensor):
+            scores = model(rows)
+            loss = F.cross_entropy(scores.float(), rows)
+        # Memory that FSDP has freed, that of gathered layers, has 0 bytes now.
+        kept = sum(storage.nbytes() for storage in storages)
+        loss.backward()
+    optimizer.step()
+    parameters = list(model.parameters())
+    averages = []  # Adam's
+    for state in optimizer.state.values():
+        averages += [state["exp_avg"], state["exp_avg_sq"]]
+    held = {
+        "parameters": sum(each.to_local().nbytes for each in parameters),
+        "gradients": sum(each.grad.to_local().nbytes for each in parameters),
+        "optimizer state": sum(each.to_local().nbytes for each in averages),
+    }
+    return held, kept, calls
+
+
+def make_large(args):
+    """Return the language model of this course in the size that the flags say."""
+    model = Language(args.width, args.layers, args.heads)
+    end = model.stage2[-1]
+    # NEW: the tokens are words of a large vocabulary, in place of 256 bytes.
+    model.stage1[0] = torch.nn.Embedding(args.words, args.width)
+    end.output = torch.nn.Linear(args.width, args.words, bias=False)
+    # NEW: on a CPU, RMSNorm keeps two tensors in float32 for backward(). On a GPU, it is a single
+    # kernel, which keeps its input, as LayerNorm does here.
+    for block in model.layers[1:-1]:
+        block.norm1 = torch.nn.LayerNorm(args.width, bias=False)
+        block.norm2 = torch.nn.LayerNorm(args.width, bias=False)
+    end.norm = torch.nn.LayerNorm(args.width, bias=False)
+    return model
+
+
+# You can stop here: what follows counts calls, prints, and checks the flags.
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
@@ -103,7 +216,7 @@ class Calls(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
     def note(self, kind, args):
-        """Note a call. Among its arguments are one or two tensors, and the group or its name."""
+        """Note a call. `args` has one or two tensors, and FSDP's group or the name of DTensor's."""
         sizes = [each.nbytes for each in args if isinstance(each, torch.Tensor)]
         objects = [each for each in args if isinstance(each, torch.ScriptObject)]
         name = dist.ProcessGroup.unbox(objects[0]).group_name if objects else args[-1]
@@ -112,118 +225,6 @@ class Calls(TorchDispatchMode):
         # Of two tensors, one is given and one receives. all_gather makes a larger one, and
         # reduce_scatter a smaller one.
         self.given[kind, axis] += min(sizes) if kind == "all_gather" else max(sizes)
-
-
-def talk(args):
-    """Make a step as one of many ranks, with no other there, and print what this rank counts."""
-    # NEW: this process is the only one. With this backend, a call sends nothing and returns at
-    # once, and what it should have received is arbitrary.
-    dist.init_process_group("fake", rank=args.rank, world_size=args.dp * args.tp)
-    mesh = dist.init_device_mesh(args.device, (args.dp, args.tp), mesh_dim_names=("dp", "tp"))
-    with torch.device("meta"):  # as in fully_sharded_data_parallel.py --meta
-        model = make_large(args)
-    wrap(model, mesh, args)
-    # NEW: here, tensors are fake. (What is on the meta device may be used to make some.)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        held, kept, calls = run_step(model, mesh, args)
-    show(model, held, kept, calls, mesh, args)
-    dist.destroy_process_group()
-
-
-def run_step(model, mesh, args):
-    """Make a step. Returns the bytes that are held, by name, those kept for backward(), and Calls.
-
-    Nothing here is special: with real ranks, and without FakeTensorMode, it makes a real step.
-    """
-    model.to_empty(device=args.device)  # would give the shards memory, and makes fake tensors here
-    optimizer = torch.optim.Adam(model.parameters(), foreach=False)
-    rows = torch.zeros(args.rows, args.sequence, dtype=torch.int64, device=args.device)
-    storages = set()  # what shares memory counts once
-
-    def keep(tensor):
-        """Note the memory behind a tensor that autograd keeps."""
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        storages.add(local.untyped_storage())
-        return tensor
-
-    with Calls(mesh) as calls, loss_parallel():
-        with saved_tensors_hooks(keep, lambda tensor: tensor):
-            scores = model(rows)
-            loss = F.cross_entropy(scores.float(), rows)
-        # Memory that FSDP has freed, that of gathered layers, has 0 bytes now.
-        kept = sum(storage.nbytes() for storage in storages)
-        loss.backward()
-    optimizer.step()
-    parameters = list(model.parameters())
-    averages = []
-    for state in optimizer.state.values():
-        averages += [state["exp_avg"], state["exp_avg_sq"]]
-    held = {
-        "parameters": sum(each.to_local().nbytes for each in parameters),
-        "gradients": sum(each.grad.to_local().nbytes for each in parameters),
-        "Adam's averages": sum(each.to_local().nbytes for each in averages),
-    }
-    return held, kept, calls
-
-
-def make_large(args):
-    """Return the language model of this course in the size that the flags say."""
-    model = Language(args.width, args.layers, args.heads)
-    end = model.stage2[-1]
-    # NEW: the tokens are words of a large vocabulary, in place of 256 bytes.
-    model.stage1[0] = torch.nn.Embedding(args.words, args.width)
-    end.output = torch.nn.Linear(args.width, args.words, bias=False)
-    # NEW: on a CPU, RMSNorm keeps two tensors in float32 for backward(). On a GPU, it is a single
-    # kernel, which keeps its input, as LayerNorm does here. (This comes from PyTorch's sources.)
-    for block in model.layers[1:-1]:
-        block.norm1 = torch.nn.LayerNorm(args.width, bias=False)
-        block.norm2 = torch.nn.LayerNorm(args.width, bias=False)
-    end.norm = torch.nn.LayerNorm(args.width, bias=False)
-    return model
-
-
-def wrap(model, mesh, args):
-    """Split each layer along tp, and shard what a rank has of it along dp."""
-    if args.tp > 1:
-        split(model, mesh["tp"])
-    if args.checkpoint:
-        for stage in (model.stage1, model.stage2):
-            for position, layer in enumerate(stage):
-                if hasattr(layer, "attention"):
-                    stage[position] = Checkpointed(layer)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for layer in model.layers[1:]:
-        fully_shard(layer, mesh=mesh["dp"], mp_policy=policy)
-    fully_shard(model, mesh=mesh["dp"], mp_policy=policy)  # the rest, which is the embedding
-
-
-def split(model, mesh):
-    """Split the layers of each block and the tokens between them, and split the vocabulary.
-
-    This is what sequence_parallel.py and vocabulary_parallel.py do with --by dtensor.
-    """
-    whole = Replicate()
-    own = Shard(1)  # between the pairs, each rank has some of the tokens
-    begin = PrepareModuleInput(input_layouts=own, desired_input_layouts=whole)
-    end = f"stage2.{len(model.stage2) - 1}"
-    plan = {
-        "stage1.0": RowwiseParallel(input_layouts=whole, output_layouts=own),
-        f"{end}.norm": SequenceParallel(),
-        f"{end}.output": ColwiseParallel(input_layouts=own, use_local_output=False),
-    }
-    for name, layer in model.named_modules():
-        if hasattr(layer, "attention"):
-            plan[f"{name}.norm1"] = SequenceParallel()
-            plan[f"{name}.norm2"] = SequenceParallel()
-            plan[f"{name}.attention"] = begin
-            plan[f"{name}.mlp"] = begin
-            for column in ("attention.query", "attention.key", "attention.value"):
-                plan[f"{name}.{column}"] = ColwiseParallel()
-            for column in ("mlp.gate", "mlp.up"):
-                plan[f"{name}.{column}"] = ColwiseParallel()
-            for row in ("attention.output", "mlp.down"):
-                plan[f"{name}.{row}"] = RowwiseParallel(output_layouts=own)
-    parallelize_module(model, mesh, plan)
 
 
 def show(model, held, kept, calls, mesh, args):
@@ -239,8 +240,7 @@ def show(model, held, kept, calls, mesh, args):
         if times:
             given = calls.given[kind, axis]
             sent = by_ring(kind, given, mesh[axis].size())
-            row = f"{kind:<15} {axis:<5} {times:>5} {given / 1e6:>10,.1f} {sent / 1e6:>13,.1f}"
-            print(row)
+            print(f"{kind:<15} {axis:<5} {times:>5} {given / 1e6:>10,.1f} {sent / 1e6:>13,.1f}")
 
 
 def by_ring(kind, given, ranks):
@@ -258,14 +258,13 @@ def add_flags(parser):
     parser.set_defaults(model="language", dataset="text", tokens=None)
     add = parser.add_argument
     add("--mesh", default="128x8", help="ranks along dp (FSDP) and tp; default: 128x8")
-    kernels = "whose kernels count: cpu (default), or a GPU (not tried)"
-    add("--device", type=flags.device, default="cpu", help=kernels)
+    add("--device", type=flags.device, default="cpu", help="whose kernels count; GPUs: not tried")
     add("--rank", type=int, default=0, help="the rank that this process plays")
     add("--checkpoint", action="store_true", help="blocks keep only their input for backward()")
     add("--rows", type=flags.positive, default=1, help="rows of text in a step of a tp group")
     add("--sequence", type=flags.positive, default=4096, help="tokens of a row; default: 4096")
     add("--layers", type=flags.positive, default=32, help="blocks; default: 32")
-    add("--width", type=flags.positive, default=4096, help="numbers of a token; default: 4096")
+    add("--width", type=flags.positive, default=4096, help="hidden size; default: 4096")
     add("--heads", type=flags.positive, default=32, help="attention heads; default: 32")
     add("--words", type=flags.positive, default=32000, help="of the vocabulary; default: 32000")
 

@@ -1,6 +1,6 @@
 """The token mean: each token of a step counts equally, on whichever rank it is.
 
-Run it:
+Run it (about a minute and a half on two cores):
     torchrun --standalone --nproc-per-node 2 playground/language/token_mean.py
 
 It trains a language model on paragraphs. Then it prints for five batches how many tokens each rank
@@ -21,11 +21,11 @@ in gradient accumulation: with --micro_batches 4, a step has eight parts, and th
 There is no error, and the model still learns (--wrong trains it so). To be right, the ranks count
 all tokens of a step before backward(), with an all_reduce of a single number.
 
-Tokens are bytes here. Short paragraphs are padded to the length of the longest in a micro-batch.
-Padding has the label -100, which cross_entropy leaves out. With --packed, a row takes as many
-paragraphs as fit into 256 tokens, and a mask keeps attention within each of them. None of this
-changes the losses, and neither do --by fsdp, --micro_batches 4, or the number of ranks: with
---double, all twelve digits agree.
+Tokens are bytes here. Short paragraphs are padded to the length of the longest in a micro-batch,
+and padding has the label -100, which cross_entropy leaves out. With --packed, a row takes as many
+paragraphs as fit into 256 tokens, and a mask keeps attention within each of them. Neither changes
+the losses, nor do --by fsdp, --micro_batches 4, or the number of ranks (with --double, all twelve
+digits agree).
 
 Try breaking it, in a copy beside it, with --epochs 1:
   1. Leave out `* dist.get_world_size()`. How large is the gradient? Why is the loss nearly right?
@@ -78,8 +78,9 @@ def compute_gradients(model, micro_batches, sums):
     for rows, labels in micro_batches:
         logits = model(rows)
         total = F.cross_entropy(logits, labels, reduction="sum")  # NEW: a sum, and not a mean
-        # NEW: DDP and FSDP add up the gradients of the ranks, and divide by the number of ranks.
-        # But `count` has the tokens of all ranks already, so the factor undoes this division.
+        # NEW: DDP and FSDP divide the sum of the ranks' gradients by the number of ranks. Here the
+        # sum itself is right, because each of its terms has been divided by the tokens of all
+        # ranks. So the factor undoes the division.
         loss = total / count * dist.get_world_size()
         # With DDP, no_sync() would save messages here, as in resnet.py.
         loss.backward()
@@ -94,6 +95,13 @@ def mean_of_means(model, micro_batches, sums):
         (loss / len(micro_batches)).backward()
         tokens = (labels != IGNORED).sum()
         count_in(sums, loss * tokens, logits, labels)
+
+
+def update(model, optimizer, gradients, micro_batches, sums):
+    """Make a step of the optimizer."""
+    optimizer.zero_grad()
+    gradients(model, micro_batches, sums)
+    optimizer.step()
 
 
 def train(args):
@@ -121,22 +129,51 @@ def train(args):
     dist.destroy_process_group()
 
 
+def run_epoch(model, loader, device, step=None):
+    """Train by calling step(micro_batches, sums) for each batch, or only test if there is none.
+
+    Returns three sums over the tokens of all ranks: the loss, the number predicted correctly, the
+    number of tokens.
+    """
+    model.train(step is not None)
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    for micro_batches in loader:
+        micro_batches = [(rows.to(device), labels.to(device)) for rows, labels in micro_batches]
+        if step is not None:
+            step(micro_batches, sums)
+            continue
+        [(rows, labels)] = micro_batches  # loaders() does not split a test batch
+        with torch.no_grad():
+            logits = model(rows)
+            total = F.cross_entropy(logits, labels, reduction="sum")
+        count_in(sums, total, logits, labels)
+    dist.all_reduce(sums)
+    return sums.tolist()
+
+
+def count_in(sums, total, logits, labels):
+    """Add a micro-batch's loss, correct predictions and tokens to the three sums."""
+    sums[0] += total.detach()
+    sums[1] += (logits.argmax(dim=1) == labels).sum()
+    sums[2] += (labels != IGNORED).sum()
+
+
 def make_rows(paragraphs, packed):
     """Return rows of tokens and their labels, both int64 (rows, tokens of the longest row).
 
-    A token's label is the token after it. A row has one paragraph, or as many as fit if `packed`.
+    A token's label is the next token. A row has one paragraph, or as many as fit if `packed`.
     """
     rows = []
     labels = []
     for paragraph in paragraphs:
         tokens = paragraph[:-1]
-        successors = paragraph[1:]
+        next_tokens = paragraph[1:]
         if packed and rows and len(rows[-1]) + len(tokens) <= LONGEST:
             rows[-1] = torch.cat([rows[-1], tokens])
-            labels[-1] = torch.cat([labels[-1], successors])
+            labels[-1] = torch.cat([labels[-1], next_tokens])
         else:
             rows.append(tokens)
-            labels.append(successors)
+            labels.append(next_tokens)
     # NEW: attention is causal, so no token looks at the padding, which comes last.
     rows = pad_sequence(rows, batch_first=True)
     return rows, pad_sequence(labels, batch_first=True, padding_value=IGNORED)
@@ -153,8 +190,7 @@ def attend_within(attention, inputs):
 def keep_apart(model):
     """Let each token look at its own paragraph only, so that packing changes no loss.
 
-    Rotary positions need no change, because they only tell how far apart two tokens are. A table of
-    positions would have to begin again with each paragraph.
+    Rotary positions need no change: they only tell how far apart two tokens are.
     """
     attentions = [module for module in model.modules() if isinstance(module, Attention)]
     for attention in attentions:
@@ -181,79 +217,7 @@ def shard(model, args):
     fully_shard(model, mesh=mesh)
 
 
-def update(model, optimizer, gradients, micro_batches, sums):
-    """Make a step of the optimizer."""
-    optimizer.zero_grad()
-    gradients(model, micro_batches, sums)
-    optimizer.step()
-
-
-def count_in(sums, total, logits, labels):
-    """Add a micro-batch's loss, correct predictions and tokens to the three sums."""
-    sums[0] += total.detach()
-    sums[1] += (logits.argmax(dim=1) == labels).sum()
-    sums[2] += (labels != IGNORED).sum()
-
-
-def run_epoch(model, loader, device, step=None):
-    """Train by calling step(micro_batches, sums) for each batch, or only test if there is none.
-
-    Returns three sums over the tokens of all ranks: the loss, the number predicted correctly, the
-    number of tokens.
-    """
-    model.train(step is not None)
-    sums = torch.zeros(3, dtype=torch.float64, device=device)
-    for micro_batches in loader:
-        micro_batches = on_device(micro_batches, device)
-        if step is not None:
-            step(micro_batches, sums)
-            continue
-        for rows, labels in micro_batches:
-            with torch.no_grad():
-                logits = model(rows)
-                total = F.cross_entropy(logits, labels, reduction="sum")
-            count_in(sums, total, logits, labels)
-    dist.all_reduce(sums)
-    return sums.tolist()
-
-
-def on_device(micro_batches, device):
-    """Return the rows and labels of the micro-batches on the device."""
-    return [(rows.to(device), labels.to(device)) for rows, labels in micro_batches]
-
-
-def show_difference(model, optimizer, loader, device):
-    """Print what each rank has of five batches, and how far a mean of means is off."""
-    header = "tokens + padding of each rank, and how far the gradient of a mean of means is off:"
-    if dist.get_rank() == 0:
-        print(header, flush=True)
-    sums = torch.zeros(3, device=device)  # not printed
-    for micro_batches in islice(loader, 5):
-        micro_batches = on_device(micro_batches, device)
-        found = []
-        for gradients in (compute_gradients, mean_of_means):
-            optimizer.zero_grad()
-            gradients(model, micro_batches, sums)
-            found.append(whole_gradient(model))
-        right, wrong = found
-        difference = (wrong - right).norm() / right.norm()
-        tokens = sum((labels != IGNORED).sum().item() for _, labels in micro_batches)
-        padding = sum(labels.numel() for _, labels in micro_batches) - tokens
-        row = [None] * dist.get_world_size()
-        dist.all_gather_object(row, f"{tokens:,} + {padding:,}")
-        if dist.get_rank() == 0:
-            print("   ", *row, f"{difference:.1%}", sep="    ", flush=True)
-
-
-def whole_gradient(model):
-    """Return the gradient of all parameters in one row."""
-    parts = []
-    for parameter in model.parameters():
-        gradient = parameter.grad
-        if isinstance(gradient, DTensor):
-            gradient = gradient.full_tensor()  # FSDP: each rank has a shard of it
-        parts.append(gradient.flatten())
-    return torch.cat(parts)
+# You can stop here: what follows reads the paragraphs, and prints.
 
 
 def loaders(args, rank, world_size):
@@ -294,8 +258,39 @@ def split_batch(paragraphs, count, packed):
     return [make_rows(paragraphs[number::count], packed) for number in range(count)]
 
 
+def show_difference(model, optimizer, loader, device):
+    """Print what each rank has of five batches, and how far a mean of means is off."""
+    header = "tokens + padding of each rank, and how far the gradient of a mean of means is off:"
+    table = []
+    sums = torch.zeros(3, device=device)  # not printed
+    for micro_batches in islice(loader, 5):
+        micro_batches = [(rows.to(device), labels.to(device)) for rows, labels in micro_batches]
+        found = []
+        for gradients in (compute_gradients, mean_of_means):
+            optimizer.zero_grad()
+            gradients(model, micro_batches, sums)
+            found.append(whole_gradient(model))
+        right, wrong = found
+        difference = (wrong - right).norm() / right.norm()
+        tokens = sum((labels != IGNORED).sum().item() for _, labels in micro_batches)
+        padding = sum(labels.numel() for _, labels in micro_batches) - tokens
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, f"{tokens:,} + {padding:,}")
+        table.append("    ".join(["   ", *everyone, f"{difference:.1%}"]))
+    if dist.get_rank() == 0:
+        print(header, *table, sep="\n", flush=True)
+
+
+def whole_gradient(model):
+    """Return the gradient of all parameters in one row."""
+    gradients = [parameter.grad for parameter in model.parameters()]
+    if isinstance(gradients[0], DTensor):
+        gradients = [gradient.full_tensor() for gradient in gradients]  # FSDP shards them
+    return torch.cat([gradient.flatten() for gradient in gradients])
+
+
 def add_flags(parser):
-    """Add the flags that only this lesson has. It trains the language model by default."""
+    """Add the flags that only this lesson has."""
     parser.set_defaults(model="language", batch_size=32)
     add = parser.add_argument
     add("--by", choices=["ddp", "fsdp"], default="ddp", help="what averages the gradients")
@@ -350,7 +345,7 @@ def fit(model, optimizer, train_loader, test_loader, device, args):
         loss, correct, images = run_epoch(model, bar, device, optimizer)
         seconds = time.perf_counter() - start
         speed = len(train_loader) * args.batch_size / seconds
-        # A wrapper such as DDP may send messages in forward(), so test the model that it wraps.
+        # DDP sends messages in forward(), too. So if there is DDP, test the model inside it.
         plain = getattr(model, "module", model)
         _, test_correct, test_images = run_epoch(plain, test_loader, device)
         if rank == 0:
@@ -371,7 +366,7 @@ def main():
     args = parser.parse_args()
     parser.check_torchrun(args)  # an error of one line if torchrun has not started this
     check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
-    # There is no group yet, so a download may take long. One process of each node does it.
+    # One process of each node downloads. There is no group yet, so no timeout runs meanwhile.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 

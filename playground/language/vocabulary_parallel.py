@@ -1,6 +1,6 @@
 """Vocabulary parallelism: each rank has some of the words, from the embedding to the loss.
 
-Run it (add --by dtensor, and PyTorch splits the layers and the loss):
+Run it (about a minute on two cores; add --by dtensor, and PyTorch splits the layers and the loss):
     torchrun --standalone --nproc-per-node 2 playground/language/vocabulary_parallel.py
 
 It prints the same numbers as `single_gpu.py --model language`, up to rounding (with --double all
@@ -9,26 +9,29 @@ which take 16,777,216 bytes in one process. With two ranks, it prints:
     rank 0 keeps 108,864 parameters, and 8,388,608 bytes of scores
     rank 1 keeps 108,864 parameters, and 8,388,608 bytes of scores
 
-At every token, a language model has a score (logit) for each word of its vocabulary. Here the words
-are the 256 bytes. With 128,000 words, the scores of 8,192 tokens take 4.2 GB in float32, and their
-gradient takes as much again. So the ranks split the two layers that have a row for each word:
+`sequence_parallel.py` splits the blocks of a transformer, but not the two layers around them, which
+have a row for each word of the vocabulary. At every token, the output layer gives each word a score
+(logit). Here the words are the 256 bytes. With 128,000 words, the scores of 8,192 tokens take 4.2
+GB in float32, and their gradient takes as much again. So the ranks split both layers by rows:
 - The embedding. A rank has zeros for the words of other ranks, and an all_reduce adds up.
 - The output layer. A rank computes the scores of its own words, and no rank ever has all scores. In
   backward(), an all_reduce adds up the gradient of the layer's input.
 
-The loss does not need all of them in one place, either. A token with the scores s, whose label is
+The loss does not need all scores in one place, either. A token with the scores s, whose label is
 the word y, has the loss
     log(sum_j exp(s_j)) - s_y  =  log(sum_j exp(s_j - m)) - (s_y - m)    for any number m.
 With the largest score as m, no exponential is too large for its dtype. So three numbers of a token
 are enough: the largest score, the sum, and the label's score, which one rank has. Two all_reduces
-send them in place of 256 scores, and backward() of the loss sends nothing. (`playground/tools/watch.py`
-in front of the lesson shows the messages.)
+send them in place of 256 scores, and backward() of the loss sends nothing.
+
+torch.distributed.checkpoint cannot save shards made by hand as they are: they have the same name on
+all ranks, so it takes them for replicas. With --by dtensor, it can.
 
 Try breaking it, in a copy beside it, with --double, and compare the losses:
   1. In SplitCrossEntropy, leave out the first all_reduce. Is the loss still right?
   2. Let `largest` be zeros instead. Why is the loss right here, and when is it not?
   3. In SplitEmbedding, leave out `* own[..., None]`. Which rows are added?
-  4. In SplitOutput, leave out BeginPair. Which gradients are wrong?
+  4. In SplitOutput, leave out AddGradients. Which gradients are wrong?
 
 Now write `split_cross_entropy.py` in playground/exercises/.
 Builds on: sequence_parallel.py
@@ -62,7 +65,46 @@ from common.models import make_model
 
 
 # Here and below, `group` has the ranks that split the vocabulary. None means all ranks, as in this
-# lesson.
+# lesson. AddGradients and AddTerms are those of tensor_parallel.py, for the ranks of a group.
+class AddGradients(torch.autograd.Function):
+    """Nothing in forward(), an all_reduce of the gradients in backward()."""
+
+    @staticmethod
+    def forward(ctx, tokens, group):
+        """Return the tokens themselves."""
+        ctx.group = group
+        return tokens
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """Return the sum of the gradients of all ranks, because every rank has used the tokens."""
+        total = gradient.clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class AddTerms(torch.autograd.Function):
+    """An all_reduce of the terms in forward(), nothing in backward()."""
+
+    @staticmethod
+    def forward(ctx, terms, group):
+        """Return the sum of the terms of all ranks."""
+        total = terms.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """Return the gradient itself, because each term of a sum gets the gradient of the sum."""
+        return gradient, None
+
+
+def keep_rows(parameter, group):
+    """Return this rank's rows of a parameter, as a new parameter. All ranks have equally many."""
+    chunks = parameter.detach().unflatten(0, (dist.get_world_size(group), -1))
+    return torch.nn.Parameter(chunks[dist.get_rank(group)].clone())
+
+
 def own_words(words, count, group):
     """Find words, int64, among the `count` words of this rank.
 
@@ -78,7 +120,7 @@ class SplitEmbedding(torch.nn.Module):
 
     def __init__(self, embedding, group):
         super().__init__()
-        self.weight = keep_shard(embedding.weight, dim=0, group=group)
+        self.weight = keep_rows(embedding.weight, group)
         self.group = group
 
     def forward(self, words):
@@ -86,7 +128,7 @@ class SplitEmbedding(torch.nn.Module):
         index, own = own_words(words, len(self.weight), self.group)
         # NEW: zeros for the words of other ranks. So only one term of the sum is not zero.
         terms = F.embedding(index, self.weight) * own[..., None]
-        return EndPair.apply(terms, False, self.group)
+        return AddTerms.apply(terms, self.group)
 
 
 class SplitOutput(torch.nn.Module):
@@ -94,12 +136,12 @@ class SplitOutput(torch.nn.Module):
 
     def __init__(self, layer, group):
         super().__init__()
-        self.weight = keep_shard(layer.weight, dim=0, group=group)
+        self.weight = keep_rows(layer.weight, group)
         self.group = group
 
     def forward(self, tokens):
         """Turn tokens, (N, tokens, width), into scores of this rank's words, (N, tokens, words)."""
-        return F.linear(BeginPair.apply(tokens, False, self.group), self.weight)
+        return F.linear(AddGradients.apply(tokens, self.group), self.weight)
 
 
 class SplitCrossEntropy(torch.autograd.Function):
@@ -130,7 +172,9 @@ class SplitCrossEntropy(torch.autograd.Function):
         softmax = exponentials.div_(total[:, None])
         valid = labels != -100
         ctx.save_for_backward(softmax, index, own, valid)
-        correct = (of_label == 0) & valid  # its score minus the largest one is 0
+        # NEW: of_label is now s_y - m on all ranks. If it is 0, no word has a larger score than the
+        # label, so the prediction is correct.
+        correct = (of_label == 0) & valid
         ctx.mark_non_differentiable(correct)
         return (total.log() - of_label) * valid, correct
 
@@ -139,9 +183,10 @@ class SplitCrossEntropy(torch.autograd.Function):
         """Return the gradient of this rank's scores. Nothing is sent."""
         softmax, index, own, valid = ctx.saved_tensors
         gradient = gradient * valid
-        # NEW: for the score s_i, log(sum_j exp(s_j)) has the gradient exp(s_i) / sum_j exp(s_j),
-        # the softmax, and -s_y has -1 if i is the label y, and otherwise 0.
+        # NEW: the loss has two terms. The gradient of log(sum_j exp(s_j)) for the score s_i is
+        # exp(s_i) / sum_j exp(s_j): the softmax.
         of_scores = softmax * gradient[:, None]
+        # NEW: that of -s_y is -1 for the label's score, which one rank has, and 0 for all others.
         of_scores.scatter_add_(1, index[:, None], -(gradient * own)[:, None])
         return of_scores, None, None  # `labels` and `group` have no gradient
 
@@ -232,6 +277,9 @@ def run_epoch(model, loader, device, optimizer=None):
     return sums.tolist()  # all ranks have the same sums
 
 
+# You can stop here: what follows prints what each rank keeps, and checks the flags.
+
+
 def show_kept(model, loader, device):
     """Print how many parameters each rank keeps, and the bytes of a batch's scores."""
     batch, _ = next(iter(loader))
@@ -266,93 +314,8 @@ def check_flags(parser, args, world_size):
         parser.error(f"{world_size} ranks cannot split {VOCABULARY} words: use 2, 4 or 8 ranks")
 
 
-# ---------- Unchanged from sequence_parallel.py ----------
-# You know what follows: cut(), keep_shard(), add_up(), add_up_own(), gather(), BeginPair(),
-# EndPair(), join(), fit() and main(). If you copy this lesson, copy it, too.
-
-
-def cut(tensor, dim, group):
-    """Return equal chunks of a tensor along a dimension, one for each rank."""
-    world_size = dist.get_world_size(group)
-    if tensor.shape[dim] % world_size:
-        raise ValueError(f"{world_size} ranks cannot split a dimension of {tensor.shape[dim]}")
-    return tensor.chunk(world_size, dim)
-
-
-def keep_shard(parameter, dim, group):
-    """Return this rank's shard of a parameter, as a new parameter."""
-    shard = cut(parameter.detach(), dim, group)[dist.get_rank(group)].clone()
-    return torch.nn.Parameter(shard, requires_grad=parameter.requires_grad)
-
-
-def add_up(terms, group):
-    """Return the sum of the terms of all ranks, for all tokens."""
-    total = terms.clone()
-    dist.all_reduce(total, group=group)
-    return total
-
-
-def add_up_own(terms, group):
-    """Return the sum of the terms of all ranks, for the tokens of this rank."""
-    chunks = [chunk.contiguous() for chunk in cut(terms, 1, group)]
-    own_sum = torch.empty_like(chunks[0])
-    # [1 2 3 4] on rank 0 and [10 20 30 40] on rank 1 become [11 22] and [33 44].
-    dist.reduce_scatter(own_sum, chunks, group=group)
-    return own_sum
-
-
-def gather(tokens, group):
-    """Return the tokens of all ranks. Each rank passes equally many, (N, tokens / n, width)."""
-    tokens = tokens.contiguous()  # all_gather needs this, and some gradients are not contiguous
-    chunks = [torch.empty_like(tokens) for _ in range(dist.get_world_size(group))]
-    # [11 22] on rank 0 and [33 44] on rank 1 become [11 22 33 44] on both.
-    dist.all_gather(chunks, tokens, group=group)
-    return torch.cat(chunks, dim=1)
-
-
-class BeginPair(torch.autograd.Function):
-    """Where a pair begins, which needs all tokens.
-
-    Without --sequence, forward() sends nothing, and backward() makes an all_reduce, as in
-    AddGradients of tensor_parallel.py. With it, they make an all_gather and a reduce_scatter.
-    """
-
-    @staticmethod
-    def forward(ctx, tokens, sequence, group):
-        """Return all tokens."""
-        ctx.sequence = sequence  # backward() needs both
-        ctx.group = group
-        return gather(tokens, group) if sequence else tokens
-
-    @staticmethod
-    def backward(ctx, gradient):
-        """Return the gradient of the tokens that forward() was given."""
-        # Every rank has used all tokens, so their gradient is a sum over the ranks.
-        total = add_up_own(gradient, ctx.group) if ctx.sequence else add_up(gradient, ctx.group)
-        return total, None, None  # `sequence` and `group` have no gradient
-
-
-class EndPair(torch.autograd.Function):
-    """Where a pair ends, and each rank has a term for every token.
-
-    Without --sequence, forward() makes an all_reduce, and backward() sends nothing, as in AddTerms
-    of tensor_parallel.py. With it, they make a reduce_scatter and an all_gather.
-    """
-
-    @staticmethod
-    def forward(ctx, terms, sequence, group):
-        """Return the sum of the terms: for all tokens, or with --sequence for this rank's."""
-        ctx.sequence = sequence
-        ctx.group = group
-        return add_up_own(terms, group) if sequence else add_up(terms, group)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        """Return the gradient of the terms."""
-        # Each term gets the gradient of the sum. With --sequence, a rank has it for its own
-        # tokens, and needs it for all.
-        gradient = gather(gradient, ctx.group) if ctx.sequence else gradient
-        return gradient, None, None
+# ---------- Unchanged from distributed_data_parallel_torchrun.py ----------
+# You know what follows: join(), fit() and main(). If you copy this lesson, copy it, too.
 
 
 def join(args):
@@ -386,7 +349,7 @@ def fit(model, optimizer, train_loader, test_loader, device, args):
         loss, correct, images = run_epoch(model, bar, device, optimizer)
         seconds = time.perf_counter() - start
         speed = len(train_loader) * args.batch_size / seconds
-        # A wrapper such as DDP may send messages in forward(), so test the model that it wraps.
+        # DDP sends messages in forward(), too. So if there is DDP, test the model inside it.
         plain = getattr(model, "module", model)
         _, test_correct, test_images = run_epoch(plain, test_loader, device)
         if rank == 0:
@@ -407,7 +370,7 @@ def main():
     args = parser.parse_args()
     parser.check_torchrun(args)  # an error of one line if torchrun has not started this
     check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
-    # There is no group yet, so a download may take long. One process of each node does it.
+    # One process of each node downloads. There is no group yet, so no timeout runs meanwhile.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 

@@ -9,7 +9,7 @@ TOKENS = 8  # of a row, padding included
 
 
 class Bigram(nn.Module):
-    """Scores the successor of each token from this token alone."""
+    """Scores the next token from each token alone."""
 
     def __init__(self):
         super().__init__()
