@@ -26,7 +26,7 @@ in front of the command.
 This is the lesson to copy into a project of your own. Nearly all later lessons repeat its functions
 below a line that names it.
 
-Try breaking it, in a copy:
+Try breaking it, in a copy beside it:
   1. Write `assert rank == 0` after `rank, device = join(args)`. What does torchrun report, and what
      does it report if you also remove `@record`?
 

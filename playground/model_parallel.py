@@ -31,7 +31,7 @@ the first one, so the forward passes take m + p - 1 turns, and each GPU computes
 same holds for the backward passes. So each waits for (p-1)/(m+p-1) of the time, the pipeline's
 bubble (GPipe, https://arxiv.org/abs/1811.06965): 1/5 in the last drawing, and 1/2 in the first one.
 
-Try breaking it, in a copy:
+Try breaking it, in a copy beside it:
   1. Leave out `.to(self.devices[1])` after `stage1`. What does PyTorch say with two GPUs, and why
      does it say nothing if there is only the CPU?
   2. In `run_epoch()`, split logits and labels with `tensor_split`, and add up the mean losses of

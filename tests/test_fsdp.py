@@ -20,6 +20,7 @@ from figures.messages import Messages
 MESHES = {  # lessons that make a mesh of all ranks, and how they are called
     "fully_sharded_data_parallel": lambda lesson, args: lesson.shard(MODELS["mlp"](), args),
     "fully_sharded_checkpoints": lambda lesson, args: lesson.shard(MODELS["mlp"](), args),
+    "fully_sharded_export": lambda lesson, args: lesson.shard(MODELS["mlp"](), args),
     "sharded_muon": lambda lesson, args: lesson.shard(MODELS["mlp"](), args),
     "tensor_parallel": lambda lesson, args: lesson.split_by_dtensor(MODELS["mlp"](), [], args),
     "activation_checkpointing": lambda lesson, args: lesson.shard(MODELS["mlp"](), args),
@@ -80,25 +81,3 @@ def gather_from_pairs(rank):
 def test_layers_gathered_from_pairs():
     """The bytes of answers.md."""
     in_group(gather_from_pairs, 4)
-
-
-def gather_ahead(rank):
-    """Exercise 5: the second layer is gathered before the first computes."""
-    gathered = []
-    for ahead in (False, True):
-        model = MODELS["mlp"]()
-        lesson.shard(model, ALL)
-        if ahead:
-            model.layers[0].set_modules_to_forward_prefetch([model.layers[1]])
-        with Messages() as messages:
-            # FSDP's own hook, which gathers, was registered before.
-            model.layers[0].register_forward_pre_hook(
-                lambda *_, noted=messages.noted: gathered.append(len(noted))
-            )
-            model(torch.randn(3, 1, 28, 28))
-    assert gathered == [1, 2]
-
-
-def test_layers_gathered_ahead():
-    """One all_gather before the first layer computes, or two."""
-    in_group(gather_ahead, 2)

@@ -1,4 +1,4 @@
-"""Sharding by hand: the parameters of one process, and what is refused.
+"""Sharding by hand: the parameters of one process.
 
 The functions without "test" in their names run on ranks, or help them.
 """
@@ -6,7 +6,6 @@ The functions without "test" in their names run on ranks, or help them.
 from functools import partial
 
 import manual_fully_sharded
-import pytest
 import sharded_optimizer
 import torch
 from forked import in_group
@@ -82,47 +81,3 @@ def test_another_model():
         make_steps(model, ADAM(model.parameters()), range(3), backwards)
         expected[backwards] = list(model.parameters())
     in_group(sharded_rank, 3, expected)
-
-
-class HalfUsed(nn.Linear):
-    """A layer that leaves out its bias."""
-
-    def forward(self, inputs):
-        """Multiply only."""
-        return inputs @ self.weight.T
-
-
-def lonely_rank(rank):
-    """Try what is refused, in a group of one."""
-    shard = manual_fully_sharded.shard_layers
-    sgd = partial(torch.optim.SGD, lr=0.1)
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    optimizer = sharded_optimizer.ShardedOptimizer(model, sgd)
-    model[0](torch.ones(2)).sum().backward()
-    with pytest.raises(ValueError, match=r"^1\.weight has no gradient: "):
-        optimizer.step()
-    tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    tied[1].weight = tied[0].weight
-    with pytest.raises(ValueError, match="two layers share a parameter"):
-        shard(tied)
-    half_used = HalfUsed(2, 2)
-    shard(half_used)
-    half_used(torch.ones(2)).sum().backward()
-    with pytest.raises(RuntimeError, match="a parameter got no gradient"):
-        half_used(torch.ones(2))
-    mixed = nn.Linear(2, 2)
-    mixed.bias = nn.Parameter(mixed.bias.data.double())
-    for refused in (partial(sharded_optimizer.ShardedOptimizer, mixed, sgd), partial(shard, mixed)):
-        with pytest.raises(TypeError, match="different dtypes"):
-            refused()
-    model = nn.Linear(2, 2)
-    state = model.state_dict()
-    shard(model)
-    for refused in (model.state_dict, partial(model.load_state_dict, state)):
-        with pytest.raises(RuntimeError, match="the layer is sharded: load a state before that"):
-            refused()
-
-
-def test_what_is_refused():
-    """Parameters without a gradient, shared, or of two dtypes, and a state_dict()."""
-    in_group(lonely_rank, 1)

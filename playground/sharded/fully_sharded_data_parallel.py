@@ -9,30 +9,29 @@ agree), and then what rank 0 holds: 8 bytes for each of 59,210 parameters. DDP w
     rank 0 holds   118,420 bytes of the parameters' shards
     rank 0 holds         0 bytes of whole layers
     rank 0 holds   118,420 bytes of gradients
-    rank 0 holds   236,840 bytes of Adam's averages
+    rank 0 holds   236,840 bytes of optimizer state
 
 Just before a layer computes, the ranks gather it whole, and afterwards they free it. In backward(),
-they also average its gradients. `fully_shard(layer)` adds hooks for this, like `ShardedLayer` in
-`manual_fully_sharded.py`. It replaces each parameter with a DTensor, a tensor that knows which rank
-has which shard, so the optimizer must be made afterwards. A last call, with the whole model, shards
-the rest and lets backward() gather the next layer while one computes.
+they also average its gradients. `fully_shard(layer)` (FSDP2) adds hooks for this, as `ShardedLayer`
+in `manual_fully_sharded.py` does. It replaces each parameter with a DTensor, a tensor that knows
+which rank has which shard, so the optimizer must be made afterwards. A last call, with the whole
+model, shards the rest, and lets both passes gather the next layer while one computes. At the start,
+each rank makes the whole model for a moment. With --meta, only rank 0 makes it.
 
 For 7 billion parameters on 8 GPUs, each holds 14 GB, where DDP needs 112, plus the layers that are
-computing. The price is messages: 8 all_gathers in a step, for four layers in forward() and again in
-backward(), and 4 reduce_scatters. In a ring, these take 1.5 times the bytes of DDP's all_reduce.
-With gloo, on CPUs, FSDP sends about twice as much as DDP (`sharding.md`), and this small network
-trains at a tenth of DDP's speed. With `playground/tools/watch.py` in front of the script, you see these
-calls, their bytes and their lines.
+computing (`playground/pages/figures/fsdp.png`). The price is messages: 8 all_gathers in a step, for
+four layers in forward() and again in backward(), and 4 reduce_scatters. In a ring, these take 1.5
+times the bytes of DDP's all_reduce, and with gloo, on CPUs, about twice as many (`sharding.md`).
 
-At the start, each rank makes the whole model for a moment. With --meta, only rank 0 makes it.
+For users of DDP: a test sends messages, too, because forward() gathers layers, so all ranks must
+make it, with equally many batches. `no_sync()` is `set_requires_gradient_sync(False)`. FSDP1, which
+is `FullyShardedDataParallel`, calls --keep_weights the sharding strategy SHARD_GRAD_OP.
 
 Try breaking it, in a copy beside it:
   1. Make the optimizer before `shard(model, args)`. How far do the parameters move?
   2. Shard only the whole model, and no layers. Which line of the output changes?
   3. Before `model = ...`, seed with `args.seed + rank`. Which rank's parameters are trained?
   4. With four processes and watch.py, write `reshard_after_forward=2`. Which messages change?
-  5. At the end of `shard`, call `model.layers[0].set_modules_to_forward_prefetch(...)`, with a list
-     of the second layer. Which all_gather starts earlier, and what for?
 
 Builds on: manual_fully_sharded.py
 The next lesson, `fully_sharded_checkpoints.py`, saves and resumes such a run.
@@ -66,11 +65,10 @@ def shard(model, args):
     # The group of a mesh may have PyTorch's own timeout: 30 minutes (gloo) or 10 (NCCL).
     mesh.get_group().set_timeout(timedelta(seconds=args.timeout))
     for layer in model.layers:  # NEW: each layer is gathered by one message of its own
-        if args.keep_weights:  # it stays whole until backward()
-            fully_shard(layer, mesh=mesh, reshard_after_forward=False)
-        else:  # it is freed after forward(), and gathered again in backward()
-            fully_shard(layer, mesh=mesh, reshard_after_forward=True)
-    fully_shard(model, mesh=mesh)  # NEW: the whole model, last
+        # Free it after forward(), or keep it until backward().
+        fully_shard(layer, mesh=mesh, reshard_after_forward=not args.keep_weights)
+    # NEW: last, the whole model. By default, what no layer has stays whole after forward().
+    fully_shard(model, mesh=mesh)
 
 
 def train(args):
@@ -99,7 +97,8 @@ def make_on_rank_0(args, device):
     with torch.device("meta"):  # NEW: tensors with a shape, but without memory and numbers
         model = make_model(args)
     shard(model, args)
-    model.to_empty(device=device)  # gives the shards memory
+    # Gives the shards memory. Buffers that are not in state_dict() must be computed again after it.
+    model.to_empty(device=device)
     state = make_model(args).state_dict() if dist.get_rank() == 0 else {}
     # NEW: rank 0 sends one parameter after the other, and each rank keeps its shard.
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -107,6 +106,7 @@ def make_on_rank_0(args, device):
     return model
 
 
+# You can stop here: what follows prints, and reads flags.
 def show_bytes(model, optimizer):
     """Print the bytes that rank 0 holds."""
     # NEW: while a layer is whole, its parameters are plain tensors.
@@ -115,15 +115,14 @@ def show_bytes(model, optimizer):
         if isinstance(module, FSDPModule):
             module.reshard()  # with --keep_weights, the last test has left the layers whole
     parameters = list(model.parameters())
-    gradients = [parameter.grad for parameter in parameters]
-    averages = []
-    for state in optimizer.state.values():
-        averages += [state["exp_avg"], state["exp_avg_sq"]]
+    state = 0
+    for averages in optimizer.state.values():
+        state += averages["exp_avg"].to_local().nbytes + averages["exp_avg_sq"].to_local().nbytes
     held = {
         "the parameters' shards": sum(each.to_local().nbytes for each in parameters),
         "whole layers": sum(each.nbytes for each in whole),
-        "gradients": sum(each.to_local().nbytes for each in gradients),
-        "Adam's averages": sum(each.to_local().nbytes for each in averages),
+        "gradients": sum(each.grad.to_local().nbytes for each in parameters),
+        "optimizer state": state,
     }
     for name, nbytes in held.items():
         print(f"rank 0 holds {nbytes:>9,} bytes of {name}", flush=True)
@@ -172,7 +171,7 @@ def fit(model, optimizer, train_loader, test_loader, device, args):
         loss, correct, images = run_epoch(model, bar, device, optimizer)
         seconds = time.perf_counter() - start
         speed = len(train_loader) * args.batch_size / seconds
-        # A wrapper such as DDP may send messages in forward(), so test the model that it wraps.
+        # DDP sends messages in forward(), too. So if there is DDP, test the model inside it.
         plain = getattr(model, "module", model)
         _, test_correct, test_images = run_epoch(plain, test_loader, device)
         if rank == 0:
@@ -220,7 +219,7 @@ def main():
     args = parser.parse_args()
     parser.check_torchrun(args)  # an error of one line if torchrun has not started this
     check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
-    # There is no group yet, so a download may take long. One process of each node does it.
+    # One process of each node downloads. There is no group yet, so no timeout runs meanwhile.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 

@@ -1,4 +1,4 @@
-"""Sharded parameters, by hand: each rank stores 1/n of every layer.
+"""Sharded parameters (ZeRO 3), by hand: each rank stores 1/n of every layer.
 
 Run it:
     torchrun --standalone --nproc-per-node 2 playground/sharded/manual_fully_sharded.py
@@ -9,7 +9,7 @@ agree), and then what rank 0 holds: 8 bytes for each of 59,210 parameters. DDP w
     rank 0 holds   118,420 bytes of the parameters' shards
     rank 0 holds         0 bytes of whole layers
     rank 0 holds   118,420 bytes of gradients
-    rank 0 holds   236,840 bytes of Adam's averages
+    rank 0 holds   236,840 bytes of optimizer state
 
 This is stage 3 of ZeRO: 16/n bytes for a parameter. A layer needs all of its parameters to compute,
 so the ranks gather them just before, and free them right after. A function that PyTorch calls at
@@ -22,7 +22,8 @@ such a moment is a hook. Four moments are enough:
 With four layers, a step has 8 all_gathers and 4 reduce_scatters. In a ring these take 1.5 times the
 bytes of DDP's all_reduce. With --keep_weights, a layer stays whole from forward() to backward(). So
 4 all_gathers are enough, and in a ring a step takes as many bytes as DDP's. Here nothing computes
-while a message travels. FSDP, the next lesson, gathers a layer while another one computes.
+while a message travels. FSDP, the next lesson, gathers a layer while another one computes
+(`playground/pages/figures/fsdp.png` shows which layers are whole when).
 
 Try breaking it, in a copy beside it:
   1. Comment out the forward hook with `self.free`. Which number of the output changes?
@@ -37,7 +38,6 @@ The next lesson, `fully_sharded_data_parallel.py`, leaves this to PyTorch.
 import os
 import sys
 import time
-import warnings
 from datetime import timedelta
 from pathlib import Path
 
@@ -55,8 +55,6 @@ from common.models import make_model
 
 def flatten(tensors):
     """Copy tensors into one flat tensor, with zeros at its end, so that n divides its length."""
-    if len({tensor.dtype for tensor in tensors}) > 1:
-        raise TypeError("the parameters have different dtypes, and a flat tensor has only one")
     flat = torch.cat([tensor.flatten() for tensor in tensors])
     padding = -len(flat) % dist.get_world_size()  # the distance to the next multiple of n
     return torch.cat([flat, flat.new_zeros(padding)])
@@ -65,9 +63,9 @@ def flatten(tensors):
 class ShardedLayer:
     """Keeps this rank's shard of a layer, whose parameters have no memory between computations.
 
-    The layer's forward() must use these parameters, and no others. None of them may be frozen.
-    clip_grad_norm_() would find the norm of this rank's shards only. To clip, sum the squares of
-    all `shard.grad` over the ranks first.
+    Reading a parameter then crashes Python, so state_dict() is refused. Each parameter must get a
+    gradient in backward(), and belong to one layer only. clip_grad_norm_() would find the norm of
+    this rank's shards only. To clip, sum the squares of all `shard.grad` over the ranks first.
     """
 
     def __init__(self, layer, keep_weights=False):
@@ -76,10 +74,10 @@ class ShardedLayer:
         # NEW: a copy, which stays when `whole` is freed. The optimizer updates it.
         shard = self.whole.chunk(dist.get_world_size())[dist.get_rank()]
         self.shard = torch.nn.Parameter(shard.clone())
-        # As in the previous lesson, the parameters become views. Autograd saves some of these views
-        # for backward(). They share the memory of `whole`, so after the next gather() they have the
-        # right numbers again. Autograd notices nothing, because it does not see what is written
-        # through `whole`.
+        # As in the previous lesson, the parameters become views of `whole`. Autograd saves some of
+        # these views for backward(), and the next gather() fills them again. Autograd raises an
+        # error if a saved tensor has been changed in place, but it counts changes for each
+        # parameter, and writing into `whole` does not count.
         start = 0
         for parameter in self.parameters:
             end = start + parameter.numel()
@@ -97,12 +95,13 @@ class ShardedLayer:
         for parameter in self.parameters:
             parameter.register_post_accumulate_grad_hook(self.count_gradient)
         layer.register_state_dict_pre_hook(self.refuse)
-        layer.register_load_state_dict_pre_hook(self.refuse)
+
+    def refuse(self, *_):
+        """Refuse state_dict(), which would save parameters that have no memory."""
+        raise RuntimeError("the layer is sharded: save the shards, one file for each rank")
 
     def gather(self, *_):  # *_: what PyTorch passes to each hook, which is not needed here
         """Give `whole` its memory back, and fill it with the shards of all ranks."""
-        if self.gradients_due < len(self.parameters):  # the last backward() left some out
-            raise RuntimeError("a parameter got no gradient, but others of its layer did")
         self.whole.untyped_storage().resize_(self.bytes)
         # detach: a message has only numbers, and no autograd graph.
         dist.all_gather_into_tensor(self.whole, self.shard.detach())
@@ -132,22 +131,13 @@ class ShardedLayer:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def refuse(self, *_):
-        """Refuse state_dict() and load_state_dict(), which would use parameters without memory."""
-        raise RuntimeError("the layer is sharded: load a state before that, and save the shards")
-
 
 def shard_layers(model, keep_weights=False):
-    """Shard each layer that has parameters of its own. Returns the ShardedLayers."""
-    names = list(model.named_parameters(remove_duplicate=False))
-    if len(names) > len(list(model.parameters())):
-        raise ValueError("two layers share a parameter, which ShardedLayer does not support")
-    # The images need no gradient, and PyTorch 2.9 warns about that. The hook runs all the same.
-    warnings.filterwarnings("ignore", "Full backward hook is firing")
+    """Shard each module that has parameters of its own. Returns the ShardedLayers."""
     layers = []
-    for layer in model.modules():
-        if list(layer.parameters(recurse=False)):
-            layers.append(ShardedLayer(layer, keep_weights))
+    for module in model.modules():
+        if list(module.parameters(recurse=False)):
+            layers.append(ShardedLayer(module, keep_weights))
     return layers
 
 
@@ -170,18 +160,17 @@ def train(args):
     dist.destroy_process_group()
 
 
+# You can stop here: what follows prints, and reads flags.
 def show_bytes(layers, optimizer):
     """Print the bytes that rank 0 holds."""
-    shards = [layer.shard for layer in layers]
-    gradients = [shard.grad for shard in shards if shard.grad is not None]
-    averages = []
-    for state in optimizer.state.values():
-        averages += [state["exp_avg"], state["exp_avg_sq"]]
+    state = 0
+    for averages in optimizer.state.values():
+        state += averages["exp_avg"].nbytes + averages["exp_avg_sq"].nbytes
     held = {
-        "the parameters' shards": sum(shard.nbytes for shard in shards),
+        "the parameters' shards": sum(layer.shard.nbytes for layer in layers),
         "whole layers": sum(layer.whole.untyped_storage().nbytes() for layer in layers),
-        "gradients": sum(gradient.nbytes for gradient in gradients),
-        "Adam's averages": sum(average.nbytes for average in averages),
+        "gradients": sum(layer.shard.grad.nbytes for layer in layers),
+        "optimizer state": state,
     }
     for name, nbytes in held.items():
         print(f"rank 0 holds {nbytes:>9,} bytes of {name}", flush=True)
@@ -229,7 +218,7 @@ def fit(model, optimizer, train_loader, test_loader, device, args):
         loss, correct, images = run_epoch(model, bar, device, optimizer)
         seconds = time.perf_counter() - start
         speed = len(train_loader) * args.batch_size / seconds
-        # A wrapper such as DDP may send messages in forward(), so test the model that it wraps.
+        # DDP sends messages in forward(), too. So if there is DDP, test the model inside it.
         plain = getattr(model, "module", model)
         _, test_correct, test_images = run_epoch(plain, test_loader, device)
         if rank == 0:
@@ -277,7 +266,7 @@ def main():
     args = parser.parse_args()
     parser.check_torchrun(args)  # an error of one line if torchrun has not started this
     check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
-    # There is no group yet, so a download may take long. One process of each node does it.
+    # One process of each node downloads. There is no group yet, so no timeout runs meanwhile.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 

@@ -1,5 +1,8 @@
 """Muon under FSDP: an optimizer that needs whole matrices, while each rank has some of their rows.
 
+This lesson is optional. It is for those who train with such an optimizer, or write one, and it
+needs some linear algebra: the singular value decomposition.
+
 Run it (--by selects one of four ways, see below):
     torchrun --standalone --nproc-per-node 2 playground/sharded/sharded_muon.py --by owner
 
@@ -15,16 +18,18 @@ It is made for the matrices of hidden layers. The first layer or embedding, the 
 and norms keep Adam.
 
 Adam treats each number separately, so shards are enough for it, and for Muon's momentum. But an
-iteration multiplies the matrix by itself. Here are the ways to compute it, for the two 64 x 64
-matrices of the default model and n ranks. (The calls are those of `playground/tools/watch.py`. The bytes
-are a mean over the ranks, as a multiple of the matrices' bytes.)
+iteration has three products of whole matrices. With `--by dtensor`, a product gathers its matrix.
+So the two 64 x 64 matrices of the default model take 2 x 5 x 3 = 30 all_gathers in a step (see them
+with `playground/tools/watch.py`). The bytes are a mean over n ranks, as a multiple of the bytes of
+both matrices:
     --by       calls in a step                a rank sends    a rank computes
     torch      30 all_gather, 2 all_reduce    7.5 (n-1)/n     1/n
     dtensor    30 all_gather, 2 all_reduce    15 (n-1)/n      1/n
     gather     2 all_gather                   (n-1)/n         everything
     owner      2 gather, 2 scatter            2 (n-1)/n^2     1/n, if n divides their number
 
-torch is PyTorch's own Muon. It computes in bfloat16, so its losses agree to three digits only.
+torch is PyTorch's own Muon. It computes in bfloat16, so it sends half of what dtensor does, and its
+losses agree to three digits only.
 
 When does it matter? A w x w matrix takes 30 w^3 operations, and training 6 w^2 for each of T
 tokens, so Muon adds 5 w / T to a step: 0.5% for w = 4,096 and 4 million tokens. But if each of
@@ -150,18 +155,13 @@ def rows_per_rank(update):
 class Muon(torch.optim.Optimizer):
     """SGD with momentum, whose step for each matrix is orthogonalized.
 
-    Nesterov's momentum and weight decay are left out. They treat each number separately.
-
-    Args:
-        matrices: parameters of an FSDP model with two dimensions.
-        lr: the learning rate.
-        way: a function that orthogonalizes them: by_dtensor, by_gathering or by_owners.
-        momentum: the fraction of the average gradient that a step keeps.
+    It leaves out Nesterov's momentum and weight decay, which treat each number separately. Its
+    messages go to all ranks, so on a mesh with several axes it would need a group.
     """
 
-    def __init__(self, matrices, lr, way, momentum=0.95):
-        super().__init__(matrices, {"lr": lr, "momentum": momentum})
-        self.way = way
+    def __init__(self, matrices, lr, way):
+        super().__init__(matrices, {"lr": lr, "momentum": 0.95})
+        self.way = way  # by_dtensor, by_gathering or by_owners
 
     @torch.no_grad()
     def step(self):
@@ -181,23 +181,6 @@ class Muon(torch.optim.Optimizer):
                 # PyTorch's Muon scales the learning rate of a tall matrix, too.
                 lr = group["lr"] * math.sqrt(max(1, rows / columns))
                 matrix.to_local().sub_(lr * step)
-
-
-class Both:
-    """Two optimizers, which the training loop treats as one."""
-
-    def __init__(self, *optimizers):
-        self.optimizers = optimizers
-
-    def zero_grad(self):
-        """Free the gradients of the previous step."""
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-
-    def step(self):
-        """Make a step of each."""
-        for optimizer in self.optimizers:
-            optimizer.step()
 
 
 def choose(model):
@@ -231,9 +214,34 @@ def train(args):
         rest = sum(each.numel() for each in others)
         line = f"Muon: {len(matrices)} matrices, {hidden:,} parameters. Adam: {rest:,} parameters"
         print(line, flush=True)
-    fit(model, Both(muon, adam), train_loader, test_loader, device, args)
+    fit(model, [muon, adam], train_loader, test_loader, device, args)
     dist.barrier()  # DTensor keeps the group, and without this Python may abort at exit
     dist.destroy_process_group()
+
+
+# You can stop here. What follows trains with two optimizers in place of one.
+def run_epoch(model, loader, device, optimizers=None):
+    """Train, or only test without optimizers. Returns sums: loss, correct, images."""
+    model.train(optimizers is not None)
+    # The sums stay on the device. Reading them in each step would make Python wait for the GPU.
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    for images, labels in loader:
+        images = images.to(device, non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
+        with torch.set_grad_enabled(model.training):
+            logits = model(images)
+            loss = F.cross_entropy(logits, labels)
+        if optimizers is not None:
+            for optimizer in optimizers:  # NEW: Muon, and Adam
+                optimizer.zero_grad()
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        sums[0] += loss.detach() * labels.numel()
+        sums[1] += (logits.argmax(dim=1) == labels).sum()
+        sums[2] += labels.numel()
+    dist.all_reduce(sums)
+    return sums.tolist()
 
 
 def shard(model, args):
@@ -261,8 +269,7 @@ def check_flags(parser, args, world_size):
 
 
 # ---------- Unchanged from fully_sharded_data_parallel.py ----------
-# You know what follows: join(), fit(), run_epoch() and main(). If you copy this lesson, copy it,
-# too.
+# You know what follows: join(), fit() and main(). If you copy this lesson, copy it, too.
 
 
 def join(args):
@@ -296,7 +303,7 @@ def fit(model, optimizer, train_loader, test_loader, device, args):
         loss, correct, images = run_epoch(model, bar, device, optimizer)
         seconds = time.perf_counter() - start
         speed = len(train_loader) * args.batch_size / seconds
-        # A wrapper such as DDP may send messages in forward(), so test the model that it wraps.
+        # DDP sends messages in forward(), too. So if there is DDP, test the model inside it.
         plain = getattr(model, "module", model)
         _, test_correct, test_images = run_epoch(plain, test_loader, device)
         if rank == 0:
@@ -309,28 +316,6 @@ def fit(model, optimizer, train_loader, test_loader, device, args):
             )
 
 
-def run_epoch(model, loader, device, optimizer=None):
-    """Train, or only test without optimizer. Returns sums over all ranks: loss, correct, images."""
-    model.train(optimizer is not None)
-    # The sums stay on the device. Reading them in each step would make Python wait for the GPU.
-    sums = torch.zeros(3, dtype=torch.float64, device=device)
-    for images, labels in loader:
-        images = images.to(device, non_blocking=True)
-        labels = labels.to(device, non_blocking=True)
-        with torch.set_grad_enabled(model.training):
-            logits = model(images)
-            loss = F.cross_entropy(logits, labels)
-        if optimizer is not None:
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        sums[0] += loss.detach() * labels.numel()
-        sums[1] += (logits.argmax(dim=1) == labels).sum()
-        sums[2] += labels.numel()
-    dist.all_reduce(sums)
-    return sums.tolist()
-
-
 @record  # writes the traceback of an error to a file, and torchrun's report shows it
 def main():
     """Read the flags, make sure that the data is there, and train as one of the ranks."""
@@ -339,7 +324,7 @@ def main():
     args = parser.parse_args()
     parser.check_torchrun(args)  # an error of one line if torchrun has not started this
     check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
-    # There is no group yet, so a download may take long. One process of each node does it.
+    # One process of each node downloads. There is no group yet, so no timeout runs meanwhile.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 

@@ -1,26 +1,27 @@
-"""A sharded optimizer, by hand: each rank keeps Adam's averages of 1/n of the parameters.
+"""A sharded optimizer (ZeRO 1), by hand: each rank keeps 1/n of the optimizer state.
 
 Run it:
     torchrun --standalone --nproc-per-node 2 playground/sharded/sharded_optimizer.py
 
 It prints the same numbers as `single_gpu.py`, up to rounding (with --double all twelve digits
-agree), and then what rank 0 holds. With DDP, Adam's averages would take 473,680 bytes:
+agree), and then what rank 0 holds:
     epoch 1/3  loss 0.3960  train 88.26%  test 93.96%  2.06 s  29,036 images/s
-    rank 0 holds   236,840 bytes of parameters
-    rank 0 holds   236,840 bytes of gradients
-    rank 0 holds   236,840 bytes of Adam's averages
+    rank 0 holds   236,840 bytes of parameters, with DDP 236,840
+    rank 0 holds   236,840 bytes of gradients, with DDP 236,840
+    rank 0 holds   236,840 bytes of optimizer state, with DDP 473,680
 
 DDP replicates everything. With Adam in float32, every parameter costs each rank 16 bytes: 4 for its
-value, 4 for its gradient and 8 for Adam's two averages. ZeRO (https://arxiv.org/abs/1910.02054)
-shards these over the n ranks in three stages: first the averages, as here, which leaves 8 + 8/n
-bytes; then the gradients, too (4 + 12/n); then the parameters as well (16/n, the next lesson). For
-7 billion parameters on 8 GPUs, the stages need 63, 38.5 and 14 GB a GPU, and DDP 112.
+value, 4 for its gradient, and 8 of optimizer state, which are Adam's two averages. ZeRO
+(https://arxiv.org/abs/1910.02054) shards them over the n ranks in three stages: first the optimizer
+state, as here, which leaves 8 + 8/n bytes; then the gradients, too (4 + 12/n); then the parameters
+as well (16/n, the next lesson). For 7 billion parameters on 8 GPUs, the stages need 63, 38.5 and
+14 GB a GPU, and DDP 112 (`playground/pages/figures/holds.png` draws a smaller model).
 
 All parameters become parts of one flat tensor of n shards, and each rank updates one of them. In a
 step, a reduce_scatter gives each rank the mean gradient of its shard, the rank's optimizer updates
-the shard, and an all_gather sends the new shards to all ranks. The two collectives do the work of
-DDP's all_reduce. In a ring, the two send as many bytes as an all_reduce; gloo, on CPUs, sends 1.5
-times as many (`sharding.md`).
+the shard, and an all_gather sends the new shards to all ranks. In a ring, the two send as many
+bytes as DDP's all_reduce. With gloo, on CPUs, a reduce_scatter alone sends as many, so both send
+1.5 times as many (`sharding.md`). PyTorch's own ZeRO 1 is `ZeroRedundancyOptimizer`.
 
 Try breaking it, in a copy beside it:
   1. Write `make_optimizer([self.flat])`. What is trained now? Which line of the output shows it?
@@ -54,48 +55,43 @@ from common.models import make_model
 
 def flatten(tensors):
     """Copy tensors into one flat tensor, with zeros at its end, so that n divides its length."""
-    if len({tensor.dtype for tensor in tensors}) > 1:
-        raise TypeError("the parameters have different dtypes, and a flat tensor has only one")
     flat = torch.cat([tensor.flatten() for tensor in tensors])
     padding = -len(flat) % dist.get_world_size()  # the distance to the next multiple of n
     return torch.cat([flat, flat.new_zeros(padding)])
 
 
 class ShardedOptimizer:
-    """Updates all parameters of a model, but keeps only this rank's shard of the optimizer's state.
+    """Updates all parameters of a model, but keeps only this rank's shard of the optimizer state.
 
-    The optimizer must update each number separately, as SGD and Adam do. Every parameter must get a
-    gradient in each step. To clip gradients, do it inside step(), before the optimizer: sum the
-    squares of `self.shard.grad` over the ranks. Before step(), no gradient is averaged yet, and
-    clip_grad_norm_() would find a different norm on each rank.
+    Every parameter must get a gradient in each step, and the optimizer must update each number
+    separately, as SGD and Adam do, with one weight decay for all. A scheduler takes
+    `self.optimizer`. Clip inside step(): sum the squares of `self.shard.grad` over the ranks.
+    Before step(), each rank has the gradients of its own images only.
     """
 
     def __init__(self, model, make_optimizer):
-        self.parameters = dict(model.named_parameters())
+        self.parameters = list(model.parameters())
         # NEW: from here on, the parameters are views of one flat tensor, and share its memory.
-        self.flat = flatten([parameter.detach() for parameter in self.parameters.values()])
+        self.flat = flatten([parameter.detach() for parameter in self.parameters])
         start = 0
-        for parameter in self.parameters.values():
+        for parameter in self.parameters:
             end = start + parameter.numel()
             parameter.data = self.flat[start:end].view(parameter.shape)
             start = end
         self.shard = self.flat.chunk(dist.get_world_size())[dist.get_rank()]
-        # NEW: the optimizer gets only this rank's shard. Autograd does not know this tensor, so
-        # step() sets its .grad.
+        # NEW: the optimizer gets only this rank's shard. It takes any tensor, but reads its .grad,
+        # which backward() sets for parameters only. So step() sets it.
         self.optimizer = make_optimizer([self.shard])
 
     def zero_grad(self):
         """Free the gradients of the previous step."""
-        for parameter in self.parameters.values():
+        for parameter in self.parameters:
             parameter.grad = None
 
     def step(self):
         """Update this rank's shard with the mean gradient, and gather the shards of all ranks."""
-        for name, parameter in self.parameters.items():
-            if parameter.grad is None:
-                raise ValueError(f"{name} has no gradient: ShardedOptimizer needs all of them")
         # A second copy of the gradients, which takes memory until the end of this function.
-        gradients = flatten([parameter.grad for parameter in self.parameters.values()])
+        gradients = flatten([parameter.grad for parameter in self.parameters])
         gradients /= dist.get_world_size()  # the sum over the ranks is then the mean
         self.shard.grad = torch.empty_like(self.shard)
         dist.reduce_scatter_tensor(self.shard.grad, gradients)  # NEW: the mean, for this shard only
@@ -123,17 +119,20 @@ def train(args):
     dist.destroy_process_group()
 
 
+# You can stop here: what follows only prints.
 def show_bytes(model, optimizer):
-    """Print the bytes that rank 0 holds."""
-    parameters = list(model.parameters())
-    gradients = [parameter.grad for parameter in parameters]
-    averages = []
-    for state in optimizer.optimizer.state.values():
-        averages += [state["exp_avg"], state["exp_avg_sq"]]
-    held = {"parameters": parameters, "gradients": gradients, "Adam's averages": averages}
-    for name, tensors in held.items():
-        nbytes = sum(tensor.nbytes for tensor in tensors)
-        print(f"rank 0 holds {nbytes:>9,} bytes of {name}", flush=True)
+    """Print the bytes that rank 0 holds, and what it would hold with DDP."""
+    parameters = sum(parameter.nbytes for parameter in model.parameters())
+    gradients = sum(parameter.grad.nbytes for parameter in model.parameters())
+    state = 0
+    for averages in optimizer.optimizer.state.values():
+        state += averages["exp_avg"].nbytes + averages["exp_avg_sq"].nbytes
+    for name, held, with_ddp in (
+        ("parameters", parameters, parameters),
+        ("gradients", gradients, parameters),
+        ("optimizer state", state, 2 * parameters),
+    ):
+        print(f"rank 0 holds {held:>9,} bytes of {name}, with DDP {with_ddp:,}", flush=True)
 
 
 def add_flags(parser):
@@ -176,7 +175,7 @@ def fit(model, optimizer, train_loader, test_loader, device, args):
         loss, correct, images = run_epoch(model, bar, device, optimizer)
         seconds = time.perf_counter() - start
         speed = len(train_loader) * args.batch_size / seconds
-        # A wrapper such as DDP may send messages in forward(), so test the model that it wraps.
+        # DDP sends messages in forward(), too. So if there is DDP, test the model inside it.
         plain = getattr(model, "module", model)
         _, test_correct, test_images = run_epoch(plain, test_loader, device)
         if rank == 0:
@@ -224,7 +223,7 @@ def main():
     args = parser.parse_args()
     parser.check_torchrun(args)  # an error of one line if torchrun has not started this
     check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
-    # There is no group yet, so a download may take long. One process of each node does it.
+    # One process of each node downloads. There is no group yet, so no timeout runs meanwhile.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 

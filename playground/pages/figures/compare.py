@@ -114,7 +114,8 @@ OF_LANGUAGE = (  # with --model language only
     "four_axes",
 )
 IN_ONE_PROCESS = ("single_gpu", "data_parallel", "model_parallel")
-PASSED_ON = ("device", "epochs", "batch_size", "lr", "model", "width", "layers", "tokens", "heads")
+SIZES = ("model", "width", "layers", "tokens", "heads")
+PASSED_ON = ("device", "epochs", "batch_size", "lr", *SIZES)
 PASSED_ON += ("dataset", "data_dir", "seed")
 # The last layer; in the CNN also two convolutions, in transformers also the embedding.
 OTHER_LAYERS = {"mlp": 1, "cnn": 3, "transformer": 2, "language": 2}
@@ -301,6 +302,8 @@ def command(run, args, folder):
         keep = ["--out", str(folder), "--epochs", "1"]  # a trace has a few steps only
     passed_on = []
     for name in PASSED_ON:
+        if run.width and name in SIZES:
+            continue  # the words of the run name its own model
         value = getattr(args, name)
         if value is not None:
             passed_on.append(f"--{name}={value}")
