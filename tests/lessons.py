@@ -14,4 +14,5 @@ TEN = sorted(path.stem for path in PLAYGROUND.glob("*.py"))  # the playground; t
 
 def small_data(lesson: str) -> str:
     """Return the data set for a short run of a lesson that trains."""
-    return "text" if PATHS[lesson].parent.name == "language" else "digits"
+    reads_text = PATHS[lesson].parent.name == "language" or lesson == "context_parallel"
+    return "text" if reads_text else "digits"

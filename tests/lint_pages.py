@@ -77,12 +77,13 @@ def faults_of_figures():
 
 
 def faults_of_lessons():
-    """Find what a docstring lacks. playground/README.md lists the lessons in this order."""
-    link = r"\[`(\w+)\.py`\]\((?:\w+/)?\2\.py\)"
-    rows = re.findall(rf"^\| (\d+)\. {link} \| .+ \|$", LIST, re.M)
-    listed = [lesson for _, lesson in rows]
-    if [int(number) for number, _ in rows] != [*range(1, len(rows) + 1)]:
-        yield "playground/README.md does not number the lessons 1, 2, 3 ..."
+    """Find what a docstring lacks. playground/README.md lists the lessons in order."""
+    listed = []
+    for part in re.split(r"^## ", LIST, flags=re.M):
+        rows = re.findall(r"^\| (\d+)\. \[`(\w+)\.py`\]\((?:\w+/)?\2\.py\) \| .+ \|$", part, re.M)
+        if [int(number) for number, _ in rows] != [*range(1, len(rows) + 1)]:
+            yield "playground/README.md does not number the lessons of each part 1, 2, 3 ..."
+        listed += [lesson for _, lesson in rows]
     if sorted(listed) != sorted(DOCSTRINGS):
         yield "playground/README.md does not list each lesson once"
     for lesson, following in zip(listed, [*listed[1:], None], strict=True):

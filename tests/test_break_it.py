@@ -33,7 +33,7 @@ OWN_PARAMETERS = "functional_call(replica, parameters, part.to(device))"
 WAY_BACK = "agreed - parameter"
 OWN_GRADIENT = "F.linear(AddGradients.apply(inputs), "
 SEED = "torch.manual_seed(args.seed)\n    model = "
-HOOK = "        parameter.register_hook(partial(add_up, group=group))\n"
+HOOK = "        parameter.register_hook(partial(all_reduce, group=group))\n"
 # A lesson, its flags, its processes, what is replaced, and the second loss as answers.md has it.
 OTHER_LOSSES = [
     ("single_gpu", (), None, "optimizer.zero_grad()", "pass", "1.4891"),

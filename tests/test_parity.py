@@ -16,8 +16,8 @@ from parameters import largest_difference
 
 pytestmark = pytest.mark.quick
 # What is trained: a lesson with its flags, the processes (None: it takes no such flag), the model.
-# A lesson that reads the layers of a model trains both models. test_fsdp_checkpoints.py also
-# compares the parameters of that lesson, with two and three ranks.
+# A lesson that reads the layers of a model trains both models. test_fsdp_export.py also compares
+# the parameters of that lesson, with two and three ranks.
 RUNS = """
 data_parallel --by hand; 3; transformer
 manual_data_parallel; 3; mlp
@@ -39,6 +39,7 @@ manual_fully_sharded --keep_weights; 1; language
 fully_sharded_data_parallel --meta; 3; mlp
 fully_sharded_data_parallel; 2; language
 fully_sharded_checkpoints; 1; transformer
+fully_sharded_export; 2; mlp
 tensor_parallel; 4; mlp
 tensor_parallel --by dtensor; 2; mlp
 hybrid_parallel; 4; mlp
@@ -53,9 +54,8 @@ sequence_parallel --sequence; 4; transformer
 sequence_parallel --by dtensor; 2; transformer
 sequence_parallel --by dtensor --sequence; 2; language
 sequence_parallel; 2; language
-context_parallel; 3; transformer
-context_parallel --by ulysses; 2; transformer
-context_parallel; 2; language
+context_parallel; 4; language
+context_parallel --order plain; 2; language
 context_parallel --by ulysses; 2; language
 expert_parallel --experts 1; 1; transformer
 language_model --constant --clip 0 --lr 1e-3 --rows 7; 3; language

@@ -18,10 +18,9 @@ value and what attention has read (4), and the MLP's hidden layer before and aft
 (Of the bytes above, 441,860 are kept outside the blocks.)
 
 A wrapped block keeps only its input. When `backward()` reaches the block, its forward pass runs
-again, and the 16 numbers are in memory until its gradients are complete. So only one block has them
-at a time. The price is a second forward pass, about a third more computing. (Measured on one core:
-a step took 1.4 times as long.) With FSDP it adds no messages, because FSDP gathers a layer in
-`backward()` anyway.
+again, and only this block has the 16 numbers in memory. The price is a second forward pass. Because
+`backward()` computes twice as much as a forward pass, this is about a third more. (Measured on one
+core: 1.4 times.) With FSDP it adds no messages, because `backward()` gathers each layer anyway.
 
 Try breaking it, in a copy beside it:
   1. Add `preserve_rng_state=False`, and use --dropout. Are the losses those of --checkpoint none?
@@ -64,14 +63,13 @@ class Checkpointed(torch.nn.Module):
 
     def __init__(self, module):
         super().__init__()
-        self.module = module  # adds "module." to the names of its parameters
+        self.module = module  # adds "module." to names, unlike PyTorch's checkpoint_wrapper()
 
     def forward(self, inputs):
         """Return what the module returns."""
         # NEW: checkpoint() calls the module, and keeps none of the activations inside. When
         # backward() needs them, it calls the module again, with the same random numbers, so dropout
-        # drops the same neurons. (The older use_reentrant=True does not train a module whose input
-        # needs no gradient.)
+        # drops the same neurons.
         return checkpoint(self.module, inputs, use_reentrant=False)
 
 
@@ -87,8 +85,8 @@ def build(args, which):
     for stage in (model.stage1, model.stage2):
         for position, layer in enumerate(stage):
             if layer in chosen:
-                # NEW: wrap modules that keep much more than their input (a linear layer does not),
-                # but small ones: backward() needs all activations of a module at once.
+                # NEW: wrap modules that keep much more than their input, as linear layers do not.
+                # Wrap small ones, because backward() needs all activations of a module at once.
                 stage[position] = Checkpointed(layer)
     return model
 
@@ -114,6 +112,17 @@ def train(args):
     dist.destroy_process_group()
 
 
+def shard(model, args):
+    """Shard each layer with FSDP, and then the whole model."""
+    mesh = dist.init_device_mesh(args.device, (dist.get_world_size(),))
+    # The group of a mesh may have PyTorch's own timeout: 30 minutes (gloo) or 10 (NCCL).
+    mesh.get_group().set_timeout(timedelta(seconds=args.timeout))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+# You can stop here: what follows only counts, and reads the flags.
 def show_steps(args, train_loader, device):
     """Print what a step keeps if none of the blocks is wrapped, every second one, or every one."""
     images, labels = next(iter(train_loader))
@@ -127,16 +136,16 @@ def show_steps(args, train_loader, device):
 def run_step(model, images, labels):
     """Compute gradients. Returns the bytes kept for them, and how many times a block computed."""
     kept = {}  # for each address in memory, the bytes there: what shares memory counts once
-    passes = []
+    passes = []  # an entry for each forward pass of a block
 
     def keep(tensor):
-        """Note a tensor that autograd keeps. PyTorch calls this in the forward pass."""
+        """Note a tensor that autograd keeps."""
         storage = tensor.untyped_storage()
         kept[storage.data_ptr()] = storage.nbytes()
         return tensor.detach()  # the same memory
 
     def note_pass(block, inputs):
-        """PyTorch calls this before the forward pass of a block."""
+        """Note a forward pass of a block."""
         passes.append(block)
 
     for module in model.modules():
@@ -149,16 +158,6 @@ def run_step(model, images, labels):
     for parameter in model.parameters():
         kept.pop(parameter.data_ptr(), None)  # they are in memory anyway
     return sum(kept.values()), len(passes)
-
-
-def shard(model, args):
-    """Shard each layer with FSDP, and then the whole model."""
-    mesh = dist.init_device_mesh(args.device, (dist.get_world_size(),))
-    # The group of a mesh may have PyTorch's own timeout: 30 minutes (gloo) or 10 (NCCL).
-    mesh.get_group().set_timeout(timedelta(seconds=args.timeout))
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
 
 
 def add_flags(parser):
@@ -213,7 +212,7 @@ def fit(model, optimizer, train_loader, test_loader, device, args):
         loss, correct, images = run_epoch(model, bar, device, optimizer)
         seconds = time.perf_counter() - start
         speed = len(train_loader) * args.batch_size / seconds
-        # A wrapper such as DDP may send messages in forward(), so test the model that it wraps.
+        # DDP sends messages in forward(), too. So if there is DDP, test the model inside it.
         plain = getattr(model, "module", model)
         _, test_correct, test_images = run_epoch(plain, test_loader, device)
         if rank == 0:
@@ -256,7 +255,7 @@ def main():
     args = parser.parse_args()
     parser.check_torchrun(args)  # an error of one line if torchrun has not started this
     check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
-    # There is no group yet, so a download may take long. One process of each node does it.
+    # One process of each node downloads. There is no group yet, so no timeout runs meanwhile.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 

@@ -4,33 +4,34 @@ Run it, with attention by a ring, and then by all_to_alls:
     torchrun --standalone --nproc-per-node 2 playground/transformer/context_parallel.py
     torchrun --standalone --nproc-per-node 2 playground/transformer/context_parallel.py --by ulysses
 
-It prints the same numbers as `single_gpu.py --model transformer`, up to rounding (with --double all
-twelve digits agree), and then how many tokens each rank has, and how many bytes it keeps for
-backward(). With the first command:
-    rank 0 has 14 of 28 tokens, and keeps 7,902,320 bytes; it computes 294 pairs
-    rank 1 has 14 of 28 tokens, and keeps 7,902,320 bytes; it computes 294 pairs
+It trains a small language model, which predicts the next byte of a text. The bytes are its tokens,
+and the sequence length is 128. It prints the same numbers as `single_gpu.py --model language`, up
+to rounding (with --double all twelve digits agree), and then what each rank has. With the first
+command:
+    rank 0 has 64 of 128 tokens, and keeps 94,879,744 bytes; it computes 6,144 scores
+    rank 1 has 64 of 128 tokens, and keeps 94,879,744 bytes; it computes 6,144 scores
 
 The activations of a long sequence may not fit on one GPU. So each rank has all parameters, but only
-its own tokens. LayerNorm and the MLPs treat each token by itself. For attention, the keys and
+its own tokens. Norms, MLPs and the loss treat each token by itself. For attention, the keys and
 values of all tokens travel around a ring of ranks, while the queries stay.
 
-Attention is causal, so a token looks only at itself and at those before it, which makes 406 pairs
-of tokens. A rank computes rectangles of pairs, and masks some of them. With --order plain, rank 0
-has the first half of the tokens, computes 196 pairs, and waits for rank 1, which computes 392. With
---order zigzag, the default, each has some early tokens and some late ones.
+Attention is causal: a token reads itself and those before it. So there are 8,256 scores, one for
+each such pair of a query and a key. A rank computes rectangles of scores, and masks some of them.
+With --order plain, rank 0 has the first half of the tokens, computes 4,096 scores, and waits for
+rank 1, which computes 8,192. With --order zigzag, the default, each rank has some early tokens and
+some late ones (playground/pages/figures/context.png, with four ranks).
 
 With --by ulysses, three all_to_alls give each rank all tokens of some heads, and a fourth sends the
-results back. It sends less than the ring, with two ranks half as much, but the number of
-ranks must divide the heads. The ring works for any number, and could compute while it sends.
+results back (playground/pages/figures/split.png). It sends less than the ring, here three quarters,
+but the number of ranks must divide the heads of the keys and values. The ring does without this,
+and could compute while it sends.
 
 Try breaking it, in a copy beside it, with --double, and compare the losses:
-  1. In add_up_gradients, return `total / dist.get_world_size()`. Why does Adam hardly notice?
-  2. In FromOwner, leave out the two lines that replace the gradient with zeros. Is there an error?
-  3. Leave out `total_of_rows *= correction`. When would this be no fault?
-  4. In from_owner, write `if dist.get_rank() != owner:` and below it `logits = logits.detach()`.
-     Which rank fails, and where does the other wait?
-Now write `ring_attention.py`, and repair `fault_many_times_the_gradient.py`, both in
-playground/exercises/.
+  1. Write `parallel = model`, without DDP. Is there an error?
+  2. Leave out `total_of_rows *= correction`. When would this be no fault?
+  3. In backward(), indent the line with `pass_on(grad_travelling, group)`, so that it is in the
+     `if`. Where are the gradients of a rank's keys and values at the end?
+Now write `ring_attention.py` in playground/exercises/.
 Builds on: sequence_parallel.py
 The next lesson, `expert_parallel.py`, gives each rank different parameters, and sends it tokens.
 """
@@ -47,28 +48,28 @@ import torch.distributed as dist
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # find common/ from any folder
 from common import flags
 from common.data import ROW, fetch, loaders
 from common.models import make_model
-from common.transformer import Attention, Tokens
+from common.transformer import Attention
 
 
-# Here and below, places[r] has the places of rank r's tokens in the sequence, in ascending order.
-# `group` has the ranks that split a sequence. None means all ranks, as in this lesson. (If a model
-# kept the group itself, Python might abort at exit.)
+# Here and below, positions[r] has the positions of rank r's tokens in the sequence, in ascending
+# order. `group` has the ranks that split a sequence. None means all ranks, as in this lesson.
 def plain(tokens, world_size):
-    """Return the places of each rank's tokens: one part of the sequence after another."""
-    return list(torch.arange(tokens).tensor_split(world_size))
+    """Return the positions of each rank's tokens: one part of the sequence after another."""
+    return torch.arange(tokens).chunk(world_size)
 
 
 def zigzag(tokens, world_size):
-    """Return the places of each rank's tokens: a chunk near the start, and one near the end."""
-    # NEW: early tokens look at few others, and late ones at many. With two ranks and the chunks
-    # 0, 1, 2 and 3, rank 0 has 0 and 3, rank 1 has 1 and 2, and both compute about as much.
-    chunks = torch.arange(tokens).tensor_split(2 * world_size)
+    """Return the positions of each rank's tokens: a chunk near the start, and one near the end."""
+    # NEW: early tokens read few others, and late ones many. With two ranks and the chunks 0, 1, 2
+    # and 3, rank 0 has 0 and 3, rank 1 has 1 and 2, and both compute equally many scores.
+    chunks = torch.arange(tokens).chunk(2 * world_size)
     pairs = zip(chunks[:world_size], reversed(chunks[world_size:]), strict=True)
     return [torch.cat(pair) for pair in pairs]
 
@@ -76,34 +77,35 @@ def zigzag(tokens, world_size):
 ORDERS = {"plain": plain, "zigzag": zigzag}
 
 
-def scores_of(query, key, query_places, key_places):
-    """Return how much each query looks at each key: -inf if the key's token comes later."""
+def scores_of(query, key, query_positions, key_positions):
+    """Return the score of each query and key: -inf if the key's token comes later."""
     scores = query @ key.mT * query.shape[-1] ** -0.5  # the scale that PyTorch's attention has
-    later = key_places.to(scores.device) > query_places.to(scores.device)[:, None]
+    later = key_positions.to(scores.device) > query_positions.to(scores.device)[:, None]
     return scores.masked_fill(later, -torch.inf)
 
 
 def visible(mine, theirs):
-    """Return two slices: my tokens that look at any of theirs, and theirs that are looked at.
+    """Return two slices: my tokens that read any of theirs, and theirs that are read.
 
-    The other pairs are masked, so they are not computed. Either slice may be empty.
+    The other scores are masked, so they are not computed. An example with 16 tokens and zigzag:
+    rank 0 has 0-3 and 12-15, and rank 1 has 4-11. Of rank 0's queries, the last four read all keys
+    of rank 1, so it computes 4 x 8 scores. All queries of rank 1 read the first four keys of rank
+    0, so it computes 8 x 4. Either slice may be empty.
     """
     first = int((mine < theirs[0]).sum())
     end = int((theirs <= mine[-1]).sum())
     return slice(first, None), slice(0, end)
 
 
-def pass_on(tensor, tokens, group):
-    """Send `tensor` to the next rank, and return the previous one's, which has `tokens` tokens."""
+def pass_on(tensor, group):
+    """Send a tensor to the next rank of the ring, and return the previous rank's."""
     rank = dist.get_rank(group)
     world_size = dist.get_world_size(group)
     if world_size == 1:
         return tensor
-    received = tensor.new_empty(*tensor.shape[:-2], tokens, tensor.shape[-1])
-    following = (rank + 1) % world_size
-    previous = (rank - 1) % world_size
-    send = dist.P2POp(dist.isend, tensor, group=group, group_peer=following)
-    receive = dist.P2POp(dist.irecv, received, group=group, group_peer=previous)
+    received = torch.empty_like(tensor)
+    send = dist.P2POp(dist.isend, tensor, group=group, group_peer=(rank + 1) % world_size)
+    receive = dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % world_size)
     for request in dist.batch_isend_irecv([send, receive]):
         request.wait()  # a faster ring would compute a chunk while the next one travels
     return received
@@ -113,16 +115,16 @@ def pass_on(tensor, tokens, group):
 class RingAttention(torch.autograd.Function):
     """Causal attention of this rank's tokens to all tokens (https://arxiv.org/abs/2310.01889).
 
-    query, key and value are those of this rank's tokens, (N, heads, own tokens, size). A chunk is
-    the keys and values of one rank. All chunks travel around a ring, and the queries stay.
+    query, key and value are those of this rank's tokens, (..., own tokens, size). A chunk is the
+    keys and values of one rank. All chunks travel around a ring, and the queries stay.
     """
 
     @staticmethod
-    def forward(ctx, query, key, value, places, group):
+    def forward(ctx, query, key, value, positions, group):
         """Return what this rank's tokens have read, of the shape of `query`."""
         rank = dist.get_rank(group)
         world_size = dist.get_world_size(group)
-        mine = places[rank]
+        mine = positions[rank]
         # A token with the scores s_j reads  sum_j exp(s_j) v_j / sum_j exp(s_j),  and exp() of a
         # large score overflows. So both sums are kept divided by exp(m), where m is the largest
         # score so far: `total` is sum_j exp(s_j - m), and `read` is sum_j exp(s_j - m) v_j.
@@ -130,13 +132,12 @@ class RingAttention(torch.autograd.Function):
         #     chunk 1: m = 1, total = 1 + 1 = 2, read = 6 + 0 = 6
         #     chunk 2: m = 2, so both are halved: total = 1 + 1 + 1 = 3, read = 3 + 3 + 6 = 12
         #     at the end: read / total = 12 / 3 = 4
-        # (With queries in bfloat16, keep all three in float32.)
         maximum = query.new_full((*query.shape[:-1], 1), -torch.inf)  # m
         total = torch.zeros_like(maximum)
         read = torch.zeros_like(query)
         travelling = torch.stack([key, value])
         for step in range(world_size):
-            theirs = places[(rank - step) % world_size]  # whose keys and values are here now
+            theirs = positions[(rank - step) % world_size]  # whose keys and values are here now
             rows, columns = visible(mine, theirs)
             if columns.stop > 0:  # otherwise all their tokens come after mine
                 keys, values = travelling[..., columns, :]
@@ -156,25 +157,22 @@ class RingAttention(torch.autograd.Function):
                 read_of_rows += weights @ values
                 m.copy_(larger)
             if step < world_size - 1:
-                arriving = places[(rank - step - 1) % world_size]
-                travelling = pass_on(travelling, len(arriving), group)
+                travelling = pass_on(travelling, group)
         read /= total
         # NEW: no scores are kept. backward() computes them again, chunk by chunk. The last tensor
         # is L = log(sum_j exp(s_j)) = m + log(total), and exp(s_j - L) is the softmax.
         ctx.save_for_backward(query, key, value, read, maximum + total.log())
-        ctx.places = places
+        ctx.positions = positions
         ctx.group = group
         return read
 
     @staticmethod
     def backward(ctx, gradient):
-        """Return the gradients of query, key and value, and None for places and group."""
+        """Return the gradients of query, key and value, and None for positions and group."""
         query, key, value, read, log_total = ctx.saved_tensors
-        places = ctx.places
-        group = ctx.group
-        rank = dist.get_rank(group)
-        world_size = dist.get_world_size(group)
-        mine = places[rank]
+        rank = dist.get_rank(ctx.group)
+        world_size = dist.get_world_size(ctx.group)
+        mine = ctx.positions[rank]
         scale = query.shape[-1] ** -0.5
         # Below, dx is the gradient of x; that of o, `do`, is `gradient`; L is that of forward(). A
         # query q reads o with the weights p_j = exp(s_j - L). dk_j and dv_j are sums over all
@@ -188,7 +186,7 @@ class RingAttention(torch.autograd.Function):
         travelling = torch.stack([key, value])
         grad_travelling = torch.zeros_like(travelling)
         for step in range(world_size):
-            theirs = places[(rank - step) % world_size]
+            theirs = ctx.positions[(rank - step) % world_size]
             rows, columns = visible(mine, theirs)
             keys, values = travelling[..., columns, :]
             queries = query[..., rows, :]
@@ -198,213 +196,125 @@ class RingAttention(torch.autograd.Function):
             grad_scores = weights * (grad_read @ values.mT - c[..., rows, :])  # ds
             grad_query[..., rows, :] += scale * grad_scores @ keys
             grad_keys, grad_values = grad_travelling[..., columns, :]  # views, and += changes them
-            # NEW: if heads share their keys and values, those get the sum over the heads.
+            # Heads that share their keys and values add up their gradients.
             grad_keys += (scale * grad_scores.mT @ queries).sum_to_size(grad_keys.shape)
             grad_values += (weights.mT @ grad_read).sum_to_size(grad_values.shape)
-            arriving = places[(rank - step - 1) % world_size]
             if step < world_size - 1:
-                travelling = pass_on(travelling, len(arriving), group)
+                travelling = pass_on(travelling, ctx.group)
             # NEW: the gradients of keys and values travel with them, and each rank adds its part.
             # After the last step they move once more, and are home.
-            grad_travelling = pass_on(grad_travelling, len(arriving), group)
+            grad_travelling = pass_on(grad_travelling, ctx.group)
         grad_key, grad_value = grad_travelling
         return grad_query, grad_key, grad_value, None, None
 
 
-def ring_attention(query, key, value, places, group):
-    """Return what RingAttention reads. Heads that share keys and values are a dimension of it."""
+def ring_attention(query, key, value, positions, group):
+    """Return what this rank's tokens read, of the shape of `query`, (N, heads, tokens, size)."""
+    # If two heads share their keys and values, four heads become (N, 2, 2, tokens, size), and the
+    # two heads of keys and values (N, 2, 1, tokens, size). So PyTorch pairs them by broadcasting.
     query = query.unflatten(1, (key.shape[1], -1))
-    read = RingAttention.apply(query, key.unsqueeze(2), value.unsqueeze(2), places, group)
+    read = RingAttention.apply(query, key.unsqueeze(2), value.unsqueeze(2), positions, group)
     return read.flatten(1, 2)
 
 
-def exchange(parts, shapes, group):
-    """Send parts[i] to rank i. Return what arrives: from rank i, a tensor of shape shapes[i]."""
-    sent = torch.cat([part.flatten() for part in parts])
-    send_sizes = [part.numel() for part in parts]
-    receive_sizes = [torch.Size(shape).numel() for shape in shapes]
-    received = sent.new_empty(sum(receive_sizes))
-    dist.all_to_all_single(received, sent, receive_sizes, send_sizes, group=group)
-    chunks = received.split(receive_sizes)
-    return [chunk.view(shape) for chunk, shape in zip(chunks, shapes, strict=True)]
+def attend_to_all(attention, attend, positions, group, inputs):
+    """Turn this rank's tokens, (N, own tokens, width), into what they have read from all tokens."""
+    query, key, value = attention.project(inputs)
+    read = attend(query, key, value, positions, group)
+    return attention.output(read.transpose(1, 2).flatten(2))
 
 
-def to_heads(tensor, places, group):
-    """Turn (N, all heads, own tokens, size) into (N, own heads, all tokens, size)."""
-    world_size = dist.get_world_size(group)
-    images, heads, _, size = tensor.shape
-    shapes = [(images, heads // world_size, len(theirs), size) for theirs in places]
-    received = torch.cat(exchange(tensor.chunk(world_size, dim=1), shapes, group), dim=2)
-    in_order = torch.empty_like(received)
-    in_order[:, :, torch.cat(places)] = received  # each token at its place, as is_causal=True needs
-    return in_order
+def split_tokens(model, attend, positions, group):
+    """Let each rank compute its own tokens. All ranks keep the whole model."""
+    for module in model.modules():
+        if isinstance(module, Attention):
+            # NEW: attention gets a different forward(). All other modules stay as they are.
+            module.forward = partial(attend_to_all, module, attend, positions, group)
+            # NEW: queries and keys are rotated by their true positions, and not by 0, 1, 2 ...
+            module.positions = positions[dist.get_rank(group)]
 
 
-def to_tokens(tensor, places, group):
-    """Turn (N, own heads, all tokens, size) into (N, all heads, own tokens, size)."""
-    images, heads, _, size = tensor.shape
-    mine = places[dist.get_rank(group)]
-    shapes = [(images, heads, len(mine), size)] * len(places)
-    parts = [tensor[:, :, theirs] for theirs in places]
-    return torch.cat(exchange(parts, shapes, group), dim=1)
+def keep_own_tokens(loader, mine):
+    """Leave only this rank's tokens in a loader's rows of text, and in their labels."""
+    # NEW: common/data.py has shifted the labels already: each is the next byte of the text. Here it
+    # would be too late, because the byte after a chunk is on another rank.
+    rows = loader.dataset
+    rows.images = rows.images[:, mine]
+    rows.labels = rows.labels[:, mine]
 
 
-class Travel(torch.autograd.Function):
-    """to_heads or to_tokens, with a backward(), because all_to_all_single has no gradient."""
+def train(args):
+    """Train a language model whose tokens are split, and show what each rank has of them."""
+    rank, device = join(args)
+    positions = ORDERS[args.order](ROW, dist.get_world_size())
+    train_loader, test_loader = loaders(args)  # all ranks read the same rows
+    for loader in (train_loader, test_loader):
+        keep_own_tokens(loader, positions[rank])
+    torch.manual_seed(args.seed)
+    model = make_model(args).to(device)
+    split_tokens(model, ATTENTION[args.by], positions, group=None)
+    # NEW: each rank has the loss of its own tokens. All have equally many, so the loss of a batch
+    # is the average over the ranks, and so is its gradient, as in data parallelism.
+    parallel = DistributedDataParallel(model)
+    torch.manual_seed(args.seed + rank)  # dropout, if there is any, must differ between ranks
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
+    fit(parallel, optimizer, train_loader, test_loader, device, args)
+    show_tokens(model, positions, train_loader, device, args)
+    # DDP refers to the group, so delete DDP first. Otherwise the process may hang.
+    del parallel
+    dist.destroy_process_group()
+
+
+# ---------- Ulysses: inside attention, the ranks split the heads, and not the tokens ----------
+
+
+class Exchange(torch.autograd.Function):
+    """An all_to_all with a gradient: part i of a stack goes to rank i."""
 
     @staticmethod
-    def forward(ctx, tensor, there, back, places, group):
-        """Return there(tensor, places, group)."""
-        ctx.back = partial(back, places=places, group=group)
-        return there(tensor, places, group)
+    def forward(ctx, parts, group):
+        """Return what arrives, part i from rank i."""
+        ctx.group = group
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts, group=group)
+        return received
 
     @staticmethod
     def backward(ctx, gradient):
-        """Let the gradient travel back."""
-        return ctx.back(gradient), None, None, None, None
+        """Send the gradient of each part back to its rank, which is the same exchange."""
+        return Exchange.apply(gradient.contiguous(), ctx.group), None
 
 
-def ulysses_attention(query, key, value, places, group):
-    """Return the same as RingAttention, by all_to_alls (https://arxiv.org/abs/2309.14509)."""
+def to_heads(tensor, positions, group):
+    """Turn (N, all heads, own tokens, size) into (N, own heads, all tokens, size)."""
+    parts = torch.stack(tensor.chunk(dist.get_world_size(group), dim=1)).contiguous()
+    tokens = torch.cat(list(Exchange.apply(parts, group)), dim=2)
+    return tokens[:, :, torch.cat(positions).argsort()]  # by position, as is_causal=True needs
+
+
+def to_tokens(tensor, positions, group):
+    """Turn (N, own heads, all tokens, size) into (N, all heads, own tokens, size)."""
+    parts = torch.stack([tensor[:, :, theirs] for theirs in positions]).contiguous()
+    return torch.cat(list(Exchange.apply(parts, group)), dim=1)
+
+
+def ulysses_attention(query, key, value, positions, group):
+    """Return the same as ring_attention, by all_to_alls (https://arxiv.org/abs/2309.14509)."""
     # NEW: a rank gets all tokens of its heads. A head needs no other head, so PyTorch's attention
     # can compute it.
-    query = Travel.apply(query, to_heads, to_tokens, places, group)
-    key = Travel.apply(key, to_heads, to_tokens, places, group)
-    value = Travel.apply(value, to_heads, to_tokens, places, group)
+    query = to_heads(query, positions, group)
+    key = to_heads(key, positions, group)
+    value = to_heads(value, positions, group)
     read = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-    return Travel.apply(read, to_tokens, to_heads, places, group)
+    return to_tokens(read, positions, group)
 
 
 ATTENTION = {"ring": ring_attention, "ulysses": ulysses_attention}
 
 
-def embed_own_tokens(embedding, mine, images):
-    """Turn images, (N, 1, 28, 28), into embedded tokens, (N, own tokens, width)."""
-    pieces = images.flatten(1).unflatten(1, (embedding.tokens, -1))
-    return embedding.embed(pieces[:, mine]) + embedding.position[mine]
-
-
-def embed_own_bytes(embedding, mine, rows):
-    """Turn rows of a text, int64 (N, tokens), into embedded tokens, (N, own tokens, width)."""
-    return F.embedding(rows[:, mine], embedding.weight)
-
-
-def attend_to_all(attention, attend, places, group, inputs):
-    """Turn this rank's tokens, (N, own tokens, width), into what they have read from all tokens."""
-    query, key, value = attention.project(inputs)
-    read = attend(query, key, value, places, group)
-    return attention.output(read.transpose(1, 2).flatten(2))
-
-
-def split_tokens(model, attend, places, group):
-    """Let each rank compute its own tokens. All ranks keep the whole model."""
-    mine = places[dist.get_rank(group)]
-    for module in model.modules():
-        # NEW: the embedding and attention get a different forward(), and keep their parameters. The
-        # other modules stay as they are.
-        if isinstance(module, Tokens):
-            module.forward = partial(embed_own_tokens, module, mine)
-        elif isinstance(module, torch.nn.Embedding):
-            module.forward = partial(embed_own_bytes, module, mine)
-        elif isinstance(module, Attention):
-            module.forward = partial(attend_to_all, module, attend, places, group)
-            module.positions = mine  # --model language rotates queries and keys by them
-
-
-class FromOwner(torch.autograd.Function):
-    """Give all ranks the owner's logits."""
-
-    @staticmethod
-    def forward(ctx, logits, owner, group):
-        """Return the logits of the owner."""
-        ctx.is_owner = dist.get_rank(group) == owner
-        logits = logits.clone()
-        dist.broadcast(logits, group=group, group_src=owner)
-        return logits
-
-    @staticmethod
-    def backward(ctx, gradient):
-        """Return the gradient on the owner, and zeros on other ranks, whose logits are not used."""
-        # NEW: zeros, and not None, because the hooks of add_up_gradients() take tensors.
-        if not ctx.is_owner:
-            gradient = torch.zeros_like(gradient)
-        return gradient, None, None
-
-
-def share_logits(model, places, group):
-    """Give the logits of the rank that has the sequence's last token to all ranks."""
-    ends = [int(theirs[-1]) for theirs in places]
-    owner = ends.index(max(ends))
-
-    def from_owner(module, inputs, logits):
-        """Replace the logits of this rank's own last token."""
-        return FromOwner.apply(logits, owner, group)
-
-    # NEW: the class is read off the last token. With the logits, all ranks compute the same loss.
-    model.register_forward_hook(from_owner)
-
-
-def gather_logits(model, places, group):
-    """Give all ranks the logits of all tokens: a language model has a loss at each of them."""
-    rank = dist.get_rank(group)
-    in_order = torch.cat(places).argsort()
-
-    def from_all(module, inputs, logits):
-        """Turn this rank's logits, (N, 256, own tokens), into those of all, (N, 256, tokens)."""
-        shapes = [(*logits.shape[:2], len(theirs)) for theirs in places]
-        chunks = exchange([logits.detach()] * len(places), shapes, group)
-        # NEW: only this rank's own logits are connected to autograd, as in sequence_parallel.py.
-        chunks[rank] = logits
-        return torch.cat(chunks, dim=2)[..., in_order]
-
-    model.register_forward_hook(from_all)
-
-
-def add_up_gradients(model, group):
-    """Add up the gradients of the ranks. Each has the part that comes from its own tokens."""
-
-    def add_up(gradient):
-        """Return the sum of the parts of all ranks."""
-        total = gradient.clone()
-        dist.all_reduce(total, group=group)
-        # NEW: the sum, and not its mean. All ranks have one loss, and each a part of its gradient.
-        return total
-
-    # A gradient is added up before it is added to .grad. So batches can be accumulated, too.
-    for parameter in model.parameters():
-        parameter.register_hook(add_up)
-
-
-def train(args):
-    """Train a transformer whose tokens are split, and show what each rank has of them."""
-    rank, device = join(args)
-    # NEW: all ranks read the same images, so run_epoch() counts each image once for every rank.
-    # This changes neither the mean loss nor the percentages.
-    train_loader, test_loader = loaders(args)
-    torch.manual_seed(args.seed)  # the same seed on all ranks, because each keeps the whole model
-    model = make_model(args).to(device)
-    places = ORDERS[args.order](tokens_of(args), dist.get_world_size())
-    group = None  # all ranks
-    split_tokens(model, ATTENTION[args.by], places, group)
-    if args.model == "language":
-        gather_logits(model, places, group)
-    else:
-        share_logits(model, places, group)
-    add_up_gradients(model, group)
-    torch.manual_seed(args.seed + rank)  # dropout, if there is any, must differ between ranks
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
-    fit(model, optimizer, train_loader, test_loader, device, args)
-    show_tokens(model, places, train_loader, device, args)
-    dist.destroy_process_group()
-
-
-def tokens_of(args):
-    """Return how many tokens a sequence has: an image, or a row of the text."""
-    return ROW if args.model == "language" else args.tokens
-
-
-def show_tokens(model, places, loader, device, args):
-    """Print how many tokens and pairs each rank has, and what autograd keeps for backward()."""
+# You can stop here: what follows only prints, and reads the flags.
+def show_tokens(model, positions, loader, device, args):
+    """Print how many tokens and scores each rank has, and what autograd keeps for backward()."""
     rank = dist.get_rank()
     storages = {}  # the memory behind tensors, by its address: what shares memory counts once
 
@@ -413,46 +323,42 @@ def show_tokens(model, places, loader, device, args):
         storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
         return tensor
 
-    images, _ = next(iter(loader))
+    rows, _ = next(iter(loader))
     with saved_tensors_hooks(note, lambda tensor: tensor):
-        model(images.to(device))
+        model(rows.to(device))
     for parameter in model.parameters():
         storages.pop(parameter.untyped_storage().data_ptr(), None)
     kept = sum(storage.nbytes() for storage in storages.values())
-    tokens = sum(len(theirs) for theirs in places)
-    mine = places[rank]
-    row = f"rank {rank} has {len(mine)} of {tokens} tokens, and keeps {kept:,} bytes"
+    mine = positions[rank]
+    tokens = len(mine) * len(positions)
+    line = f"rank {rank} has {len(mine)} of {tokens} tokens, and keeps {kept:,} bytes"
     if args.by == "ring":
-        pairs = 0
-        for theirs in places:
+        scores = 0
+        for theirs in positions:
             rows, columns = visible(mine, theirs)
-            pairs += len(mine[rows]) * len(theirs[columns])
-        row += f"; it computes {pairs:,} pairs"
-    table = [None] * dist.get_world_size()
-    dist.all_gather_object(table, row)
+            scores += len(mine[rows]) * len(theirs[columns])
+        line += f"; it computes {scores:,} scores"
+    lines = [None] * dist.get_world_size()
+    dist.all_gather_object(lines, line)
     if rank == 0:
-        print(*table, sep="\n", flush=True)
+        print(*lines, sep="\n", flush=True)
 
 
 def add_flags(parser):
-    """Add the flags that only this lesson has."""
-    parser.set_defaults(model="transformer")
+    """Add the flags that only this lesson has. It trains the language model by default."""
+    parser.set_defaults(model="language")
     parser.add_argument("--by", choices=ATTENTION, default="ring", help="a ring, or all_to_alls")
     parser.add_argument("--order", choices=ORDERS, default="zigzag", help="which tokens a rank has")
 
 
 def check_flags(parser, args, world_size):
-    """Refuse a model that the ranks cannot split. The batch is never split."""
-    if args.model in ("mlp", "cnn"):
-        parser.error(f"--model {args.model} has no tokens: use --model transformer")
-    tokens = tokens_of(args)
-    if tokens < world_size:
-        parser.error(f"{world_size} ranks cannot split {tokens} tokens: use more tokens")
-    heads = args.heads
-    # In a language model, two heads share their keys and values.
-    unit = 2 * world_size if args.model == "language" else world_size
-    if args.by == "ulysses" and heads % unit:
-        parser.error(f"{world_size} ranks cannot split --heads {heads}: use --by ring")
+    """Refuse another model, and tokens or heads that the ranks cannot split."""
+    if args.model != "language":
+        parser.error(f"--model {args.model} reads images: use --model language")
+    if ROW % (2 * world_size):
+        parser.error(f"{world_size} ranks cannot split {ROW} tokens: use 2, 4 or 8 ranks")
+    if args.by == "ulysses" and args.heads % (2 * world_size):  # two heads share keys and values
+        parser.error(f"{world_size} ranks cannot split --heads {args.heads}: use --by ring")
 
 
 # ---------- Unchanged from distributed_data_parallel_torchrun.py ----------
@@ -491,7 +397,7 @@ def fit(model, optimizer, train_loader, test_loader, device, args):
         loss, correct, images = run_epoch(model, bar, device, optimizer)
         seconds = time.perf_counter() - start
         speed = len(train_loader) * args.batch_size / seconds
-        # A wrapper such as DDP may send messages in forward(), so test the model that it wraps.
+        # DDP sends messages in forward(), too. So if there is DDP, test the model inside it.
         plain = getattr(model, "module", model)
         _, test_correct, test_images = run_epoch(plain, test_loader, device)
         if rank == 0:
@@ -534,7 +440,7 @@ def main():
     args = parser.parse_args()
     parser.check_torchrun(args)  # an error of one line if torchrun has not started this
     check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
-    # There is no group yet, so a download may take long. One process of each node does it.
+    # One process of each node downloads. There is no group yet, so no timeout runs meanwhile.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 

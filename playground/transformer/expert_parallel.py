@@ -10,17 +10,16 @@ tokens of the last test batch went:
     block 2: its experts get 52%, 4%, 28%, 16% of the tokens
 
 A block of a transformer ends with an MLP, which computes each token separately. A mixture of
-experts has several MLPs in its place, the experts. A small linear layer, the router, gives each
-token a score for every expert, and the expert with the best score computes the token. So the model
-has more parameters, but a token still passes through one MLP.
+experts (MoE) has several MLPs in its place, the experts. A small linear layer, the router or gate,
+gives each token a score for every expert, and the expert with the best score computes the token
+(top-1 routing). So the model has more parameters, but a token still passes through one MLP.
 
 Each rank keeps some of the experts, and reads images of its own, as in data parallelism. In each
-block, one all_to_all brings the tokens to the ranks of their experts, and another one brings them
-back. All other parameters are replicas, whose gradients are averaged.
+block, one all_to_all brings the tokens to the ranks of their experts, and another brings them back
+(playground/pages/figures/experts.png). All other parameters are replicas with averaged gradients.
 
 Nothing makes the router spread the load (the tokens of each expert). With --balance, a term is
-added to the loss (https://arxiv.org/abs/2101.03961). On MNIST, the load becomes nearly even. (On
-the digits, which have fewer steps, the experts get 16% to 33%.)
+added to the loss (https://arxiv.org/abs/2101.03961). On MNIST, the load becomes nearly even:
     torchrun --standalone --nproc-per-node 2 playground/transformer/expert_parallel.py --balance 0.1
     block 1: its experts get 27%, 26%, 26%, 21% of the tokens
     block 2: its experts get 24%, 25%, 23%, 28% of the tokens
@@ -40,6 +39,7 @@ import os
 import sys
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -111,8 +111,8 @@ class Mixture(torch.nn.Module):
         here = count // dist.get_world_size()
         first = dist.get_rank() * here
         # NEW: all ranks draw the same experts, because their seeds are equal, and each keeps some.
-        # So state_dict() has those of one rank only, under names that are the same on all ranks,
-        # and clip_grad_norm_ would find a different norm on each rank: replicas would drift apart.
+        # So state_dict() has those of one rank, under names that are the same on all ranks, and
+        # clip_grad_norm_ would find a different norm on each.
         self.experts = torch.nn.ModuleList(experts[first : first + here])
 
     def forward(self, tokens):
@@ -141,18 +141,18 @@ class Mixture(torch.nn.Module):
         receive_counts = arriving.view(world_size, here).sum(dim=1).tolist()
         # NEW: a rank to which no token comes calls each all_to_all, too.
         arrived = Exchange.apply(rows, send_counts, receive_counts)
-        # The rows arrive rank by rank, and those of each rank expert by expert. This rank's experts
-        # are numbered from 0. In the docstring's example, `numbers` is 0 1 0 1. On rank 0,
-        # `arriving` is 2 1 1 0, so `expert` is 0 0 1 0.
-        numbers = torch.arange(here, device=rows.device).repeat(world_size)
-        expert = numbers.repeat_interleave(arriving)  # the expert of each row
+        # Which expert does each of these rows need? In the docstring's example, rank 0 has A (0)
+        # and B (1). `arriving` counts A and B of rank 0, and A and B of rank 1: 2 1 1 0. The
+        # experts of these counts are 0 1 0 1. So the experts of the rows A0 A0 B0 A1 are 0 0 1 0.
+        experts = torch.arange(here, device=rows.device).repeat(world_size)
+        expert = experts.repeat_interleave(arriving)
         outputs = torch.empty_like(arrived)
         for number, mlp in enumerate(self.experts):
             mine = expert == number
             # NEW: called with 0 rows, too. Then the parameters of this MLP have gradients (0), and
-            # `outputs` depends on `arrived`. Otherwise autograd would skip both
-            # Exchanges here, and the other ranks would wait.
-            outputs[mine] = mlp(arrived[mine]).to(outputs.dtype)  # autocast may have changed it
+            # `outputs` depends on `arrived`. Otherwise autograd would skip both Exchanges here,
+            # and the other ranks would wait.
+            outputs[mine] = mlp(arrived[mine])
         return Exchange.apply(outputs, receive_counts, send_counts)
 
 
@@ -166,53 +166,33 @@ def train(args):
         if isinstance(layer, Block):
             layer.mlp = Mixture(layer.mlp, args.experts)  # NEW: the rest of the model stays whole
     model.to(device, torch.float64 if args.double else torch.float32)
-    model.balance = args.balance  # NEW: run_epoch() reads it
     torch.manual_seed(args.seed + rank)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
-    fit(model, optimizer, train_loader, test_loader, device, args)
+    # fit() hands this to run_epoch() in place of the optimizer.
+    step = partial(make_step, model, optimizer, args.balance)
+    fit(model, step, train_loader, test_loader, device, args)
     show_load(model)
     dist.destroy_process_group()
 
 
-def run_epoch(model, loader, device, optimizer=None):
-    """Train, or only test if there is no optimizer.
-
-    Returns three sums over the images of all ranks: the loss, the number classified correctly, the
-    number of images.
-    """
-    model.train(optimizer is not None)
-    # The sums stay on the device. Reading them in each step would make Python wait for the GPU.
-    sums = torch.zeros(3, dtype=torch.float64, device=device)
-    for images, labels in loader:
-        images = images.to(device, non_blocking=True)
-        labels = labels.to(device, non_blocking=True)
-        with torch.set_grad_enabled(model.training):
-            logits = model(images)
-            loss = F.cross_entropy(logits, labels)
-        if optimizer is not None:
-            optimizer.zero_grad()
-            # NEW: the second term is not in the printed loss. It is computed even if it is 0.
-            (loss + model.balance * balance_loss(model)).backward()
-            average_gradients(model)
-            optimizer.step()
-        sums[0] += loss.detach() * labels.numel()
-        sums[1] += (logits.argmax(dim=1) == labels).sum()
-        sums[2] += labels.numel()
-    dist.all_reduce(sums)
-    return sums.tolist()
+def make_step(model, optimizer, balance, loss):
+    """Compute the gradients of a loss, and let the optimizer make a step."""
+    optimizer.zero_grad()
+    # NEW: the second term is not in the printed loss. It is computed even if it is 0.
+    (loss + balance * balance_loss(model)).backward()
+    average_gradients(model)
+    optimizer.step()
 
 
 def average_gradients(model):
     """Average the gradients over the ranks. Call it after backward()."""
     world_size = dist.get_world_size()
     for name, parameter in model.named_parameters():
-        # NEW: the gradients of experts are not added up. They have the terms of all images already,
-        # and at their place the other ranks have different experts.
+        # NEW: a replica has the gradient of its own rank's loss only, so add up those of all ranks.
+        # An expert has this sum already, because the tokens of all ranks have come to it.
         if ".experts." not in name:
             dist.all_reduce(parameter.grad)  # one by one, as in manual_data_parallel.py
-        # Each rank's loss is a mean over 1/n of the images, so an expert's sum is n times too
-        # large.
-        parameter.grad /= world_size
+        parameter.grad /= world_size  # the loss of a batch is the average of the ranks' losses
 
 
 def balance_loss(model):
@@ -226,8 +206,7 @@ def balance_loss(model):
     # ranks. The mean scores may stay local: average_gradients() averages what comes of them.
     dist.all_reduce(load)
     fractions = load / load.sum(dim=1, keepdim=True)
-    # Counts have no gradients, but scores have. The more tokens an expert gets, the more its scores
-    # are lowered.
+    # Only scores have gradients. The more tokens an expert gets, the more its scores are lowered.
     mean_scores = torch.stack([mixture.mean_scores for mixture in mixtures])
     return mixtures[0].count * (fractions * mean_scores).sum() / len(mixtures)
 
@@ -237,6 +216,7 @@ def mixtures_of(model):
     return [module for module in model.modules() if isinstance(module, Mixture)]
 
 
+# You can stop here: what follows only prints, and reads the flags.
 def show_load(model):
     """Print which part of the tokens of the last test batch each expert has got."""
     for number, mixture in enumerate(mixtures_of(model), start=1):
@@ -250,10 +230,9 @@ def show_load(model):
 def add_flags(parser):
     """Add the flags that only this lesson has. It trains the transformer by default."""
     parser.set_defaults(model="transformer")
-    experts = "experts in a block, on all ranks together"
-    parser.add_argument("--experts", type=flags.positive, default=4, help=experts)
-    balance = "factor of the term of the loss that balances the experts"
-    parser.add_argument("--balance", type=flags.rate, default=0.0, help=balance)
+    add = parser.add_argument
+    add("--experts", type=flags.positive, default=4, help="experts of a block, over all ranks")
+    add("--balance", type=flags.rate, default=0.0, help="factor of the loss that balances them")
 
 
 def check_flags(parser, args, world_size):
@@ -266,8 +245,9 @@ def check_flags(parser, args, world_size):
         parser.error(f"{world_size} ranks cannot divide --experts {args.experts}: use {near}")
 
 
-# ---------- Unchanged from distributed_data_parallel_torchrun.py ----------
-# You know what follows: join(), fit() and main(). If you copy this lesson, copy it, too.
+# ---------- Unchanged from mixed_precision.py ----------
+# You know what follows: join(), fit(), run_epoch() and main(). If you copy this lesson, copy it,
+# too.
 
 
 def join(args):
@@ -301,7 +281,7 @@ def fit(model, optimizer, train_loader, test_loader, device, args):
         loss, correct, images = run_epoch(model, bar, device, optimizer)
         seconds = time.perf_counter() - start
         speed = len(train_loader) * args.batch_size / seconds
-        # A wrapper such as DDP may send messages in forward(), so test the model that it wraps.
+        # DDP sends messages in forward(), too. So if there is DDP, test the model inside it.
         plain = getattr(model, "module", model)
         _, test_correct, test_images = run_epoch(plain, test_loader, device)
         if rank == 0:
@@ -314,6 +294,26 @@ def fit(model, optimizer, train_loader, test_loader, device, args):
             )
 
 
+def run_epoch(model, loader, device, step=None):
+    """Train, or only test without step. Returns sums over all ranks: loss, correct, images."""
+    model.train(step is not None)
+    # The sums stay on the device. Reading them in each step would make Python wait for the GPU.
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    for images, labels in loader:
+        images = images.to(device, non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
+        with torch.set_grad_enabled(model.training):
+            logits = model(images)
+            loss = F.cross_entropy(logits, labels)
+        if step is not None:
+            step(loss)  # make_step(), in place of backward() and the optimizer's step()
+        sums[0] += loss.detach() * labels.numel()
+        sums[1] += (logits.argmax(dim=1) == labels).sum()
+        sums[2] += labels.numel()
+    dist.all_reduce(sums)
+    return sums.tolist()
+
+
 @record  # writes the traceback of an error to a file, and torchrun's report shows it
 def main():
     """Read the flags, make sure that the data is there, and train as one of the ranks."""
@@ -322,7 +322,7 @@ def main():
     args = parser.parse_args()
     parser.check_torchrun(args)  # an error of one line if torchrun has not started this
     check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
-    # There is no group yet, so a download may take long. One process of each node does it.
+    # One process of each node downloads. There is no group yet, so no timeout runs meanwhile.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 

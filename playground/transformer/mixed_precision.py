@@ -1,30 +1,28 @@
-r"""Mixed precision: compute in 16 bits, and keep parameters and Adam's averages in 32 bits.
+r"""Mixed precision: compute in 16 bits, and keep parameters and optimizer state in 32 bits.
 
 Run it, first with DDP:
     torchrun --standalone --nproc-per-node 2 playground/transformer/mixed_precision.py
 
 It prints, on a CPU (the dtype of a layer is that of its output):
-    bfloat16: 1 + 0.001 is 1; a gradient of 1e-9 becomes 1e-09, scaled by 65536 and back 1e-09
-    float16: 1 + 0.001 is 1.001; a gradient of 1e-9 becomes 0, scaled by 65536 and back 1e-09
     epoch 1/3  loss 0.5946  train 81.69%  test 93.40%  21.81 s  2,747 images/s
     bfloat16: Linear, Attention, GELU, LastToken, Transformer
-    float32: Tokens, LayerNorm, Block, Autocast, parameters, gradients, Adam's averages
+    float32: Tokens, LayerNorm, Block, Autocast, parameters, gradients, optimizer state
 
 In float32 (--precision full), the loss is 0.5944. On GPUs, products of matrices are much faster in
 16 bits, and most activations take half of the memory. On a CPU, the speed depends on the processor.
 
-bfloat16 has the range of float32, but only two to three digits. In it, a small step of Adam's often
-changes nothing, so the parameters stay in float32, and each layer computes with converted copies
-(autocast). float16 has one digit more, and a small range: 6e-8 to 65,504. There, small gradients
-become 0 unless the loss is multiplied by a large factor, so --precision float16 needs a
-`GradScaler`.
+bfloat16 has the range of float32, but only two to three digits: 1 + 0.001 is 1. So a small step of
+the optimizer often changes nothing. The parameters stay in float32, and each layer computes with
+converted copies (autocast). float16 has one digit more, and a small range, from 6e-8 to 65,504: a
+gradient of 1e-9 is 0. So --precision float16 needs a `GradScaler`, which multiplies the loss by a
+large factor.
 
 With FSDP, a policy (`mp_policy`) takes the place of autocast. It converts whole layers, LayerNorm
 included:
     torchrun --standalone --nproc-per-node 2 \
         playground/transformer/mixed_precision.py --sharded --clip 1
     bfloat16: Linear, Tokens, LayerNorm, Attention, GELU, Block, LastToken
-    float32: Transformer, parameters, gradients, Adam's averages
+    float32: Transformer, parameters, gradients, optimizer state
     norm of the last gradients: 1.0000, of what rank 0 has: 0.7109
 
 Try breaking it, in a copy beside it:
@@ -72,9 +70,9 @@ class Autocast(torch.nn.Module):
 
     def forward(self, images):
         """Return logits of float32, so that the loss is computed in float32."""
-        # NEW: in here, matrix products and attention convert their inputs and parameters. Sums of
-        # 16 and 32 bits have 32 bits. LayerNorm keeps its input's dtype on a CPU, and computes in
-        # float32 on a GPU. backward() stays outside: it computes in the dtypes of the forward pass.
+        # NEW: in here, matrix products and attention convert their inputs and parameters to 16
+        # bits. A block adds 16 bits to 32, which gives 32. Leave backward() outside: it computes
+        # each gradient in the dtype of the forward pass.
         with torch.autocast(images.device.type, self.dtype):
             logits = self.model(images)
         return logits.float()
@@ -103,12 +101,11 @@ def make_step(model, optimizer, scaler, clip, loss):
     scaler.scale(loss).backward()
     scaler.unscale_(optimizer)  # NEW: divide the gradients again, because clipping needs their norm
     if clip:
-        # NEW: if the norm of all gradients is larger than `clip`, scale them down. With FSDP, they
-        # are DTensors, whose squares are added up over all ranks. So all ranks must call this.
+        # NEW: if the norm of all gradients is larger than `clip`, scale them down. FSDP's are
+        # DTensors, whose squares are added up over all ranks. So all ranks must call this.
         clip_grad_norm_(model.parameters(), clip)
     # NEW: if a gradient has become infinite, skip the step and halve the factor. All ranks do so
-    # together: with DDP their gradients are equal. With FSDP, unscale_() has told all ranks if one
-    # of the shards has an infinite gradient.
+    # together: with DDP they have equal gradients, and with FSDP, unscale_() has told all ranks.
     scaler.step(optimizer)
     scaler.update()
 
@@ -116,8 +113,6 @@ def make_step(model, optimizer, scaler, clip, loss):
 def train(args):
     """Train in 16 bits, and show which dtype everything has."""
     rank, device = join(args)
-    if rank == 0:
-        show_limits()
     train_loader, test_loader = loaders(args, rank, dist.get_world_size())
     torch.manual_seed(args.seed)
     model = make_model(args).to(device)
@@ -144,11 +139,7 @@ def train(args):
 
 
 def run_epoch(model, loader, device, step=None):
-    """Train, or only test if there is no step.
-
-    Returns three sums over the images of all ranks: the loss, the number classified correctly, the
-    number of images.
-    """
+    """Train, or only test without step. Returns sums over all ranks: loss, correct, images."""
     model.train(step is not None)
     # The sums stay on the device. Reading them in each step would make Python wait for the GPU.
     sums = torch.zeros(3, dtype=torch.float64, device=device)
@@ -167,25 +158,7 @@ def run_epoch(model, loader, device, step=None):
     return sums.tolist()
 
 
-def show_limits():
-    """Print what 16 bits make of a small step, and of a small gradient."""
-    for name in ("bfloat16", "float16"):
-        total = (torch.ones((), dtype=DTYPES[name]) + 0.001).item()
-        gradient = small_gradient(DTYPES[name], factor=1)
-        scaled = small_gradient(DTYPES[name], factor=65536)
-        made = f"a gradient of 1e-9 becomes {gradient:.1g}, scaled by 65536 and back {scaled:.1g}"
-        print(f"{name}: 1 + 0.001 is {total:.4g}; {made}", flush=True)
-
-
-def small_gradient(dtype, factor):
-    """Return a gradient of 1e-9 that is computed in a dtype, from a loss multiplied by a factor."""
-    parameter = torch.ones((), requires_grad=True)
-    output = parameter.to(dtype)  # as autocast converts a parameter
-    loss = output.float() * 1e-9
-    (loss * factor).backward()  # through `output`, whose gradient has its dtype
-    return parameter.grad.item() / factor
-
-
+# You can stop here: what follows only prints, and reads the flags.
 def show_dtypes(model, optimizer, loader, device):
     """Print the dtype of what each kind of layer returns, and of what the optimizer has."""
     found = {}
@@ -205,7 +178,7 @@ def show_dtypes(model, optimizer, loader, device):
     parameter = next(model.parameters())
     found["parameters"] = parameter.dtype
     found["gradients"] = parameter.grad.dtype
-    found["Adam's averages"] = optimizer.state[parameter]["exp_avg"].dtype
+    found["optimizer state"] = optimizer.state[parameter]["exp_avg"].dtype
     if dist.get_rank() == 0:
         for dtype in sorted(set(found.values()), key=lambda each: each.itemsize):
             names = [name for name in found if found[name] == dtype]
@@ -278,7 +251,7 @@ def fit(model, optimizer, train_loader, test_loader, device, args):
         loss, correct, images = run_epoch(model, bar, device, optimizer)
         seconds = time.perf_counter() - start
         speed = len(train_loader) * args.batch_size / seconds
-        # A wrapper such as DDP may send messages in forward(), so test the model that it wraps.
+        # DDP sends messages in forward(), too. So if there is DDP, test the model inside it.
         plain = getattr(model, "module", model)
         _, test_correct, test_images = run_epoch(plain, test_loader, device)
         if rank == 0:
@@ -299,7 +272,7 @@ def main():
     args = parser.parse_args()
     parser.check_torchrun(args)  # an error of one line if torchrun has not started this
     check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
-    # There is no group yet, so a download may take long. One process of each node does it.
+    # One process of each node downloads. There is no group yet, so no timeout runs meanwhile.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 

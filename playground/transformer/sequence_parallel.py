@@ -1,4 +1,4 @@
-"""Sequence parallelism: the ranks split the heads of a transformer, and then its tokens as well.
+"""Tensor parallelism of a transformer: ranks split its heads, and with --sequence its tokens, too.
 
 Run it, with the heads split, and then with heads and tokens:
     torchrun --standalone --nproc-per-node 2 playground/transformer/sequence_parallel.py
@@ -11,25 +11,28 @@ command, these are 10,224,640 bytes; with the second:
     rank 1 keeps 9,249,792 bytes
 
 A head of attention uses its own columns of query, key and value, and no others. So the ranks split
-these three layers by columns and the output layer by rows: a pair, as in `tensor_parallel.py`. The
-two layers of the MLP are another pair. Between the pairs, a block adds the pair's input to its
-output and computes a LayerNorm, and every rank does so for all tokens.
+these three layers by columns and the output layer by rows: a pair, as in `tensor_parallel.py`
+(playground/pages/figures/split.png, on the left). The two layers of the MLP are another pair.
+Between the pairs, a block adds the pair's input to its output and computes a LayerNorm, and every
+rank does so for all tokens.
 
-With --sequence, each rank does so for its own tokens only. A pair then begins with an all_gather,
-which gives every rank all tokens. It ends with a reduce_scatter, which adds up the terms of all
-ranks, and gives each rank the sums for its own tokens (https://arxiv.org/abs/2205.05198). The two
-are the halves of an all_reduce, as in `collectives.py`. --sequence saves only a tenth here,
-because the first layer of a pair keeps its input, which is all tokens.
+With --sequence, each rank does so for its own tokens only, which is called sequence parallelism. A
+pair then begins with an all_gather, which gives every rank all tokens. It ends with a
+reduce_scatter, which adds up the terms of all ranks, and gives each rank the sums for its own
+tokens (https://arxiv.org/abs/2205.05198). The two are the halves of an all_reduce, as in
+`collectives.py`. Here, --sequence saves only a tenth, because the first layer of a pair keeps its
+input, which is all tokens. Megatron-LM saves more: it keeps a rank's own tokens, and gathers the
+others again in backward().
 
-With --by dtensor, PyTorch's DTensor does the same. To clip gradients, add up squares as
-`tensor_parallel.py` says, with --by dtensor, too.
+With --by dtensor, PyTorch's DTensor does the same. `tensor_parallel.py` says how to clip gradients
+and to save the model. Here, also add up squares with --by dtensor: some parameters stay plain.
 
 Try breaking it, in a copy beside it, with --double, and compare the losses:
   1. With --sequence, leave out the line with `register_hook`. Is there an error?
   2. In AllTokens, return `BeginPair.apply(tokens, True, self.group)`. Which gradients are wrong?
   3. On rank r, let keep_shard keep the columns or rows r, r + n, r + 2n, ... Is the MLP right?
   4. With --by dtensor --sequence, leave norm1 and norm2 out of the plan. What is wrong?
-
+Now repair `fault_many_times_the_gradient.py` in playground/exercises/.
 Builds on: tensor_parallel.py
 The next lesson, `context_parallel.py`, splits the tokens inside attention, too.
 """
@@ -64,7 +67,6 @@ from common.models import make_model
 
 
 # Here and below, `group` has the ranks that split a block. None means all ranks, as in this lesson.
-# (If a model kept the group itself, Python might abort at exit.)
 def cut(tensor, dim, group):
     """Return equal chunks of a tensor along a dimension, one for each rank."""
     world_size = dist.get_world_size(group)
@@ -75,18 +77,17 @@ def cut(tensor, dim, group):
 
 def keep_shard(parameter, dim, group):
     """Return this rank's shard of a parameter, as a new parameter."""
-    shard = cut(parameter.detach(), dim, group)[dist.get_rank(group)].clone()
-    return torch.nn.Parameter(shard, requires_grad=parameter.requires_grad)
+    return torch.nn.Parameter(cut(parameter.detach(), dim, group)[dist.get_rank(group)].clone())
 
 
-def add_up(terms, group):
+def all_reduce(terms, group):
     """Return the sum of the terms of all ranks, for all tokens."""
     total = terms.clone()
     dist.all_reduce(total, group=group)
     return total
 
 
-def add_up_own(terms, group):
+def reduce_scatter(terms, group):
     """Return the sum of the terms of all ranks, for the tokens of this rank."""
     chunks = [chunk.contiguous() for chunk in cut(terms, 1, group)]
     own_sum = torch.empty_like(chunks[0])
@@ -95,7 +96,7 @@ def add_up_own(terms, group):
     return own_sum
 
 
-def gather(tokens, group):
+def all_gather(tokens, group):
     """Return the tokens of all ranks. Each rank passes equally many, (N, tokens / n, width)."""
     tokens = tokens.contiguous()  # all_gather needs this, and some gradients are not contiguous
     chunks = [torch.empty_like(tokens) for _ in range(dist.get_world_size(group))]
@@ -116,14 +117,14 @@ class BeginPair(torch.autograd.Function):
         """Return all tokens."""
         ctx.sequence = sequence  # backward() needs both
         ctx.group = group
-        return gather(tokens, group) if sequence else tokens
+        return all_gather(tokens, group) if sequence else tokens
 
     @staticmethod
     def backward(ctx, gradient):
         """Return the gradient of the tokens that forward() was given."""
         # NEW: every rank has used all tokens, so their gradient is a sum over the ranks.
-        total = add_up_own(gradient, ctx.group) if ctx.sequence else add_up(gradient, ctx.group)
-        return total, None, None  # `sequence` and `group` have no gradient
+        add_up = reduce_scatter if ctx.sequence else all_reduce
+        return add_up(gradient, ctx.group), None, None  # `sequence` and `group` have no gradient
 
 
 class EndPair(torch.autograd.Function):
@@ -138,14 +139,14 @@ class EndPair(torch.autograd.Function):
         """Return the sum of the terms: for all tokens, or with --sequence for this rank's."""
         ctx.sequence = sequence
         ctx.group = group
-        return add_up_own(terms, group) if sequence else add_up(terms, group)
+        return reduce_scatter(terms, group) if sequence else all_reduce(terms, group)
 
     @staticmethod
     def backward(ctx, gradient):
         """Return the gradient of the terms."""
         # NEW: each term gets the gradient of the sum. With --sequence, a rank has it for its own
         # tokens, and needs it for all.
-        gradient = gather(gradient, ctx.group) if ctx.sequence else gradient
+        gradient = all_gather(gradient, ctx.group) if ctx.sequence else gradient
         return gradient, None, None
 
 
@@ -161,11 +162,7 @@ def plus(total, bias):
 
 
 class SplitBlock(torch.nn.Module):
-    """A block of a transformer. Each rank has some heads, and some columns of the MLP.
-
-    The block has norm1, attention (with the layers query, key, value and output), norm2 and mlp.
-    With fewer columns in the query layer, it has fewer heads.
-    """
+    """A block of a transformer. Each rank has some heads, and some columns of the MLP."""
 
     def __init__(self, block, sequence, group):
         super().__init__()
@@ -198,8 +195,8 @@ class SplitBlock(torch.nn.Module):
         computed = EndPair.apply(self.mlp(inputs), self.sequence, self.group)
         return tokens + plus(computed, self.bias2)
 
-    def whole_parameters(self):
-        """Return the parameters that are not split."""
+    def not_split(self):
+        """Return the parameters of which each rank has a copy."""
         biases = [bias for bias in (self.bias1, self.bias2) if bias is not None]
         return [*self.norm1.parameters(), *self.norm2.parameters(), *biases]
 
@@ -217,7 +214,7 @@ class OwnTokens(torch.nn.Module):
 
 
 class AllTokens(torch.nn.Module):
-    """After the last block: give each rank all tokens. So all ranks compute the same loss."""
+    """After the last block: give each rank all tokens."""
 
     def __init__(self, group):
         super().__init__()
@@ -225,28 +222,28 @@ class AllTokens(torch.nn.Module):
 
     def forward(self, tokens):
         """Turn the tokens of this rank into all tokens, (N, tokens, width)."""
-        chunks = list(cut(gather(tokens.detach(), self.group), 1, self.group))
-        # NEW: only this rank's own tokens are connected to autograd. Every rank computes all that
-        # follows, so it already has the whole gradient of its own tokens.
+        chunks = list(cut(all_gather(tokens.detach(), self.group), 1, self.group))
+        # NEW: only this rank's own tokens are connected to autograd. All ranks compute the same
+        # loss of all tokens, so each has the whole gradient of its own tokens already.
         chunks[dist.get_rank(self.group)] = tokens
         return torch.cat(chunks, dim=1)
 
 
 def split_by_hand(model, sequence, group):
     """Split the blocks of a transformer, and with --sequence its tokens."""
-    in_parts = []
+    partial_gradients = []  # parameters whose gradient on a rank comes from its own tokens only
     for stage in (model.stage1, model.stage2):
         for index, layer in enumerate(stage):
             if hasattr(layer, "attention"):
                 stage[index] = SplitBlock(layer, sequence, group)
-                in_parts += stage[index].whole_parameters()
+                partial_gradients += stage[index].not_split()
     if not sequence:
         return  # all ranks have all tokens, so they compute the same gradients of these parameters
-    in_parts += model.stage1[0].parameters()  # the embedding
-    for parameter in in_parts:
-        # NEW: these parameters get a gradient from this rank's tokens only. If a bias's gradients
-        # from four tokens are 1, 2, 3 and 4, rank 0 has 3, rank 1 has 7, and the hook returns 10.
-        parameter.register_hook(partial(add_up, group=group))
+    partial_gradients += model.stage1[0].parameters()  # the embedding
+    for parameter in partial_gradients:
+        # NEW: add up the parts. If a bias's gradients from four tokens are 1, 2, 3 and 4, rank 0
+        # has 3, rank 1 has 7, and the hook returns 10.
+        parameter.register_hook(partial(all_reduce, group=group))
     model.stage1.insert(1, OwnTokens(group))
     model.stage2.insert(len(model.stage2) - 1, AllTokens(group))
 
@@ -310,6 +307,7 @@ def split_by_dtensor(model, mesh, sequence):
     parallelize_module(model, mesh, plan)
 
 
+# You can stop here: what follows only counts, and reads the flags.
 def show_kept(model, loader, device):
     """Print the bytes that autograd keeps for backward() on each rank, besides the parameters."""
     storages = {}  # the memory behind tensors, by its address
@@ -392,7 +390,7 @@ def fit(model, optimizer, train_loader, test_loader, device, args):
         loss, correct, images = run_epoch(model, bar, device, optimizer)
         seconds = time.perf_counter() - start
         speed = len(train_loader) * args.batch_size / seconds
-        # A wrapper such as DDP may send messages in forward(), so test the model that it wraps.
+        # DDP sends messages in forward(), too. So if there is DDP, test the model inside it.
         plain = getattr(model, "module", model)
         _, test_correct, test_images = run_epoch(plain, test_loader, device)
         if rank == 0:
@@ -435,7 +433,7 @@ def main():
     args = parser.parse_args()
     parser.check_torchrun(args)  # an error of one line if torchrun has not started this
     check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
-    # There is no group yet, so a download may take long. One process of each node does it.
+    # One process of each node downloads. There is no group yet, so no timeout runs meanwhile.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 
