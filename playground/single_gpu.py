@@ -16,7 +16,7 @@ idea. To see everything that is new in a lesson, compare two files:
     git diff --no-index playground/single_gpu.py playground/data_parallel.py
 
 With one process or several, the numbers agree up to rounding. To show this, --double computes in
-float64, and nearly all lessons then print the same twelve digits:
+float64, and nearly all lessons then print the same twelve digits.
     python playground/single_gpu.py --double --dataset digits --batch_size 120 --epochs 2
     epoch 1/2  loss 2.123594752907  train 42.64%  test 71.72%  0.01 s  99,145 images/s
     epoch 2/2  loss 1.406419734911  train 72.43%  test 85.19%  0.01 s  155,457 images/s

@@ -140,7 +140,7 @@ COME = "All {} ranks must connect to tcp://{}:{}: start every node, with the sam
 
 def test_batch_larger_than_the_data(main):
     """The line gives the largest batch."""
-    line = "error: --batch_size must be at most 1500, the number of training images"
+    line = "error: --batch_size must be at most 1500, the size of the training set"
     main(DDP, "--dataset", "digits", "--batch_size", 2000, status=line)
 
 

@@ -18,10 +18,7 @@ MINUTE = timedelta(minutes=1)  # for a message, which otherwise may take half an
 
 @pytest.mark.parametrize(
     ("lesson", "cures"),
-    [
-        ("blocking_p2p", ["even ranks send first"]),
-        ("nonblocking_p2p", ["nonblocking", "batched"]),
-    ],
+    [("blocking_p2p", ["even ranks send first"]), ("nonblocking_p2p", ["nonblocking", "batched"])],
 )
 def test_cures_of_a_deadlock(lesson, cures):
     """All messages arrive, also with three ranks."""

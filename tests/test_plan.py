@@ -304,7 +304,7 @@ def test_it_starts_at_once():
     program = (
         "import sys, plan; plan.main([]); assert not {'torch', 'matplotlib'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT / "playground", check=True)
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT / "playground" / "tools", check=True)
 
 
 def test_the_program_that_measures_bandwidth(tmp_path):

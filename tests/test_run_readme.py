@@ -73,7 +73,7 @@ def test_a_command_starts_its_lesson_on_both_nodes(command, cluster):
     if "run/mpirun.sh" in command:
         need("mpirun.openmpi")
     nodes, env = cluster
-    lesson = re.search(r"playground/\w+\.py", command)[0]
+    lesson = re.search(r"playground/[\w/]+\.py", command)[0]
     command = command.replace("10.0.0.1", ADDRESSES[0]).replace("10.0.0.2", ADDRESSES[1])
     where = [()] if "rehearse" in command else [nodes.enter(0)]
     where += [nodes.enter(1)] if "run/torchrun_node.sh" in command else []  # typed on each node

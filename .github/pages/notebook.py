@@ -1,4 +1,4 @@
-"""Make run/notebook.ipynb, the short path as a notebook, from the docstrings of its lessons.
+"""Make run/notebook.ipynb, the first ten lessons as a notebook, from their docstrings.
 
 python notebook.py
 """
@@ -8,26 +8,39 @@ import sys
 
 import nbformat
 from nbformat import v4
-from pages import COURSE, REPOSITORY, Course
+from pages import COURSE, Course
 
 NOTEBOOK = COURSE / "run/notebook.ipynb"
 INTRODUCTION = """\
-# The short path through distributed PyTorch
+# The PyTorch distributed playground
 
-The lessons of the short path, with their own commands. They run with two GPUs (such as Kaggle's two
-T4), with one (such as Colab's) and without any. On Kaggle, first turn on "Internet" in the
-settings of the notebook. Run the cells from the top."""
+The first lessons, with their own commands. They run with two GPUs (such as Kaggle's two T4), with
+one (such as Colab's; then several processes share the CPU) and without any. On Kaggle, first turn
+on "Internet" in the settings of the notebook. Run the cells from the top."""
 SETUP = """\
+REPOSITORY = ""  # <- the address of the repository, such as https://github.com/you/your-copy
+
 import os
 
 import torch
 
+
+class Stop(Exception):
+    def _render_traceback_(self):
+        return [str(self)]  # this alone is shown
+
+
 version = torch.__version__
 if tuple(map(int, version.split(".")[:2])) < (2, 9):
-    raise SystemExit(f"the course needs PyTorch 2.9 or newer, and this is {version}")
+    raise Stop(f"The lessons need PyTorch 2.9 or newer, and this is {version}.")
+if os.path.exists("../playground") and not os.path.exists("playground"):
+    %cd -q ..
 if not os.path.exists("playground"):
-    address = "https://github.com/OWNER/NAME"  # of the repository in which you found this notebook
-    !git clone -q --depth 1 {address} course
+    if not REPOSITORY:
+        raise Stop("Write the address of the repository in the first line of this cell.")
+    !test -d course || git clone -q --depth 1 {REPOSITORY} course
+    if not os.path.exists("course"):
+        raise Stop(f"{REPOSITORY} could not be cloned.")
     %cd -q course
 # This installs only what is missing, and leaves PyTorch as it is.
 !python -m pip install -q -r requirements.txt"""
@@ -39,9 +52,9 @@ print(gpus, "GPUs", device)"""
 END = """\
 ## More lessons
 
-The files in `playground/` have the code. Their docstrings also have questions, and `README.md`
-lists the other lessons. A T4 has no bfloat16 of its own: there, run `mixed_precision.py` with
-`--precision float16`."""
+The files in `playground/` have the code. Their docstrings also have exercises, and
+`playground/README.md` lists all lessons. A T4 has no bfloat16 of its own: there, run
+`playground/transformer/mixed_precision.py` with `--precision float16`."""
 
 
 def cells(course: Course, lesson) -> list:
@@ -53,11 +66,9 @@ def cells(course: Course, lesson) -> list:
     commands = re.findall(r"^ +((?:python|torchrun) .*(?:\\\n.*)*)", sections["run"], re.M)
     for command in commands:
         command = re.sub(r" *\\\n *| {2,}#.*", " ", command).strip()
-        several = "" if lesson.path.stem == "single_gpu" else " {device}"
-        result.append(v4.new_code_cell(f"!{command}{several}"))
-    idea = course.prose(
-        lesson, sections["idea"].partition("On two nodes")[0], set(course.tips.values())
-    )
+        alone = lesson.path.stem in ("single_gpu", "model_parallel")
+        result.append(v4.new_code_cell(f"!{command}" + " {device}" * (not alone)))
+    idea = course.prose(lesson, sections["idea"], set(course.tips.values()))
     idea = re.sub(r"\[([^]]*)\]\((?!http)[^)]*\)", r"\1", idea).strip()
     return [*result, v4.new_markdown_cell(idea)]
 
@@ -65,13 +76,12 @@ def cells(course: Course, lesson) -> list:
 def make():
     """Return the notebook."""
     course = Course()
-    setup = SETUP.replace("OWNER/NAME", REPOSITORY) if REPOSITORY else SETUP
     notebook = v4.new_notebook()
     notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3"}
     notebook.cells = [v4.new_markdown_cell(INTRODUCTION)]
-    notebook.cells += [v4.new_code_cell(setup), v4.new_code_cell(DEVICE)]
-    for lesson in course.lessons:
-        if course.parts[lesson.file][1]:
+    notebook.cells += [v4.new_code_cell(SETUP), v4.new_code_cell(DEVICE)]
+    for lesson in course.parts["The playground"]:
+        if lesson.path.stem != "distributed_data_parallel2":  # it needs detectron2
             notebook.cells += cells(course, lesson)
     notebook.cells.append(v4.new_markdown_cell(END))
     for number, cell in enumerate(notebook.cells):

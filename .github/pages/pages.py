@@ -28,7 +28,6 @@ GITHUB = f"https://github.com/{REPOSITORY}"
 NOTEBOOK = "blob/main/run/notebook.ipynb"
 COLAB = f"https://colab.research.google.com/github/{REPOSITORY}/{NOTEBOOK}"
 KAGGLE = f"https://www.kaggle.com/kernels/welcome?src={GITHUB}/{NOTEBOOK}"
-FIRST = ("blocking_p2p.py", "single_gpu.py")  # they build on no other lesson
 COMMAND = re.compile(r"(?:[A-Z_0-9]+=\S+ )*(?:python|torchrun|tensorboard|git|pip|run/\w+\.sh) ")
 # A docstring's blocks: a numbered list, another list, indented lines, or a paragraph.
 BLOCK = re.compile(
@@ -60,6 +59,7 @@ class Source:
     def __init__(self, path: Path):
         self.path, self.file = path, str(path.relative_to(COURSE))
         self.page = self.file.removesuffix(".py") + ".md"
+        self.anchor = ""  # where it is on its page
         text = path.read_text()
         tree = ast.parse(text)
         self.title, _, self.doc = (ast.get_docstring(tree) + "\n").partition(".\n")
@@ -175,7 +175,8 @@ class Source:
 
 def relative(page: str, file: str, suffix: str = ".md") -> str:
     """Return the path of a page, as seen from the page of a file."""
-    return os.path.relpath(page, Path(file).parent).removesuffix(".md") + suffix
+    page, sharp, anchor = page.partition("#")
+    return os.path.relpath(page, Path(file).parent).removesuffix(".md") + suffix + sharp + anchor
 
 
 def details(label: str, text: str) -> str:
@@ -187,38 +188,40 @@ class Course:
     """The course's files, and what their pages say to each other."""
 
     def __init__(self):
-        readme = (COURSE / "README.md").read_text()
-        self.lessons, self.parts, self.tasks, self.ideas = [], {}, {}, {}
-        for title, text in re.findall(r"^### (Part \d[^\n]*)\n(.*?)(?=^##)", readme, re.M | re.S):
-            rows = re.findall(r"^\| \d+\. \[`\w+\.py`\]\((\S+)\) ?(★?) \| (.*) \|$", text, re.M)
-            for file, star, idea in rows:
-                lesson = Source(COURSE / file)
-                self.lessons.append(lesson)
-                self.parts[file] = (title, star)
-                words = f"{lesson.path.name} {lesson.title} {idea}".lower()
-                self.ideas[file.removesuffix(".py")] = re.sub("[-_]", " ", words.replace("`", ""))
-            tasks = re.findall(rf"\(({EXERCISES}/\w+\.py)\)", text)
-            self.tasks[title] = [Source(COURSE / file) for file in tasks]
+        self.parts, self.tasks, self.ideas = {}, {}, {}  # the first two by the name of the part
+        table = (COURSE / EXERCISES / "README.md").read_text()
+        for title, text in self.chapters("playground/README.md").items():
+            rows = re.findall(r"^\| \d+\. \[`\w+\.py`\]\((\S+)\) \| (.*) \|$", text, re.M)
+            if not rows:  # the tools
+                continue
+            self.parts[title] = [Source(COURSE / "playground" / file) for file, _ in rows]
+            for lesson, (_, idea) in zip(self.parts[title], rows, strict=True):
+                words = f"{lesson.path.name} {lesson.title} {idea}".lower().replace("`", "")
+                self.ideas[lesson.page.removesuffix(".md")] = re.sub("[-_]", " ", words)
+            part = title.partition(":")[0]
+            files = re.findall(r"\w+\.py", re.search(rf"^\| {part} \| (.*)", table, re.M)[1])
+            self.tasks[part] = [Source(COURSE / EXERCISES / file) for file in files]
+            for task in self.tasks[part]:
+                task.page = f"{EXERCISES}/part{len(self.parts)}.md"
+                task.anchor = "#" + task.path.stem.replace("_", "-")
+        self.lessons = [lesson for lessons in self.parts.values() for lesson in lessons]
         self.common = [Source(path) for path in sorted(COURSE.glob("common/[a-z]*.py"))]
         pages = [*COURSE.glob("playground/**/*.md"), *COURSE.glob("*/README.md")]
         pages.append(COURSE / ".github/CONTRIBUTING.md")
         files = {str(path.relative_to(COURSE)) for path in pages}
         self.markdown = sorted(files, key=lambda file: (not file.startswith("playground"), file))
         self.pages = {"README.md": "index.md"} | {file: file for file in self.markdown}
-        for number, sources in enumerate(self.tasks.values(), 1):
-            for source in sources:
-                source.page = f"{EXERCISES}/part{number}.md"
         self.pages[EXERCISES] = self.pages[f"{EXERCISES}/"] = f"{EXERCISES}/README.md"
         sources = [*self.common, *(task for tasks in self.tasks.values() for task in tasks)]
         for source in [*sources, *self.lessons]:
             # Docstrings name most files without their folder.
             for name in (source.file, source.file.removeprefix("playground/"), source.path.name):
-                self.pages[name] = source.page
+                self.pages[name] = source.page + source.anchor
         for file in self.markdown:
             self.pages.setdefault(Path(file).name, file)
         glossary = (COURSE / "playground/pages/glossary.md").read_text()
         self.tips = {}
-        for words, meaning in re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", glossary, re.M):
+        for words, meaning in re.findall(r"^\| ([^|]+) \| ([^|]+) \| [^|]*\|$", glossary, re.M):
             for word in words.replace("`", "").split(", "):
                 if word not in PLAIN:
                     meaning = re.sub(r"\[([^]]*)\]\([^)]*\)|`", r"\1", meaning)
@@ -248,10 +251,7 @@ class Course:
             if image:
                 return f"![{words}]({os.path.relpath(path, Path(here or file).parent)})"
             if path in self.pages:
-                page = relative(self.pages[path], here or file)
-                if path.startswith(f"{EXERCISES}/") and path.endswith(".py"):
-                    sharp, anchor = "#", Path(path).stem.replace("_", "-")
-                return f"[{words}]({page}{sharp}{anchor})"
+                return f"[{words}]({relative(self.pages[path], here or file)}{sharp}{anchor})"
             return f"[{words}]({GITHUB}/tree/main/{path})" if REPOSITORY else words
 
         return re.sub(r"(!?)\[([^]]*)\]\(([^)\s]+)\)", link, text)
@@ -274,10 +274,7 @@ class Course:
             if word.startswith("http"):
                 result += f"<{word}>"
             elif page and page != self.pages[file]:
-                anchor = ""
-                if page.startswith(f"{EXERCISES}/part"):
-                    anchor = "#" + Path(word.strip("`")).stem.replace("_", "-")
-                result += f"[`{word.strip('`')}`]({relative(page, file)}{anchor})"
+                result += f"[`{word.strip('`')}`]({relative(page, file)})"
             elif word.startswith("("):
                 result += f"(`{word[1:-1]}`)"
             elif len(word) == 1:
@@ -331,16 +328,16 @@ class Course:
             LackingError: one of the parts is not there.
         """
         parts = re.fullmatch(
-            r"\n(?P<run>Run it.*?)(?P<broken>^Try breaking it.*?)"
+            r"\n(?P<before>.*?)(?P<run>^Run it.*?)(?P<broken>^Try breaking it.*?)"
             r"(?P<write>^Now (?:write|repair).*?)?(?:^Builds on: (?P<base>\w+\.py)\n)?"
             r"(?P<next>^(?:The next|This is the last) lesson.*)",
             lesson.doc,
             re.M | re.S,
         )
-        if not parts or (parts["base"] is None) != (lesson.path.name in FIRST):
+        if not parts:
             raise LackingError(
-                f"{lesson.file}: its docstring needs 'Run it', 'Try breaking it', 'Builds on: ...',"
-                " and 'The next lesson', each at the start of a line, in this order"
+                f"{lesson.file}: its docstring needs 'Run it', 'Try breaking it' and 'The next"
+                " lesson', each at the start of a line, in this order"
             )
         sections = parts.groupdict(default="")
         # What it runs and prints comes first. The idea begins with the first paragraph of another
@@ -391,18 +388,17 @@ class Course:
             page += "{.lead}\n" + self.inline(lead, source.file, explained) + "\n\n"
         return page
 
-    def lesson(self, number: int) -> str:
+    def lesson(self, lesson: Source) -> str:
         """Return the page of a lesson."""
-        lesson, earlier = self.lessons[number], self.lessons[:number]
+        earlier = self.lessons[: self.lessons.index(lesson)]
         sections, explained = self.sections(lesson), set()
-        title, star = self.parts[lesson.file]
-        facts = [f"Lesson {number + 1} of {len(self.lessons)}", title]
-        facts += ["★ on the short path"] * bool(star)
-        base = None
+        title, part = next(part for part in self.parts.items() if lesson in part[1])
+        facts, base = f"{title} · Lesson {part.index(lesson) + 1} of {len(part)}", None
         if sections["base"]:
-            base = next(each for each in earlier if each.path.name == sections["base"])
-            facts.append(f"Builds on: [`{base.path.name}`]({relative(base.page, lesson.file)})")
-        page = self.title(lesson, " · ".join(facts), explained)
+            base = next(each for each in self.lessons if each.path.name == sections["base"])
+            facts += f" · Builds on: [`{base.path.name}`]({relative(base.page, lesson.file)})"
+        page = self.title(lesson, facts, explained)
+        page += self.prose(lesson, sections["before"], explained)
         page += "## Run it\n\n" + self.prose(lesson, sections["run"], explained)
         page += "## The idea\n\n" * bool(sections["idea"])
         page += self.prose(lesson, sections["idea"], explained) + self.drawings(lesson)
@@ -420,11 +416,11 @@ class Course:
         page += "## What next\n\n" + self.prose(lesson, sections["write"], explained)
         return page + self.prose(lesson, sections["next"], explained)
 
-    def exercises(self, title: str) -> str:
+    def exercises(self, part: str) -> str:
         """Return the page with the exercises of a part."""
-        page = f"# Exercises of {title[0].lower()}{title[1:]}\n\n"
+        page = f"# Exercises of {part[0].lower()}{part[1:]}\n\n"
         page += "[How they work](README.md)\n\n"
-        for task in self.tasks[title]:
+        for task in self.tasks[part]:
             page += f"## `{task.path.stem}`\n\n"
             page += "{.lead}\n" + self.inline(f"{task.title}.", task.file, set())
             page += "\n\n" + self.prose(task, task.doc.removeprefix("\n"), set())
@@ -462,27 +458,27 @@ def main() -> None:
     index = course.linked((COURSE / "README.md").read_text(), "README.md")
     if REPOSITORY:
         links = [f"[The files]({GITHUB})", '<a href="pages.zip">these pages as one file</a>']
-        links.append(f"the short path as a notebook in [Colab]({COLAB}) or on [Kaggle]({KAGGLE})")
+        links.append(f"the first ten as a notebook in [Colab]({COLAB}) or on [Kaggle]({KAGGLE})")
         title, _, text = index.partition("\n\n")
         index = f"{title}\n\n" + "{.facts}\n" + " · ".join(links) + f"\n\n{text}"
-    number = 0
-    for part, (title, tasks) in enumerate(course.tasks.items(), 1):
+    for title, lessons in course.parts.items():
         entries = []
-        for lesson in [each for each in course.lessons if course.parts[each.file][0] == title]:
-            write(lesson.page, course.lesson(number))
-            number += 1
-            star = course.parts[lesson.file][1]
+        for number, lesson in enumerate(lessons, 1):
+            write(lesson.page, course.lesson(lesson))
             short = re.split(": |, ", lesson.title)[0]
-            entries.append(f"{number}. {short} {star} <{lesson.page}>")
-        page = f"{EXERCISES}/part{part}.md"
-        write(page, course.exercises(title))
-        index += tree([*entries, f"Exercises: {len(tasks)} <{page}>"], title)
+            entries.append(f"{number}. {short} <{lesson.page}>")
+        index += tree(entries, title)
+    entries = [f"{EXERCISES}/README.md"]
+    for part, tasks in course.tasks.items():
+        write(tasks[0].page, course.exercises(part))
+        entries.append(f"{part}: {len(tasks)} <{tasks[0].page}>")
+    index += tree(entries, "Exercises")
     for source in course.common:
         explained = set()
         page = course.title(source, f"`{source.file}`", explained)
         write(source.page, page + course.prose(source, source.doc, explained) + source.code())
     others = [*course.markdown, *(source.page for source in course.common)]
-    index += tree(others, "Other pages")
+    index += tree([page for page in others if page != entries[0]], "Pages")
     write("index.md", index)
     for file in course.markdown:
         write(file, course.linked((COURSE / file).read_text(), file))

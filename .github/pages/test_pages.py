@@ -44,12 +44,12 @@ def words(text):
 
 def test_no_word_of_a_docstring_is_lost(course):
     """The page of a lesson has each word at least as often, and so have those of the exercises."""
-    for number, lesson in enumerate(course.lessons):
-        parts = re.split(r'<div class="code.*?</div>', course.lesson(number), flags=re.S)
+    for lesson in course.lessons:
+        parts = re.split(r'<div class="code.*?</div>', course.lesson(lesson), flags=re.S)
         assert set(words(lesson.title + lesson.doc) - words("".join(parts))) <= {"run", "it"}
-    for title, tasks in course.tasks.items():
+    for part, tasks in course.tasks.items():
         text = "".join(task.title + task.doc for task in tasks)
-        assert not words(text) - words(course.exercises(title))
+        assert not words(text) - words(course.exercises(part))
 
 
 def functions(source):
@@ -75,13 +75,13 @@ def test_the_code_is_whole_and_what_is_new_is_never_folded(course):
         assert f"<summary><b>{helper}</b> · " in pipeline
 
 
-@pytest.mark.parametrize("part", ["Run it", "Try breaking it", "Builds on", "The next lesson"])
+@pytest.mark.parametrize("part", ["Run it", "Try breaking it", "The next lesson"])
 def test_a_lesson_that_lacks_a_part_stops_the_build(course, monkeypatch, part):
     """Its page would lack it, too. The error has the name of the lesson."""
     lesson = course.lessons[5]
     monkeypatch.setattr(lesson, "doc", lesson.doc.replace(part, "..."))
     with pytest.raises(pages.LackingError, match=f"{lesson.file}: .*{part}"):
-        course.lesson(5)
+        course.lesson(lesson)
 
 
 def test_a_question_without_an_answer_stops_the_build(course, monkeypatch):
@@ -89,7 +89,7 @@ def test_a_question_without_an_answer_stops_the_build(course, monkeypatch):
     lesson = course.lessons[5]
     monkeypatch.setitem(course.answers, f"`{lesson.path.name}`", "1. The only answer.\n")
     with pytest.raises(pages.LackingError, match=f"{lesson.file}: .*no answer to question 2"):
-        course.lesson(5)
+        course.lesson(lesson)
 
 
 @pytest.mark.parametrize("name", ["deadlock", "bucket", "pipeline"])
@@ -114,6 +114,19 @@ esac
 """
 
 
+def stub(monkeypatch, folder):
+    """Put scripts in the place of python and torchrun, as the cells of a notebook start them."""
+    for program in ("python", "torchrun"):
+        (folder / program).write_text(STUB.format(program=program, python=sys.executable))
+        (folder / program).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+
+
+def execute(made, folder):
+    """Let Jupyter run a notebook in a folder."""
+    nbclient.NotebookClient(made, timeout=600, resources={"metadata": {"path": folder}}).execute()
+
+
 def test_the_notebook(course, monkeypatch, tmp_path):
     """It is what the docstrings make of it. Jupyter runs its cells, with the docstrings' commands.
 
@@ -122,18 +135,40 @@ def test_the_notebook(course, monkeypatch, tmp_path):
     made = notebook.make()
     assert nbformat.read(notebook.NOTEBOOK, 4) == made
     sources = "\n".join(cell.source for cell in made.cells)
+    for path in re.findall(r"[\w/]+/\w+\.(?:py|md|png)", sources):
+        assert (ROOT / path).exists(), path
     commands = re.findall(r"^!((?:python|torchrun) .*?)(?: \{device\})?$", sources, re.M)
     docstrings = " ".join("".join(lesson.doc for lesson in course.lessons).split())
     assert len(commands) > 8 and all(command in docstrings for command in commands[1:])
-    for program in ("python", "torchrun"):
-        (tmp_path / program).write_text(STUB.format(program=program, python=sys.executable))
-        (tmp_path / program).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    nbclient.NotebookClient(made, timeout=600, resources={"metadata": {"path": ROOT}}).execute()
+    stub(monkeypatch, tmp_path)
+    execute(made, ROOT / "run")
     outputs = [output.get("text", "") for cell in made.cells for output in cell.get("outputs", ())]
     printed = "".join(outputs).splitlines()
     assert [line for line in printed if line.startswith(("python ", "torchrun "))] == commands
     assert any(line.startswith("epoch 3/3  loss ") for line in printed)
+
+
+def test_the_notebook_without_the_course(monkeypatch, tmp_path):
+    """It needs one line, the address of the repository. Without it, it stops with a sentence."""
+    stub(monkeypatch, tmp_path)
+    made = notebook.make()
+    made.cells = made.cells[:2]
+    setup = made.cells[1]
+    for address, words in (("", "Write the address "), ("/nowhere", "/nowhere could not ")):
+        setup.source = re.sub('^REPOSITORY = ".*?"', f'REPOSITORY = "{address}"', setup.source)
+        with pytest.raises(nbclient.exceptions.CellExecutionError):
+            execute(made, tmp_path)
+        [error] = [output for output in setup.outputs if output.output_type == "error"]
+        assert len(error.traceback) == 1 and error.traceback[0].startswith(words)
+    repository = tmp_path / "repository"
+    (repository / "playground").mkdir(parents=True)
+    (repository / "playground/file").touch()
+    git = ["git", "-C", repository, "-c", "user.name=me", "-c", "user.email=me@localhost"]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "all"]):
+        subprocess.run([*git, *words], check=True)
+    setup.source = setup.source.replace("/nowhere", str(repository))
+    execute(made, tmp_path)
+    assert (tmp_path / "course/playground").is_dir()
 
 
 @pytest.fixture(scope="session")
@@ -178,12 +213,9 @@ def test_links(site):
 
 
 def test_the_way_through_the_course(site, course):
-    """What is next, from the front page: the lessons, after a part its exercises, other pages."""
-    expected = []
-    for part, title in enumerate(course.tasks, 1):
-        lessons = [each for each in course.lessons if course.parts[each.file][0] == title]
-        expected += [lesson.page for lesson in lessons]
-        expected.append(f"{pages.EXERCISES}/part{part}.md")
+    """What is next, from the front page: the lessons, the exercises of each part, other pages."""
+    expected = [lesson.page for lesson in course.lessons] + [f"{pages.EXERCISES}/README.md"]
+    expected += [tasks[0].page for tasks in course.tasks.values()]
     page, found = site / "index.html", []
     while following := re.search(r'class="next-page" href="([^"]+)"', page.read_text()):
         page = (page.parent / following[1]).resolve()
@@ -267,7 +299,9 @@ def test_a_lesson(tab, address):
     assert answer.locator("p").first.is_visible()
     word = tab.locator("abbr", has_text="global batch").first
     word.hover()
-    assert "the images of one step" in word.evaluate("e => getComputedStyle(e, '::after').content")
+    assert "of one step, over all ranks" in word.evaluate(
+        "e => getComputedStyle(e, '::after').content"
+    )
 
     block = tab.locator("div.highlight-console").first
     block.hover()
@@ -285,7 +319,7 @@ def test_a_lesson(tab, address):
     chart.get_by_text("rank 1", exact=True).wait_for()
 
     tab.locator("a.next-page").click()
-    tab.wait_for_url("**/overlapped_data_parallel.html")
+    tab.wait_for_url("**/distributed_data_parallel.html")
     tab.locator("a.prev-page").click()
     tab.wait_for_url(f"**/{LESSON}")
 
@@ -333,5 +367,5 @@ def test_no_page_is_wider_than_a_phone(browser, site):
     tab.goto(f"file://{site}/{LESSON}")
     tab.locator("abbr", has_text="global batch").first.tap()
     shown = "getComputedStyle(document.activeElement, '::after').content"
-    assert "the images of one step" in tab.evaluate(shown)
+    assert "of one step, over all ranks" in tab.evaluate(shown)
     context.close()

@@ -8,10 +8,12 @@ Each formula names the lesson that counts it, or a paper. Seconds are as good as
 """
 
 import math
+import sys
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Iterator
 from decimal import Decimal
 from itertools import product
+from pathlib import Path
 from typing import Annotated, NamedTuple
 
 MODELS = {  # parameters, layers, width, heads, heads of keys and values, vocabulary, MLP's matrices

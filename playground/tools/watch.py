@@ -2,7 +2,7 @@ r"""Shows what the ranks of any script send each other, who waits for whom, and 
 
 Write watch.py in front of the script, which needs no change:
     python playground/tools/watch.py playground/blocking_p2p.py -g 3
-    torchrun --standalone --nproc-per-node 2 playground/tools/watch.py my_script.py --its --own --flags
+    torchrun --standalone --nproc-per-node 2 playground/tools/watch.py my_script.py --its_flags
 
 The script may start its ranks by mp.spawn, or be started by torchrun, srun or mpirun. On several
 nodes, each node shows its own ranks. (On GPUs, the tables have not been tried.)

@@ -62,8 +62,8 @@ document.addEventListener("DOMContentLoaded", () => {
   addEventListener("beforeprint", () =>
     document.querySelectorAll("details").forEach((fold) => { fold.open = true; }));
 });
-// Search shows the lessons first: those whose name or row in README has what one types, and then
-// the others, in reading order, because the first lesson that has a word explains it.
+// Search shows the lessons first: those whose name or row in playground/README.md has what one
+// types, and then the others, in order, because the first lesson that has a word explains it.
 var Scorer = {
   title: 15, partialTitle: 7, term: 5, partialTerm: 2,
   score: ([page, , , , score]) => {

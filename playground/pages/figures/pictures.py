@@ -4,10 +4,10 @@ Each is a file of this folder with two functions. count() counts bytes, messages
 notes times, while functions of the lessons run. draw() draws the picture from these counts. They
 are kept beside the pictures, in pictures.json.
 
-    python playground/pages/figures/pictures.py                   # count and draw nearly all pictures
-    python playground/pages/figures/pictures.py ring overlap      # only these two
-    python playground/pages/figures/pictures.py ring --keep       # draw from the counts in pictures.json
-    python playground/pages/figures/pictures.py sending_less      # about 25 minutes, so only if named
+    python playground/pages/figures/pictures.py  # count and draw nearly all pictures
+    python playground/pages/figures/pictures.py ring overlap  # only these two
+    python playground/pages/figures/pictures.py ring --keep  # draw from the counts in pictures.json
+    python playground/pages/figures/pictures.py sending_less  # about 25 minutes, so only if named
 
 count() is called on each of RANKS ranks, on CPUs, and returns the same on all of them: numbers and
 texts that JSON can hold. Those of overlap.py and sending_less.py start their own ranks.
