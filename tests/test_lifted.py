@@ -39,10 +39,10 @@ def leaning(text):
 
 
 def test_how_much_of_a_lesson_leans_on_this_project():
-    """At most 15 lines of code."""
+    """At most 16 lines of code."""
     for lesson in LESSONS:
         count = len(leaning(lesson_path(lesson).read_text()))
-        assert 0 < count <= 15, f"{lesson}: {count}"
+        assert 0 < count <= 16, f"{lesson}: {count}"
 
 
 PARSER = """    parser = argparse.ArgumentParser()
