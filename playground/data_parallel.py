@@ -26,8 +26,8 @@ word, so that the whole program is in one file.
 Try breaking it, in a copy (cp playground/data_parallel.py playground/broken.py):
   1. Print `list(model.state_dict())` at the end of train, and run it with --by hand. How do these
      keys differ from those of the model inside, `model.module`?
-  2. In `compute`, write `replica(part)` in place of `functional_call(...)`, and run it with --by
-     hand. The loss no longer falls. Where are the gradients?
+  2. In `compute`, write `replica(part.to(device))` in place of `functional_call(...)`, and run it
+     with --by hand. The loss no longer falls. Where are the gradients?
 
 Builds on: single_gpu.py
 The next lesson, `manual_data_parallel.py`, trains with one process for each GPU.
@@ -65,17 +65,16 @@ class Replicas(nn.Module):
         super().__init__()
         self.module = module
         self.devices = devices
-        # functional_call puts the given parameters into a module while it runs, so each thread
-        # needs a module of its own. A plain list hides these modules from the optimizer.
+        # functional_call lends a module other parameters while it runs, so each thread needs a
+        # module of its own. A plain list hides these modules from the optimizer.
         self.replicas = [copy.deepcopy(module).to(device) for device in devices]
         self.threads = ThreadPoolExecutor(len(devices))
 
     def compute(self, replica, part, device, grad_enabled):
         """Compute one part of the batch on one device, in a thread of its own."""
         torch.set_grad_enabled(grad_enabled)  # each thread has its own setting
-        # NEW: the replica computes with copies of the model's parameters. autograd records that
-        # they were copied. So backward() passes the gradient of each copy back to the model's
-        # parameter, and adds up those of all replicas.
+        # NEW: the replica computes with copies of the model's parameters. autograd records the
+        # copying, so backward() adds up the gradients of all copies in the model's parameters.
         parameters = {}
         for name, parameter in self.module.named_parameters():
             parameters[name] = parameter.to(device, copy=True)

@@ -10,8 +10,8 @@ It prints the table of ranks and the numbers of `single_gpu.py`, up to rounding 
     epoch 1/3  loss 0.3960  train 88.26%  test 93.96%  1.12 s  53,396 images/s
 
 On two nodes, each command on its own node:
-    python playground/distributed_data_parallel2.py -n 2 -g 2 -r 0 -ip <ip of node 0>
-    python playground/distributed_data_parallel2.py -n 2 -g 2 -r 1 -ip <ip of node 0>
+    python playground/distributed_data_parallel2.py -n 2 -g 2 -nr 0 -ip <ip of node 0>
+    python playground/distributed_data_parallel2.py -n 2 -g 2 -nr 1 -ip <ip of node 0>
 
 detectron2, by Facebook AI Research, has two small modules that many projects have copied. A new
 project does not need them: skip this lesson, unless yours has them.
@@ -175,8 +175,8 @@ def visible_gpus(args):
     else:
         numbers = [str(number) for number in range(torch.cuda.device_count())]
     # NEW: launch uses NCCL if it sees a GPU, so --device cpu hides them all. And launch joins the
-    # group before it selects a GPU, so NCCL chooses one itself. It chooses the right one, that of
-    # the local rank, if there is one visible GPU for each rank of this node.
+    # group before it selects GPUs. NCCL then chooses the right ones only if this node shows as many
+    # as it has ranks.
     needed = args.gpus if args.device == "cuda" else 0
     return ",".join(numbers[:needed])
 

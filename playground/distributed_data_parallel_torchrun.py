@@ -16,7 +16,7 @@ for nodes, processes or addresses.
 On two nodes, run the same command on both. The nodes find each other at the address of one of them,
 port 29500. torchrun numbers them, so rank 0, which prints, may be on either:
     torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d \
-        --rdzv-endpoint <ip of node 0>:29500 playground/distributed_data_parallel_torchrun.py
+        --rdzv-endpoint <ip of one node>:29500 playground/distributed_data_parallel_torchrun.py
 
 Use torchrun, unless your program must start the ranks itself, as in a notebook or inside a larger
 program. Then do it as `distributed_data_parallel.py` does. torchrun may warn that it sets
@@ -86,7 +86,7 @@ def main():
     args = parser.parse_args()
     parser.check_torchrun(args)  # NEW: an error of one line if torchrun has not started this
     check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
-    # One process of each node downloads. There is no group yet, so no timeout runs meanwhile.
+    # fetch() lets one process of a node download. Without a group, no timeout runs meanwhile.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 
@@ -107,7 +107,8 @@ def train(args):
 
 
 # ---------- Nearly as in distributed_data_parallel.py ----------
-# If you have read that lesson, you can stop here. If you copy this one, copy everything.
+# If you have read that lesson, you can stop here. If you copy this one, copy everything. Later
+# lessons have their own add_flags() and check_flags().
 
 
 def loaders(args, rank, world_size):

@@ -32,7 +32,7 @@ Try breaking it, in a copy (cp playground/manual_data_parallel.py playground/bro
   2. Comment out `average(model)` in `run_epoch`. Which model does each rank train?
 Now write `average_gradients.py`, and repair `fault_different_models.py`, `fault_wrong_gradient.py`
 and `fault_mixed_gradients.py`, in playground/exercises/.
-Builds on: single_gpu.py
+Builds on: collectives.py
 The next lesson, `distributed_data_parallel.py`, lets PyTorch do all of this.
 """
 
@@ -84,7 +84,7 @@ def train(local_rank, args):
     """As one of the ranks, make the loaders, the model and the optimizer, and train."""
     rank, device = join(local_rank, args)
     train_loader, test_loader = loaders(args, rank, dist.get_world_size())
-    torch.manual_seed(args.seed + rank)  # NEW: each rank makes a different model
+    torch.manual_seed(args.seed + rank)  # NEW: each rank makes a different model at first
     model = make_model(args).to(device)
     send_weights(model)  # NEW: from here on, all ranks have the model of rank 0
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
@@ -99,8 +99,9 @@ def loaders(args, rank, world_size):
     dtype = torch.float64 if args.double else torch.float32
     train_set, test_set = load(args.dataset, args.data_dir, dtype)
     options = {"collate_fn": whole_batch, "pin_memory": args.device != "cpu"}
-    # NEW: the sampler shuffles as single_gpu.py does, into the same order on all ranks. Of five
-    # images, two ranks then take positions 0, 2 and 1, 3: drop_last leaves the fifth one out.
+    # NEW: the sampler shuffles as single_gpu.py does, alike on all ranks. In this order, rank 0 of
+    # two takes the positions 0, 2, 4 and so on, and rank 1 takes 1, 3, 5. drop_last leaves the last
+    # image out if their number is odd, so that both take equally many.
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
     per_rank_batch = args.batch_size // world_size  # NEW: --batch_size is the global batch
     train_loader = DataLoader(train_set, per_rank_batch, sampler=sampler, drop_last=True, **options)

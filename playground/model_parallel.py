@@ -7,8 +7,8 @@ It prints the same numbers as `single_gpu.py`, up to rounding (times differ):
     stage1 on cpu, stage2 on cpu
     epoch 1/3  loss 0.3960  train 88.26%  test 93.96%  0.55 s  109,000 images/s
 
-With two GPUs, each gets a half. Otherwise both halves are on one device. If you have one GPU, the
-second half can be on the CPU:
+With two or more GPUs, two get a half each. Otherwise both halves are on one device. If you have one
+GPU, the second half can be on the CPU:
     python playground/model_parallel.py --devices cuda:0 cpu
 
 The halves are called stages. The output of `stage1` (the activations) is copied to the second GPU,

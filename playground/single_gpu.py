@@ -50,9 +50,9 @@ def train(args):
     train_loader, test_loader = loaders(args)
     torch.manual_seed(args.seed)
     model = make_model(args).to(device)
-    # NEW: fused=True updates all parameters in one pass, which is faster. With its default eps,
-    # 1e-8, Adam takes a full step even where a gradient is nothing but a rounding error, so the
-    # lessons would print different losses. In your own project, keep the default.
+    # NEW: fused=True updates all parameters in one pass, which is faster. eps is not the default,
+    # 1e-8: with that, Adam takes a full step even where a gradient is nothing but a rounding error,
+    # and the lessons would print different losses. In your own project, keep the default.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
     fit(model, optimizer, train_loader, test_loader, device, args)
 
