@@ -53,10 +53,12 @@ def folded(text: str) -> str:
 
 def main() -> None:
     """Write the folds of the lessons that were given, or of all lessons."""
-    for path in map(Path, sys.argv[1:] or [PATHS[lesson] for lesson in LESSONS]):
-        text = path.read_text()
-        if folded(text) != text:
-            path.write_text(folded(text))
+    paths = [*map(Path, sys.argv[1:])] or [PATHS[lesson] for lesson in LESSONS]
+    changed = True
+    while changed:  # a fold may repeat what another one has
+        changed = [path for path in paths if folded(path.read_text()) != path.read_text()]
+        for path in changed:
+            path.write_text(folded(path.read_text()))
             print(path)
 
 

@@ -22,7 +22,7 @@ LANGUAGE = ("--model", "language", "--dataset", "text")
         ("tensor_parallel", 7, ("--model", "cnn"), ("--width 120", "use 119")),
         ("tensor_parallel", 2, ("--model", "transformer"), ("sequence_parallel.py", "mlp or cnn")),
         ("hybrid_parallel", 4, ("--mesh", "3x2"), ("--mesh 3x2 needs 6 ranks, not 4",)),
-        ("hybrid_parallel", 4, ("--mesh", "0x4"), ("--mesh 0x4 needs 0 ranks, not 4",)),
+        ("hybrid_parallel", 4, ("--mesh", "0x4"), ("--mesh: 0 must be 1 or more",)),
         ("hybrid_parallel", 3, ("--mesh", "1x3"), ("a tp group of 3", "--width 64: use 63")),
         ("hybrid_parallel", 7, (), ("7 ranks cannot divide --batch_size 120: use 119",)),
         ("hybrid_parallel", 2, ("--model", "transformer"), ("sequence_parallel.py", "mlp or cnn")),
@@ -47,6 +47,12 @@ LANGUAGE = ("--model", "language", "--dataset", "text")
         ("four_axes", 2, ("--micro_batches", 1, *LANGUAGE), ("each stage: use --micro_batches 2",)),
         ("four_axes", 14, LANGUAGE, ("7 ranks along dp with 4", "--batch_size 120: use 112")),
         ("four_axes", 4, ("--mesh", "1x1x1x4", *LANGUAGE), ("along tp", "--heads 4: use 8")),
+        (
+            "four_axes",
+            3,
+            ("--mesh", "1x1x1x3", *LANGUAGE),
+            ("along tp", "256 tokens: use 2, 4 or 8"),
+        ),
         ("four_axes", 2, ("--model", "cnn"), ("has no vocabulary", "use --model language")),
         ("expert_parallel", 3, (), ("3 ranks cannot divide --experts 4: use 3",)),
         ("expert_parallel", 2, ("--experts", 1), ("--experts 1: use 2",)),
@@ -86,6 +92,7 @@ def test_flags_that_cannot_work(lesson, ranks, flags, words, main):
         (["GPipe", "1F1B"], "rank 0 needs F0 B0, each once"),
         (["F0,B0", "F0,B0,F1,B1"], "rank 1 needs F0 B0, each once"),
         (["F0,F1,B0,B1", "F1,F0,B0,B1"], "rank 1 needs F0 F1 B0 B1, each once"),
+        (["F0,B0", "B0,F0"], "rank 1 needs F0 B0, each once"),
     ],
 )
 def test_lists_that_cannot_work(lists, words, main):

@@ -62,6 +62,9 @@ def test_a_checkpoint_that_cannot_be_loaded(run_dir, tmp_path):
             "epoch-0003 cannot be loaded: use the flags with which it was written,"
         )
         assert last == "or move it away, and the run resumes from the checkpoint before."
+    ends = [job.wait() for job in ranks(LESSON, *SHORT, "--run_dir", run_dir, "--seed", 7)]
+    assert {end.returncode for end in ends} == {1}, ends
+    assert "epoch-0003 was written with --seed 0: use the same flags, or" in ends[0].stderr
 
 
 def test_a_full_disk(tmp_path):

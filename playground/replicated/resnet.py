@@ -253,7 +253,8 @@ def add_flags(parser):
     add("--dataset", choices=["cifar10", "fake"], default="cifar10", help="fake: random images")
     folder = os.path.expanduser
     add("--data_dir", type=folder, default=DATA_DIR, help="default: data/ beside playground/")
-    add("--workers", type=int, default=2, help="processes of each rank that read the images")
+    workers = flags.between(int, 0, 1000, "0 or more")
+    add("--workers", type=workers, default=2, help="processes of each rank that read the images")
     add("--seed", type=flags.seed, default=0)
     add("--double", action="store_true", help="compute in float64, and print 12 digits")
     add("--device", type=flags.device, default=flags.accelerator(), help="default: the accelerator")

@@ -55,13 +55,15 @@ from common import flags
 from common.data import fetch, loaders
 from common.models import make_model
 
+CHECKPOINTS = f"epoch-{'[0-9]' * 6}.pt"  # with six digits, the order of names is that of epochs
+
 
 def resume(folder, model, optimizer, args):
     """Load the newest checkpoint on each rank. Returns how many epochs are done."""
     newest = None
     if dist.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        newest = max(folder.glob("epoch-*.pt"), default=None)  # all numbers have six digits
+        newest = max(folder.glob(CHECKPOINTS), default=None)
     # NEW: rank 0 chooses for all ranks, because a new file in a network folder may appear on the
     # other nodes some seconds later. This sends its path, and each rank reads the file itself.
     chosen = [newest]
@@ -146,7 +148,7 @@ def save(folder, epoch, model, optimizer, args):
         os.replace(unfinished, folder / f"epoch-{epoch:06}.pt")
     finally:
         unfinished.unlink(missing_ok=True)  # left over only after an error
-    for path in sorted(folder.glob("epoch-*.pt"))[:-3]:
+    for path in sorted(folder.glob(CHECKPOINTS))[:-3]:
         path.unlink()
 
 

@@ -12,8 +12,8 @@ The second command prints where it resumes (four processes on two cores):
 
 After each epoch, all ranks write their shards to a folder, so none needs memory for the whole
 model. All nodes must see this folder. `dcp` is torch.distributed.checkpoint. When a run resumes,
-each rank looks up which files contain its new shards, so the number of ranks may differ. The other
-flags should stay the same (`resumable.py` compares them).
+each rank looks up which files contain its new shards, so the number of ranks may differ. The flags
+on which the numbers depend must stay the same.
 
 With --async_save, training does not wait for the disk: dcp copies the shards to CPU memory, and a
 thread writes this copy while the next epoch trains.
@@ -50,12 +50,16 @@ from common import flags
 from common.data import fetch, loaders
 from common.models import make_model
 
+# The numbers depend on these flags, so a run must be resumed with the same ones.
+MUST_AGREE = ("model", "heads", "tokens", "dataset", "batch_size", "lr", "seed", "double")
+
 
 def save(args, epoch, model, optimizer, group):
     """Write a checkpoint. With --async_save a thread writes it, and this returns its future."""
     # NEW: each rank gets its own shards, under the parameters' names.
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state, "epoch": epoch}
+    state["flags"] = {flag: getattr(args, flag) for flag in MUST_AGREE}
     folder = f"{args.run_dir}/epoch-{epoch:04}"
     if not args.async_save:
         dcp.save(state, checkpoint_id=folder)  # NEW: all ranks write at the same time
@@ -65,17 +69,17 @@ def save(args, epoch, model, optimizer, group):
 
 
 def load(path, model, optimizer):
-    """Load a checkpoint, however many ranks wrote it. Returns how many epochs are done."""
+    """Load a checkpoint, however many ranks wrote it. Returns its epoch, and the flags."""
     # NEW: dcp.load() writes into the shards of a dict, so here the dict has those of this rank.
     # Do not call get_state_dict() before training, except to load: Adam has no state yet, so it
     # makes a step with zero gradients. Adam counts this step, and loading corrects the count.
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state, "epoch": None}
+    state = {"model": model_state, "optimizer": optimizer_state, "epoch": None, "flags": None}
     dcp.load(state, checkpoint_id=path)
     set_state_dict(  # also sets the learning rate
         model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state
     )
-    return state["epoch"]
+    return state["epoch"], state["flags"]
 
 
 def train(args):
@@ -112,7 +116,7 @@ def resume(args, model, optimizer):
     newest = [None]
     if dist.get_rank() == 0:
         # NEW: dcp writes the file .metadata last, so a folder without it is not complete.
-        complete = sorted(Path(args.run_dir).glob("epoch-*/.metadata"))
+        complete = sorted(Path(args.run_dir).glob(f"epoch-{'[0-9]' * 4}/.metadata"))
         if complete:
             newest = [str(complete[-1].parent)]
     # NEW: rank 0 chooses for all ranks, because nodes may see a new folder at different times.
@@ -121,11 +125,15 @@ def resume(args, model, optimizer):
     if path is None:
         return 0
     try:
-        done = load(path, model, optimizer)
+        done, before = load(path, model, optimizer)
     except dcp.CheckpointException as error:  # has the traceback of each rank
         error.add_note(f"{path} cannot be loaded: use the flags with which it was written,")
         error.add_note("or move it away, and the run resumes from the checkpoint before.")
         raise
+    for flag in MUST_AGREE:
+        if before[flag] != getattr(args, flag):
+            was = f"{path} was written with --{flag} {before[flag]}"
+            raise ValueError(f"{was}: use the same flags, or a different --run_dir")
     if dist.get_rank() == 0:
         print(f"{path}: {done} of {args.epochs} epochs are done", flush=True)
     return done
@@ -234,7 +242,7 @@ def main():
     args = parser.parse_args()
     parser.check_torchrun(args)  # an error of one line if torchrun has not started this
     check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
-    # One process of each node downloads. There is no group yet, so no timeout runs meanwhile.
+    # fetch() lets one process of a node download. Without a group, no timeout runs meanwhile.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 

@@ -63,7 +63,7 @@ def flatten(tensors):
 class ShardedLayer:
     """Keeps this rank's shard of a layer, whose parameters have no memory between computations.
 
-    Reading a parameter then crashes Python, so state_dict() is refused. Each parameter must get a
+    Reading a parameter then crashes Python, so states are refused. Each parameter must get a
     gradient in backward(), and belong to one layer only. clip_grad_norm_() would find the norm of
     this rank's shards only. To clip, sum the squares of all `shard.grad` over the ranks first.
     """
@@ -95,10 +95,11 @@ class ShardedLayer:
         for parameter in self.parameters:
             parameter.register_post_accumulate_grad_hook(self.count_gradient)
         layer.register_state_dict_pre_hook(self.refuse)
+        layer.register_load_state_dict_pre_hook(self.refuse)
 
     def refuse(self, *_):
-        """Refuse state_dict(), which would save parameters that have no memory."""
-        raise RuntimeError("the layer is sharded: save the shards, one file for each rank")
+        """Refuse state_dict() and load_state_dict(), because the parameters have no memory."""
+        raise RuntimeError("the layer is sharded: load a state before, and save the shards")
 
     def gather(self, *_):  # *_: what PyTorch passes to each hook, which is not needed here
         """Give `whole` its memory back, and fill it with the shards of all ranks."""

@@ -136,7 +136,7 @@ def add_flags(parser):
 
 def sizes(text):
     """Parse the sizes of the two axes of a mesh, such as 2x4."""
-    rows, columns = map(int, text.split("x"))
+    rows, columns = map(flags.positive, text.split("x"))
     return rows, columns
 
 

@@ -301,8 +301,11 @@ def check_flags(parser, args, world_size):
         # Messages arrive in the order of sending, so all ranks need the same order.
         forward = [each for each in passes if each.startswith("F")]
         backward = [each for each in passes if not each.startswith("F")]
-        if forward + backward != needed:
-            once = f"{' '.join(needed)}, each once, all F and all B in this order"
+        fits = forward + backward == needed
+        for number in range(micro_batches):
+            fits = fits and passes.index(f"F{number}") < passes.index(f"B{number}")
+        if not fits:
+            once = f"{' '.join(needed)}, each once, all F and all B in this order, B0 after F0"
             parser.error(f"--schedule: rank {rank} needs {once}")
 
 

@@ -266,7 +266,9 @@ def check_flags(parser, args, world_size):
     least = stages if name == "DualPipeV" else world_size
     if count < least or count % multiple:
         near = max(least, round(count / multiple) * multiple)
-        wrong = f"{name} needs {least} or more, and a multiple of {multiple}"
+        wrong = f"{name} needs {least} or more"
+        if multiple > 1:
+            wrong += f", and a multiple of {multiple}"
         parser.error(f"--micro_batches {count}: {wrong}: use --micro_batches {near}")
     if args.batch_size % count:
         near = max(1, round(args.batch_size / count)) * count
