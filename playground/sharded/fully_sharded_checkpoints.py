@@ -59,7 +59,7 @@ def save(args, epoch, model, optimizer, group):
     # NEW: each rank gets its own shards, under the parameters' names.
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state, "epoch": epoch}
-    state["flags"] = {flag: getattr(args, flag) for flag in MUST_AGREE}
+    state["flags"] = [getattr(args, flag) for flag in MUST_AGREE]
     folder = f"{args.run_dir}/epoch-{epoch:04}"
     if not args.async_save:
         dcp.save(state, checkpoint_id=folder)  # NEW: all ranks write at the same time
@@ -130,9 +130,9 @@ def resume(args, model, optimizer):
         error.add_note(f"{path} cannot be loaded: use the flags with which it was written,")
         error.add_note("or move it away, and the run resumes from the checkpoint before.")
         raise
-    for flag in MUST_AGREE:
-        if before[flag] != getattr(args, flag):
-            was = f"{path} was written with --{flag} {before[flag]}"
+    for flag, value in zip(MUST_AGREE, before, strict=True):
+        if value != getattr(args, flag):
+            was = f"{path} was written with --{flag} {value}"
             raise ValueError(f"{was}: use the same flags, or a different --run_dir")
     if dist.get_rank() == 0:
         print(f"{path}: {done} of {args.epochs} epochs are done", flush=True)
