@@ -38,6 +38,7 @@ The next lesson, `fully_sharded_data_parallel.py`, leaves this to PyTorch.
 import os
 import sys
 import time
+import warnings
 from datetime import timedelta
 from pathlib import Path
 
@@ -135,6 +136,8 @@ class ShardedLayer:
 
 def shard_layers(model, keep_weights=False):
     """Shard each module that has parameters of its own. Returns the ShardedLayers."""
+    # PyTorch 2.9 warns that the images need no gradient. The hook runs all the same.
+    warnings.filterwarnings("ignore", "Full backward hook is firing")
     layers = []
     for module in model.modules():
         if list(module.parameters(recurse=False)):
