@@ -70,7 +70,6 @@ from vocabulary_parallel import SplitCrossEntropy, SplitEmbedding, SplitOutput
 
 from common import flags
 from common.data import ROW, fetch
-from common.language import VOCABULARY
 from common.models import make_layers
 from common.transformer import Block
 
@@ -357,8 +356,8 @@ def check_flags(parser, args, world_size):
         parser.error(f"{wrong} cannot divide --batch_size {args.batch_size}: use {near}")
     if ROW % (2 * cp_size):  # zigzag
         parser.error(f"{cp_size} ranks along cp cannot split {ROW} tokens: use 2, 4 or 8")
-    if VOCABULARY % tp_size:
-        parser.error(f"{tp_size} ranks along tp cannot split {VOCABULARY} tokens: use 2, 4 or 8")
+    if 256 % tp_size:  # the vocabulary has a token for each byte
+        parser.error(f"{tp_size} ranks along tp cannot split 256 tokens: use 2, 4 or 8")
     unit = 2 * tp_size  # two heads share their keys and values
     if args.heads % unit:
         near = max(1, round(args.heads / unit)) * unit
