@@ -66,7 +66,7 @@ RANKS = 3
 ENDED = threading.Event()  # set when this rank does not hang any more
 
 
-# Each of these functions is a fault, and says what shows it.
+# Each of these functions is a fault, and its docstring names what shows it.
 def early(rank, args):
     """Rank 1 leaves the loop one step early. Its stack and its last call differ."""
     numbers = torch.ones(4)
