@@ -43,7 +43,7 @@ def whole_forward(mixture, tokens):
     score, expert = scores.max(-1)
     outputs = []
     for token, number in zip(tokens, expert.tolist(), strict=True):
-        outputs.append(mixture.experts[number](token))
+        outputs.append(mixture.experts[str(number)](token))
     fractions = expert.bincount(minlength=mixture.count) / len(tokens)
     balance = mixture.count * (fractions * scores.mean(0)).sum()
     return torch.stack(outputs) * score[:, None], balance
@@ -56,13 +56,14 @@ def mean_gradients(rank, only_first):
     torch.manual_seed(0)
     experts = [lesson.make_expert(6) for _ in range(2 * world_size)]
     whole = lesson.Mixture(experts[0], 2 * world_size)
-    whole.experts = nn.ModuleList(experts)
+    whole.experts = nn.ModuleDict({str(number): mlp for number, mlp in enumerate(experts)})
     parts = torch.randn(world_size, 1, 7, 6)
     if only_first:
         whole.router.weight.data[1:] = 0
         parts = parts.abs() * whole.router.weight.detach()[0].sign()  # so all scores are above 0
     mine = copy.deepcopy(whole)
-    mine.experts = mine.experts[2 * rank : 2 * rank + 2]
+    own = list(mine.experts.items())[2 * rank : 2 * rank + 2]
+    mine.experts = nn.ModuleDict(own)
     model = nn.Sequential(mine)
     tokens = parts[rank].clone().requires_grad_()
     with Messages() as messages:
@@ -76,7 +77,7 @@ def mean_gradients(rank, only_first):
     close(outputs[0], right.view(world_size, 7, 6)[rank])
     close(tokens.grad[0] / world_size, rows.grad.view(world_size, 7, 6)[rank])
     close(mine.router.weight.grad, whole.router.weight.grad)
-    for number, expert in enumerate(mine.experts):
+    for number, expert in enumerate(mine.experts.values()):
         pairs = zip(expert.parameters(), experts[2 * rank + number].parameters(), strict=True)
         for parameter, other in pairs:
             wanted = torch.zeros_like(parameter) if other.grad is None else other.grad

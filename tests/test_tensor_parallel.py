@@ -76,8 +76,8 @@ def train_by_hand(rank):
     lesson.split(model, PAIRS)
     three_steps(whole)
     three_steps(model)
-    state = model.state_dict()
-    assert list(state) == list(whole.state_dict())
+    state = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    assert state.keys() == whole.state_dict().keys()
     for key, right in whole.state_dict().items():
         if key in DIMS:
             right = right.chunk(dist.get_world_size(), DIMS[key])[rank]

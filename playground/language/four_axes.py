@@ -27,8 +27,9 @@ ranks along both have the same parameters, but different tokens. This is where g
 Two more sums are of activations. Over cp, the ring adds up the gradients of keys and values. Over
 tp, BeginPair adds up that of an RMSNorm's output, so all ranks compute the same of its weight.
 
-torch.distributed.checkpoint cannot save shards made by hand as they are: on the ranks of a tp group
-they have the same name, so it takes them for replicas of one tensor.
+On the ranks of a tp group, shards have the same name, so torch.distributed.checkpoint would take
+them for replicas of one tensor. state_dict() raises an error, therefore. A folder for each rank
+along tp would do: save dict(model.named_parameters()) in the group of the ranks with this tp.
 
 Try breaking it, in a copy beside it, with --double, and compare the losses:
   1. With --mesh 1x1x2x1, train with `self.own(rows).roll(-1, dims=1)` in place of own(labels), as

@@ -24,8 +24,8 @@ With the largest score as m, no exponential is too large for its dtype. So three
 are enough: the largest score, the sum, and the label's score, which one rank has. Two all_reduces
 send them in place of 256 scores, and backward() of the loss sends nothing.
 
-torch.distributed.checkpoint cannot save shards made by hand as they are: they have the same name on
-all ranks, so it takes them for replicas. With --by dtensor, it can.
+Shards made by hand have the same name on all ranks, so torch.distributed.checkpoint would take them
+for replicas. state_dict() raises an error, therefore. With --by dtensor, it knows the shards.
 
 Try breaking it, in a copy beside it, with --double, and compare the losses:
   1. In SplitCrossEntropy, leave out the first all_reduce. Is the loss still right?
@@ -115,6 +115,15 @@ def own_words(words, count, group):
     return torch.where(own, words - first, 0), own
 
 
+def refuse_state(layer, *_):
+    """Refuse state_dict(), because all ranks' shards have the same names, as replicas have."""
+    if dist.get_world_size(layer.group) > 1:
+        wrong = "a layer is split, and a checkpoint would take its shards for replicas"
+        raise RuntimeError(
+            f"{wrong}: torch.save [*model.parameters()] of each rank, or use DTensors"
+        )
+
+
 class SplitEmbedding(torch.nn.Module):
     """An embedding of which each rank has the rows of some words."""
 
@@ -122,6 +131,7 @@ class SplitEmbedding(torch.nn.Module):
         super().__init__()
         self.weight = keep_rows(embedding.weight, group)
         self.group = group
+        self.register_state_dict_pre_hook(refuse_state)
 
     def forward(self, words):
         """Turn words, int64 (N, tokens), into embedded tokens, (N, tokens, width)."""
@@ -138,6 +148,7 @@ class SplitOutput(torch.nn.Module):
         super().__init__()
         self.weight = keep_rows(layer.weight, group)
         self.group = group
+        self.register_state_dict_pre_hook(refuse_state)
 
     def forward(self, tokens):
         """Turn tokens, (N, tokens, width), into scores of this rank's words, (N, tokens, words)."""

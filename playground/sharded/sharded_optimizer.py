@@ -82,6 +82,11 @@ class ShardedOptimizer:
         # NEW: the optimizer gets only this rank's shard. It takes any tensor, but reads its .grad,
         # which backward() sets for parameters only. So step() sets it.
         self.optimizer = make_optimizer([self.shard])
+        self.optimizer.register_state_dict_pre_hook(self.refuse)
+
+    def refuse(self, _):
+        """Refuse the optimizer's state_dict(), which a checkpoint would take for a replica."""
+        raise RuntimeError("this is one shard of the state: ZeroRedundancyOptimizer can save all")
 
     def zero_grad(self):
         """Free the gradients of the previous step."""

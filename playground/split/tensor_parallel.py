@@ -23,13 +23,13 @@ backward() needs a second all_reduce, where the pair begins. All ranks read the 
 shard gets the gradient that it would get in a single process, and nothing is averaged. Every pair
 waits for these messages, so keep the ranks in one node (https://arxiv.org/abs/1909.08053).
 
-Shards made by hand are plain parameters, which PyTorch takes for whole ones, without an error:
-`clip_grad_norm_` finds a different norm on each rank, and torch.distributed.checkpoint saves only
-one rank's shard of each parameter. So add up the shards' squares over all ranks, count parameters
-that are not split only once, and let each rank `torch.save` its own. With --by dtensor, PyTorch
-splits the same layers, and their parameters become DTensors, which know what they are shards of.
-With the MLP, both are then right. (The CNN's convolutions stay plain parameters, and
-`clip_grad_norm_` refuses the mixture.)
+Shards made by hand are plain parameters, which PyTorch takes for whole ones. `clip_grad_norm_`
+finds a different norm on each rank, without an error: add up the shards' squares over all ranks,
+and count parameters that are not split only once. torch.distributed.checkpoint would save only one
+rank's shard of each parameter. So state_dict() raises an error here, and each rank can save its own
+parameters. With --by dtensor, PyTorch splits the same layers, and their parameters become DTensors,
+which know what they are shards of. With the MLP, both are then right. (The CNN's convolutions stay
+plain parameters, and `clip_grad_norm_` refuses the mixture.)
 
 Try breaking it, in a copy beside it, with --double. Compare the losses, and what the ranks keep:
   1. In ColumnLinear, replace `AddGradients.apply(inputs)` with `inputs`. What goes wrong?
@@ -108,6 +108,15 @@ class AddTerms(torch.autograd.Function):
         return gradient
 
 
+def refuse_state(*_):  # *_: what PyTorch passes to a hook, which is not needed here
+    """Refuse state_dict(), because all ranks' shards have the same names, as replicas have."""
+    if dist.get_world_size() > 1:
+        wrong = "a layer is split, and a checkpoint would take its shards for replicas"
+        raise RuntimeError(
+            f"{wrong}: torch.save [*model.parameters()] of each rank, or use DTensors"
+        )
+
+
 class ColumnLinear(torch.nn.Module):
     """The first layer of a pair: this rank keeps some columns of A, and computes some outputs."""
 
@@ -117,6 +126,7 @@ class ColumnLinear(torch.nn.Module):
         # bias has one number for each of them.
         self.weight = keep_shard(layer.weight, dim=0)
         self.bias = keep_shard(layer.bias, dim=0)
+        self.register_state_dict_pre_hook(refuse_state)
 
     def forward(self, inputs):
         """Take the whole input. Return this rank's part of the output."""
@@ -130,6 +140,7 @@ class RowLinear(torch.nn.Module):
         super().__init__()
         self.weight = keep_shard(layer.weight, dim=1)
         self.bias = layer.bias  # whole on every rank, and its gradient needs no message
+        self.register_state_dict_pre_hook(refuse_state)
 
     def forward(self, inputs):
         """Take this rank's part of the input. Return the whole output."""

@@ -111,9 +111,11 @@ class Mixture(torch.nn.Module):
         here = count // dist.get_world_size()
         first = dist.get_rank() * here
         # NEW: all ranks draw the same experts, because their seeds are equal, and each keeps some.
-        # So state_dict() has those of one rank, under names that are the same on all ranks, and
-        # clip_grad_norm_ would find a different norm on each.
-        self.experts = torch.nn.ModuleList(experts[first : first + here])
+        # (clip_grad_norm_ would find a different norm on each rank.) Their names are their numbers
+        # over all ranks, so torch.distributed.checkpoint can tell the experts of all ranks apart.
+        names = [str(first + number) for number in range(here)]
+        own = experts[first : first + here]
+        self.experts = torch.nn.ModuleDict(zip(names, own, strict=True))
 
     def forward(self, tokens):
         """Turn tokens, (N, tokens, width), into tokens of the same shape."""
@@ -147,7 +149,7 @@ class Mixture(torch.nn.Module):
         experts = torch.arange(here, device=rows.device).repeat(world_size)
         expert = experts.repeat_interleave(arriving)
         outputs = torch.empty_like(arrived)
-        for number, mlp in enumerate(self.experts):
+        for number, mlp in enumerate(self.experts.values()):
             mine = expert == number
             # NEW: called with 0 rows, too. Then the parameters of this MLP have gradients (0), and
             # `outputs` depends on `arrived`. Otherwise autograd would skip both Exchanges here,

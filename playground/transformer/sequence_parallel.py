@@ -24,8 +24,9 @@ tokens (https://arxiv.org/abs/2205.05198). The two are the halves of an all_redu
 input, which is all tokens. Megatron-LM saves more: it keeps a rank's own tokens, and gathers the
 others again in backward().
 
-With --by dtensor, PyTorch's DTensor does the same. `tensor_parallel.py` says how to clip gradients
-and to save the model. Here, also add up squares with --by dtensor: some parameters stay plain.
+With --by dtensor, PyTorch's DTensor does the same, and state_dict() works: for shards made by hand
+it raises an error. `tensor_parallel.py` says why, and how to clip gradients. Here, also add up
+squares with --by dtensor: some parameters stay plain.
 
 Try breaking it, in a copy beside it, with --double, and compare the losses:
   1. With --sequence, leave out the line with `register_hook`. Is there an error?
@@ -161,6 +162,15 @@ def plus(total, bias):
     return total if bias is None else total + bias
 
 
+def refuse_state(layer, *_):
+    """Refuse state_dict(), because all ranks' shards have the same names, as replicas have."""
+    if dist.get_world_size(layer.group) > 1:
+        wrong = "a layer is split, and a checkpoint would take its shards for replicas"
+        raise RuntimeError(
+            f"{wrong}: torch.save [*model.parameters()] of each rank, or use DTensors"
+        )
+
+
 class SplitBlock(torch.nn.Module):
     """A block of a transformer. Each rank has some heads, and some columns of the MLP."""
 
@@ -185,6 +195,7 @@ class SplitBlock(torch.nn.Module):
         for layer in (attention.output, mlp_row):
             layer.weight = keep_shard(layer.weight, dim=1, group=group)
             layer.bias = None
+        self.register_state_dict_pre_hook(refuse_state)
 
     def forward(self, tokens):
         """Turn tokens into tokens: all of them, or with --sequence those of this rank."""
