@@ -34,8 +34,8 @@ def run_dir(tmp_path_factory):
 
 def test_only_rank_0_looks_for_checkpoints(change, run_dir):
     """A node may see a new folder later."""
-    line = "        complete = sorted("
-    copy = change(LESSON, (line, f"        assert dist.get_rank() == 0\n{line}"))
+    line = "    files = sorted("
+    copy = change(LESSON, (line, f"    assert dist.get_rank() == 0\n{line}"))
     flags = (*SHORT, "--run_dir", run_dir, "--epochs", 3)
     assert "3 of 3 epochs are done" in train(copy, *flags, processes=2).stdout
 
@@ -101,6 +101,13 @@ DRAWN = f"""
     print("drawn:", *drawn)
 {START}"""
 MODEL = "    model = make_model(args)\n"
+OWN_MODEL = f"""{MODEL}    model.extra = torch.nn.Parameter(torch.ones(6, dtype=torch.float64))
+    model.layers[0].requires_grad_(False)
+"""
+OPTIMIZER = "torch.optim.Adam(model.parameters(), lr"
+GROUPS = """torch.optim.Adam([
+    {"params": [p for p in model.parameters() if p.ndim == 2], "weight_decay": 0.1},
+    {"params": [p for p in model.parameters() if p.ndim == 1]}], lr"""
 DROPOUT = f"{MODEL}    model.stage1.append(torch.nn.Dropout())\n"  # exercise 3
 
 
@@ -124,3 +131,30 @@ def test_a_thread_writes_while_dropout_draws(change, tmp_path):
     assert f"drawn: {drawn[2]} {drawn[3]}\n" in resumed
     assert losses(resumed) == pytest.approx(losses(whole)[1:], abs=1e-9)
     assert losses(whole)[0] != single_gpu(*SHORT, "--epochs", 1)[0]["loss"]  # without dropout
+
+
+def test_a_model_of_ones_own(change, tmp_path):
+    """A frozen layer, a parameter that gets no gradient, and two groups of the optimizer.
+
+    Whether sharded or in one file, two ranks save it and three resume, with the losses of a run
+    that was not interrupted.
+    """
+    folders = ("--run_dir", tmp_path / "run")
+    file = tmp_path / "c.pt"
+    for lesson, first, second in (
+        (LESSON, folders, folders),
+        ("fully_sharded_export", ("-s", file), ("--load", file)),
+    ):
+        copy = change(lesson, (MODEL, OWN_MODEL), (OPTIMIZER, GROUPS))
+        whole = losses(train(copy, *SHORT, "--epochs", 2, processes=2).stdout)
+        train(copy, *SHORT, *first, "--epochs", 1, processes=2)
+        out = train(copy, *SHORT, *second, "--epochs", 2, processes=3).stdout
+        assert "1 of 2 epochs are done" in out
+        assert losses(out) == pytest.approx(whole[1:], abs=1e-10)
+
+
+def test_only_the_last_three_stay(tmp_path):
+    """Of five."""
+    train(LESSON, *SHORT, "--run_dir", tmp_path / "run", "--epochs", 5, processes=2)
+    names = [path.name for path in sorted((tmp_path / "run").iterdir())]
+    assert names == ["epoch-0003", "epoch-0004", "epoch-0005"]

@@ -62,7 +62,9 @@ def test_from_one_file_to_another(change, ddp, tmp_path):
 
 def test_without_the_names_of_the_parameters(change, ddp):
     """Exercise 1: there is no error, but Adam begins anew. The loss is that of answers.md."""
-    copy = change(LESSON, ('        state["optimizer"] = by_name(state["optimizer"], model)\n', ""))
+    copy = change(
+        LESSON, ('        state["optimizer"] = by_name(state["optimizer"], model, optimizer)\n', "")
+    )
     found = losses(train(copy, *SHORT, "--load", ddp[1], "--epochs", 2, processes=1).stdout)
     assert found == pytest.approx([1.4028], abs=1e-4)
 

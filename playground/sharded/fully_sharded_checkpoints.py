@@ -11,9 +11,9 @@ The second command prints where it resumes (four processes on two cores):
     epoch 4/5  loss 0.0952  train 97.09%  test 96.52%  34.88 s  1,717 images/s
 
 After each epoch, all ranks write their shards to a folder, so none needs memory for the whole
-model. All nodes must see this folder. `dcp` is torch.distributed.checkpoint. When a run resumes,
-each rank looks up which files contain its new shards, so the number of ranks may differ. The flags
-on which the numbers depend must stay the same.
+model. All nodes must see this folder. The last three stay. `dcp` is torch.distributed.checkpoint.
+When a run resumes, each rank looks up which files contain its new shards, so the number of ranks
+may differ. The flags on which the numbers depend must stay the same.
 
 With --async_save, training does not wait for the disk: dcp copies the shards to CPU memory, and a
 thread writes this copy while the next epoch trains.
@@ -31,6 +31,7 @@ The next lesson, `fully_sharded_export.py`, makes one file of the shards.
 """
 
 import os
+import shutil
 import sys
 import time
 from datetime import timedelta
@@ -39,7 +40,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
@@ -61,6 +67,9 @@ def save(args, epoch, model, optimizer, group):
     state = {"model": model_state, "optimizer": optimizer_state, "epoch": epoch}
     state["flags"] = [getattr(args, flag) for flag in MUST_AGREE]
     folder = f"{args.run_dir}/epoch-{epoch:04}"
+    if dist.get_rank() == 0:
+        for old in complete(args.run_dir)[:-2]:  # the last two stay, and the new one
+            shutil.rmtree(old)
     if not args.async_save:
         dcp.save(state, checkpoint_id=folder)  # NEW: all ranks write at the same time
         return None
@@ -74,11 +83,16 @@ def load(path, model, optimizer):
     # Do not call get_state_dict() before training, except to load: Adam has no state yet, so it
     # makes a step with zero gradients. Adam counts this step, and loading corrects the count.
     model_state, optimizer_state = get_state_dict(model, optimizer)
+    # NEW: Adam has saved nothing for a parameter that has never got a gradient.
+    saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    for name in list(optimizer_state["state"]):
+        if f"optimizer.state.{name}.step" not in saved:
+            del optimizer_state["state"][name]
     state = {"model": model_state, "optimizer": optimizer_state, "epoch": None, "flags": None}
     dcp.load(state, checkpoint_id=path)
-    set_state_dict(  # also sets the learning rate
-        model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state
-    )
+    set_model_state_dict(model, model_state)
+    options = StateDictOptions(strict=False)  # allows such a parameter
+    set_optimizer_state_dict(model, optimizer, optimizer_state, options=options)
     return state["epoch"], state["flags"]
 
 
@@ -115,10 +129,7 @@ def resume(args, model, optimizer):
     """Load the newest checkpoint, if there is one. Returns how many epochs are done."""
     newest = [None]
     if dist.get_rank() == 0:
-        # NEW: dcp writes the file .metadata last, so a folder without it is not complete.
-        complete = sorted(Path(args.run_dir).glob(f"epoch-{'[0-9]' * 4}/.metadata"))
-        if complete:
-            newest = [str(complete[-1].parent)]
+        newest = complete(args.run_dir)[-1:] or [None]
     # NEW: rank 0 chooses for all ranks, because nodes may see a new folder at different times.
     dist.broadcast_object_list(newest)
     [path] = newest
@@ -137,6 +148,13 @@ def resume(args, model, optimizer):
     if dist.get_rank() == 0:
         print(f"{path}: {done} of {args.epochs} epochs are done", flush=True)
     return done
+
+
+def complete(run_dir):
+    """Return the folders of complete checkpoints, the newest one last."""
+    # NEW: dcp writes the file .metadata last, so a folder without it is not complete.
+    files = sorted(Path(run_dir).glob(f"epoch-{'[0-9]' * 4}/.metadata"))
+    return [str(file.parent) for file in files]
 
 
 # You can stop here. What follows shards the model as before, and trains for one epoch.

@@ -84,25 +84,30 @@ def load_file(path, model, optimizer):
     if dist.get_rank() == 0:
         # With mmap=True, a tensor is read only when it is used.
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        state["optimizer"] = by_name(state["optimizer"], model)
+        state["optimizer"] = by_name(state["optimizer"], model, optimizer)
     # NEW: full_state_dict says that the tensors are whole. broadcast_from_rank0 says that only rank
     # 0 has them. It sends one after the other, and each rank keeps its shard.
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, state["model"], options=options)
+    options.strict = False  # a parameter that has got no gradient has no state
     set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
     done = [state["epoch"]]
     dist.broadcast_object_list(done)
     return done[0]
 
 
-def by_name(optimizer_state, model):
-    """Name the parameters in the state of an optimizer with one group, which may number them."""
-    names = [name for name, _ in model.named_parameters()]
-    [group] = optimizer_state["param_groups"]
-    state = {}
-    for name, number in zip(names, group["params"], strict=True):
-        state[name] = optimizer_state["state"][number]
-    return {"state": state, "param_groups": [group | {"params": names}]}
+def by_name(optimizer_state, model, optimizer):
+    """Return the state of an optimizer with names for the parameters, which it may number."""
+    name_of = {parameter: name for name, parameter in model.named_parameters()}
+    named = {"state": {}, "param_groups": []}
+    groups = optimizer_state["param_groups"]
+    for group, own_group in zip(groups, optimizer.param_groups, strict=True):
+        names = [name_of[parameter] for parameter in own_group["params"]]
+        named["param_groups"].append(group | {"params": names})
+        for name, number in zip(names, group["params"], strict=True):
+            if number in optimizer_state["state"]:
+                named["state"][name] = optimizer_state["state"][number]
+    return named
 
 
 def export(args, model):
