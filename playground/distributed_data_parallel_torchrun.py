@@ -121,6 +121,8 @@ def loaders(args, rank, world_size):
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
     per_rank_batch = args.batch_size // world_size
     train_loader = DataLoader(train_set, per_rank_batch, sampler=sampler, drop_last=True, **options)
+    if len(train_loader) == 0:
+        raise ValueError("a batch is larger than the training set: use a smaller --batch_size")
     # Each test image counts once, and all ranks have equally many test batches, because in later
     # lessons (FSDP and others) each forward() is a collective.
     batches = torch.arange(len(test_set)).tensor_split(math.ceil(len(test_set) / 1000))

@@ -99,6 +99,14 @@ def test_a_lesson_lifted_into_a_project_of_its_own(tmp_path):
     assert re.findall(r"^epoch (\d)/2  loss \d", done[0].stdout, re.M) == ["1", "2"]
 
 
+@pytest.mark.parametrize("lesson", [LESSON, "distributed_data_parallel"])
+def test_fewer_images_than_a_batch(lesson, change):
+    """In a copy, which does not call fetch() with its own data: one error says so."""
+    copy = change(lesson, ("args.batch_size // world_size", "10**6"))
+    done = train(copy, *SHORT, processes=1, status=1)
+    assert "ValueError: a batch is larger than the training set" in done.stderr
+
+
 COUNTED = """
 import contextlib
 import glob
