@@ -123,6 +123,7 @@ def test_an_export_that_cannot_work(tmp_path, main, monkeypatch):
         without.setattr("fully_sharded_export.find_spec", lambda name: None)
         for flag in ("--export", "--load"):
             one_line(main(LESSON, *SHORT, flag, tmp_path, env=env), "pip install safetensors")
+    one_line(main(LESSON, *SHORT, "--load", tmp_path, env=env), "no export", "--run_dir")
     (tmp_path / "sharded").mkdir()
     done = main(LESSON, *SHORT, "--export", tmp_path, env=env)
     one_line(done, f"--export {tmp_path}", "not empty")

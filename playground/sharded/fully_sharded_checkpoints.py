@@ -40,12 +40,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
@@ -83,16 +78,19 @@ def load(path, model, optimizer):
     # Do not call get_state_dict() before training, except to load: Adam has no state yet, so it
     # makes a step with zero gradients. Adam counts this step, and loading corrects the count.
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    # NEW: Adam has saved nothing for a parameter that has never got a gradient.
+    # NEW: Adam has saved nothing for parameters that had got no gradient. Ask for nothing, either.
     saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    for name in list(optimizer_state["state"]):
-        if f"optimizer.state.{name}.step" not in saved:
-            del optimizer_state["state"][name]
+    averages = optimizer_state["state"]
+    without = [name for name in averages if f"optimizer.state.{name}.step" not in saved]
+    for name in without:
+        del averages[name]
     state = {"model": model_state, "optimizer": optimizer_state, "epoch": None, "flags": None}
     dcp.load(state, checkpoint_id=path)
-    set_model_state_dict(model, model_state)
-    options = StateDictOptions(strict=False)  # allows such a parameter
-    set_optimizer_state_dict(model, optimizer, optimizer_state, options=options)
+    for name in without:
+        averages[name] = {}
+    set_state_dict(  # also sets the learning rate
+        model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state
+    )
     return state["epoch"], state["flags"]
 
 

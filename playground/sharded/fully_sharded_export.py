@@ -89,7 +89,6 @@ def load_file(path, model, optimizer):
     # 0 has them. It sends one after the other, and each rank keeps its shard.
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, state["model"], options=options)
-    options.strict = False  # a parameter that has got no gradient has no state
     set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
     done = [state["epoch"]]
     dist.broadcast_object_list(done)
@@ -105,8 +104,8 @@ def by_name(optimizer_state, model, optimizer):
         names = [name_of[parameter] for parameter in own_group["params"]]
         named["param_groups"].append(group | {"params": names})
         for name, number in zip(names, group["params"], strict=True):
-            if number in optimizer_state["state"]:
-                named["state"][name] = optimizer_state["state"][number]
+            # A parameter that has got no gradient has no state.
+            named["state"][name] = optimizer_state["state"].get(number, {})
     return named
 
 
@@ -214,6 +213,9 @@ def check_flags(parser, args, world_size):
         parser.error(f"--export {args.export}: this folder is not empty")
     if (args.export or os.path.isdir(args.load or "")) and not find_spec("safetensors"):
         parser.error("--export, and --load with a folder, need: pip install safetensors")
+    if os.path.isdir(args.load or "") and not list(Path(args.load).glob("*.safetensors")):
+        other = "fully_sharded_checkpoints.py --run_dir resumes its own"
+        parser.error(f"--load {args.load}: this folder has no export ({other})")
 
 
 # ---------- Unchanged from fully_sharded_checkpoints.py ----------
