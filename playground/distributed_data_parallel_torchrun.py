@@ -18,10 +18,9 @@ port 29500. torchrun numbers them, so rank 0, which prints, may be on either:
     torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d \
         --rdzv-endpoint <ip of one node>:29500 playground/distributed_data_parallel_torchrun.py
 
-Use torchrun, unless your program must start the ranks itself, as in a notebook or inside a larger
-program. Then do it as `distributed_data_parallel.py` does. torchrun may warn that it sets
-`OMP_NUM_THREADS` to 1: each process then uses one core of a CPU. To use more, put OMP_NUM_THREADS=4
-in front of the command.
+Use torchrun, also from a notebook, unless a larger program must start the ranks itself. Then do it
+as `distributed_data_parallel.py` does. torchrun may warn that it sets `OMP_NUM_THREADS` to 1: each
+process then uses one core of a CPU. To use more, put OMP_NUM_THREADS=4 in front of the command.
 
 This is the lesson to copy into a project of your own. Nearly all later lessons repeat its functions
 below a line that names it.

@@ -42,4 +42,4 @@ def test_a_program(question, tmp_path):
 
 def test_every_program_is_found():
     """Each fence of the page, but that of the introduction, is a program with an output."""
-    assert len(PROGRAMS) == PAGE.count("```python") - 1 >= 5
+    assert len(PROGRAMS) == PAGE.count("```python") - 1 >= 8
