@@ -20,7 +20,13 @@ export PATH=$PATH:/usr/sbin:/sbin  # ip may be there
 status=0
 ok() { echo "ok    $*"; }
 fix() { echo "FIX   $1: $2" && status=1; }
-address_of() { getent ahostsv4 "$1" | awk 'NR == 1 { print $1 }' || true; }
+address_of() {
+    if [[ $1 =~ ^[0-9.]+$ ]]; then # without a network, getent finds none for it
+        echo "$1"
+    else
+        getent ahostsv4 "$1" | awk 'NR == 1 { print $1 }' || true
+    fi
+}
 
 if ! [ -x "$(command -v ip)" ]; then
     echo "error: there is no program ip: sudo apt-get install iproute2" >&2

@@ -28,18 +28,20 @@ fi
 source run/lesson.sh
 ! why=$(why_not "$1") || fail 2 "$why"
 type "$PYTHON" &>/dev/null || fail 1 "$PYTHON is missing: run/setup.sh"
-getent ahostsv4 "$NODE0" >/dev/null ||
-    fail 1 "$NODE0 has no address here: set NODE0 to an address, as in NODE0=10.0.0.1"
 
 # Only the node that has the address NODE0 can listen there. torchrun gets two things from this
 # program: whether this is that node, and the address at which the others reach this node. torchrun
 # itself would use the host's own name, which may lead to 127.0.1.1 or to no address.
 where='
 import errno, socket, sys
-address, port = socket.gethostbyname(sys.argv[1]), int(sys.argv[2])
+name, port = sys.argv[1], int(sys.argv[2])
+try:
+    address = socket.gethostbyname(name)
+except (OSError, UnicodeError):
+    sys.exit(f"error: {name} has no address here: set NODE0 to an address, as in NODE0=10.0.0.1")
 try:
     socket.create_server((address, port)).close()
-    print(1, sys.argv[1] if address.startswith("127.") else address)
+    print(1, name if address.startswith("127.") else address)
 except OSError as error:
     if error.errno == errno.EADDRINUSE:
         free = f"choose another one on all nodes, as in PORT={port + 1}"
@@ -73,10 +75,12 @@ command=("$PYTHON" -m torch.distributed.run --nnodes "$NODES" --nproc-per-node "
     --no-python setpriv --pdeathsig KILL "$PYTHON" -u "$@")
 echo "+ ${command[*]}" >&2
 
+trap '' USR1 # Slurm sends it before the time limit; only the ranks handle it, not torchrun
+
 # torchrun has a session of its own, so Ctrl-C reaches only this script. The script then asks
 # torchrun, once, to end its ranks.
 setsid setpriv --pdeathsig TERM "${command[@]}" &
 trap 'kill $!; wait $! || true; echo interrupted >&2; exit 130' INT
 trap 'kill $!; wait $! || true; exit 143' TERM
-same="start all nodes within $WAIT s, with the same NODE0 and PORT"
+same="start all nodes within $WAIT s, each once, with the same NODE0 and PORT"
 wait $! || fail $? "look for the first error above, or $same"

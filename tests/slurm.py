@@ -27,11 +27,14 @@ MpiDefault=none
 SlurmdParameters=config_overrides
 ReturnToService=2
 KillWait=5
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 MessageTimeout=100
 TCPTimeout=60
 BatchStartTimeout=300
 {nodes}
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PartitionName=urgent Nodes=ALL PriorityTier=2 MaxTime=INFINITE State=UP
 """
 # Two tasks of two cores fit on each node, however many CPUs the machine has.
 NODE = "NodeName={host} NodeAddr={address} CPUs=4 RealMemory=4000"
@@ -92,7 +95,7 @@ class Slurm:
     def is_idle(self):
         """Whether both nodes are up and run no job."""
         # A state that ends with * belongs to a node that does not answer.
-        done = self.command("sinfo", "--Node", "--noheader", "--format=%T")
+        done = self.command("sinfo", "--partition=all", "--Node", "--noheader", "--format=%T")
         return done.stdout.split() == ["idle"] * len(HOSTS)
 
     def __exit__(self, *_):

@@ -8,7 +8,17 @@ import signal
 
 import pytest
 import torch
-from conftest import DIGITS, each_epoch, epochs, losses, ranks, torchrun, train, wait_for_epoch
+from conftest import (
+    DIGITS,
+    each_epoch,
+    epochs,
+    lesson_path,
+    losses,
+    ranks,
+    torchrun,
+    train,
+    wait_for_epoch,
+)
 from nodes import small_disk
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -34,7 +44,8 @@ def run_dir(tmp_path_factory):
 def test_a_killed_rank_under_torchrun(run_dir, tmp_path):
     """SIGKILL to rank 0 (exercise 1): torchrun restarts all, and the end has the same numbers."""
     restarting = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # as the lesson's docstring has it
-    copy = each_epoch(LESSON, "time.sleep(999 * ((epoch, done) == (2, 0)))", tmp_path)
+    first = 'os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"'
+    copy = each_epoch(LESSON, f"if (epoch, rank) == (2, 0) and {first}: time.sleep(999)", tmp_path)
     folder = tmp_path / "run"
     job = torchrun(copy, *FLAGS, "--run_dir", folder, restarts=1, env=restarting)
     line = next(line for line in job.process.stdout if line.startswith("rank 0 is process "))
@@ -46,6 +57,52 @@ def test_a_killed_rank_under_torchrun(run_dir, tmp_path):
     assert re.findall(r"(\d) of 3 epochs are done", log) == ["2"]
     assert epochs(log)[-1] == epochs((run_dir / "log.txt").read_text())[-1]
     assert_same_parameters(run_dir / "epoch-000003.pt", folder / "epoch-000003.pt")
+
+
+@pytest.mark.parametrize(("rank", "process", "status"), [(1, "pid", 0), (0, "ppid", 1)])
+def test_a_signal_asks_to_stop(rank, process, status, run_dir, tmp_path):
+    """SIGTERM to one rank, or to torchrun: all stop after the same step, and are resumed there.
+
+    torchrun ends with 1 if it got the signal itself. The numbers are those of an undisturbed run.
+    """
+    statement = f"""if (epoch, progress["step"], rank) == (1, 0, {rank}):
+            os.kill(os.get{process}(), signal.SIGTERM)
+            while not asked:
+                time.sleep(0.1)"""
+    copy, folder = each_epoch(LESSON, statement, tmp_path), tmp_path / "run"
+    flags = (*FLAGS, "--run_dir", folder)
+    done = torchrun(copy, *flags).wait()
+    assert done.returncode == status, done.stderr
+    assert done.stdout.endswith("\nstopped after step 10 of epoch 2\n")
+    state = torch.load(folder / "epoch-000001.pt", weights_only=True)
+    assert [state["epoch"], state["step"], state["sums"][2]] == [1, 10, 1200]
+    train(copy, *flags, processes=1)
+    log = (folder / "log.txt").read_text()
+    assert "epoch-000001.pt: 1 of 3 epochs and 10 steps are done\n" in log
+    assert epochs(log) == epochs((run_dir / "log.txt").read_text())
+    assert_same_parameters(run_dir / "epoch-000003.pt", folder / "epoch-000003.pt")
+
+
+def test_each_rank_obeys_its_own_flag(change, tmp_path):
+    """Exercise 3: rank 0 saves and leaves, and the other one fails at its next message."""
+    text = lesson_path(LESSON).read_text()
+    body = text[text.index("    # NEW: one maximum") : text.index("def resume(")]
+    signals = "    for epoch in range(progress"
+    kill = "    os.kill(os.getpid(), signal.SIGTERM) if rank == 0 else None\n"
+    copy = change(LESSON, (body, "    return asked\n\n\n"), (signals, kill + signals))
+    jobs = ranks(copy, *FLAGS, "--run_dir", tmp_path / "run")
+    zero, one = [job.wait() for job in jobs]
+    assert [zero.returncode, one.returncode] == [0, 1], (zero, one)
+    assert "stopped after step 10 of epoch 1\n" in zero.stdout
+    assert "Connection" in one.stderr
+
+
+def test_a_checkout_that_can_not_be_written(tmp_path):
+    """Without --run_dir, the folder of the run is in the current one. The error has one line."""
+    (tmp_path / "runs").write_text("")
+    done = train(LESSON, *FLAGS, processes=1, status=1, cwd=tmp_path)
+    why = "cannot write runs/mlp-digits: Not a directory"
+    assert done.stderr == f"error: {why}: choose another folder with --run_dir\n"
 
 
 def test_what_is_in_the_run_folder(change, tmp_path):
@@ -125,7 +182,7 @@ def test_the_last_three_checkpoints_are_kept(tmp_path):
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.Adam(model.parameters())
     for epoch in (9998, 9999, 10000, 10001):
-        lesson.save(tmp_path, epoch, model, optimizer, argparse.Namespace())
+        lesson.save(tmp_path, lesson.beginning(epoch), model, optimizer, argparse.Namespace())
     kept = ["epoch-009999.pt", "epoch-010000.pt", "epoch-010001.pt"]
     assert sorted(os.listdir(tmp_path)) == sorted([*kept, *others])
 

@@ -2,9 +2,10 @@
 
 import os
 import signal
+import time
 
 import pytest
-from conftest import LONG, SHORT, epochs, one_process
+from conftest import DIGITS, LONG, SHORT, each_epoch, epochs, one_process, python_path
 from nodes import FLAGS, HOSTS, LIGHT, PATIENT, Nodes, check_places, variables
 from slurm import Slurm, wait_for
 
@@ -55,3 +56,63 @@ def test_what_each_rank_is_told_until_one_is_killed(flags, threads, slurm):
     os.kill(slurm.nodes.ranks()[1], signal.SIGKILL)
     assert slurm.wait(job)["JobState"] == "FAILED", output.read_text()
     assert slurm.left() == []
+
+
+THREE = (*DIGITS, "--batch_size", 120, "--epochs", 3, "--double")
+
+
+@pytest.fixture
+def run(slurm, tmp_path):
+    """Return a function that submits resumable.py, and the log of the run.
+
+    It waits in the second epoch until a signal asks it to stop. Resumed there, it does not wait.
+    """
+    wait = "while (epoch, progress['step']) == (1, 0) and not asked: time.sleep(0.1)"
+    copy = each_epoch("resumable", wait, tmp_path)
+    folder = tmp_path / "run"
+
+    def submit(*words):
+        env = {"PYTHONPATH": python_path(copy), "GPUS": "1"}
+        flags = (copy, *THREE, *PATIENT, "--run_dir", folder)
+        return slurm.submit("--ntasks-per-node", 1, *words, *flags, **env)
+
+    return submit, folder / "log.txt"
+
+
+def check_log(log):
+    """The run stopped once, after ten steps of epoch 2. Its numbers are those of one process."""
+    text = log.read_text()
+    assert text.count("stopped after step 10 of epoch 2\n") == text.count("stopped") == 1
+    assert "epoch-000001.pt: 1 of 3 epochs and 10 steps are done\n" in text
+    assert epochs(text) == one_process(*THREE, apart=2e-12)
+
+
+@pytest.mark.parametrize("script", [SRUN, TORCHRUN])
+def test_the_time_limit(script, run, slurm):
+    """A minute before it, the ranks save and leave. The next job goes on, without being told."""
+    submit, log = run
+    words = ("--job-name", "one-run", "--dependency", "singleton", script)
+    start = time.monotonic()
+    job, output = submit(*words)
+    following, _ = submit(*words)
+    wait_for(output, r"^epoch 1/.*\n")
+    minutes = int(time.monotonic() - start) // 60 + 2
+    done = slurm.command("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}")
+    assert done.returncode == 0, done.stderr
+    assert slurm.wait(following)["JobState"] == "COMPLETED"
+    found = slurm.show(job)
+    assert [found["JobState"], found["ExitCode"]] == ["COMPLETED", "0:0"], output.read_text()
+    check_log(log)
+
+
+def test_a_job_of_higher_priority(run, slurm):
+    """It preempts the run, which saves at SIGTERM, and later goes on in the same job."""
+    submit, log = run
+    job, output = submit("--requeue", "--open-mode", "append", SRUN)
+    wait_for(output, r"^epoch 1/.*\n")
+    urgent, _ = slurm.submit("--partition=urgent", "--nodes=2", "--exclusive", "--wrap", "true")
+    assert slurm.wait(urgent)["JobState"] == "COMPLETED"
+    slurm.command("scontrol", "update", f"JobId={job}", "StartTime=now")  # not in two minutes
+    found = slurm.wait(job)
+    assert [found["JobState"], found["Restarts"]] == ["COMPLETED", "1"], output.read_text()
+    check_log(log)

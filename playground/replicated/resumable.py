@@ -1,4 +1,4 @@
-r"""Runs that survive failures: resuming from checkpoints, restarts by torchrun, a log and curves.
+r"""Runs that survive failures and time limits: checkpoints, restarts by torchrun, a log and curves.
 
 Run it, and let torchrun restart the ranks when one of them dies, at most three times:
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc-per-node 2 \
@@ -20,6 +20,13 @@ run a folder of its own, by --run_dir.) When a rank dies, torchrun ends the othe
 them again, and they resume from the newest checkpoint. An epoch that was not finished is repeated
 from its beginning.
 
+A cluster asks before it kills: Slurm, Kubernetes and machines that shut down send SIGTERM, and then
+wait. The signal may come in the middle of a step, and to some ranks only. So a handler sets a flag,
+and after every ten steps the ranks compute the maximum of their flags, which takes about 0.4 ms on
+a CPU. All stop after the same step, rank 0 saves, and all leave with status 0. The next run goes on
+in the middle of the epoch. Try it with `kill` and the process id that rank 0 prints. How to tell
+Slurm, and how long it waits, is in run/README.md.
+
 On one or two nodes, run this on each (NODES=1:2 means at least one node, and at most two):
     NODE0=<ip> NODES=1:2 RESTARTS=3 \
         run/torchrun_node.sh playground/replicated/resumable.py
@@ -31,12 +38,17 @@ Try breaking it, in a copy beside it:
      second terminal, type `kill -9` and this number. Compare the last line with that of a run
      without the kill.
   2. Comment out `optimizer.load_state_dict(...)`, and resume a run. Why do the losses differ?
+  3. Let each rank obey its own flag: make anyone_asked() `return asked`, and nothing else. Run it
+     with --epochs 30, and `kill` rank 0.
 Now write it yourself: `save_and_resume.py` in playground/exercises/.
 Builds on: distributed_data_parallel_torchrun.py
 The next lesson, `resnet.py`, trains a larger model on colour images.
 """
 
+import argparse
+import itertools
 import os
+import signal
 import sys
 import time
 from datetime import timedelta
@@ -56,13 +68,29 @@ from common.data import fetch, loaders
 from common.models import make_model
 
 CHECKPOINTS = f"epoch-{'[0-9]' * 6}.pt"  # with six digits, the order of names is that of epochs
+FEW = 10  # steps until the ranks look again at their flags: a message, and a wait for the GPU
+asked = False  # this rank's flag: has a signal asked it to stop?
+
+
+def ask(number, frame):
+    """Handle a signal. It may come in the middle of a step, so this only sets the flag."""
+    global asked
+    asked = True
+
+
+def anyone_asked(device):
+    """Return whether a signal has asked any rank to stop. All ranks must call it together."""
+    # NEW: one maximum for all ranks. If each obeyed its own flag, some would leave, and the others
+    # would wait for them in the next step. A barrier would not help, because it carries no value.
+    flag = torch.tensor(float(asked), device=device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return flag.item() == 1
 
 
 def resume(folder, model, optimizer, args):
-    """Load the newest checkpoint on each rank. Returns how many epochs are done."""
+    """Load the newest checkpoint on each rank. Returns where the run is."""
     newest = None
     if dist.get_rank() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
         newest = max(folder.glob(CHECKPOINTS), default=None)
     # NEW: rank 0 chooses for all ranks, because a new file in a network folder may appear on the
     # other nodes some seconds later. This sends its path, and each rank reads the file itself.
@@ -70,19 +98,28 @@ def resume(folder, model, optimizer, args):
     dist.broadcast_object_list(chosen)
     path = chosen[0]
     if path is None:
-        return 0
+        return beginning(0)
     state = read(path)
     check_agreement(path, state["args"], args)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     if dist.get_rank() == 0:
-        log(folder, f"{path}: {state['epoch']} of {args.epochs} epochs are done")
-    return state["epoch"]
+        step = f" and {state['step']} steps" if state["step"] else ""
+        log(folder, f"{path}: {state['epoch']} of {args.epochs} epochs{step} are done")
+    return {name: state[name] for name in beginning(0)}
+
+
+def beginning(epoch):
+    """Return where a run is when an epoch begins. "sums" are those of run_epoch()."""
+    return {"epoch": epoch, "step": 0, "sums": [0.0, 0.0, 0.0]}
 
 
 def train(args):
     """Resume a run from its newest checkpoint, or start it, and train as one of the ranks."""
+    folder = folder_of(args)
     rank, device = join(args)
+    for number in (signal.SIGTERM, signal.SIGUSR1):  # NEW: run/README.md has who sends which
+        signal.signal(number, ask)
     if rank == 0:
         print(f"rank 0 is process {os.getpid()}", flush=True)
     train_loader, test_loader = loaders(args, rank, dist.get_world_size())
@@ -90,34 +127,46 @@ def train(args):
     model = make_model(args).to(device)
     model = DistributedDataParallel(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
-    folder = Path(args.run_dir or f"runs/{args.model}-{args.dataset}")
-    done = resume(folder, model.module, optimizer, args)  # NEW: the number of epochs, or 0
-    fit(model, optimizer, train_loader, test_loader, device, args, folder, done)
+    progress = resume(folder, model.module, optimizer, args)  # NEW: where the run is
+    fit(model, optimizer, train_loader, test_loader, device, args, folder, progress)
     # DDP refers to the group, so delete DDP first. Otherwise the process may hang.
     del model
     dist.destroy_process_group()
 
 
-def fit(model, optimizer, train_loader, test_loader, device, args, folder, done):
-    """Train and test the epochs that are not done. Rank 0 writes log, curves and checkpoints."""
-    rank = dist.get_rank()
+def fit(model, optimizer, train_loader, test_loader, device, args, folder, progress):
+    """Train and test, beginning where the run is. Rank 0 writes log, curves and checkpoints."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    steps = len(train_loader)
     if rank == 0:
         # NEW: a rank may die after an epoch's points are drawn, and before its checkpoint is saved.
         # Then the epoch is repeated, and purge_step makes TensorBoard hide the first points.
-        curves = SummaryWriter(folder, purge_step=done + 1)
-    # NEW: if your epochs take hours, save every few minutes, and resume in the middle of an epoch.
-    # The lesson sharded_data.py does this.
-    for epoch in range(done, args.epochs):
+        curves = SummaryWriter(folder, purge_step=progress["epoch"] + 1)
+    for epoch in range(progress["epoch"], args.epochs):
+        done = progress["step"]
         train_loader.sampler.set_epoch(epoch)
         # NEW: dropout, if there is any, draws different numbers on each rank and in each epoch.
         # With `args.seed + rank` alone, a resumed run would draw those of the first epoch again.
-        torch.manual_seed(args.seed + epoch * dist.get_world_size() + rank)
+        torch.manual_seed(args.seed + epoch * world_size + rank)
         start = time.perf_counter()
         bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)
-        loss, correct, images = run_epoch(model, bar, device, optimizer)
+        # NEW: pass over the batches that the model has seen. sharded_data.py does not read them.
+        batches = itertools.islice(bar, done, None)
+        while progress["step"] < steps:
+            sums = run_epoch(model, itertools.islice(batches, FEW), device, optimizer)
+            progress["step"] = min(progress["step"] + FEW, steps)
+            progress["sums"] = [old + new for old, new in zip(progress["sums"], sums, strict=True)]
+            if anyone_asked(device):  # NEW: the same answer on all ranks, so all leave
+                if rank == 0:
+                    save(folder, progress, model.module, optimizer, args)
+                    log(folder, f"stopped after step {progress['step']} of epoch {epoch + 1}")
+                return
+        bar.close()
         seconds = time.perf_counter() - start
-        speed = len(train_loader) * args.batch_size / seconds
+        speed = (steps - done) * args.batch_size / seconds
+        loss, correct, images = progress["sums"]
         _, test_correct, test_images = run_epoch(model.module, test_loader, device)
+        progress = beginning(epoch + 1)
         if rank == 0:
             digits = 12 if args.double else 4
             log(
@@ -131,13 +180,13 @@ def fit(model, optimizer, train_loader, test_loader, device, args, folder, done)
             curves.add_scalar("accuracy/test", test_correct / test_images, epoch + 1)
             curves.add_scalar("images per second", speed, epoch + 1)
             curves.flush()
-            save(folder, epoch + 1, model.module, optimizer, args)  # NEW: after each epoch
+            save(folder, progress, model.module, optimizer, args)  # NEW: after each epoch
 
 
-def save(folder, epoch, model, optimizer, args):
+def save(folder, progress, model, optimizer, args):
     """Write a checkpoint, whole or not at all, and remove all but the last three."""
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    state |= {"epoch": epoch, "args": vars(args)}
+    state |= progress | {"args": vars(args)}
     unfinished = folder / "unfinished"
     try:
         with open(unfinished, "wb") as file:
@@ -145,7 +194,7 @@ def save(folder, epoch, model, optimizer, args):
             # NEW: the node may fail, so the data must be on disk before the file gets its name.
             file.flush()
             os.fsync(file.fileno())
-        os.replace(unfinished, folder / f"epoch-{epoch:06}.pt")
+        os.replace(unfinished, folder / f"epoch-{progress['epoch']:06}.pt")
     finally:
         unfinished.unlink(missing_ok=True)  # left over only after an error
     for path in sorted(folder.glob(CHECKPOINTS))[:-3]:
@@ -180,6 +229,15 @@ def check_agreement(path, before, args):
 # The numbers depend on these flags, so a run must be resumed with the same ones.
 MUST_AGREE = ["model", "width", "layers", "tokens", "heads"]
 MUST_AGREE += ["dataset", "batch_size", "lr", "seed", "double"]
+
+
+def folder_of(args):
+    """Return the folder of the run. If it cannot be written to, this ends with one line."""
+    folder = args.run_dir or f"runs/{args.model}-{args.dataset}"
+    try:
+        return Path(flags.new_folder(folder))
+    except argparse.ArgumentTypeError as error:
+        sys.exit(f"error: {error}: choose another folder with --run_dir")
 
 
 def log(folder, line):
