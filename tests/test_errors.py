@@ -64,6 +64,7 @@ LAUNCHED = {  # what a launcher tells a rank
         ("resnet", ("--batch_size", 100), ("--batch_size 100", "3", "99")),
         ("resnet", ("--batch_size", 90, "--accumulate", 30), ("--accumulate 30",)),
         (f"{DDP}_torchrun", ("-g", 2), ("-g",)),
+        (f"{DDP}_torchrun", ("--local-rank=0",), ("use torchrun in place of",)),
         *((lesson, ("-n", 2), ("-n 2", "-ip")) for lesson in SPAWNING),
         (DDP, (*TWO_NODES, "-nr", 2), ("-nr 2", "0 to 1")),
         ("blocking_p2p", ("-g", 1), ("-g 2",)),
@@ -122,6 +123,8 @@ def test_files_and_folders_that_can_not_be_written(tmp_path, main):
     for path in (tmp_path, tmp_path / "missing" / "c.pt"):
         done = main("distributed_data_parallel", *DIGITS, "--savefile", path)
         one_line(done, "--savefile", f"cannot write {path}")
+    done = run("resumable", "--run_dir", os.fsdecode(b"\xff"), status=2, cwd=tmp_path)
+    one_line(done, "--run_dir", "its name is not UTF-8")
     assert os.listdir(tmp_path) == ["file"]
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, Job, lesson_path
 from lessons import FOLDERS
+from nodes import need
 
 FOLDER = ROOT / "playground" / "exercises"
 CHECK = FOLDER / "check.py"
@@ -175,14 +176,15 @@ import os
 import shutil
 from pathlib import Path
 import torch.distributed as dist
-from resumable import MUST_AGREE, resume, save
+from resumable import MUST_AGREE, beginning, resume, save
 def save_and_resume(path, model, optimizer, epochs, train_epoch):
     args = argparse.Namespace(epochs=epochs, **dict.fromkeys(MUST_AGREE))
     folder = Path(path).absolute().parent / "run"
-    for epoch in range(resume(folder, model, optimizer, args), epochs):
+    folder.mkdir(exist_ok=True)
+    for epoch in range(resume(folder, model, optimizer, args)["epoch"], epochs):
         train_epoch(epoch)
         if dist.get_rank() == 0:
-            save(folder, epoch + 1, model, optimizer, args)
+            save(folder, beginning(epoch + 1), model, optimizer, args)
             shutil.copyfile(folder / f"epoch-{epoch + 1:06}.pt", f"{path}.new")
             os.replace(f"{path}.new", path)
 """,
@@ -343,8 +345,8 @@ def copy(tmp_path):
     """The exercises of a fresh clone."""
     not_committed = shutil.ignore_patterns("__pycache__", "answers")
     for name in ("common", "playground/pages/figures", "playground/exercises"):
-        shutil.copytree(ROOT / name, tmp_path / "course" / name, ignore=not_committed)
-    return tmp_path / "course" / "playground" / "exercises"
+        shutil.copytree(ROOT / name, tmp_path / "co\xfcrse" / name, ignore=not_committed)
+    return tmp_path / "co\xfcrse" / "playground" / "exercises"
 
 
 def run(path, *words, cwd=None):
@@ -369,7 +371,7 @@ def test_where_a_learner_writes(copy, tmp_path):
     task = copy / "all_gather.py"
     answer = copy / "answers" / "all_gather.py"
     line = "your turn: write the function in playground/exercises/answers/all_gather.py\n"
-    assert run("playground/exercises/all_gather.py", cwd=tmp_path / "course") == (line, 1)
+    assert run("playground/exercises/all_gather.py", cwd=copy.parents[1]) == (line, 1)
     assert answer.read_text() == task.read_text()
     answer.write_text(solved(copy, "all_gather"))
     for file in (task, answer):
@@ -397,8 +399,8 @@ def test_an_error_that_is_not_the_learners(copy):
     answers.unlink()
     answers.mkdir()
     (answers / "all_gather.py").write_text(solved(copy, "all_gather"))
-    # A low limit of the user is no error.
-    command = f"ulimit -f 50000 && exec {sys.executable} {copy}/check.py all_gather --ranks 2"
+    # A low limit of the user is no error. With -P, Python does not look beside check.py.
+    command = f"ulimit -f 50000 && exec {sys.executable} -P {copy}/check.py all_gather --ranks 2"
     done = Job("bash", "-c", command).wait()
     assert (done.stdout, done.stderr) == ("RIGHT with 2 ranks\n", "")
     ranks = copy / "judging" / "ranks.py"
@@ -465,14 +467,14 @@ def test_reset(copy):
     assert "old answer" not in run(copy / "check.py", "all_gather", "--reset")[0]
 
 
-def test_the_page(copy, tmp_path):
+def test_the_page(copy):
     """The function of README.md gets the verdict that it shows."""
     page = (FOLDER / "README.md").read_text()
     [answer] = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
     sessions = re.findall(r"^```console\n\$ python (\S+) ?(.*?)\n(.*?)^```$", page, re.M | re.S)
     [(first, no_flags, your_turn), (path, flags, shown)] = sessions
     assert not no_flags
-    course = tmp_path / "course"
+    course = copy.parents[1]
     assert run(first, cwd=course)[0] == your_turn
     file = course / your_turn.split()[-1]
     head, _, rest = file.read_text().partition("\ndef ")
@@ -554,6 +556,30 @@ def test_verdicts_are_kept(copy, tmp_path):
     assert is_judged(env={"PYTHONPATH": str(other.parent)})
     names = {path.name for path in answer.parent.iterdir()}
     assert names == {"order_1f1b.py", "verdicts.json"}
+
+
+def test_a_read_only_checkout(copy):
+    """The verdict is told, and then, in a line, that it is not kept."""
+    need("mount")
+    (copy / "answers").mkdir()
+    (copy / "answers" / "check.py").symlink_to("../check.py")
+    (copy / "answers" / "all_gather.py").write_text(solved(copy, "all_gather"))
+    read_only = 'mount --bind . . && mount -o remount,ro,bind . && cd "$PWD" && exec "$@"'
+    command = (sys.executable, "-m", "playground.exercises.check", "all_gather")
+    command = ("unshare", "--mount", "sh", "-c", read_only, "sh", *command)
+    done = Job(*command, cwd=copy.parents[1]).wait()
+    assert (done.returncode, done.stdout) == (0, f"{RIGHT}\n")
+    assert done.stderr == "playground/exercises/answers cannot be written, so no verdict is kept\n"
+
+
+def test_a_reader_that_has_ended():
+    """As `| head` does. The check ends without a word."""
+    read, write = os.pipe()
+    os.close(read)
+    words = [sys.executable, CHECK, "all_gather", "--hint", "1"]
+    done = subprocess.run(words, stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
 
 
 def test_where_the_exercises_stand():

@@ -3,8 +3,10 @@
 Counted are those that FSDP sends and a block keeps. The other rows are compared with sharding.md.
 """
 
+import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from argparse import Namespace
@@ -66,6 +68,17 @@ def test_the_commands_of_the_page(capsys):
             assert line.partition(": ")[2] == shown.partition(": ")[2]
         else:
             assert printed(flags, capsys) == shown
+
+
+@pytest.mark.quick
+def test_a_reader_that_has_ended():
+    """As `| head` does. plan.py ends without a word."""
+    read, write = os.pipe()
+    os.close(read)
+    words = [sys.executable, lesson_path("tools/plan"), "--nodes", "1"]
+    done = subprocess.run(words, stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (-signal.SIGPIPE, b"")
 
 
 @pytest.mark.quick

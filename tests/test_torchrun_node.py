@@ -4,11 +4,12 @@ test_faults.py trains with it.
 """
 
 import os
+import re
 import signal
 
 import psutil
 from conftest import ROOT, Job
-from nodes import ADDRESSES, FLAGS, HOSTS, LIGHT, check_places, read_until
+from nodes import ADDRESSES, FLAGS, HOSTS, LIGHT, check_places, need, read_until
 
 SCRIPT = ROOT / "run" / "torchrun_node.sh"
 
@@ -61,4 +62,14 @@ def test_a_node_that_never_comes(nodes):
         jobs.append(start(nodes, node, ADDRESSES[0], LIGHT, *FLAGS, WAIT="4", PORT=port))
     for done in [job.wait() for job in jobs]:
         assert done.returncode == 1
-        assert "start all nodes within 4 s" in done.stderr.splitlines()[-1]
+        assert "start all nodes within 4 s, each once, " in done.stderr.splitlines()[-1]
+
+
+def test_a_machine_without_a_network():
+    """It has only the loopback interface, and its own name has no address."""
+    need("ip")
+    alone = 'ip link set lo up && hostname laptop7 && exec "$@"'
+    command = ("unshare", "--net", "--uts", "sh", "-c", alone, "sh", SCRIPT, LIGHT)
+    done = Job(*command, env={"NODE0": "127.0.0.1", "NODES": "1"}).wait()
+    assert done.returncode == 0, done.stderr
+    assert sorted(re.findall(r"^rank \d of 2", done.stdout, re.M)) == ["rank 0 of 2", "rank 1 of 2"]

@@ -23,10 +23,29 @@ from conftest import (
 
 PAGE = (ROOT / "playground/pages/watching.md").read_text()
 WATCHED = ROOT / "tests" / "watched.py"
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 PARAMETERS = 4 * 59_210  # bytes of those of the MLP
 HALF = PARAMETERS // 2
 HIDDEN = 4 * 128 * 64  # bytes of a hidden layer of a batch
+WITHOUT_A_FUNCTION = """# \xe9
+import sys
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+for step in range(4 - int(sys.argv[1]) * dist.get_rank()):
+    dist.all_reduce(torch.ones(4 * len("\xe9")))
+dist.barrier()
+"""
+IN_A_NOTEBOOK = """
+import runpy, signal, sys
+import torch.multiprocessing as mp
+def state():
+    return mp.spawn, mp.start_processes, signal.getsignal(signal.SIGINT)
+before = state()
+runpy.run_path(sys.argv.pop(1), run_name="__main__")
+assert state() == before
+"""
 # What each of two ranks gives to its calls in a step, and in how many calls.
 GIVEN = {
     "manual_data_parallel": [("all_reduce", 8, PARAMETERS)],
@@ -114,6 +133,9 @@ def test_a_script_ends_as_it_does_without():
     assert epochs(done.stdout) == one_process(*flags)
     done = run("watch", lesson_path("single_gpu"), "--lr", "x", status=2)
     assert done.stderr.splitlines()[-1].startswith("single_gpu.py: error: argument --lr: ")
+    command = (IN_A_NOTEBOOK, lesson_path("watch"), "--hang", 9, WATCHED, "few")
+    done = Job(sys.executable, "-c", *command).wait()
+    assert done.returncode == 0, done.stderr
     done = run("watch", WATCHED, "fails", status=1)
     assert "ValueError: rank 1 fails" in done.stderr
     assert "show.py" not in done.stderr
@@ -156,7 +178,8 @@ def report_of(job, count=3):
     for row in job.process.stderr:
         report = row if row.startswith("watch: ") else report + row
         shown = [rows for rows in places(report).values() if "    now in " in rows]
-        if len(shown) == count and " in run: dist." not in report:
+        joining = re.search(r" in run: dist\.|init_process_group", report)
+        if len(shown) == count and not joining:
             break
     time.sleep(0.5)  # it is written at once
     job.kill()
@@ -174,6 +197,21 @@ def test_a_hang(tmp_path):
     assert 'in apart: re.match("(a+)+$"' in shown[1] and "now in match, " in shown[1]
     assert "in apart: for _ in DataLoader(Slow()):\n" in shown[2]
     assert "in __getitem__: time.sleep(999)\n" in shown[2]
+
+
+def test_a_script_without_a_function(tmp_path):
+    """Its own lines are shown, also if its name and its text are not in ASCII, as the locale is."""
+    script = tmp_path / "\xfc" / "script.py"
+    script.parent.mkdir()
+    script.write_text(WITHOUT_A_FUNCTION, encoding="utf-8")
+    env = ASCII | {"TMPDIR": str(tmp_path)}
+    done = Job(*TORCHRUN, 2, lesson_path("watch"), script, 0, env=env).wait()
+    line = re.escape(r'dist.all_reduce(torch.ones(4 * len("\xe9")))')
+    assert re.search(rf"^all +all_reduce +2 +4 +64 +7: {line}$", done.stdout, re.M), done.stderr
+    command = (*TORCHRUN, 2, lesson_path("watch"), "--hang", 2, script, 1)
+    shown = places(report_of(Job(*command, env=env), 2))
+    assert re.search(f"^    line 7 in <module>: {line}\n    now in all_reduce", shown[0], re.M)
+    assert shown[1].startswith("    line 8 in <module>: dist.barrier()\n    now in barrier")
 
 
 def test_a_hang_under_torchrun(tmp_path):

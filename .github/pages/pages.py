@@ -60,7 +60,7 @@ class Source:
         self.path, self.file = path, str(path.relative_to(COURSE))
         self.page = self.file.removesuffix(".py") + ".md"
         self.anchor = ""  # where it is on its page
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
         tree = ast.parse(text)
         self.title, _, self.doc = (ast.get_docstring(tree) + "\n").partition(".\n")
         self.lines = text.splitlines()
@@ -189,7 +189,7 @@ class Course:
 
     def __init__(self):
         self.parts, self.tasks, self.ideas = {}, {}, {}  # the first two by the name of the part
-        table = (COURSE / EXERCISES / "README.md").read_text()
+        table = (COURSE / EXERCISES / "README.md").read_text(encoding="utf-8")
         for title, text in self.chapters("playground/README.md").items():
             rows = re.findall(r"^\| \d+\. \[`\w+\.py`\]\((\S+)\) \| (.*) \|$", text, re.M)
             if not rows:  # the tools
@@ -219,7 +219,7 @@ class Course:
                 self.pages[name] = source.page + source.anchor
         for file in self.markdown:
             self.pages.setdefault(Path(file).name, file)
-        glossary = (COURSE / "playground/pages/glossary.md").read_text()
+        glossary = (COURSE / "playground/pages/glossary.md").read_text(encoding="utf-8")
         self.tips = {}
         for words, meaning in re.findall(r"^\| ([^|]+) \| ([^|]+) \| [^|]*\|$", glossary, re.M):
             for word in words.replace("`", "").split(", "):
@@ -233,7 +233,7 @@ class Course:
 
     def chapters(self, file: str) -> dict[str, str]:
         """Return the text below each heading of a page."""
-        parts = re.split(r"^## (.*)\n", (COURSE / file).read_text(), flags=re.M)
+        parts = re.split(r"^## (.*)\n", (COURSE / file).read_text(encoding="utf-8"), flags=re.M)
         return dict(zip(parts[1::2], parts[2::2], strict=True))
 
     def linked(self, text: str, file: str, here: str | None = None) -> str:
@@ -433,7 +433,7 @@ class Course:
 def hints(task: Source) -> list[str]:
     """Return the three hints of an exercise, from the file that checks it."""
     check = COURSE / EXERCISES / "judging/checks" / task.path.name
-    for node in ast.parse(check.read_text()).body:
+    for node in ast.parse(check.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and node.targets[0].id == "HINTS":
             return ast.literal_eval(node.value).strip().split("\n\n")
     raise LackingError(f"{check}: no HINTS")
@@ -453,9 +453,9 @@ def main() -> None:
 
     def write(page: str, text: str) -> None:
         (out / page).parent.mkdir(parents=True, exist_ok=True)
-        (out / page).write_text(text)
+        (out / page).write_text(text, encoding="utf-8")
 
-    index = course.linked((COURSE / "README.md").read_text(), "README.md")
+    index = course.linked((COURSE / "README.md").read_text(encoding="utf-8"), "README.md")
     if REPOSITORY:
         links = [f"[The files]({GITHUB})", '<a href="pages.zip">these pages as one file</a>']
         links.append(f"the first ten as a notebook in [Colab]({COLAB}) or on [Kaggle]({KAGGLE})")
@@ -481,7 +481,7 @@ def main() -> None:
     index += tree([page for page in others if page != entries[0]], "Pages")
     write("index.md", index)
     for file in course.markdown:
-        write(file, course.linked((COURSE / file).read_text(), file))
+        write(file, course.linked((COURSE / file).read_text(encoding="utf-8"), file))
     shutil.copytree(
         COURSE / "playground/pages/figures",
         out / "playground/pages/figures",

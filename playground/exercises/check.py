@@ -35,6 +35,7 @@ import shutil
 import signal
 import sys
 import time
+from contextlib import suppress
 from importlib.metadata import version
 from itertools import count
 from pathlib import Path
@@ -43,6 +44,7 @@ FOLDER = Path(__file__).resolve().parent
 ANSWERS = FOLDER / "answers"
 KEPT = ANSWERS / "verdicts.json"
 JUDGING = FOLDER / "judging"
+sys.path.append(str(FOLDER))  # it is there already, unless `python -m` or -P runs this
 # The table of README.md has the exercises in the order of the lessons.
 ORDER = re.findall(r"\[`\w+`\]\((\w+)\.py\)", (FOLDER / "README.md").read_text(encoding="utf-8"))
 
@@ -74,14 +76,14 @@ def shown(path):
 
 def is_program(name):
     """Return whether a task is a program to repair, rather than a stub to write."""
-    return 'NotImplementedError("your turn")' not in task_of(name).read_text()
+    return 'NotImplementedError("your turn")' not in task_of(name).read_text(encoding="utf-8")
 
 
 def your_turn(name):
     """Return what there is to do, in one line."""
     if is_program(name):
         return f"your turn: repair the function in {shown(answer_to(name))}"
-    is_class = re.search(r"^class ", task_of(name).read_text(), re.M)
+    is_class = re.search(r"^class ", task_of(name).read_text(encoding="utf-8"), re.M)
     what = "class" if is_class else "function"
     return f"your turn: write the {what} in {shown(answer_to(name))}"
 
@@ -127,7 +129,7 @@ def is_unwritten(name):
 def parts_of(name):
     """Return the parts of an exercise's check, by name: functions, classes and constants."""
     found = {}
-    for node in ast.parse((JUDGING / "checks" / f"{name}.py").read_text()).body:
+    for node in ast.parse((JUDGING / "checks" / f"{name}.py").read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             found[node.targets[0].id] = node.value
         elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
@@ -145,7 +147,7 @@ def solution_to(name):
     parts = parts_of(name)
     names = ast.literal_eval(parts["HELPERS"]) if "HELPERS" in parts else []
     names = [*names, parts["NAME"].value if "NAME" in parts else name]
-    lines = (JUDGING / "checks" / f"{name}.py").read_text().splitlines()
+    lines = (JUDGING / "checks" / f"{name}.py").read_text(encoding="utf-8").splitlines()
     shown = []
     for each in names:
         node = parts[each]
@@ -174,12 +176,13 @@ def kept_states():
 
 
 def keep(name, key, state):
-    """Keep the state of an exercise, and forget its former one."""
+    """Keep the state of an exercise, and forget its former one, if that can be written."""
     kept = {other: each for other, each in kept_states().items() if other.split()[0] != name}
     kept[key] = state
     unfinished = KEPT.with_suffix(f".{os.getpid()}")
-    unfinished.write_text(json.dumps(kept, indent=1))
-    os.replace(unfinished, KEPT)  # another check may read it at any time
+    with suppress(OSError):
+        unfinished.write_text(json.dumps(kept, indent=1))
+        os.replace(unfinished, KEPT)  # another check may read it at any time
 
 
 def state_of(name):
@@ -214,7 +217,7 @@ def show_next():
         state = state_of(name)
         if not state.startswith("RIGHT"):
             begin(name)
-            task = ast.get_docstring(ast.parse(task_of(name).read_text()))
+            task = ast.get_docstring(ast.parse(task_of(name).read_text(encoding="utf-8")))
             line = f"{shown(answer_to(name))}: {state}"
             if state == "your turn":
                 line = your_turn(name)
@@ -318,8 +321,18 @@ def main():
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    if ANSWERS.exists() and not os.access(ANSWERS, os.W_OK):
+        print(f"{shown(ANSWERS)} cannot be written, so no verdict is kept", file=sys.stderr)
     return 0 if right else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if sys.stdout:  # it may be closed, or know no letter but ASCII's
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        status = main()
+        print(end="", flush=True)
+    except BrokenPipeError:  # the reader has ended, such as head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so Python adds no error
+        status = 141  # as if SIGPIPE had ended it
+    sys.exit(status)

@@ -1,6 +1,6 @@
-"""Plans a run on many GPUs: what a rank holds, sends and waits for, on each mesh that makes sense.
+"""Plans the training of a transformer on many GPUs.
 
-Run it:
+For each mesh that makes sense, it shows what a rank holds, sends and waits for:
     python playground/tools/plan.py --model llama-7b --nodes 8 --gpus 8 --batch_size 1024
 
 Each formula names the lesson that counts it, or a paper. Seconds are as good as three inputs:
@@ -8,6 +8,7 @@ Each formula names the lesson that counts it, or a paper. Seconds are as good as
 """
 
 import math
+import signal
 import sys
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Iterator
@@ -250,4 +251,5 @@ def main(words: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word
     main()

@@ -59,7 +59,7 @@ def read_flags():
         if args.html.is_dir() or not os.access(args.html.parent, os.W_OK):
             parser.error(f"cannot write {args.html}")
     args.recorded = args.script if args.hang is None else None
-    if args.recorded and "profiler.profile(" in Path(args.script).read_text():
+    if args.recorded and b"profiler.profile(" in Path(args.script).read_bytes():
         print("watch: only for hangs, because this script uses the profiler itself", flush=True)
         args.recorded = None
     return args
@@ -101,7 +101,10 @@ def note_children(args, folder, rank):
 
 
 def ask_first(folder):
-    """At Ctrl-C, let the observer show where the ranks are, before they are ended."""
+    """At Ctrl-C, let the observer show where the ranks are, before they are ended.
+
+    Returns what Ctrl-C did before.
+    """
 
     def on_interrupt(number, frame):
         (folder / "ask").touch()
@@ -110,7 +113,7 @@ def ask_first(folder):
             time.sleep(0.05)
         signal.default_int_handler(number, frame)
 
-    signal.signal(signal.SIGINT, on_interrupt)
+    return signal.signal(signal.SIGINT, on_interrupt)
 
 
 def main():
@@ -119,8 +122,10 @@ def main():
     folder = folder_of_node()
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     by_launcher = "RANK" in os.environ
+    # Put back in the end, because a notebook goes on after the script.
+    starts = mp.spawn, mp.start_processes
     if not by_launcher:
-        ask_first(folder)
+        at_interrupt = ask_first(folder)
     rank = Rank(folder, local_rank, args.recorded)
     if not by_launcher:
         note_children(args, folder, rank)
@@ -137,6 +142,8 @@ def main():
         if not by_launcher:
             alive.end()
             observer.wait()
+            mp.spawn, mp.start_processes = starts
+            signal.signal(signal.SIGINT, at_interrupt)
 
 
 if __name__ == "__main__":

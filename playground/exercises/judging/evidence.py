@@ -32,7 +32,7 @@ def what_is_found(found, name, parts):
 
 def lines_of(name, *texts):
     """Return the numbers of the lines of a program that have one of these texts."""
-    lines = (EVIDENCE / name / "program.py").read_text().splitlines()
+    lines = (EVIDENCE / name / "program.py").read_text(encoding="utf-8").splitlines()
     found = []
     for number, line in enumerate(lines, start=1):
         if any(text in line for text in texts):

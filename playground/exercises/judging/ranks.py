@@ -268,8 +268,9 @@ def places(ranks, file):
 def place_in(stack, file):
     """Return the innermost line of a file in a stack that faulthandler has written; "": none."""
     text = stack.read_text() if stack.exists() else ""
+    name = file.encode("ascii", "backslashreplace").decode()  # as faulthandler writes it
     for path, line in re.findall(r'File "(.*)", line (\d+) in ', text):
-        if path == file:
+        if path == name:
             return f"line {line}: {linecache.getline(file, int(line)).strip()}"
     return ""
 

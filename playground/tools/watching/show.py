@@ -76,20 +76,25 @@ def stacks_of(ranks):
 def own_lines(stack, script):
     """Return the lines of the script's own files in a stack, and in which function they wait."""
     main_thread = stack.rpartition("most recent call first")[2]  # it is the last one
+    # faulthandler has \xfc for a letter that is not in ASCII.
+    escapes = r"\\(x[\da-f]{2}|u[\da-f]{4}|U[\da-f]{8})"
+    main_thread = re.sub(escapes, lambda found: chr(int(found[1][1:], 16)), main_thread)
     frames = re.findall(r'File "(.*)", line (\d+) in (.*)', main_thread)
     own = []
     for path, number, function in reversed(frames):
         file = Path(path)
         installed = script.parent not in file.parents or "site-packages" in file.parts
         ours = file.parent.name == "watching" or file.name == "watch.py"
-        if installed or ours or function == "<module>":
+        if installed or ours:
             continue
         where = function if file == script else f"{function} in {file.name}"
         own.append(f"line {number} in {where}: {linecache.getline(path, int(number)).strip()}")
     if not frames:
         return ["no function of Python: it is ending, or Ctrl-Z has stopped it"]
     path, number, function = frames[0]
-    return own[-4:] + [f"now in {function}, {Path(path).name}:{number}"]
+    # The call of main() is of interest only to a script that has no function.
+    functions = [line for line in own if " in <module>: " not in line]
+    return (functions or own)[-4:] + [f"now in {function}, {Path(path).name}:{number}"]
 
 
 def show_ranks(ranks, reason, script):
@@ -442,13 +447,15 @@ def write_page(path, title, records, step, tables, waits):
     words = json.dumps(data | {"longest": waits, "text_of": text_of}, separators=(",", ":"))
     # A line of the script may hold "</script>", which would end the page's.
     words = words.replace("</", "<\\/")
-    page = Path(__file__).with_name("page.html").read_text()
-    Path(path).write_text(page.replace("/*DATA*/ null", words))
+    page = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    Path(path).write_text(page.replace("/*DATA*/ null", words), encoding="utf-8")
     print(f"\nwatch: {path} shows this over time")
 
 
 def main():
     """Look at the notes ten times a second, until no rank is left."""
+    if sys.stdout:  # it may be closed, and a line of the script may not be in ASCII
+        sys.stdout.reconfigure(errors="backslashreplace")
     folder, script = Path(sys.argv[1]), Path(sys.argv[2])
     seconds, page = float(sys.argv[3]), sys.argv[4]
     shown = set()  # which ranks have been shown, and since when they had been at one place
@@ -484,4 +491,5 @@ def main():
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word
     main()
