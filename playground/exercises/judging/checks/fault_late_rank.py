@@ -83,7 +83,6 @@ def found(folder):
     return {"rank": rank, "line": 27, "cause": "data", "milliseconds": medians[rank]}
 
 
-AT_29 = 'if calls[0]["frames"][0]["line"] == 29'
 MISTAKES = {
     ANOTHER: ('"rank": rank', '"rank": 0'),
     AT_LINE: ('"line": 27', '"line": 29'),

@@ -2,7 +2,6 @@
 
 import gc
 import math
-import time
 
 import torch
 import torch.distributed as dist
