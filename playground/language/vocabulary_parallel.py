@@ -115,15 +115,6 @@ def own_words(words, count, group):
     return torch.where(own, words - first, 0), own
 
 
-def refuse_state(layer, *_):
-    """Refuse state_dict(), because all ranks' shards have the same names, as replicas have."""
-    if dist.get_world_size(layer.group) > 1:
-        wrong = "a layer is split, and a checkpoint would take its shards for replicas"
-        raise RuntimeError(
-            f"{wrong}: torch.save [*model.parameters()] of each rank, or use DTensors"
-        )
-
-
 class SplitEmbedding(torch.nn.Module):
     """An embedding of which each rank has the rows of some words."""
 
@@ -252,6 +243,15 @@ def split_vocabulary_by_dtensor(model, mesh):
     if tied:
         # NEW: parallelize_module has silently made two parameters of it, so tie them again.
         scores.output.weight = embedding.weight
+
+
+def refuse_state(layer, *_):
+    """Refuse state_dict(), because all ranks' shards have the same names, as replicas have."""
+    if dist.get_world_size(layer.group) > 1:
+        wrong = "a layer is split, and a checkpoint would take its shards for replicas"
+        raise RuntimeError(
+            f"{wrong}: torch.save [*model.parameters()] of each rank, or use DTensors"
+        )
 
 
 def mean_loss(scores, labels):

@@ -23,7 +23,7 @@ from its beginning.
 A cluster asks before it kills: Slurm, Kubernetes and machines that shut down send SIGTERM, and then
 wait. The signal may come in the middle of a step, and to some ranks only. So a handler sets a flag,
 and after every ten steps the ranks compute the maximum of their flags, which takes about 0.4 ms on
-a CPU. All stop after the same step, rank 0 saves, and all leave with status 0. The next run goes on
+a CPU. All stop after the same step, rank 0 saves, and all leave with status 0. The next run resumes
 in the middle of the epoch. Try it with `kill` and the process id that rank 0 prints. How to tell
 Slurm, and how long it waits, is in run/README.md.
 

@@ -108,15 +108,6 @@ class AddTerms(torch.autograd.Function):
         return gradient
 
 
-def refuse_state(*_):  # *_: what PyTorch passes to a hook, which is not needed here
-    """Refuse state_dict(), because all ranks' shards have the same names, as replicas have."""
-    if dist.get_world_size() > 1:
-        wrong = "a layer is split, and a checkpoint would take its shards for replicas"
-        raise RuntimeError(
-            f"{wrong}: torch.save [*model.parameters()] of each rank, or use DTensors"
-        )
-
-
 class ColumnLinear(torch.nn.Module):
     """The first layer of a pair: this rank keeps some columns of A, and computes some outputs."""
 
@@ -204,6 +195,15 @@ def split_by_dtensor(model, pairs, args):
     # NEW: replaces everything that this file writes by hand. It moves one parameter at a time to
     # the device, and keeps its shard.
     parallelize_module(model, mesh, plan)
+
+
+def refuse_state(*_):  # *_: what PyTorch passes to a hook, which is not needed here
+    """Refuse state_dict(), because all ranks' shards have the same names, as replicas have."""
+    if dist.get_world_size() > 1:
+        wrong = "a layer is split, and a checkpoint would take its shards for replicas"
+        raise RuntimeError(
+            f"{wrong}: torch.save [*model.parameters()] of each rank, or use DTensors"
+        )
 
 
 # You can stop here: what follows only prints, and reads and checks the flags.

@@ -122,7 +122,7 @@ def main():
     folder = folder_of_node()
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     by_launcher = "RANK" in os.environ
-    # Put back in the end, because a notebook goes on after the script.
+    # Put back in the end, because a notebook continues after the script.
     starts = mp.spawn, mp.start_processes
     if not by_launcher:
         at_interrupt = ask_first(folder)

@@ -162,15 +162,6 @@ def plus(total, bias):
     return total if bias is None else total + bias
 
 
-def refuse_state(layer, *_):
-    """Refuse state_dict(), because all ranks' shards have the same names, as replicas have."""
-    if dist.get_world_size(layer.group) > 1:
-        wrong = "a layer is split, and a checkpoint would take its shards for replicas"
-        raise RuntimeError(
-            f"{wrong}: torch.save [*model.parameters()] of each rank, or use DTensors"
-        )
-
-
 class SplitBlock(torch.nn.Module):
     """A block of a transformer. Each rank has some heads, and some columns of the MLP."""
 
@@ -316,6 +307,15 @@ def split_by_dtensor(model, mesh, sequence):
         plan["stage1.0"] = to_own
         plan[f"stage2.{len(model.stage2) - 1}"] = to_all
     parallelize_module(model, mesh, plan)
+
+
+def refuse_state(layer, *_):
+    """Refuse state_dict(), because all ranks' shards have the same names, as replicas have."""
+    if dist.get_world_size(layer.group) > 1:
+        wrong = "a layer is split, and a checkpoint would take its shards for replicas"
+        raise RuntimeError(
+            f"{wrong}: torch.save [*model.parameters()] of each rank, or use DTensors"
+        )
 
 
 # You can stop here: what follows only counts, and reads the flags.
