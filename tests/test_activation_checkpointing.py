@@ -6,7 +6,7 @@ import activation_checkpointing as lesson
 import torch
 from forked import in_group
 
-from figures.messages import Messages
+from watching.messages import Messages
 
 SIZES = {"width": 16, "layers": 2, "tokens": 7, "heads": 4}
 

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from common.models import Language
-from figures.messages import Messages
+from watching.messages import Messages
 
 
 def interleaved(tokens, world_size):

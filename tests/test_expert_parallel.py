@@ -12,7 +12,7 @@ from conftest import DIGITS, epochs, train
 from forked import in_group
 from torch import nn
 
-from figures.messages import Messages
+from watching.messages import Messages
 
 LESSON = "expert_parallel"
 ONE_EPOCH = (*DIGITS, "--batch_size", 120, "--epochs", 1, "--tokens", 7, "--double")

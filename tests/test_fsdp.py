@@ -15,7 +15,7 @@ from forked import in_group
 from torch.distributed.fsdp import fully_shard
 
 from common.models import MODELS
-from figures.messages import Messages
+from watching.messages import Messages
 
 MESHES = {  # lessons that make a mesh of all ranks, and how they are called
     "fully_sharded_data_parallel": lambda lesson, args: lesson.shard(MODELS["mlp"](), args),

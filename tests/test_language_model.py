@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from common.data import ROW
 from common.models import make_model
-from figures.messages import Messages
+from watching.messages import Messages
 
 LESSON = "language_model"
 SHORT = ("--double", "--width", 16, "--batch_size", 24, "--epochs", 1, "--sample", 20)

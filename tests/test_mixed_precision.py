@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from common.models import Transformer
-from figures.messages import Messages
+from watching.messages import Messages
 
 CPU = torch.device("cpu")
 MATRIX_PRODUCTS = {"Linear", "Attention", "GELU", "LastToken"}

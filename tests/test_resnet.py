@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torchvision.models import resnet18
 
-from figures.messages import Messages
+from watching.messages import Messages
 
 LESSON = "resnet"
 FEW = (SIZES.format(1800, 200), SIZES.format(60, 12))

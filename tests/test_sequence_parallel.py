@@ -10,7 +10,7 @@ import torch.distributed as dist
 from forked import in_group
 
 from common.models import Transformer
-from figures.messages import Messages
+from watching.messages import Messages
 
 
 def sample(rank, sequence, messages):

@@ -11,7 +11,7 @@ from forked import in_group, in_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from common import flags
-from figures.messages import Messages
+from watching.messages import Messages
 
 # Four ranks cannot divide the 30 rows of a table equally, nor two ranks 15 of them.
 SMALL = "--layers 2 --width 16 --heads 4 --words 30 --sequence 8 --rows 3"

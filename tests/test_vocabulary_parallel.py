@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional as F
 
 from common.models import Language
-from figures.messages import Messages
+from watching.messages import Messages
 
 close = partial(torch.testing.assert_close, atol=1e-12, rtol=1e-10)
 TOKENS = (3, 5)

@@ -159,7 +159,7 @@ def solution_to(name):
 def key_of(name):
     """Return a text that differs when an answer needs a new verdict."""
     files = [answer_to(name), JUDGING / "checks" / f"{name}.py", *sorted(JUDGING.glob("*.py"))]
-    files.append(FOLDER.parent / "pages" / "figures" / "messages.py")
+    files.append(FOLDER.parent / "tools" / "watching" / "messages.py")
     digest = hashlib.sha256(version("torch").encode())
     for file in files:
         digest.update(hashlib.sha256(file.read_bytes()).digest())

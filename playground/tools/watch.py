@@ -36,7 +36,8 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise the profiler logs wh
 os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "200")
 
 import torch.multiprocessing as mp
-from watching.ranks import Alive, Noted, Rank
+
+from watching.inside import Alive, Noted, Rank
 
 
 def read_flags():

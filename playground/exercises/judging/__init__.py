@@ -15,6 +15,6 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
-# Find common/ and figures/.
+# Find common/ and watching/.
 PLAYGROUND = Path(__file__).resolve().parents[2]
-sys.path += [str(PLAYGROUND.parent), str(PLAYGROUND / "pages")]
+sys.path += [str(PLAYGROUND.parent), str(PLAYGROUND / "tools")]

@@ -7,7 +7,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from figures.messages import flat as tensors_in
+from watching.messages import flat as tensors_in
 
 SECONDS_TO_FREE = 2
 
@@ -21,7 +21,7 @@ class Watching(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls):
-        """See Messages in figures/messages.py."""
+        """See Messages in tools/watching/messages.py."""
         return False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from common.models import MLP
 from figures.counting import WIDTH, forward_and_backward, random_batch
-from figures.messages import Messages
 from figures.style import BLUE, ORANGE, add_legend, box, new_figure, save
+from watching.messages import Messages
 
 RANKS = 4
 

@@ -7,8 +7,8 @@ import torch.distributed as dist
 
 from common.models import MLP
 from figures.counting import forward_and_backward, of_all_ranks, random_batch, two_rows
-from figures.messages import Messages
 from figures.style import BLUE, GREY, ORANGE, PINK, add_key, box, double_arrow, new_figure, save
+from watching.messages import Messages
 
 RANKS = 4
 

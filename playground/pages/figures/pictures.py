@@ -19,8 +19,9 @@ import sys
 from pathlib import Path
 
 PLAYGROUND = Path(__file__).resolve().parents[2]
-for part in ("..", "", "replicated", "sharded", "split", "transformer", "language", "pages"):
-    sys.path.append(str(PLAYGROUND / part))  # find common/, the lessons and figures/
+PARTS = ("..", "", "replicated", "sharded", "split", "transformer", "language", "pages", "tools")
+for part in PARTS:
+    sys.path.append(str(PLAYGROUND / part))  # find common/, the lessons, figures/ and watching/
 from figures import (
     context,
     data_parallel,

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from common.transformer import Attention
-from figures.messages import Messages
 from figures.style import COLOURS, GREY, VERMILLION, add_legend, new_figure, save
+from watching.messages import Messages
 
 RANKS = 4
 TOKENS = 16

@@ -7,8 +7,8 @@ import tensor_parallel
 
 from common.models import MLP
 from figures.counting import of_all_ranks, random_batch
-from figures.messages import Messages
 from figures.style import BLUE, INK, ORANGE, PINK, VERMILLION, box, new_figure, save
+from watching.messages import Messages
 
 RANKS = 2
 
