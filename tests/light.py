@@ -1,8 +1,9 @@
 """A lesson for launchers without PyTorch, for tests that are about the launcher.
 
 Each rank prints where it runs, its flags, and variables of its environment. Then it connects to
-rank 0 at MASTER_ADDR and MASTER_PORT, as PyTorch's ranks do. With --wait it then waits until
-another rank ends, and fails, as in a collective. With --sleep it only ends if it is told to.
+rank 0 at MASTER_ADDR, as PyTorch's ranks do, one port above MASTER_PORT, where torchrun itself may
+listen. With --wait it then waits until another rank ends, and fails, as in a collective. With
+--sleep it only ends if it is told to.
 """
 
 import os
@@ -23,7 +24,7 @@ sys.stdout.flush()
 
 rank = int(os.environ["RANK"])
 others = []
-address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]) + 1)
 if rank == 0:
     server = socket.create_server(("", address[1]))
     others = [server.accept()[0] for _ in range(1, int(os.environ["WORLD_SIZE"]))]

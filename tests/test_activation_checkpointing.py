@@ -4,9 +4,9 @@ import argparse
 
 import activation_checkpointing as lesson
 import torch
-from forked import in_group
 
 from watching.messages import Messages
+from watching.ranks import call
 
 SIZES = {"width": 16, "layers": 2, "tokens": 7, "heads": 4}
 
@@ -60,4 +60,4 @@ def count_gathers(rank):
 
 def test_no_messages_are_added():
     """The second forward pass uses the parameters that FSDP gathers in backward() anyway."""
-    in_group(count_gathers, 2)
+    call(count_gathers, 2)

@@ -15,12 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT
-from forked import in_group
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from common.models import Language
 from watching.messages import Messages
+from watching.ranks import call
 
 
 def interleaved(tokens, world_size):
@@ -54,7 +54,7 @@ def attend(rank):
 
 def test_attention_is_that_of_one_process():
     """Tokens at any positions: forward and backward, with large scores."""
-    in_group(attend, 3)
+    call(attend, 3)
 
 
 def sample(rank):
@@ -87,7 +87,7 @@ def sample(rank):
 
 def test_gradients_and_messages():
     """Each rank has the gradients of one process, and sends what the formulas say."""
-    in_group(sample, 4)
+    call(sample, 4)
 
 
 def long_rows(rank, tokens, order, shown):
@@ -111,8 +111,8 @@ def test_long_rows(tokens):
     own = tokens // 4
     rest = f"has {own} of {tokens} tokens, and keeps {four} bytes; it computes"
     shown = [f"rank {rank} {rest} {5 * own * own // 2:,} scores" for rank in range(4)]
-    in_group(long_rows, 4, tokens, "zigzag", shown)
+    call(long_rows, 4, tokens, "zigzag", shown)
     plain = [f"rank {rank} {rest} {(rank + 1) * own * own:,} scores" for rank in range(4)]
-    in_group(long_rows, 4, tokens, "plain", plain)
+    call(long_rows, 4, tokens, "plain", plain)
     one, four = (int(number.replace(",", "")) for number in (one, four))
     assert 4 * four == pytest.approx(one, rel=1e-3)

@@ -1,22 +1,11 @@
-"""The data and the models.
-
-Most tests are about fetch(): files that are missing or damaged, and several processes at once.
-"""
+"""The data and the models: what each rank reads, files that are missing or damaged, layers."""
 
 import argparse
-import functools
 import os
 import shutil
-import socket
-import threading
-import time
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
-from forked import in_ranks
-from nodes import small_disk
-from torch.nn import functional as F
 from torch.utils.data import BatchSampler, RandomSampler
 from torchvision.datasets import MNIST
 from torchvision.transforms import Compose, Normalize, ToTensor
@@ -24,6 +13,7 @@ from torchvision.transforms import Compose, Normalize, ToTensor
 from common.data import Images, fetch, load, loaders
 from common.models import CNN, MLP, Transformer
 from common.transformer import Block
+from watching.ranks import call
 
 # Bytes of the unpacked files.
 SIZES = {
@@ -44,21 +34,6 @@ def no_mirror(monkeypatch):
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.setattr(MNIST, "mirrors", ["http://127.0.0.1:1/"])
-
-
-@pytest.fixture
-def mirror(mnist):
-    """Serve the archives. Returns the address for torchvision."""
-
-    class Handler(SimpleHTTPRequestHandler):
-        def log_message(self, *args):
-            """Print nothing."""
-
-    handler = functools.partial(Handler, directory=mnist / "MNIST" / "raw")
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/"
-        server.shutdown()
 
 
 def copied(mnist, folder, names):
@@ -85,17 +60,10 @@ def error_line(*args):
     return str(stop.value)
 
 
-def warning_line(err):
-    """Return the one line of stderr that is a warning."""
-    [line] = [line for line in err.splitlines() if line.startswith("WARNING: ")]
-    return line
-
-
-def fetch_as_rank(rank, world_size, port, results, folder):
-    """Fetch as one of the ranks of a node, and tell the others' process what to train on."""
-    torch.set_num_threads(1)  # a forked process cannot use the threads of the first one
+def fetch_as_rank(rank, folder):
+    """Fetch as one of the ranks of a node. Returns what to train on."""
     os.environ["LOCAL_RANK"] = str(rank)
-    results[rank] = fetch(None, folder)
+    return fetch(None, folder)
 
 
 def test_the_loaders_of_all_ranks(monkeypatch):
@@ -145,51 +113,19 @@ def test_mnist_equals_torchvisions(mnist):
             assert label.dtype == torch.int64 and label == theirs[index][1]
 
 
-def test_two_processes_download_once(mirror, tmp_path, monkeypatch, capfd):
-    """Two processes with an empty folder both get MNIST, and one of them downloads it."""
-    download = MNIST.download
-
-    def slowly(dataset):
-        with open(tmp_path / "downloads", "a") as file:
-            file.write("one\n")
-        time.sleep(1)  # the other process starts in the meantime
-        download(dataset)
-
-    monkeypatch.setattr(MNIST, "mirrors", [mirror])
-    monkeypatch.setattr(MNIST, "download", slowly)
-    folder = tmp_path / "not" / "there yet"
-    assert in_ranks(fetch_as_rank, 2, folder) == {0: "mnist", 1: "mnist"}
-    out, err = capfd.readouterr()
-    assert out == "" and "WARNING" not in err
-    assert (tmp_path / "downloads").read_text() == "one\n"
-    assert sizes(folder) == SIZES
-
-
 def test_without_mirror(tmp_path, capfd):
     """Two processes both choose the digits, and the node warns once. MNIST by name is refused.
 
     A batch is compared with the data set that is used, not with the one that is missing.
     """
-    assert in_ranks(fetch_as_rank, 2, tmp_path) == {0: "digits", 1: "digits"}
+    assert call(fetch_as_rank, 2, tmp_path, group=False) == ["digits", "digits"]
     out, err = capfd.readouterr()
-    assert out == "" and str(tmp_path) in warning_line(err)
+    [warning] = [line for line in err.splitlines() if line.startswith("WARNING: ")]
+    assert out == "" and str(tmp_path) in warning
     line = error_line("mnist", tmp_path)
     assert str(tmp_path) in line and "--dataset digits" in line
     assert fetch(None, tmp_path, 1500) == "digits"
     assert "--batch_size must be at most 1500" in error_line(None, tmp_path, 1501)
-
-
-def test_silent_mirror_is_given_up(tmp_path, capsys, monkeypatch):
-    """A mirror that accepts the connection and never answers does not stop fetch() for long."""
-    set_timeout = socket.setdefaulttimeout
-    before = socket.getdefaulttimeout()
-    # Whatever timeout fetch() sets is 0.2 seconds here.
-    monkeypatch.setattr(socket, "setdefaulttimeout", lambda seconds: set_timeout(seconds and 0.2))
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        monkeypatch.setattr(MNIST, "mirrors", [f"http://127.0.0.1:{silent.getsockname()[1]}/"])
-        assert fetch(None, tmp_path) == "digits"
-    assert "timed out" in warning_line(capsys.readouterr().err)
-    assert socket.getdefaulttimeout() == before
 
 
 def test_damaged_files_are_named(mnist, tmp_path):
@@ -206,42 +142,11 @@ def test_damaged_files_are_named(mnist, tmp_path):
     assert f"{short} is damaged: delete it" in error_line("mnist", tmp_path)
 
 
-def test_a_disk_that_is_full_during_the_download(mirror, tmp_path, monkeypatch, capsys):
-    """The reason is named. With more space, what is unfinished is downloaded again."""
-    monkeypatch.setattr(MNIST, "mirrors", [mirror])
-    with small_disk(tmp_path, "5m"):
-        assert fetch(None, tmp_path / "new") == "digits"
-        assert "No space left on device" in warning_line(capsys.readouterr().err)
-        shutil.copytree(tmp_path / "new", tmp_path.with_name("larger"))
-    assert fetch("mnist", tmp_path.with_name("larger")) == "mnist"
-
-
-def test_a_truncated_archive(mnist, mirror, tmp_path, monkeypatch):
-    """It is named if it cannot be downloaded again. With a mirror, it is fetched."""
+def test_a_truncated_archive(mnist, tmp_path):
+    """It is named, because it cannot be downloaded again."""
     damaged = copied(mnist, tmp_path, ARCHIVES) / "train-labels-idx1-ubyte.gz"
     os.truncate(damaged, damaged.stat().st_size // 2)
     assert f"{damaged} is damaged: delete it" in error_line(None, tmp_path)
-    monkeypatch.setattr(MNIST, "mirrors", [mirror])
-    assert fetch("mnist", tmp_path) == "mnist"
-    assert sizes(tmp_path) == SIZES
-
-
-def test_layers_of_the_mlp_and_the_cnn():
-    """Linear layers with ReLU between them; the CNN has two convolutions with pooling before."""
-    images = torch.randn(5, 1, 28, 28)
-    for network in (MLP(), CNN()):
-        parameters = list(network.parameters())
-        hidden = images
-        if isinstance(network, CNN):
-            hidden = F.max_pool2d(F.conv2d(hidden, *parameters[:2], padding=2).relu(), 2)
-            hidden = F.max_pool2d(F.conv2d(hidden, *parameters[2:4]).relu(), 2)
-            parameters = parameters[4:]
-        hidden = hidden.flatten(1)
-        for weight, bias in zip(parameters[:-2:2], parameters[1:-2:2], strict=True):
-            hidden = F.linear(hidden, weight, bias).relu()
-        torch.testing.assert_close(network(images), F.linear(hidden, *parameters[-2:]))
-        assert network.stage2(network.stage1(images)).equal(network(images))
-    assert [count(MLP()), count(CNN()), count(Transformer())] == [59_210, 51_902, 27_626]
 
 
 def count(network):
@@ -251,12 +156,15 @@ def count(network):
 
 def test_depth_and_width():
     """Each additional layer is a linear layer of the width; the first stage has the larger half."""
+    assert [count(MLP()), count(CNN()), count(Transformer())] == [59_210, 51_902, 27_626]
+    images = torch.randn(5, 1, 28, 28)
     for network, layers in ((MLP, 1), (MLP, 6), (CNN, 2)):
         model = network(8, layers)
         widths = [len(each) for each in model.parameters() if each.dim() == 2]
         assert widths == [8] * layers + [10]
-        assert model(torch.randn(5, 1, 28, 28)).shape == (5, 10)
+        assert model(images).shape == (5, 10)
+        assert model.stage2(model.stage1(images)).equal(model(images))
     model = Transformer(8, 3, tokens=7)
     stages = (model.stage1, model.stage2)
     assert [sum(isinstance(part, Block) for part in stage) for stage in stages] == [2, 1]
-    assert model(torch.randn(5, 1, 28, 28)).shape == (5, 10)
+    assert model(images).shape == (5, 10)

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import DIGITS, epochs, train
-from forked import in_group
 from torch import nn
 
 from watching.messages import Messages
+from watching.ranks import call
 
 LESSON = "expert_parallel"
 ONE_EPOCH = (*DIGITS, "--batch_size", 120, "--epochs", 1, "--tokens", 7, "--double")
@@ -97,4 +97,4 @@ def mean_gradients(rank, only_first):
 @pytest.mark.parametrize("only_first", [False, True])
 def test_gradients_and_bytes(only_first):
     """To 1e-12, also if all tokens go to one rank. The bytes are those of rows for other ranks."""
-    in_group(mean_gradients, 3, only_first)
+    call(mean_gradients, 3, only_first)

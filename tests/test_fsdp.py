@@ -11,11 +11,11 @@ from unittest import mock
 import fully_sharded_data_parallel as lesson
 import torch
 import torch.distributed as dist
-from forked import in_group
 from torch.distributed.fsdp import fully_shard
 
 from common.models import MODELS
 from watching.messages import Messages
+from watching.ranks import call
 
 MESHES = {  # lessons that make a mesh of all ranks, and how they are called
     "fully_sharded_data_parallel": lambda lesson, args: lesson.shard(MODELS["mlp"](), args),
@@ -51,7 +51,7 @@ def timeouts_beside_unused_gpus(rank):
 
 def test_timeouts_beside_unused_gpus():
     """--timeout holds for the group of the mesh, too, which would have one of half an hour."""
-    in_group(timeouts_beside_unused_gpus, 1)
+    call(timeouts_beside_unused_gpus, 1)
 
 
 ALL = argparse.Namespace(device="cpu", timeout=60, keep_weights=False)
@@ -80,4 +80,4 @@ def gather_from_pairs(rank):
 
 def test_layers_gathered_from_pairs():
     """The bytes of answers.md."""
-    in_group(gather_from_pairs, 4)
+    call(gather_from_pairs, 4)

@@ -7,7 +7,6 @@ import language_model
 import pytest
 import torch
 from conftest import epochs, train
-from forked import in_group
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -15,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from common.data import ROW
 from common.models import make_model
 from watching.messages import Messages
+from watching.ranks import call
 
 LESSON = "language_model"
 SHORT = ("--double", "--width", 16, "--batch_size", 24, "--epochs", 1, "--sample", 20)
@@ -93,4 +93,4 @@ def accumulate(rank):
 
 def test_gradients_averaged_in_the_last_micro_batch():
     """The same parameters with fewer messages. Without any, no parameter changes."""
-    in_group(accumulate, 2)
+    call(accumulate, 2)

@@ -5,10 +5,10 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from forked import in_group
 from torch.nn import functional as F
 
 from common.models import MLP
+from watching.ranks import call
 
 IMAGES = 12  # in a step, over all ranks; a multiple of 2 and of 3
 
@@ -65,4 +65,4 @@ def by_hand(rank, world_size):
 
 def test_ranks_train_as_one_process():
     """With a frozen layer, too: 8 or 6 messages in a step, or 1 with a bucket."""
-    in_group(by_hand, 3, 3)
+    call(by_hand, 3, 3)

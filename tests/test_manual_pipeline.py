@@ -6,9 +6,10 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from forked import in_group
 from torch import nn
 from torch.nn import functional as F
+
+from watching.ranks import call
 
 
 def some_layers():
@@ -84,4 +85,4 @@ def by_hand(rank, dtype):
 )
 def test_the_gradients_of_one_process(world_size, dtype):
     """To 1e-12, also with micro-batches of different sizes; what a rank keeps is counted."""
-    in_group(by_hand, world_size, dtype)
+    call(by_hand, world_size, dtype)

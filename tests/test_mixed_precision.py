@@ -15,12 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import DIGITS, losses, single_gpu, train
-from forked import in_group
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from common.models import Transformer
 from watching.messages import Messages
+from watching.ranks import call
 
 CPU = torch.device("cpu")
 MATRIX_PRODUCTS = {"Linear", "Attention", "GELU", "LastToken"}
@@ -90,7 +90,7 @@ def step_of(rank, sharded):
 @pytest.mark.parametrize("sharded", [False, True])
 def test_clipping(sharded):
     """The step of one process that clips. If one shard has an infinite gradient, no rank steps."""
-    in_group(step_of, 2, sharded)
+    call(step_of, 2, sharded)
 
 
 def dtypes_of(shown):
@@ -131,7 +131,7 @@ def dtypes_and_bytes(rank):
 
 def test_dtypes_and_bytes():
     """With autocast, and with a policy, which gathers half of the bytes and reduces all of them."""
-    in_group(dtypes_and_bytes, 2)
+    call(dtypes_and_bytes, 2)
 
 
 def test_float16(change):

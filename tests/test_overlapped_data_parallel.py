@@ -5,8 +5,9 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from forked import in_group
 from test_manual_data_parallel import make, steps
+
+from watching.ranks import call
 
 MEBIBYTE = 2**20
 # Bytes of the parameters of make(), from the last one on: 80, 400, 40, 200, 40, 200, 40, 31,360.
@@ -46,4 +47,4 @@ def by_hand(rank, world_size):
 
 def test_ranks_train_as_one_process():
     """With a message for each parameter, and with 8, 3 and 1 buckets."""
-    in_group(by_hand, 3, 3)
+    call(by_hand, 3, 3)

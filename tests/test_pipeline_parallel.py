@@ -7,10 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import SHORT, train
-from forked import in_group
 from pipeline_parallel import V_SHAPED, connect, make_1f1b, make_other
 from torch import nn
 from torch.nn import functional as F
+
+from watching.ranks import call
 
 CPU = torch.device("cpu")
 
@@ -110,7 +111,7 @@ def test_any_sequential(world_size, name, frozen):
     splits_backward = name in ("InterleavedZeroBubble", *V_SHAPED)
     if splits_backward and torch.__version__.startswith("2.9."):
         pytest.skip("PyTorch 2.9 computes wrong gradients of tied parameters, or cannot run this")
-    in_group(two_steps, world_size, name, frozen)
+    call(two_steps, world_size, name, frozen)
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ import re
 import runpy
 
 import pytest
-import torch
-from conftest import ROOT
-from forked import start
+from conftest import ROOT, free_port
+
+from watching.ranks import call
 
 PAGE = (ROOT / "playground" / "pages" / "questions.md").read_text()
 INTRODUCTION, *SECTIONS = re.split("^## ", PAGE, flags=re.M)
@@ -21,12 +21,11 @@ for section in SECTIONS:
         PROGRAMS[section.partition("\n")[0]] = found.groups()
 
 
-def run_program(rank, world_size, port, folder):
-    """Run program.py of a folder as one of the ranks, which writes what it prints to a file."""
-    os.environ |= {"RANK": f"{rank}", "WORLD_SIZE": f"{world_size}", "LOCAL_RANK": f"{rank}"}
+def run_program(rank, port, folder):
+    """Run program.py of a folder as one of two ranks, which writes what it prints to a file."""
+    os.environ |= {"RANK": f"{rank}", "WORLD_SIZE": "2", "LOCAL_RANK": f"{rank}"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
     os.chdir(folder)
-    torch.set_num_threads(1)
     with open(f"printed{rank}", "w") as file, contextlib.redirect_stdout(file):
         runpy.run_path("program.py", run_name="__main__")
 
@@ -36,7 +35,7 @@ def test_a_program(question, tmp_path):
     """Two ranks run it, and rank 0 prints what is shown."""
     program, shown = PROGRAMS[question]
     (tmp_path / "program.py").write_text(BEGIN + program + END)
-    start(run_program, 2, tmp_path)
+    call(run_program, 2, free_port(), tmp_path, group=False)
     assert (tmp_path / "printed0").read_text().split() == shown.split()
 
 

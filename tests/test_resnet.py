@@ -9,13 +9,13 @@ import pytest
 import resnet as lesson
 import torch
 from conftest import SIZES, train
-from forked import in_group
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torchvision.models import resnet18
 
 from watching.messages import Messages
+from watching.ranks import call
 
 LESSON = "resnet"
 FEW = (SIZES.format(1800, 200), SIZES.format(60, 12))
@@ -112,4 +112,4 @@ def test_batch_norm_and_accumulation_as_in_one_process(count):
 
     Nor do more micro-batches than images.
     """
-    in_group(rank_of, 3, count)
+    call(rank_of, 3, count)

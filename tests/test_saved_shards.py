@@ -21,12 +21,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import vocabulary_parallel
-from forked import in_group
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
 from common.models import make_layers, make_model
 from common.transformer import Block
+from watching.ranks import call
 
 CPU = torch.device("cpu")
 
@@ -170,7 +170,7 @@ def test_what_is_saved_is_loaded(make, what, ranks, tmp_path):
     if make is by_axes:
         what = what.replace("2", str(ranks))
     given = () if make in (by_experts, by_both) else (what,)
-    in_group(saved_and_loaded, ranks, str(tmp_path / "saved"), make, *given)
+    call(saved_and_loaded, ranks, str(tmp_path / "saved"), make, *given)
 
 
 def refused(rank, folder, make, *what):
@@ -194,7 +194,7 @@ def refused(rank, folder, make, *what):
 def test_shards_made_by_hand(make, ranks, tmp_path):
     """A checkpoint would take them for replicas."""
     what = {2: "1x1x1x2", 4: "1x2x1x2"}[ranks] if make is by_axes else "hand"
-    in_group(refused, ranks, tmp_path, make, what)
+    call(refused, ranks, tmp_path, make, what)
 
 
 def a_folder_for_each_tp(rank, folder):
@@ -213,7 +213,7 @@ def a_folder_for_each_tp(rank, folder):
 
 def test_a_folder_for_each_tp(tmp_path):
     """With two stages."""
-    in_group(a_folder_for_each_tp, 4, tmp_path)
+    call(a_folder_for_each_tp, 4, tmp_path)
 
 
 def refused_by_the_optimizers(_):
@@ -230,4 +230,4 @@ def refused_by_the_optimizers(_):
 
 def test_zero_by_hand():
     """With two ranks."""
-    in_group(refused_by_the_optimizers, 2)
+    call(refused_by_the_optimizers, 2)

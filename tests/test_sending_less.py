@@ -12,13 +12,13 @@ import sending_less
 import torch
 import torch.distributed as dist
 from conftest import DIGITS, ROOT, losses, train
-from forked import in_group
 from nodes import need
 from torch import nn
 from torch.nn import functional as F
 
 from common.models import MLP
 from figures import sending_less as picture
+from watching.ranks import call
 
 SGD = (*DIGITS, "--batch_size", 120, "--epochs", 2, "--double", "--sgd", "--lr", 0.1)
 SAME = [
@@ -72,7 +72,7 @@ def agreeing(rank, diloco):
 @pytest.mark.parametrize("diloco", [False, True])
 def test_where_three_ranks_agree(diloco):
     """After every second step, and after the last one of an epoch. In between they differ."""
-    in_group(agreeing, 3, diloco)
+    call(agreeing, 3, diloco)
 
 
 SIZE = 236_840  # bytes of the MLP's gradients, as the docstring has it
@@ -100,7 +100,7 @@ def hooked(rank):
 
 def test_what_the_hooks_send():
     """All gradients in 16 bits, or two thin matrices for each of the four matrices."""
-    in_group(hooked, 2)
+    call(hooked, 2)
 
 
 def test_bytes_on_the_wire():

@@ -7,10 +7,10 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from forked import in_group
 
 from common.models import Transformer
 from watching.messages import Messages
+from watching.ranks import call
 
 
 def sample(rank, sequence, messages):
@@ -48,4 +48,4 @@ OF_TOKENS = {"all_gather": 5, "reduce_scatter": 4, "all_reduce": 9}
 @pytest.mark.parametrize(("sequence", "messages"), [(False, {"all_reduce": 4}), (True, OF_TOKENS)])
 def test_gradients_and_messages(sequence, messages):
     """Split or whole, each rank has the gradient of one process, also if it accumulates."""
-    in_group(sample, 2, sequence, messages)
+    call(sample, 2, sequence, messages)

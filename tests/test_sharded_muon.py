@@ -12,9 +12,10 @@ import sharded_muon
 import torch
 import torch.distributed as dist
 from conftest import DIGITS, lesson_path, losses, ranks, train
-from forked import in_group
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import functional as F
+
+from watching.ranks import call
 
 LESSON = "sharded_muon"
 MATRICES = 2 * 64 * 64 * 4  # bytes of those of the default model
@@ -77,7 +78,7 @@ def test_the_steps_of_torchs_own_optimizer():
         exact = torchs_own()
     differences = [(a - b).abs().max() for a, b in zip(rounded, exact, strict=True)]
     assert 1e-5 < max(differences) < 1e-2
-    in_group(moved, 3, exact)
+    call(moved, 3, exact)
 
 
 def test_the_singular_values():
@@ -128,9 +129,9 @@ def test_the_table_of_calls():
         assert done.returncode == 0, done.stderr
         found, given = Counter(), Counter()
         pattern = r"^all +(\w+) +2 +(\d+) +([\d,]+) +\d+: (?!logits|loss)"
-        for call, count, size in re.findall(pattern, done.stdout, re.M):
-            found[call] += int(count)
-            given[call] += int(size.replace(",", ""))
+        for kind, count, size in re.findall(pattern, done.stdout, re.M):
+            found[kind] += int(count)
+            given[kind] += int(size.replace(",", ""))
         assert calls.split(", ") == [f"{count} {call}" for call, count in sorted(found.items())]
         if way != "owner":
             assert given["all_gather"] == float(factor or 1) / 2 * MATRICES

@@ -8,9 +8,10 @@ from functools import partial
 import manual_fully_sharded
 import sharded_optimizer
 import torch
-from forked import in_group
 from torch import nn
 from torch.nn import functional as F
+
+from watching.ranks import call
 
 STEPS = 5
 
@@ -80,4 +81,4 @@ def test_another_model():
         model = model_of_a_readers_project()
         make_steps(model, ADAM(model.parameters()), range(3), backwards)
         expected[backwards] = list(model.parameters())
-    in_group(sharded_rank, 3, expected)
+    call(sharded_rank, 3, expected)

@@ -1,15 +1,10 @@
-"""The lessons are one course: the same skeleton, PyTorch by its front door, tidy code.
-
-.ruff.toml forbids some names, such as those of stores and signals, and functions without docstring.
-"""
+"""What stands below a fold, and what imports what."""
 
 import ast
-import contextlib
-import importlib
 import re
 
 import pytest
-from conftest import ROOT, STANDIN, by_torchrun, lesson_path
+from conftest import ROOT, lesson_path
 from fold import FOLD, folded
 from lessons import LESSONS
 
@@ -41,44 +36,6 @@ def test_what_stands_below_the_fold(lesson):
     assert folded(text) == text, f"run: python tests/fold.py {lesson_path(lesson)}"
     assert READING_ORDER.index(fold[1].removesuffix(".py")) < READING_ORDER.index(lesson)
     assert "# NEW: " in text[: fold.start()] and "# NEW: " not in text[fold.end() :]
-
-
-@pytest.mark.parametrize("lesson", LESSONS)
-def test_a_lesson_is_plain_pytorch(lesson):
-    """Nothing joins or kills but the starter of the ranks; their start and end are in sight."""
-    text = source(lesson)
-    words = [".kill(", ".terminate(", "TORCH_CPP_LOG_LEVEL"]
-    alone = 'init_process_group("fake"' in text  # there are no other ranks to start
-    starter = "torch.distributed" in text and not by_torchrun(lesson) and not alone
-    expected = [".kill(", "TORCH_CPP_LOG_LEVEL"] if starter else []  # it hides back traces
-    assert [word for word in words if word in text] == expected
-    if "torch.distributed" not in text:
-        return
-    function = r"^def (?:talk|train)\((?:.*\n)(?:(?: .*)?\n)+"
-    assert re.search(function, text, re.M)[0].rstrip().endswith("dist.destroy_process_group()")
-    if lesson == "distributed_data_parallel2":
-        assert text.count("    launch(") == 1
-        return
-    assert text.count("dist.init_process_group(") == 1
-    start = r"mp\.spawn\((train|talk), \(args,\), (args\.gpus|RANKS, join=False)\)"
-    starts = len(re.findall(start, text))
-    assert starts == (1 if starter else 0)
-
-
-def test_help_is_short(capsys, monkeypatch):
-    """--help prints what the lesson is about and its flags. The commands are in the file."""
-    monkeypatch.syspath_prepend(STANDIN)  # for the lesson that needs detectron2
-    for lesson in LESSONS:
-        monkeypatch.setattr("sys.argv", [f"{lesson}.py", "--help"])
-        with contextlib.suppress(SystemExit):  # torchrun's @record turns it into a return
-            importlib.import_module(lesson).main()
-        out = capsys.readouterr().out
-        first = ast.get_docstring(ast.parse(source(lesson))).partition("\n\n")[0]
-        usage, about, rest = out.split("\n\n", 2)
-        assert usage == f"usage: {lesson}.py [flags]"
-        assert about.split() == first.split()
-        assert "\n  --device " in rest
-        assert "playground/" not in rest.replace("beside playground/", "")
 
 
 MAY_IMPORT = {  # the parts of the course that stand below each folder

@@ -4,16 +4,17 @@ test_pbs.py trains with it.
 """
 
 import os
+import pty
 import signal
+import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, Job, one_line
+from conftest import ROOT, Job
 from nodes import FLAGS, HOSTS, LIGHT, STAYS, TRAVEL, Nodes, check_places, read_until, variables
 from sshd import Sshd
 
 SCRIPT = ROOT / "run" / "two_nodes_ssh.sh"
-LESSON = "playground/distributed_data_parallel.py"
 STUBBORN = f"""\
 import os, subprocess, sys, time
 def launch(flags):
@@ -24,7 +25,8 @@ def launch(flags):
     for stubborn in "", "trap '' INT TERM; ":  # two ranks, of which the second ignores signals
         subprocess.Popen(["sh", "-c", stubborn + "echo waiting; while :; do sleep 0.1; done"])
     time.sleep(3600)
-launch(sys.argv[1:])
+if __name__ == "__main__":
+    launch(sys.argv[1:])
 """
 
 
@@ -48,10 +50,10 @@ def start(sshd, *words, **settings):
     return Job(*sshd.nodes.enter(0), SCRIPT, *words, env=settings, cwd="/")
 
 
-def test_a_lesson_that_starts_its_ranks_until_ctrl_c(sshd, tmp_path):
+def test_a_lesson_that_starts_its_ranks_until_it_is_ended(sshd, tmp_path):
     """Each node gets its flags, the user's unchanged, and the variables of NCCL, gloo and torch.
 
-    After Ctrl-C no process stays on any node, even if it ignores signals.
+    After SIGTERM no process stays on any node, even if it ignores signals.
     """
     (tmp_path / "lesson.py").write_text(STUBBORN.replace("FAILING", "None"))
     checkout = tmp_path / "a checkout"
@@ -64,10 +66,27 @@ def test_a_lesson_that_starts_its_ranks_until_ctrl_c(sshd, tmp_path):
         flags = ["-n", "2", "-g", "3", "-nr", f"{node}", "-ip", "node0", "--port", "8889", own]
         assert f"{host}: {checkout} {flags}\n" in text
     assert variables(text) == dict.fromkeys(HOSTS, str(TRAVEL))
-    os.killpg(job.process.pid, signal.SIGINT)  # a terminal sends it to all processes
+    job.process.terminate()
     done = job.wait()
-    assert done.returncode == 130
+    assert done.returncode == 143
     assert [line[:9] for line in done.stderr.splitlines()] == ["+ node0: ", "+ node1: "]
+
+
+def test_ctrl_c(sshd):
+    """Typed at a terminal, it ends torchrun and its ranks on both nodes."""
+    terminal, end = pty.openpty()
+    command = [*sshd.nodes.enter(0), SCRIPT, LIGHT, *FLAGS]
+    env = os.environ | {"SSH": sshd.command, "PYTHON": sys.executable}
+    script = subprocess.Popen(
+        ["setsid", "--ctty", "--wait", *map(str, command)], stdin=end, stdout=end, stderr=end, env=env
+    )
+    os.close(end)
+    text = ""
+    while text.count(" waits") < 4:
+        text += os.read(terminal, 1024).decode()
+    os.write(terminal, b"\x03")
+    assert script.wait(60) == 130
+    os.close(terminal)
 
 
 def test_a_node_that_fails_ends_all(sshd, tmp_path):
@@ -75,42 +94,24 @@ def test_a_node_that_fails_ends_all(sshd, tmp_path):
     (tmp_path / "lesson.py").write_text(STUBBORN.replace("FAILING", "'1'"))
     done = start(sshd, tmp_path / "lesson.py").wait()
     assert done.returncode == 3, done.stdout + done.stderr
+    done = start(sshd, tmp_path / "lesson.py", HOSTS="node0 node7").wait()
+    assert done.returncode == 255
+    assert "node7: ssh: Could not resolve hostname node7: " in done.stdout
 
 
 def test_a_lesson_for_torchrun_until_kill_9(sshd):
     """torchrun starts two ranks on each node, with the flags and the same variables.
 
-    After kill -9 of the script no process stays: torchrun itself ends its ranks.
+    After kill -9 of a rank, and of the script, no process stays.
     """
     job = start(sshd, LIGHT, *FLAGS, **TRAVEL, **STAYS)
     text = read_until(job, r"^node\d: rank \d waits$", 4)
     check_places(text, *FLAGS)
     assert variables(text) == dict.fromkeys(HOSTS, str(TRAVEL))
+    os.kill(sshd.nodes.ranks()[3], signal.SIGKILL)
+    assert job.wait().returncode == 1
+    assert sshd.left() == []
+    job = start(sshd, LIGHT, *FLAGS)
+    read_until(job, r"^node\d: rank \d waits$", 4)
     job.process.kill()
     assert job.wait().returncode == -9
-
-
-def test_what_is_missing_is_one_line(sshd):
-    """If a host, a key, a checkout or Python is missing, nothing starts. A line has what to do."""
-
-    def refused(*words, said, **settings):
-        done = start(sshd, *words, **settings).wait()
-        assert (done.returncode, done.stdout) == (1, ""), done.stderr
-        one_line(done, *said)
-
-    refused("playground/none.py", said=["there is no playground/none.py: choose one of"])
-    refused("playground/single_gpu.py", said=["is a single process: python"])
-    unknown = ["cannot log in to node7", ": correct HOSTS, or add the host to /etc/hosts"]
-    refused(HOSTS="node0 node7", said=unknown)
-    refused(CHECKOUT="/none", said=[f"node0 has no /none/{LESSON}: rsync -a ./ node0:/none"])
-    setup = f"{sshd.command} node0 {ROOT}/run/setup.sh"
-    refused(PYTHON="/no/python", said=[f"node0 has no /no/python in {ROOT}: {setup}"])
-    closed = f"{sshd.command} -p 23"
-    refused(SSH=closed, said=[f"Connection refused): try this alone: {closed} node0"])
-    for name, advice in (
-        ("known_hosts", f"verification failed.): accept its key once: {sshd.command} node0"),
-        ("key", "): give it your key: ssh-copy-id node0"),
-    ):
-        (sshd.folder / name).rename(sshd.folder / "away")
-        refused(said=[advice])
-        (sshd.folder / "away").rename(sshd.folder / name)

@@ -7,8 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import DIGITS, losses, single_gpu, train
-from forked import in_group
 from torch import nn
+
+from watching.ranks import call
 
 LESSON = "tensor_parallel"
 ONE_EPOCH = (*DIGITS, "--batch_size", 120, "--epochs", 1, "--double")
@@ -91,7 +92,7 @@ def test_any_module():
 
     The functions inside and behind a pair use their outputs in their backward passes.
     """
-    in_group(train_by_hand, 3)
+    call(train_by_hand, 3)
 
 
 def ends_of_a_pair(rank):
@@ -111,4 +112,4 @@ def ends_of_a_pair(rank):
 
 def test_the_functions_at_the_ends_of_a_pair():
     """They leave their inputs as they are."""
-    in_group(ends_of_a_pair, 2)
+    call(ends_of_a_pair, 2)

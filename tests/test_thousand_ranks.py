@@ -7,11 +7,11 @@ import pytest
 import thousand_ranks as lesson
 import torch
 import torch.distributed as dist
-from forked import in_group, in_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from common import flags
 from watching.messages import Messages
+from watching.ranks import call
 
 # Four ranks cannot divide the 30 rows of a table equally, nor two ranks 15 of them.
 SMALL = "--layers 2 --width 16 --heads 4 --words 30 --sequence 8 --rows 3"
@@ -45,10 +45,10 @@ def alone(rank, words):
         return lesson.run_step(model, mesh, args)
 
 
-def note_rank(rank, world_size, port, results, words):
-    """Note what each of four ranks counts. DTensor remembers a group, so each has a process."""
+def note_rank(rank, words):
+    """Return what one of four ranks counts. DTensor remembers a group, so each has a process."""
     held, kept, calls = alone(rank, words)
-    results[rank] = held, kept, dict(calls.times), dict(calls.given)
+    return held, kept, dict(calls.times), dict(calls.given)
 
 
 def together(rank, words, expected):
@@ -69,18 +69,18 @@ def together(rank, words, expected):
 def test_four_real_ranks(words):
     """Bytes and calls of each, to the last one."""
     words = f"{SMALL} {words}"
-    expected = in_ranks(note_rank, 4, words)
-    in_group(together, 4, words, expected)
+    expected = call(note_rank, 4, words, group=False)
+    call(together, 4, words, expected)
 
 
-def note_layers(index, world_size, port, results, words):
-    """Note what rank 0 of a large model counts, with one layer and with two."""
+def note_layers(index, words):
+    """Return what rank 0 of a large model counts, with one layer and with two."""
     held, kept, calls = alone(0, f"{words} --layers {index + 1}")
     sent = Counter()
     args = arguments(words)
     for (kind, axis), given in calls.given.items():
         sent[axis] += lesson.by_ring(kind, given, {"dp": args.dp, "tp": args.tp}[axis])
-    results[index] = [sum(held.values()), kept, sent["dp"], sent["tp"]]
+    return [sum(held.values()), kept, sent["dp"], sent["tp"]]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_the_formulas_of_plan(words):
     import plan
 
     args = arguments(words)
-    of = in_ranks(note_layers, 2, words)
+    of = call(note_layers, 2, words, group=False)
     counted = [more - less for less, more in zip(of[0], of[1], strict=True)]
     width, tokens = args.width, args.rows * args.sequence
     block = 3 * width**2 + 3 * width * (11 * width // 4) + 2 * width

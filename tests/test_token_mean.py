@@ -8,11 +8,12 @@ import pytest
 import token_mean as lesson
 import torch
 from conftest import epochs, train
-from forked import in_group
 from parameters import largest_difference
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+
+from watching.ranks import call
 
 LESSON = "token_mean"
 FLAGS = ("--double", "--width", 16, "--layers", 1, "--batch_size", 12, "--epochs", 1)
@@ -103,7 +104,7 @@ def compare_gradients(rank):
 
 def test_gradients():
     """They are those of one process, to 1e-12. Those of a mean of means are not."""
-    in_group(compare_gradients, 2)
+    call(compare_gradients, 2)
 
 
 def test_packing():

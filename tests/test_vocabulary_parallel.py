@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from forked import in_group, in_ranks, join
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional as F
 
 from common.models import Language
 from watching.messages import Messages
+from watching.ranks import call
 
 close = partial(torch.testing.assert_close, atol=1e-12, rtol=1e-10)
 TOKENS = (3, 5)
@@ -87,7 +87,7 @@ def by_hand(rank, tied):
 @pytest.mark.parametrize("tied", [False, True])
 def test_by_hand(tied):
     """Split or whole, each rank has the losses and gradients of one process."""
-    in_group(by_hand, RANKS, tied)
+    call(by_hand, RANKS, tied)
 
 
 def by_dtensor(rank, tied):
@@ -113,7 +113,7 @@ def by_dtensor(rank, tied):
 
 def test_by_dtensor():
     """The same from PyTorch, with as many bytes. Tied tables stay tied."""
-    in_group(by_dtensor, RANKS, True)
+    call(by_dtensor, RANKS, True)
 
 
 def memory(name):
@@ -122,18 +122,17 @@ def memory(name):
     return int(re.search(rf"{name}:\s+(\d+) kB", status)[1]) / 1024
 
 
-def step_of_many_words(rank, world_size, port, results, by):
-    """Compute the gradients of 256 tokens with 128,000 words. Fills in the MiB that it takes."""
+def step_of_many_words(rank, by):
+    """Compute the gradients of 256 tokens with 128,000 words. Returns the MiB that it takes."""
     import vocabulary_parallel as lesson
 
-    join(rank, world_size, port)
     model = Language(64, layers=1)
     model.stage1[0] = torch.nn.Embedding(128_000, 64)
     model.stage2[-1].output = torch.nn.Linear(64, 128_000, bias=False)
     if by == "hand":
         lesson.split_vocabulary(model, None)
     if by == "dtensor":
-        mesh = dist.init_device_mesh("cpu", (world_size,))
+        mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
         lesson.split_vocabulary_by_dtensor(model, mesh)
     rows, labels = torch.randint(128_000, (2, 2, 128))
     before = memory("VmRSS")
@@ -146,16 +145,16 @@ def step_of_many_words(rank, world_size, port, results, by):
             loss = F.cross_entropy(scores, labels)
         del scores
         loss.backward()
-    results[rank] = memory("VmHWM") - before
+    taken = memory("VmHWM") - before
     dist.barrier()
-    dist.destroy_process_group()
+    return taken
 
 
 def test_the_memory_of_128000_words(record_property):
     """The scores of all words are 125 MiB. One process has three such tensors at a time."""
     taken = {}
     for by, ranks in (("one process", 1), ("hand", RANKS), ("dtensor", RANKS)):
-        taken[by] = round(max(in_ranks(step_of_many_words, ranks, by).values()))
+        taken[by] = round(max(call(step_of_many_words, ranks, by)))
     record_property("MiB for a step with 128,000 words", taken)
     assert taken["one process"] > 3 * 125
     assert 125 < taken["hand"] < 1.3 * 125  # two halves
