@@ -19,7 +19,7 @@ The verdicts:
     WRONG      wrong numbers
     COSTLY     right numbers, but more messages or bytes than needed
     CRASH      an error, with your own lines only
-    HANG       a rank did not finish in time, with the line at which each rank waits
+    HANG       the ranks wait and make no progress, with the line at which each one is
     your turn  you have not written it yet
 
 The list runs only the answers that have changed, because answers/verdicts.json keeps the verdicts.
@@ -33,6 +33,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -52,11 +53,15 @@ ORDER = re.findall(r"\[`\w+`\]\((\w+)\.py\)", (FOLDER / "README.md").read_text(e
 def check(file):
     """Check the exercise of a task or of an answer. Its last line calls this.
 
-    A new process does it, because this one has run the learner's file already.
+    A new process does it, because this one has run the learner's file already. In a notebook, this
+    process is the notebook's, which goes on.
     """
     sys.stdout.flush()
-    program = str(FOLDER / "check.py")
-    os.execv(sys.executable, [sys.executable, program, Path(file).stem, *sys.argv[1:]])
+    words = [sys.executable, str(FOLDER / "check.py"), Path(file).stem, *sys.argv[1:]]
+    if "IPython" in sys.modules:
+        print(subprocess.run(words, stdout=subprocess.PIPE, text=True).stdout, end="")
+    else:
+        os.execv(sys.executable, words)
 
 
 def task_of(name):
@@ -126,40 +131,10 @@ def is_unwritten(name):
     return same and not is_program(name)
 
 
-def parts_of(name):
-    """Return the parts of an exercise's check, by name: functions, classes and constants."""
-    found = {}
-    for node in ast.parse((JUDGING / "checks" / f"{name}.py").read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            found[node.targets[0].id] = node.value
-        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            found[node.name] = node
-    return found
-
-
-def hint(name, number):
-    """Return hint 1, 2 or 3. There are empty lines between them."""
-    return parts_of(name)["HINTS"].value.strip().split("\n\n")[number - 1]
-
-
-def solution_to(name):
-    """Return the text of the solution and of its HELPERS, without importing PyTorch."""
-    parts = parts_of(name)
-    names = ast.literal_eval(parts["HELPERS"]) if "HELPERS" in parts else []
-    names = [*names, parts["NAME"].value if "NAME" in parts else name]
-    lines = (JUDGING / "checks" / f"{name}.py").read_text(encoding="utf-8").splitlines()
-    shown = []
-    for each in names:
-        node = parts[each]
-        first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-        shown.append("\n".join(lines[first - 1 : node.end_lineno]))
-    return "\n\n\n".join(shown)
-
-
 def key_of(name):
     """Return a text that differs when an answer needs a new verdict."""
     files = [answer_to(name), JUDGING / "checks" / f"{name}.py", *sorted(JUDGING.glob("*.py"))]
-    files.append(FOLDER.parent / "tools" / "watching" / "messages.py")
+    files += sorted((FOLDER.parent / "tools" / "watching").glob("*.py"))
     digest = hashlib.sha256(version("torch").encode())
     for file in files:
         digest.update(hashlib.sha256(file.read_bytes()).digest())
@@ -289,7 +264,7 @@ def main():
     add("--file", help="check a function in another file")
     add("--function", help="the name of this function")
     add("--ranks", type=int, nargs="+", help="check it with these numbers of ranks only")
-    add("--seconds", type=float, help="time for each case (default: 8)")
+    add("--seconds", type=float, help="for which the ranks of a case may wait (default: 8)")
     args = parser.parse_args()
     name = Path(args.exercise).stem if args.exercise else None
     if name and name not in ORDER:
@@ -298,11 +273,10 @@ def main():
         parser.error("name an exercise")
     if args.ranks and min(args.ranks) < 1:
         parser.error("--ranks: at least 1")
-    if args.hint:
-        print(hint(name, args.hint))
-        return 0
-    if args.answer:
-        print(solution_to(name))
+    if args.hint or args.answer:
+        from judging import exercise  # its folder sets variables of PyTorch
+
+        print(exercise.hint(name, args.hint) if args.hint else exercise.answer(name))
         return 0
     if args.reset:
         reset(name)

@@ -1,10 +1,10 @@
 """Judges the answers to the exercises.
 
-judge.py starts a process for each number of ranks, and reports. attempt.py has Attempt: an answer
-on one number of ranks, and its verdict. ranks.py runs it, traffic.py counts what it sends, words.py
-puts it into words, and imitate.py finds out which typical mistake does the same. single.py trains
-in one process, and evidence.py reads what was found in the evidence of a run. checks/ has a module
-for each exercise.
+judge.py judges an answer with one number of ranks after another, and reports. attempt.py has
+Exercise, which tells what a module of checks/ may have, and Attempt: an answer on one number of
+ranks, and its verdict. trial.py runs it, traffic.py counts what it sends, and words.py puts it into
+words, with the facts of tools/watching/facts.py. exercise.py makes the solutions, single.py trains
+in one process, and evidence.py reads what was found in the evidence of a run.
 """
 
 import os

@@ -1,35 +1,17 @@
-"""An answer to an exercise on one number of ranks: it is run, and judged.
-
-A check is a module of checks/. On each rank, its run(the learner's function, **case) calls the
-function for each of the CASES. expected(rank, world_size, **case) returns what run() should return,
-and limits(), with the same arguments, how much a rank may send. The function with the name of the
-exercise is its solution, and NAME is this name if the module has another. MISTAKES has typical
-mistakes (see imitate.py), and HINTS three hints with empty lines in between. The rest is optional:
-HELPERS, the names of what --answer shows before the solution; RUNG_1, ONLY, INSTEAD, TOLERANCE,
-WORLD_SIZES, JOIN, runs(), FAULT, IMITATED; explain(), which puts a Trial with wrong results into
-words; and WORDS: patterns that are searched in the lines of a verdict, and what they tell.
-"""
+"""An answer to an exercise on one number of ranks: it is run, and judged."""
 
 import importlib
 import re
 from dataclasses import dataclass, field
 
-from judging.ranks import started
+from judging.exercise import solution_of
 from judging.traffic import trace
-from judging.words import (
-    LOST,
-    TOLERANCE,
-    costs,
-    difference,
-    in_ranks,
-    lost_message,
-    used,
-    why_it_hangs,
-    why_it_is_wrong,
-)
+from judging.trial import PRINTED, be_a_rank, go_through
+from judging.words import LOST, costs, in_ranks, lost_message, used, why_it_hangs, why_it_is_wrong
+from watching.facts import TOLERANCE, difference
+from watching.ranks import free_port, started
 
-SECONDS_FOR_A_CASE = 8  # from when all ranks have started it; also for importing the file
-PARTS = ("join", "import")  # before the cases
+SECONDS_FOR_A_CASE = 8  # for which all ranks wait, or one computes; also for importing the file
 KINDS = ("your turn", "forbidden", "ended", "error", "connection")  # which Crash is told first
 
 
@@ -51,6 +33,63 @@ class Rung:
     then: str
 
 
+class Exercise:
+    """What a module of checks/ has, and here the defaults of what is optional.
+
+    On each rank, its run(the learner's function, **case) calls the function for each of the CASES.
+    expected(rank, world_size, **case) returns what run() should return. The function with the name
+    of the exercise is its solution; of a fault, REPAIR is what is edited in its task, and WHY the
+    reason. MISTAKES, on which the tests try the check, has functions or edits of the solution, by
+    the words that the verdict should have. HINTS are three, with empty lines in between.
+
+    Args:
+        name: of the module.
+    """
+
+    NAME = ""  # of the function, if the module has another name
+    HELPERS = ()  # the names of what --answer shows before the solution
+    WORLD_SIZES = (1, 2, 3, 4, 5)
+    JOIN = True  # whether the ranks are in a group when they call the function
+    FAULT = ""  # how the verdict on the task of a fault begins
+    RUNG_1 = None  # a Rung
+    ONLY = None  # the kinds of messages that are allowed; None: all
+    INSTEAD = ""  # what is allowed, in words
+    TOLERANCE = TOLERANCE
+    WORDS = {}  # by a pattern, which is searched in the lines of a verdict
+    start = None  # start(rank, world_size, **case) returns a result as if nothing had been done
+
+    def __init__(self, name):
+        self.name = name
+        self.module = importlib.import_module(f"judging.checks.{name}")
+        vars(self).update(vars(self.module))
+
+    def __reduce__(self):
+        """Every process finds it by its name."""
+        return Exercise, (self.name,)
+
+    def runs(self, size):
+        """Return what runs one after another: (a function of the check, a number of ranks)."""
+        return [(self.run, size)]
+
+    def limits(self, rank, world_size, **case):
+        """Return how many "messages", "bytes" and "rounds" of messages a rank may need."""
+        return {}
+
+    def explain(self, trial):
+        """Return words on a Trial with wrong results, if the check has some."""
+        return None
+
+    @property
+    def rungs(self):
+        """How many rungs it has."""
+        return 2 if self.RUNG_1 else 1
+
+    def solution(self, words=None):
+        """Return its solution, or the function that has one of its MISTAKES."""
+        mistake = self.MISTAKES[words] if words else ()
+        return solution_of(self.module, mistake) if isinstance(mistake, tuple) else mistake
+
+
 @dataclass
 class Verdict:
     """How an answer did on one number of ranks.
@@ -62,10 +101,9 @@ class Verdict:
         ranks: the number of ranks in words, of all runs: "3 ranks", or "3, then 4 ranks".
         lines: what is wrong.
         why: what the cause may be; None: unknown.
-        is_clear: whether the cause is known. Otherwise the typical mistakes are tried.
+        is_clear: whether the lines say all that there is to say.
         trace: who sent what to whom, step by step.
         printed: what each rank has printed.
-        finished: whether all ranks have finished, or were ended with a verdict of their own.
         passed: how many rungs of the exercise are right. It has one if the check has no RUNG_1.
     """
 
@@ -78,7 +116,6 @@ class Verdict:
     is_clear: bool = False
     trace: list[str] = field(default_factory=list)
     printed: list[str] = field(default_factory=list)
-    finished: bool = True
     passed: int = 0
 
 
@@ -86,101 +123,87 @@ class Attempt:
     """An answer to an exercise on one number of ranks.
 
     Args:
-        exercise: the module of checks/.
+        exercise: the Exercise.
         size: the number of ranks with which the exercise is checked.
         folder: the ranks write here, in a folder for each case.
-        seconds: the time for a case; None: SECONDS_FOR_A_CASE.
-
-    Attributes:
+        function: returns the answer, in a rank.
         file: the file of the answer. Verdicts quote its lines.
-        name: the name of the answer in it.
-        load: None, or what a rank calls for the functions that it tries in place of the answer.
-        later: after how many seconds a rank looks at its result again; 0: it does not, and no rank
-            starts its messages later than the others.
-        printed: what each rank has printed.
-        trial: the last Trial, and `number`, the number of its case.
+        seconds: the time for a case.
     """
 
-    seconds_for_others = 0.3  # after a rank has failed
-    later = 0.05
+    later = 0.05  # after how many seconds a rank looks at its result again
 
-    def __init__(self, exercise, size, folder, seconds=None):
-        self.module = exercise.__name__
+    def __init__(self, exercise, size, folder, function, file, seconds=SECONDS_FOR_A_CASE):
+        self.exercise = exercise
         self.size = size
         self.folder = folder
-        self.seconds = seconds or SECONDS_FOR_A_CASE
-        self.file = exercise.__file__
-        self.name = ""
-        self.load = None
-        self.printed = []
-        self.trial = None
-        self.number = 0
+        self.function = function
+        self.file = file
+        self.seconds = seconds
+        self.cases = list(exercise.CASES.values())
         folder.mkdir()
 
-    @property
-    def exercise(self):
-        """The module of checks/. By its name, every process finds it."""
-        return importlib.import_module(self.module)
-
-    def runs(self):
-        """Return what runs one after another: (a function of the check, a number of ranks)."""
-        if hasattr(self.exercise, "runs"):
-            return self.exercise.runs(self.size)
-        return [(self.exercise.run, self.size)]
-
-    def place_of(self, function, case):
+    def place_of(self, case):
         """Return the folder in which a case runs. What is there, a later run can read."""
-        return self.folder / f"function{function}-case{case}"
+        place = self.folder / f"case{case}"
+        place.mkdir(exist_ok=True)
+        return place
 
-    def verdict(self, tell):
-        """Run all cases until one is at fault. Returns the Verdict.
+    def output_of(self, number):
+        """Return the file of what a rank prints."""
+        return self.folder / f"printed{number}"
 
-        Args:
-            tell: called with 1 as soon as the first of two rungs is right.
-        """
+    def text_of(self, number):
+        """Return the beginning of what a rank has printed."""
+        with open(self.output_of(number), errors="replace") as file:
+            return file.read(PRINTED)
+
+    def verdict(self):
+        """Run all cases until one is at fault. Returns the Verdict."""
         names = list(self.exercise.CASES)
-        runs = self.runs()
+        runs = self.exercise.runs(self.size)
         fault = None
         for number in range(len(runs)):
-            verdict = self.verdict_on(runs[: number + 1], names, number == len(runs) - 1, tell)
+            verdict = self.verdict_on(runs[: number + 1], names, number == len(runs) - 1)
             if verdict.kind != "RIGHT":
                 fault = verdict
                 # Only the cases before this one can still be right.
                 names = names[: names.index(fault.case)] if fault.case else []
                 if not names:
                     break
-        if fault is not None:
-            fault.passed = verdict.passed
-            return fault
-        verdict.passed = rungs(self.exercise)
-        return verdict
+        if fault is None:
+            verdict.passed = self.exercise.rungs
+            return verdict
+        fault.passed = verdict.passed
+        return fault
 
-    def verdict_on(self, runs, names, last, tell):
+    def verdict_on(self, runs, names, last):
         """Run these cases in the last of the `runs`. What it returns counts if it is the `last`."""
         run, size = runs[-1]
-        rung_1 = getattr(self.exercise, "RUNG_1", None)
-        verdict = Verdict("RIGHT", size, ranks=in_ranks([size for _, size in runs]))
-        with started(self, run, size) as go:
-            for self.number, name in enumerate(["", "", *names], start=-2):
-                self.trial = trial = go((0, self.number) if name else PARTS[self.number])
-                if self.number == -2 and (trial.crashes or trial.places):
-                    # Nothing of the learner has run, so this is no verdict on the answer.
-                    raise RuntimeError(f"{size} ranks could not join: {trial}")
+        rung_1 = self.exercise.RUNG_1
+        verdict = Verdict("RIGHT", self.size, ranks=in_ranks([size for _, size in runs]))
+        for number in range(size):
+            self.output_of(number).write_text("")
+        with started(be_a_rank, size, self.folder, self, run, size, free_port()) as ranks:
+            trial = go_through(self, ranks, "join")
+            if trial.crashes or trial.places:
+                # Nothing of the learner has run, so this is no verdict on the answer.
+                raise RuntimeError(f"{size} ranks could not join: {trial}")
+            for part, name in enumerate(["", *names], start=-1):
+                trial = go_through(self, ranks, part if name else "import")
                 trial.case = self.exercise.CASES.get(name, {})
                 free = rung_1 is not None and name in rung_1.cases
                 self.judge(trial, verdict, last and name, not free)
                 if name and (trial.verdict or not verdict.trace):
-                    verdict.trace = trace(trial.messages)
+                    verdict.trace = trace(trial)
                 if trial.verdict:
                     verdict.kind, verdict.case = trial.verdict, name
-                    words = self.words_on(verdict) if name and not verdict.is_clear else None
-                    verdict.why = words or verdict.why
-                    verdict.is_clear |= bool(words) or trial.verdict in ("CRASH", "HANG")
+                    if name and not verdict.is_clear:
+                        verdict.why = self.words_on(verdict, trial) or verdict.why
                     break
                 if last and rung_1 is not None and name == rung_1.cases[-1]:
                     verdict.passed = 1
-                    tell(1)
-        verdict.printed = self.printed
+        verdict.printed = [self.text_of(number) for number in range(size)]
         return verdict
 
     def judge(self, trial, verdict, with_results, with_costs):
@@ -205,7 +228,7 @@ class Attempt:
         elif lost:
             trial.verdict, verdict.is_clear = "WRONG", True
             verdict.lines = [f"right numbers, but {lost}"]
-        elif with_costs and hasattr(self.exercise, "limits"):
+        elif with_costs:
             self.judge_costs(trial, verdict)
 
     def judge_crash(self, trial, verdict):
@@ -226,12 +249,15 @@ class Attempt:
     def judge_results(self, trial, verdict, wrong):
         """Show the first wrong result."""
         trial.verdict, trial.rank = "WRONG", wrong[0]
-        place, actual, right = difference(*trial.of_rank(), self.tolerance())
+        place, actual, right = difference(*trial.of_rank(), self.exercise.TOLERANCE)
         there = f"rank {trial.rank}, {place}:" if place else f"rank {trial.rank} has"
         verdict.lines = [f"{there} {actual}", f"{'expected':<{len(there)}} {right}"]
-        verdict.why = why_it_is_wrong(trial, wrong)
         later = {**trial.results, **trial.later}
-        if not any(self.differs(later, trial, rank) for rank in wrong):
+        if any(self.differs(later, trial, rank) for rank in wrong):
+            for rank in all_ranks(trial) if self.exercise.start else ():
+                trial.start[rank] = self.exercise.start(rank, trial.world_size, **trial.case)
+            verdict.why = why_it_is_wrong(trial, wrong, self.exercise.TOLERANCE, trial.start)
+        else:
             verdict.is_clear = True
             verdict.why = "It is right a moment later: wait() for every request before you return."
 
@@ -247,28 +273,16 @@ class Attempt:
 
     def differs(self, results, trial, rank):
         """Return whether a result of a rank differs from what is expected."""
-        return bool(difference(results[rank], trial.expected[rank], self.tolerance()))
+        return bool(difference(results[rank], trial.expected[rank], self.exercise.TOLERANCE))
 
-    def tolerance(self):
-        """Return by how much numbers may differ."""
-        return getattr(self.exercise, "TOLERANCE", TOLERANCE)
-
-    def words_on(self, verdict):
+    def words_on(self, verdict, trial):
         """Return the exercise's own words on a fault; None if it has none."""
-        if verdict.kind == "WRONG" and hasattr(self.exercise, "explain"):
-            words = self.exercise.explain(self.trial)
-            if words:
-                return words
+        words = self.exercise.explain(trial) if verdict.kind == "WRONG" else None
         text = "\n".join([f"{verdict.kind}, {verdict.case}", *verdict.lines])
-        for pattern, words in getattr(self.exercise, "WORDS", {}).items():
-            if re.search(pattern, text, re.S):
-                return words
-        return None
-
-
-def rungs(exercise):
-    """Return how many rungs an exercise has."""
-    return 2 if hasattr(exercise, "RUNG_1") else 1
+        for pattern, others in self.exercise.WORDS.items():
+            if not words and re.search(pattern, text, re.S):
+                words = others
+        return words
 
 
 def all_ranks(trial):

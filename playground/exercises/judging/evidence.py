@@ -30,6 +30,13 @@ def what_is_found(found, name, parts):
     return [answer[part] for part in parts]
 
 
+def refuse(*faults):
+    """Raise an error with the words of the first fault: each is (whether it is there, words)."""
+    for is_there, words in faults:
+        if is_there:
+            raise NotAtFault(words)
+
+
 def lines_of(name, *texts):
     """Return the numbers of the lines of a program that have one of these texts."""
     lines = (EVIDENCE / name / "program.py").read_text(encoding="utf-8").splitlines()

@@ -1,61 +1,19 @@
-"""Judges the answer to an exercise with several numbers of ranks, and puts the verdict into words.
+"""Judges the answer to an exercise with several numbers of ranks, and tells what is wrong."""
 
-For each number of ranks, verdicts_on starts a process, the judge. The judge makes an Attempt, which
-starts the ranks, and sends what it finds. All of them run side by side.
-"""
-
-import importlib
-import signal
 import tempfile
-import time
-from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from judging.attempt import Attempt, Verdict, rungs
-from judging.imitate import functions_of, like, name_of
-from judging.ranks import adopt_orphans, context, die_with_parent, end_children
-from judging.words import in_ranks, sizes_in_words
+from judging.attempt import SECONDS_FOR_A_CASE, Attempt, Exercise
+from judging.trial import load_function
+from judging.words import sizes_in_words
 
-WORLD_SIZES = (1, 2, 3, 4, 5)
-# For all of them together. A rank that waits is found earlier, by the time for a case: this ends
-# answers that are slow in many cases, and is long enough for right ones on a busy machine.
-SECONDS = 60
-SECONDS_FOR_OTHERS = 4  # for the others, when the verdict is known
-SECONDS_FOR_MISTAKES = 20
+SECONDS_FOR_OTHERS = 1  # for a case with another number of ranks, when the verdict is known
 LINES = 20  # how many lines a verdict has at most
 
 
-@dataclass
-class Judge:
-    """The process that judges an answer with one number of ranks, seen from verdicts_on.
-
-    Attributes:
-        process: the process.
-        connection: what it sends comes here.
-        passed: how many rungs are right, as far as is known.
-        verdict: its Verdict, or None.
-    """
-
-    process: context.Process
-    connection: Connection
-    passed: int = 0
-    verdict: Verdict | None = None
-
-
-def check_of(name):
-    """Return the module that checks an exercise."""
-    return importlib.import_module(f"judging.checks.{name}")
-
-
-def all_sizes(exercise):
-    """Return the numbers of ranks with which an exercise is checked."""
-    return getattr(exercise, "WORLD_SIZES", WORLD_SIZES)
-
-
 def verdicts_on(name, file, function=None, seconds=None, sizes=None):
-    """Judge an answer with several numbers of ranks side by side.
+    """Judge an answer with one number of ranks after another.
 
     Args:
         name: the exercise.
@@ -67,121 +25,26 @@ def verdicts_on(name, file, function=None, seconds=None, sizes=None):
 
     Returns:
         a Verdict for each number of ranks, in order.
-
-    Raises:
-        RuntimeError: if the check itself has failed.
     """
-    exercise = check_of(name)
-    judges = {}
-    adopt_orphans()
+    exercise = Exercise(name)
+    if file is None:
+        file = exercise.module.__file__
+        answer = partial(exercise.solution, function)
+    else:
+        file = str(Path(file).resolve())
+        answer = partial(load_function, file, function or exercise.NAME or name)
+    seconds = seconds or SECONDS_FOR_A_CASE
+    verdicts = []
     with tempfile.TemporaryDirectory() as folder:
-        try:
-            for size in sizes or all_sizes(exercise):
-                ours, theirs = context.Pipe()
-                attempt = Attempt(exercise, size, Path(folder) / f"ranks{size}", seconds)
-                if file is None:
-                    attempt.load = partial(functions_of, exercise.__name__, [function])
-                else:
-                    attempt.file = str(Path(file).resolve())
-                    attempt.name = function or name_of(exercise)
-                process = context.Process(target=judge, args=(attempt, theirs))
-                process.start()
-                theirs.close()
-                judges[size] = Judge(process, ours)
-            listen(judges)
-            if getattr(exercise, "IMITATED", False):
-                find_mistake(judges)
-        finally:
-            end_children()
-    return [each.verdict for each in judges.values()]
-
-
-def judge(attempt, connection):
-    """Send the Verdict on one number of ranks, and words on a mistake like it if asked."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one ends it
-    die_with_parent()
-    adopt_orphans()
-    verdict = attempt.verdict(connection.send)
-    connection.send(verdict)
-    connection.recv()
-    connection.send(like(attempt, verdict.lines))
-
-
-def listen(judges):
-    """Take what the judges send, until the verdict is known, or for SECONDS."""
-    end = time.monotonic() + SECONDS
-    waiting = {each.connection: size for size, each in judges.items()}
-    while waiting and time.monotonic() < end:
-        for connection in wait(list(waiting), max(0, end - time.monotonic())):
-            size = waiting[connection]
-            news = news_from(judges[size], size)
-            if isinstance(news, Verdict):
-                judges[size].verdict = news
-                judges[size].passed = news.passed
-                del waiting[connection]
-            else:
-                judges[size].passed = news
-        if decided(judges):
-            end = min(end, time.monotonic() + SECONDS_FOR_OTHERS)
-    for size, each in judges.items():
-        if each.verdict is None:
-            line = f"not all ranks have finished after {SECONDS} seconds"
-            line += f": --ranks {size} checks this number of ranks by itself"
-            each.verdict = Verdict("HANG", size, "", in_ranks([size]), [line], finished=False)
-            each.verdict.passed = each.passed
-            each.verdict.is_clear = True
-
-
-def find_mistake(judges):
-    """Put words on the verdict to tell, if a typical mistake does what the answer does.
-
-    Mistakes may do the same with 1 or 2 ranks, so a judge with more ranks tries them, too.
-    """
-    told = decided(judges)
-    if told is None or judges[told].verdict.is_clear or not judges[told].process.is_alive():
-        return
-    fault = judges[told].verdict
-    same = [each for size, each in judges.items() if size > max(2, told)]
-    same = [
-        each for each in same if (each.verdict.kind, each.verdict.case) == (fault.kind, fault.case)
-    ]
-    asked = [judges[told], *same[:1]]
-    for each in asked:
-        each.connection.send("like")
-    found = [each.connection.recv() for each in asked if each.connection.poll(SECONDS_FOR_MISTAKES)]
-    common = [words for words in found[0] if words in found[-1]] if found else []
-    fault.why = common[0] if common else fault.why
-
-
-def news_from(judge, size):
-    """Return what a judge has sent. The learner's code may have ended the judge.
-
-    Raises:
-        RuntimeError: if the judge has failed by itself. Its traceback has been printed.
-    """
-    try:
-        news = judge.connection.recv()
-        if isinstance(news, Verdict):
-            news.world_size = size
-        return news
-    except EOFError:
-        judge.process.join()
-    if judge.process.exitcode > 0:
-        raise RuntimeError("the check itself has failed")
-    name = signal.Signals(-judge.process.exitcode).name
-    line = f"the process that watches the ranks was ended by {name}"
-    return Verdict("CRASH", size, "", in_ranks([size]), [line], passed=judge.passed)
-
-
-def decided(judges):
-    """Return the number of ranks whose fault will be told; None: it is not known, or there is none.
-
-    It is the smallest number of ranks among those of the lowest rung. The other verdicts are only
-    needed to say for which numbers of ranks an answer is right.
-    """
-    lowest = min(each.passed for each in judges.values())
-    size, first = next((size, each) for size, each in judges.items() if each.passed == lowest)
-    return size if first.verdict is not None and first.verdict.kind != "RIGHT" else None
+        for size in sizes or exercise.WORLD_SIZES:
+            own_folder = Path(folder) / f"ranks{size}"
+            verdict = Attempt(exercise, size, own_folder, answer, file, seconds).verdict()
+            verdicts.append(verdict)
+            if verdict.kind == "your turn":
+                break
+            if verdict.passed == 0:  # what is left tells only for which numbers it is right
+                seconds = min(seconds, SECONDS_FOR_OTHERS)
+    return verdicts
 
 
 def first_fault(verdicts):
@@ -200,7 +63,7 @@ def in_one_line(name, verdicts):
         return right_in_words(verdicts)
     if fault.kind == "your turn":
         return "your turn"
-    if rungs(check_of(name)) == 1:
+    if Exercise(name).rungs == 1:
         return fault_in_words(fault)
     before = "rung 1 of 2 is RIGHT, rung 2" if fault.passed else "rung 1 of 2"
     return f"{before}: {fault_in_words(fault)}"
@@ -220,9 +83,9 @@ def fault_in_words(fault):
 
 def right_only(exercise, verdicts, fault):
     """Return for which numbers of ranks an answer is right, if not for all; otherwise None."""
-    if len(verdicts) < len(all_sizes(exercise)):
+    if len(verdicts) < len(exercise.WORLD_SIZES):
         return None
-    several = [verdict for verdict in verdicts if verdict.world_size > 1 and verdict.finished]
+    several = [verdict for verdict in verdicts if verdict.world_size > 1]
     right = [verdict.world_size for verdict in several if verdict.passed > fault.passed]
     if not right or len(right) == len(several):
         return None
@@ -235,7 +98,7 @@ def report(name, verdicts, with_trace=False):
     told = fault or verdicts[min(2, len(verdicts) - 1)]
     if told.kind == "your turn":
         return None
-    lines = lines_about(check_of(name), verdicts, fault) if fault else [right_in_words(verdicts)]
+    lines = lines_about(Exercise(name), verdicts, fault) if fault else [right_in_words(verdicts)]
     if with_trace:
         heading = "who sends what to whom"
         collectives = any(" calls " in line for line in told.trace)
@@ -258,7 +121,7 @@ def lines_about(exercise, verdicts, fault):
     if fault.passed == 1:
         right = right_in_words(verdicts, f"{exercise.RUNG_1.words} ")
         lines.append(f"{right}. Next: {exercise.RUNG_1.then}")
-    rung = " (rung 1 of 2)" if rungs(exercise) == 2 and fault.passed == 0 else ""
+    rung = " (rung 1 of 2)" if exercise.rungs == 2 and fault.passed == 0 else ""
     lines.append(fault_in_words(fault) + rung)
     only = right_only(exercise, verdicts, fault)
     return lines + [f"  {line}" for line in [*fault.lines, fault.why, only] if line]

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from watching.messages import flat as tensors_in
 
-SECONDS_TO_FREE = 2
+LOOKS = 100
 
 
 class Watching(TorchDispatchMode):
@@ -34,15 +34,15 @@ class Watching(TorchDispatchMode):
     def kept(self, enough, *tensors):
         """Return how many bytes are still taken, without those of some tensors.
 
-        gloo's own thread may hold the tensors of a message for a moment after its end. So this
-        waits while there are more than `enough` bytes, but not for ever. What is no tensor, because
-        the learner has returned something else, takes nothing.
+        gloo's own thread may hold the tensors of a message until its next turn. So this looks again
+        and again, and lets it have its turn, while there are more than `enough` bytes. What is no
+        tensor, because the learner has returned something else, takes nothing.
         """
-        end = time.monotonic() + SECONDS_TO_FREE
-        nbytes = self.taken(tensors)
-        while nbytes > enough and time.monotonic() < end:
-            time.sleep(0.02)
+        for _ in range(LOOKS):
             nbytes = self.taken(tensors)
+            if nbytes <= enough:
+                break
+            time.sleep(0.02)
         return nbytes
 
     def taken(self, tensors):

@@ -37,3 +37,8 @@ def mean_of(gradients):
 def named(model):
     """Return the parameters of a model by name."""
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def gradients_of(model, before=""):
+    """Return the gradients of a model by name."""
+    return {f"{before}the gradient of {name}": each.grad for name, each in model.named_parameters()}

@@ -230,14 +230,14 @@ def skip(todo, clocks, sent):
     return found
 
 
-def trace(messages, most=14):
+def trace(trial, most=14):
     """Return at most so many lines that tell who sent what to whom, step by step.
 
     Args:
-        messages: a list of Messages for each rank.
+        trial: the Trial.
         most: how many lines at most.
     """
-    sent, missing = steps(messages)
+    sent, missing = trial.steps
     lines = {}
     for each in sent:
         text = f"{each.sender} -> {each.receiver}: {each.message.numbers}"
@@ -248,7 +248,7 @@ def trace(messages, most=14):
     for rank, recv in missing:
         origin = "any rank" if recv.peer is None else f"rank {recv.peer}"
         found.append(f"rank {rank} waits for a message from {origin}")
-    for rank, mine in enumerate(messages):
+    for rank, mine in enumerate(trial.messages):
         others = [each.call for each in mine if each.kind not in ("send", "recv")]
         if others:
             found.append(f"rank {rank} calls {', '.join(others)}")

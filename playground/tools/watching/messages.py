@@ -15,37 +15,19 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
-KINDS = {  # PyTorch's operations, and what the lessons call them
-    "send": "send",
-    "recv_": "recv",
-    "recv_any_source_": "recv",
-    "allreduce_": "all_reduce",
-    "allreduce_coalesced_": "all_reduce",
-    "all_reduce": "all_reduce",
-    "all_reduce_": "all_reduce",
-    "all_reduce_coalesced": "all_reduce",
-    "broadcast_": "broadcast",
+NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
+KINDS = {  # a part of the names of PyTorch's operations, and what they are called in Python
+    "allreduce": "all_reduce",
+    "allgather": "all_gather",
+    "reducescatter": "reduce_scatter",
+    "alltoall": "all_to_all",
     "broadcast": "broadcast",
-    "allgather_": "all_gather",
-    "_allgather_base_": "all_gather",
-    "allgather_coalesced_": "all_gather",
-    "allgather_into_tensor_coalesced_": "all_gather",
-    "all_gather_into_tensor": "all_gather",
-    "all_gather_into_tensor_out": "all_gather",
-    "all_gather_into_tensor_coalesced": "all_gather",
-    "reduce_scatter_": "reduce_scatter",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter",
-    "alltoall_": "all_to_all",
-    "alltoall_base_": "all_to_all",
-    "all_to_all_single": "all_to_all",
-    "reduce_": "reduce",
-    "gather_": "gather",
-    "scatter_": "scatter",
+    "scatter": "scatter",
+    "gather": "gather",
+    "reduce": "reduce",
+    "send": "send",
+    "recv": "recv",
     "barrier": "barrier",
-    "monitored_barrier_": "barrier",
 }
 # In these operations of c10d, the first argument is what a rank sends. In the others it is the
 # second, after what the rank receives.
@@ -69,16 +51,8 @@ class Message:
     sent: float
 
 
-class Messages(TorchDispatchMode):
-    """Inside `with Messages() as messages:`, the messages of this rank are noted.
-
-    Attributes:
-        noted: a list of Messages, in the order in which they were started.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.noted = []
+class Operations(TorchDispatchMode):
+    """Inside `with`, each operation of this rank calls before() and after()."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -93,10 +67,35 @@ class Messages(TorchDispatchMode):
         # NotImplemented. The name is compared, because importing the class takes time.
         if any(each.__name__ == "DTensor" for each in types):
             return NotImplemented
-        kind = kind_of(operation)
-        if kind:
-            self.note(kind, operation, args)
-        return operation(*args, **(kwargs or {}))
+        self.before(operation, args)
+        result = operation(*args, **(kwargs or {}))
+        self.after(operation, args, result)
+        return result
+
+    def before(self, operation: Any, args: tuple) -> None:
+        """See an operation that is about to start."""
+
+    def after(self, operation: Any, args: tuple, result: Any) -> None:
+        """See an operation that has returned. A message may still travel."""
+
+
+class Messages(Operations):
+    """Inside `with Messages() as messages:`, the messages of this rank are noted.
+
+    Attributes:
+        noted: a list of Messages, in the order in which they were started.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.noted = []
+
+    def before(self, operation: Any, args: tuple) -> None:
+        """Note the operation if it is a message."""
+        if operation.namespace in NAMESPACES:
+            kind = kind_of(operation._schema.name.partition("::")[2])
+            if kind:
+                self.note(kind, operation, args)
 
     def note(self, kind: str, operation: Any, args: tuple) -> None:
         """Note a message before it starts."""
@@ -119,11 +118,13 @@ class Messages(TorchDispatchMode):
         return sum(message.sent for message in self.of(kind, group))
 
 
-def kind_of(operation: Any) -> str | None:
-    """Return what the lessons call an operation, or None if it is no message."""
-    if operation.namespace not in ("c10d", "_c10d_functional", "_dtensor"):
-        return None
-    return KINDS.get(operation._schema.name.partition("::")[2])
+def kind_of(name: str) -> str | None:
+    """Return which message an operation such as "allreduce_" is, or None."""
+    plain = name.lower().replace("_", "")
+    for part, kind in KINDS.items():
+        if part in plain:
+            return kind
+    return None
 
 
 def passed(kind: str, operation: Any, args: tuple) -> list[Tensor]:
@@ -142,6 +143,13 @@ def process_group(args: tuple) -> dist.ProcessGroup:
     return _resolve_process_group(args[-1])  # operations that DTensors call get its name
 
 
+def peer_of(kind: str, args: tuple, group: dist.ProcessGroup) -> int | None:
+    """Return the other rank of a send or recv. None: a collective, or a recv from any rank."""
+    if kind in ("send", "recv") and len(args) > 3:
+        return dist.get_global_rank(group, args[2])
+    return None
+
+
 def kept_bytes(
     kind: str, operation: Any, args: tuple, nbytes: int, group: dist.ProcessGroup
 ) -> float:
@@ -153,10 +161,10 @@ def kept_bytes(
         return 0
     if isinstance(args[1], (list, tuple)) and isinstance(args[0], (list, tuple)):
         return args[1][group.rank()].nbytes
-    # How many rows go to each rank. An empty list: equally many.
+    counts = []  # how many rows go to each rank, if not equally many
     if operation.namespace == "c10d":
         counts = args[4] if len(args) > 4 else []
-    else:
+    elif operation.namespace != "_dtensor":
         counts = args[2]
     if sum(counts) == 0:
         return nbytes / group.size()

@@ -13,8 +13,10 @@ import linecache
 import multiprocessing
 import os
 import pickle
+import random
 import re
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -138,6 +140,14 @@ def _call(number, connection, function, args, meeting, world_size):
         connection.send(("finished", pickle.dumps(value)))
     except BaseException:
         connection.send(("crash", traceback.format_exc()))
+
+
+def free_port() -> int:
+    """Return a free port, below those that the system gives to connections and may give away."""
+    while True:
+        port = random.randrange(10_000, 32_768)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 @contextlib.contextmanager

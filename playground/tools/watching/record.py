@@ -15,50 +15,17 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from watching.messages import Messages, flat, kind_of, passed, peer_of, process_group
 
 SKIPPED = 3  # steps before the one whose messages are noted; the first ones are slower
 TIMED = 3  # steps that the profiler records
 MOST = 300_000  # operations of a script without an optimizer, which is recorded from its beginning
-NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
-KINDS = {  # a part of the names of PyTorch's operations, and what they are called in Python
-    "allreduce": "all_reduce",
-    "allgather": "all_gather",
-    "reducescatter": "reduce_scatter",
-    "alltoall": "all_to_all",
-    "broadcast": "broadcast",
-    "scatter": "scatter",
-    "gather": "gather",
-    "reduce": "reduce",
-    "send": "send",
-    "recv": "recv",
-    "barrier": "barrier",
-}
-# c10d's other operations have first what a rank receives, and then what it gives to the call.
-GIVEN_FIRST = ("all_reduce", "broadcast", "reduce", "send", "recv")
 
 
-def kind_of(name):
-    """Return which message an operation such as "allreduce_" is, or None."""
-    plain = name.lower().replace("_", "")
-    for part, kind in KINDS.items():
-        if part in plain:
-            return kind
-    return None
-
-
-def bytes_of(value):
-    """Return the bytes of a tensor, of a list of tensors, or of a list of such lists."""
-    if isinstance(value, Tensor):
-        return value.nbytes
-    return sum(map(bytes_of, value)) if isinstance(value, (list, tuple)) else 0
-
-
-class Messages(TorchDispatchMode):
-    """While this is active, it notes the messages of this rank.
+class Noting(Messages):
+    """While this is active, it notes the messages of this rank, as dicts that JSON can hold.
 
     Args:
         script: path of the script. A message belongs to the innermost of its lines.
@@ -69,47 +36,32 @@ class Messages(TorchDispatchMode):
         self.script = script
         self.operations = 0
         self.rank = None  # of the process that notes, once it is in a group
-        self.noted = []
 
-    @classmethod
-    def _should_skip_dynamo(cls):
-        """PyTorch asks this when the class is made. True would import its compiler."""
-        return False
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        """PyTorch calls this in place of each operation."""
-        if any(each.__name__ == "DTensor" for each in types):
-            return NotImplemented  # it becomes operations on plain tensors
+    def before(self, operation, args):
+        """Count the operations, and note a message."""
         self.operations += 1
-        kind = kind_of(operation._schema.name) if operation.namespace in NAMESPACES else None
-        if kind and self.operations < MOST:
-            self.note(kind, operation.namespace, args)
-        return operation(*args, **(kwargs or {}))
+        if self.operations < MOST:
+            super().before(operation, args)
 
-    def note(self, kind, namespace, args):
+    def note(self, kind, operation, args):
         """Note a message before it starts."""
         self.rank = dist.get_rank()
-        given = args[0] if kind in GIVEN_FIRST or namespace != "c10d" else args[1]
-        message = {"kind": kind, "bytes": 0 if kind == "barrier" else bytes_of(given)}
-        group = group_of(args)
+        group = process_group(args)
+        message = {"kind": kind, "bytes": bytes_of(passed(kind, operation, args))}
         message["group"] = group.group_name
         message["ranks"] = dist.get_process_group_ranks(group)
         if group.group_desc.startswith("mesh_"):
             message["axis"] = group.group_desc.removeprefix("mesh_")
-        if kind in ("send", "recv") and isinstance(args[2], int):
-            message["peer"] = message["ranks"][args[2]]
+        peer = peer_of(kind, args, group)
+        if peer is not None:
+            message["peer"] = peer
         message["line"] = line_of(sys._getframe(), self.script)
         self.noted.append(message)
 
 
-def group_of(args):
-    """Return the process group among the arguments of an operation."""
-    for value in args:
-        if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
-            value = dist.ProcessGroup.unbox(value)
-        if isinstance(value, dist.ProcessGroup):
-            return value
-    return _resolve_process_group(args[-1])  # DTensor passes only the group's name
+def bytes_of(value):
+    """Return the bytes of the tensors in a tensor or in lists of tensors."""
+    return sum(tensor.nbytes for tensor in flat(value))
 
 
 def line_of(frame, script):
@@ -131,7 +83,7 @@ class Recorder:
 
     def __init__(self, script, path):
         self.path = Path(path)
-        self.messages = Messages(script)
+        self.messages = Noting(script)
         self.done = False
         self.noting = False
         self.profiler = None

@@ -146,15 +146,14 @@ def show_records(paths, page):
     if trains:
         what = f"step {number + 1} of the {len(records[0]['steps'])} that were recorded"
     title = f"{Path(records[0]['script']).name}, {what}, {(end - begin) / 1000:.2f} ms"
-    print(f"\nwatch: {title}")
+    text = ["", f"watch: {title}"]
     missing = ranks_that_are_missing(records)
     if missing:
         ranks = ", ".join(map(str, missing))
-        print(f"(Without ranks {ranks}: they are on other nodes, or they were killed.)")
+        text.append(f"(Without ranks {ranks}: they are on other nodes, or they were killed.)")
     if any("group" not in call for record in records for call in record["calls"]):
-        print(
-            "(The calls differ from step to step, so bytes, groups and lines of some are unknown.)"
-        )
+        unknown = "bytes, groups and lines of some are unknown"
+        text.append(f"(The calls differ from step to step, so {unknown}.)")
     tables = {
         "messages": rows_of_calls(records, number),
         "bytes that the ranks hold": rows_of_bytes(records),
@@ -162,15 +161,16 @@ def show_records(paths, page):
     }
     for caption, rows in tables.items():
         if len(rows) > 1:
-            print(f"\n{caption}")
-            print_table(rows)
-    show_letters(records, begin, end)
+            text += ["", caption, *in_columns(rows)]
+    text += ["", *letters(records, begin, end)]
     waits = longest_waits(records)
-    print("\nwho waits for whom" + (" in a step, on average" if trains else ""))
+    text += ["", "who waits for whom" + (" in a step, on average" if trains else "")]
     for wait in waits:
-        print(*wait["text"], sep="\n    ")
+        text.append("\n    ".join(wait["text"]))
     if not waits and not missing:
-        print("No rank waits long for another one.")
+        text.append("No rank waits long for another one.")
+    # At once, so that no line of the script comes between two of these.
+    print("\n".join(text) + "\n", end="", flush=True)
     if page:
         write_page(page, title, records, [begin, end], tables, waits)
 
@@ -208,7 +208,8 @@ def match_calls(records):
     for record in records:
         count = Counter()
         for call in record["calls"]:
-            if "group" in call:
+            from_any = call["kind"] in ("send", "recv") and "peer" not in call
+            if "group" in call and not from_any:
                 name = call["group"]
                 if "peer" in call:
                     pair = [record["rank"], call["peer"]]
@@ -369,17 +370,20 @@ def rows_of_times(records):
     return rows
 
 
-def print_table(rows):
-    """Print words in columns."""
+def in_columns(rows):
+    """Return lines with words in columns."""
     widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
+    lines = []
     for row in rows:
-        print("".join(f"{word:<{width}}" for word, width in zip(row, widths, strict=True)).rstrip())
+        cells = [f"{word:<{width}}" for word, width in zip(row, widths, strict=True)]
+        lines.append("".join(cells).rstrip())
+    return lines
 
 
-def show_letters(records, begin, end):
-    """Print a row of letters for each rank, from the beginning of a step to its end."""
+def letters(records, begin, end):
+    """Return a line of letters for each rank, from the beginning of a step to its end."""
     column = (end - begin) / COLUMNS
-    print()
+    lines = []
     for record in records:
         spans_of = defaultdict(list, {"C": record["hidden"]})
         spans_of["c"] = without(record["computing"], record["hidden"])
@@ -391,9 +395,9 @@ def show_letters(records, begin, end):
             parts = {letter: inside(spans, *edges) for letter, spans in spans_of.items()}
             parts["."] = column - sum(parts.values())
             row += max(parts, key=parts.get)
-        print(f"rank {record['rank']:<3}|{row}|")
-    print("c: computes, C: while a message travels; 0 to 9: waits for this rank; t: waits while a")
-    print("message travels; a dot: anything else")
+        lines.append(f"rank {record['rank']:<3}|{row}|")
+    key = "c: computes, C: while a message travels; 0 to 9: waits for this rank; t: waits while a"
+    return [*lines, key, "message travels; a dot: anything else"]
 
 
 def longest_waits(records):

@@ -3,10 +3,9 @@
 from contextlib import nullcontext
 
 import torch
-import torch._dynamo  # DDP imports it: here, before the ranks are forked
 import torch.distributed as dist
 from judging.attempt import Rung
-from judging.single import seeded
+from judging.single import gradients_of, seeded
 from judging.traffic import sent_bytes, uncounted
 from torch import nn
 from torch.nn import functional as F
@@ -59,7 +58,6 @@ RUNG_1 = Rung(
     words="for micro-batches of the same size",
     then="any number of images, and messages in one backward() only.",
 )
-IMITATED = True
 CALLS = (1, 2)
 LARGEST = "images in the largest micro-batch"
 EMPTY = "empty micro-batches"
@@ -97,7 +95,7 @@ def run(accumulate_gradients, images, count):
     for call in CALLS:
         ddp.zero_grad()
         accumulate_gradients(ddp, *batch_of(dist.get_rank(), call, images), count)
-        result |= gradients_of(model, call)
+        result |= gradients_of(model, f"call {call}: ")
     # Smaller micro-batches are right, too.
     result[LARGEST] = max([*model.sizes, largest(images, count)])
     result[EMPTY] = model.sizes.count(0)
@@ -109,14 +107,6 @@ def largest(images, count):
     return -(-images // count)
 
 
-def gradients_of(model, call):
-    gradients = {}
-    for name, parameter in model.named_parameters():
-        gradient = None if parameter.grad is None else parameter.grad.clone()
-        gradients[f"call {call}: the gradient of {name}"] = gradient
-    return gradients
-
-
 def expected(rank, world_size, images, count):
     result = {}
     for call in CALLS:
@@ -124,7 +114,7 @@ def expected(rank, world_size, images, count):
         for each in range(world_size):
             inputs, labels = batch_of(each, call, images)
             (F.cross_entropy(model(inputs), labels) / world_size).backward()
-        result |= gradients_of(model, call)
+        result |= gradients_of(model, f"call {call}: ")
     return {**result, LARGEST: largest(images, count), EMPTY: 0, IN_MEMORY: 1}
 
 
@@ -155,8 +145,7 @@ MANY = f"{EMPTY}: "
 SEND = "bytes;|messages;"
 WORDS = {
     "CRASH.*mark.*ready": "Each forward() of DDP needs its backward() before the next forward().",
-    SEND: "Is each forward() but the last one inside no_sync(), with its backward()? And is each "
-    "forward() a call of model(...), so that DDP averages the gradients?",
+    SEND: "DDP sends in each backward() whose forward() was outside of no_sync().",
     MANY: "There are fewer images than `count`, so split them into fewer micro-batches.",
     f"{IN_MEMORY}: ": "Call backward() for each micro-batch, before the next one's forward(). This "
     "frees what forward() has kept.",
@@ -164,16 +153,10 @@ WORDS = {
 CONTEXT = "model.no_sync() if number < count else nullcontext()"
 FRACTION = "len(micro_labels) / len(labels)"
 MISTAKES = {
-    "Each loss is a mean. Multiply it by the micro-batch's fraction of the batch.": (
-        *("(loss * fraction)", "loss"),
-    ),
-    "All micro-batches count the same, but a smaller one must count less.": (FRACTION, "1 / count"),
-    "Only the last micro-batch counts. Are the gradients set to zero in between?": (
-        *("        with context:", "        model.zero_grad()\n        with context:"),
-    ),
-    "The gradients are not averaged over the ranks. Is the last micro-batch in no_sync()?": (
-        *(CONTEXT, "model.no_sync()"),
-    ),
+    "?1": ("(loss * fraction)", "loss"),
+    "7 images in 3 micro-batches": (FRACTION, "1 / count"),
+    "?2": ("        with context:", "        model.zero_grad()\n        with context:"),
+    "?3": (CONTEXT, "model.no_sync()"),
     WORDS[SEND]: (CONTEXT, "nullcontext()"),
     WORDS[MANY]: ("min(count, len(labels))", "count"),
 }

@@ -4,11 +4,12 @@ import gc
 
 import torch
 import torch.distributed as dist
-import torch.fx.experimental.symbolic_shapes  # backward(gradient) imports it: see ranks.py
 from judging.attempt import Rung
 from judging.kept import Watching
-from judging.words import differing, times
+from judging.single import gradients_of
 from torch import nn
+
+from watching.facts import differing, times
 
 NAME = "CheckpointBlock"
 WORLD_SIZES = (1, 2)
@@ -77,9 +78,7 @@ def block_of(kind, rank, frozen=False, learn_inputs=True):
 
 
 def result_of(output, block, first):
-    found = {"the output": output.detach() if is_tensor(output) else output}
-    for name, parameter in block.named_parameters():
-        found[f"the gradient of {name}"] = parameter.grad
+    found = {"the output": output.detach() if is_tensor(output) else output} | gradients_of(block)
     return found | {"the gradient of the layer before the block": first.weight.grad}
 
 
@@ -162,7 +161,7 @@ WORDS = {
     KEPT: "What the block has computed stays in memory until backward. Keep only the inputs.",
     AFTER: "backward() draws the block's random numbers again. At its end, restore the state that "
     "was there at its beginning.",
-    "dropout.*the gradient": "Does backward() drop the same numbers as forward() has dropped?",
+    "dropout.*the gradient": "backward() must drop the numbers that forward() has dropped.",
 }
 
 

@@ -13,7 +13,6 @@ CASES = {
     "2 experts on each rank": {"here": 2, "steps": 3},
 }
 WIDTH = 3
-IMITATED = True
 HINTS = """
 Average the gradients of a layer over the ranks: which parameters meet in one all_reduce? Look at
 model.shared, and then at model.experts.
@@ -104,6 +103,10 @@ def own_names(model, rank, here):
     return found
 
 
+def start(rank, world_size, here, steps):
+    return own_names(Mixture(range(rank * here, rank * here + here)), rank, here)
+
+
 def expected(rank, world_size, here, steps):
     experts = world_size * here
     model = Mixture(range(experts))
@@ -117,37 +120,17 @@ def expected(rank, world_size, here, steps):
     return own_names(model, rank, here)
 
 
-def train(model, tokens, goals, steps):
-    """Why: an expert has the sum of the gradients already. It only has to become a mean."""
-    for _ in range(steps):
-        model.zero_grad()
-        F.mse_loss(model(tokens), goals).backward()
-        for name, parameter in model.named_parameters():
-            if not name.startswith("experts."):
-                dist.all_reduce(parameter.grad)
-            parameter.grad /= dist.get_world_size()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter -= 0.1 * parameter.grad
-
-
-IS_SHARED = 'if not name.startswith("experts."):'
-DIVIDE = "parameter.grad /= dist.get_world_size()"
+REPAIR = (
+    "model.parameters():\n            dist",
+    "model.shared.parameters():\n            dist",
+    "            parameter.grad /=",
+    "        for parameter in model.parameters():\n            parameter.grad /=",
+)
+WHY = "an expert has the sum of the gradients already. It only has to become a mean."
+DIVIDE = "for parameter in model.parameters():\n            parameter.grad /="
 MISTAKES = {
-    "Each expert changes by the mean over the experts of all ranks. They are different experts.": (
-        *(IS_SHARED, "if True:"),
-    ),
-    "Each expert changes by n times its gradient, with n ranks. Each rank's loss is a mean over "
-    "its own tokens, of which there are n times as many on all ranks.": (
-        *(DIVIDE, f"{DIVIDE} if 'experts.' not in name else 1"),
-    ),
-    "`shared` changes by n times the mean gradient: added up, but not divided.": (
-        *(DIVIDE, f"{DIVIDE} if 'experts.' in name else 1"),
-    ),
-    "`shared` changes by this rank's own gradient only, but it is a replica.": (
-        *(
-            f"dist.all_reduce(parameter.grad)\n            {DIVIDE}",
-            f"continue\n            {DIVIDE}",
-        ),
-    ),
+    "?1": ("model.shared.", "model."),
+    "?2": (DIVIDE, DIVIDE.replace("model", "model.shared")),
+    "?3": (DIVIDE, DIVIDE.replace("model", "model.experts")),
+    "?4": (*(DIVIDE, DIVIDE.replace("model", "model.experts")), *("dist.all_reduce", "print")),
 }

@@ -3,7 +3,6 @@
 import torch
 import torch.distributed as dist
 from judging.traffic import uncounted
-from torch.nn import functional as F
 
 NAME = "train"
 FAULT = "WRONG with 2 ranks, images of its own on each rank ... rank 1's parameter `weight` differs"
@@ -96,19 +95,17 @@ def words_on_models(states):
 
 def words_on_noise(noise):
     """Return in words whether all noise is different. `noise` has a list for each rank."""
-    places = []
+    seen = []
     for rank, tensors in enumerate(noise):
-        for step, tensor in enumerate(tensors):
+        for step, tensor in enumerate(tensors, start=1):
+            place = f"rank {rank} in step {step}"
             if not tensor.any():
-                return f"rank {rank} adds no noise in step {step + 1}"
-            for other_rank, other_step, other in places:
+                return f"{place} adds none"
+            for other_place, other in seen:
                 # The noise is the difference of rounded numbers.
                 if torch.allclose(tensor, other, atol=1e-5):
-                    if rank == other_rank:
-                        words = f"rank {rank} adds the same noise in steps "
-                        return words + f"{other_step + 1} and {step + 1}"
-                    return f"ranks {other_rank} and {rank} add the same noise in step {step + 1}"
-            places.append((rank, step, tensor))
+                    return f"{other_place} and {place} add the same"
+            seen.append((place, tensor))
     return RIGHT["the noise"]
 
 
@@ -122,47 +119,25 @@ def words_on_seed(last):
     return RIGHT["the seed"]
 
 
-def train(make_model, images, seed):
-    """Why: all ranks draw the same model, and only then does each rank get a seed of its own."""
-    torch.manual_seed(seed)
-    model = make_model()
-    # Each rank needs noise of its own.
-    torch.manual_seed(seed + dist.get_rank())
-    for _ in range(3):
-        noise = 0.1 * torch.randn(images.shape)
-        model.zero_grad()
-        F.mse_loss(model(images + noise), images).backward()
-        for parameter in model.parameters():
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= dist.get_world_size()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter -= 0.1 * parameter.grad
-    return model
-
-
-WORDS = {
-    "models: in step [23], ": "The models were equal in step 1. Does each rank take the same step?",
-    "buffer": "The parameters are equal. A model has buffers, too.",
-}
-SEED = "    torch.manual_seed(seed)\n    model = make_model()\n"
-OTHERS = SEED.replace("seed)", "seed + dist.get_rank())")
+REPAIR = (
+    "    model = make_model()\n",
+    "",
+    "    # Each",
+    "    torch.manual_seed(seed)\n    model = make_model()\n    # Each",
+)
+WHY = "all ranks draw the same model, and only then does each rank get a seed of its own."
+MODEL = "    torch.manual_seed(seed)\n    model = make_model()\n"
+WORDS = {"models: .* buffer": "The parameters are equal. A model has buffers, too."}
+OTHERS = MODEL.replace("seed)", "seed + dist.get_rank())")
+SEND = "    for each in model.parameters():\n        dist.broadcast(each.data, 0)\n"
 MISTAKES = {
-    "in step 1, rank 1's parameter `weight` differs": (SEED, OTHERS),
-    "The parameters are equal. A model has buffers, too.": (
-        *(
-            SEED,
-            f"{OTHERS}    for each in model.parameters():\n        dist.broadcast(each.data, 0)\n",
-        ),
-    ),
-    "ranks 0 and 1 add the same noise in step 1": (
+    "in step 1, rank 1's parameter `weight` differs": (MODEL, OTHERS),
+    "The parameters are equal. A model has buffers, too.": (MODEL, OTHERS + SEND),
+    "rank 0 in step 1 and rank 1 in step 1 add the same": (
         *("    torch.manual_seed(seed + dist.get_rank())\n", ""),
     ),
-    "two runs with the same seed give different models": (
-        SEED,
-        SEED.replace("manual_seed(seed)", "seed()"),
+    "two runs with the same seed give different": (
+        *(MODEL, MODEL.replace("manual_seed(seed)", "seed()")),
     ),
-    "The models were equal in step 1. Does each rank take the same step?": (
-        *("            dist.all_reduce(parameter.grad)\n", ""),
-    ),
+    "in step 2, rank 1's parameter": ("            dist.all_reduce(parameter.grad)\n", ""),
 }

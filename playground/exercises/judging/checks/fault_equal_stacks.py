@@ -2,7 +2,7 @@
 
 import json
 
-from judging.evidence import NotAtFault, lines_of, what_is_found
+from judging.evidence import lines_of, refuse, what_is_found
 
 NAME = "found"
 JOIN = False
@@ -28,16 +28,13 @@ CAUSE = "The rank and the line are right. What differs in the last call that has
 
 def run(found):
     rank, line, cause = what_is_found(found, FOLDER, ("rank", "line", "cause"))
-    if rank != 1:
-        raise NotAtFault(ANOTHER)
-    if line in lines_of(FOLDER, "dist.all_reduce("):
-        raise NotAtFault(AT_LINE)
-    if line not in lines_of(FOLDER, "torch.bincount("):
-        raise NotAtFault(LINE)
-    if cause == "batches":
-        raise NotAtFault(AHEAD)
-    if cause != "shapes":
-        raise NotAtFault(CAUSE)
+    refuse(
+        (rank != 1, ANOTHER),
+        (line in lines_of(FOLDER, "dist.all_reduce("), AT_LINE),
+        (line not in lines_of(FOLDER, "torch.bincount("), LINE),
+        (cause == "batches", AHEAD),
+        (cause != "shapes", CAUSE),
+    )
 
 
 def expected(rank, world_size):

@@ -7,13 +7,10 @@ from judging.texts import VOCABULARY, Bigram
 from torch.nn import functional as F
 
 NAME = "train"
-FAULT = (
-    "WRONG with 2 ranks, tokens in their order ... On all ranks together, a row has too few labels"
-)
+FAULT = "WRONG with 2 ranks, tokens in their order"
 CASES = {"tokens in their order": {"order": "plain"}, "tokens in zigzag": {"order": "zigzag"}}
 STEPS = 2
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}
-IMITATED = True
 HINTS = """
 How many labels does a row have with one rank, and how many with two, on both ranks together? Which
 ones are missing?
@@ -47,6 +44,10 @@ def run(train, order):
     return named(model)
 
 
+def start(rank, world_size, order):
+    return named(seeded(Bigram))
+
+
 def expected(rank, world_size, order):
     model = seeded(Bigram)
     rows, _ = whole(world_size, order)
@@ -55,24 +56,16 @@ def expected(rank, world_size, order):
     return named(model)
 
 
-def train(model, rows, places, steps):
-    """Why: the label of a chunk's last token is on another rank, so shift before the split."""
-    mine = places[dist.get_rank()]
-    following = F.pad(rows[:, 1:], (0, 1), value=-100)  # the last token has no label
-    inputs = rows[:, mine]
-    labels = following[:, mine]
-    count = rows[:, 1:].numel()  # the labels of all ranks
-    for _ in range(steps):
-        model.zero_grad()
-        loss = F.cross_entropy(model(inputs), labels, reduction="sum") / count
-        loss.backward()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                dist.all_reduce(parameter.grad)  # each rank has the part of its own tokens
-                parameter -= 0.1 * parameter.grad
-
-
-FOLLOWING = "F.pad(rows[:, 1:], (0, 1), value=-100)  # the last token has no label"
+REPAIR = (
+    "own = rows[:, places[dist.get_rank()]]",
+    "mine = places[dist.get_rank()]\n"
+    "    following = F.pad(rows[:, 1:], (0, 1), value=-100)  # the last token has no label",
+    "own[:, :-1]",
+    "rows[:, mine]",
+    "own[:, 1:]",
+    "following[:, mine]",
+)
+WHY = "the label of a chunk's last token is on another rank, so shift before the split."
 LABELS = "following[:, mine]"
 COUNT = "rows[:, 1:].numel()"
 WORDS = {
@@ -83,24 +76,12 @@ WORDS = {
 NO_LABEL, ZIGZAG = WORDS.values()
 SHIFT_AFTER = ("rows[:, mine]\n", "rows[:, mine[:-1]]\n", LABELS, "rows[:, mine[1:]]")
 MISTAKES = {
-    "On all ranks together, a row has too few labels. It should have one fewer than tokens.": (
-        SHIFT_AFTER
-    ),
-    "Labels are missing at the ends of chunks, also in `count`.": (
-        *SHIFT_AFTER,
-        *(COUNT, "sum(rows[:, each[1:]].numel() for each in places)"),
-    ),
-    "The last token of a rank has this rank's first token as its label.": (
-        *(LABELS, "inputs.roll(-1, 1)"),
-    ),
-    "The last token of a row has the first one as its label, but it should have none.": (
-        *(FOLLOWING, "rows.roll(-1, 1)"),
-    ),
-    "Each token is its own label here.": (LABELS, "rows[:, mine]"),
-    NO_LABEL: (FOLLOWING, "rows[:, 1:]"),
+    "?1": SHIFT_AFTER,
+    "?2": (*SHIFT_AFTER, *(COUNT, "sum(rows[:, each[1:]].numel() for each in places)")),
+    "?3": (LABELS, "inputs.roll(-1, 1)"),
+    "?4": (LABELS, "rows[:, mine]"),
+    NO_LABEL: ("F.pad(rows[:, 1:], (0, 1), value=-100)", "rows[:, 1:]"),
     ZIGZAG: (LABELS, "following[:, mine[0] : mine[0] + len(mine)]"),
-    "Each rank divides by the number of its own labels.": (COUNT, "(labels != -100).sum()"),
-    "This is the right gradient, divided by the number of ranks.": (
-        *(COUNT, f"{COUNT} * dist.get_world_size()"),
-    ),
+    "?5": (COUNT, "(labels != -100).sum()"),
+    "?6": (COUNT, f"{COUNT} * dist.get_world_size()"),
 }

@@ -3,7 +3,7 @@
 import json
 import statistics
 
-from judging.evidence import NotAtFault, lines_of, what_is_found
+from judging.evidence import lines_of, refuse, what_is_found
 
 NAME = "found"
 JOIN = False
@@ -42,20 +42,15 @@ LATENESS = (
 def run(found):
     parts = ("rank", "line", "cause", "milliseconds")
     rank, line, cause, milliseconds = what_is_found(found, FOLDER, parts)
-    if rank != RANK:
-        raise NotAtFault(ANOTHER)
-    if line in lines_of(FOLDER, "dist.all_reduce(count)"):
-        raise NotAtFault(AT_LINE)
-    if line not in lines_of(FOLDER, "read(rank, step)", "generator", "return images"):
-        raise NotAtFault(LINE)
-    if cause == "computing":
-        raise NotAtFault(COMPUTES)
-    if cause != "data":
-        raise NotAtFault(CAUSE)
-    if is_late(milliseconds * 1000) or is_late(milliseconds / 1e6):
-        raise NotAtFault(UNIT)
-    if not is_late(milliseconds):
-        raise NotAtFault(LATENESS)
+    refuse(
+        (rank != RANK, ANOTHER),
+        (line in lines_of(FOLDER, "dist.all_reduce(count)"), AT_LINE),
+        (line not in lines_of(FOLDER, "read(rank, step)", "generator", "return images"), LINE),
+        (cause == "computing", COMPUTES),
+        (cause != "data", CAUSE),
+    )
+    units = milliseconds * 1000, milliseconds / 1e6
+    refuse((any(map(is_late, units)), UNIT), (not is_late(milliseconds), LATENESS))
 
 
 def is_late(milliseconds):

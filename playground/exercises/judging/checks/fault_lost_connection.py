@@ -13,7 +13,6 @@ FAULT = "CRASH with 2 ranks ... all_reduce ... has left the group"
 CASES = {"limit 1": {"limit": 1.0}, "limit 0.5": {"limit": 0.5}}
 STEPS = "the number of steps"
 LEFT = "the group, which this rank"
-IMITATED = True
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
 HINTS = """
 After how many steps does each rank leave the group, and which number decides this?
@@ -48,6 +47,10 @@ def run(train, limit):
     return {STEPS: steps, **named(model), LEFT: left}
 
 
+def start(rank, world_size, limit):
+    return {STEPS: 0, **named(make_model()), LEFT: "has left"}
+
+
 def expected(rank, world_size, limit):
     model = make_model()
     parts = [part(each) for each in range(world_size)]
@@ -61,28 +64,14 @@ def expected(rank, world_size, limit):
     return {STEPS: steps, **named(model), LEFT: "has left"}
 
 
-def train(model, images, labels, limit):
-    """Why: all ranks have the same mean loss, so all leave the group at the same step."""
-    dist.init_process_group("gloo")
-    steps = 0
-    while steps < 20:
-        steps += 1
-        model.zero_grad()
-        loss = F.mse_loss(model(images), labels)
-        loss.backward()
-        for parameter in model.parameters():
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= dist.get_world_size()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter -= 0.1 * parameter.grad
-        mean_loss = loss.detach()
-        dist.all_reduce(mean_loss)
-        mean_loss /= dist.get_world_size()
-        if mean_loss < limit:
-            break
-    dist.destroy_process_group()
-    return steps
+REPAIR = (
+    "        if loss < limit:",
+    "        mean_loss = loss.detach()\n"
+    "        dist.all_reduce(mean_loss)\n"
+    "        mean_loss /= dist.get_world_size()\n"
+    "        if mean_loss < limit:",
+)
+WHY = "all ranks have the same mean loss, so all leave the group at the same step."
 
 
 NOT_LEFT = f"{LEFT}: has not"
@@ -90,12 +79,8 @@ WORDS = {NOT_LEFT: "A rank must leave the group before its program ends."}
 MEAN = "        dist.all_reduce(mean_loss)\n        mean_loss /= dist.get_world_size()\n"
 MISTAKES = {
     "Another rank has left the group, or its process has ended": (MEAN, ""),
-    "The sum of the losses is compared with the limit, and not their mean.": (
-        *("        mean_loss /= dist.get_world_size()\n", ""),
-    ),
-    "The loss of rank 0 is compared with the limit, and not the mean.": (
-        *(MEAN, "        dist.broadcast(mean_loss, src=0)\n"),
-    ),
-    "This is the largest number of steps. Is the limit checked?": ("mean_loss < limit", "False"),
-    WORDS[NOT_LEFT]: (*("    dist.destroy_process_group()\n", ""),),
+    "?1": ("        mean_loss /= dist.get_world_size()\n", ""),
+    "?2": (MEAN, "        dist.broadcast(mean_loss, src=0)\n"),
+    "?3": ("mean_loss < limit", "False"),
+    WORDS[NOT_LEFT]: ("    dist.destroy_process_group()\n", ""),
 }

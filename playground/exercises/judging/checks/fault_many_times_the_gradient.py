@@ -12,7 +12,6 @@ CASES = {
     "different numbers of tokens, 3 steps": {"each": 2, "more": 3, "steps": 3},
 }
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}
-IMITATED = True
 HINTS = """
 After the all_reduce in Add, what do the ranks compute from the sum, and on how many of them? Of
 which loss is the sum of all ranks' gradients the gradient?
@@ -53,6 +52,10 @@ def run(train, each, steps, more=0):
     return named(model)
 
 
+def start(rank, world_size, **case):
+    return named(make_model())
+
+
 def expected(rank, world_size, each, steps, more=0):
     model = make_model()
     tokens, labels = data(world_size, each, more)
@@ -63,69 +66,22 @@ def expected(rank, world_size, each, steps, more=0):
     return named(model)
 
 
-class Add(torch.autograd.Function):
-    """Adds up a tensor over the ranks. Each rank then computes with the sum."""
-
-    @staticmethod
-    def forward(ctx, term):
-        """Return the sum of the terms of all ranks."""
-        total = term.clone()
-        dist.all_reduce(total)
-        return total
-
-    @staticmethod
-    def backward(ctx, gradient):
-        """Return the sum of the gradients of all ranks, because all of them use the term."""
-        total = gradient.clone()
-        dist.all_reduce(total)
-        return total
-
-
-def train(layer, head, tokens, labels, count, steps):
-    """Why: all ranks compute the same loss. The sum over the ranks is the gradient of n losses."""
-    parameters = [*layer.parameters(), *head.parameters()]
-    for _ in range(steps):
-        layer.zero_grad()
-        head.zero_grad()
-        total = Add.apply(layer(tokens).tanh().sum(dim=1))
-        loss = F.cross_entropy(head(total / count), labels)
-        loss = loss / dist.get_world_size()  # the losses of all ranks are then one loss
-        loss.backward()
-        with torch.no_grad():
-            for parameter in parameters:
-                dist.all_reduce(parameter.grad)  # each rank has the part of its own tokens
-                parameter -= 0.1 * parameter.grad
-
-
+REPAIR = (
+    "        loss.backward()",
+    "        loss = loss / dist.get_world_size()  # the losses of all ranks are then one loss\n"
+    "        loss.backward()",
+)
+WHY = "all ranks compute the same loss. The sum over the ranks is the gradient of n losses."
 WORDS = {
     "CRASH.*NoneType": "A rank that does not call backward() has no gradients: its grad is None."
 }
-
-
-DIVIDE = "        loss = loss / dist.get_world_size()"
-REDUCE = "                dist.all_reduce(parameter.grad)"
-NO_GRAD = "        with torch.no_grad():\n"
+LOSS = "loss = loss / dist.get_world_size()"
+REDUCE = "dist.all_reduce(parameter.grad)"
+IN_LAYER = "if parameter.shape[0] == 3: parameter.grad /="
 MISTAKES = {
-    "Both layers move n times as far as they should, with n ranks. How many ranks compute the "
-    "loss?": (DIVIDE, "        pass"),
-    "`layer` is right, and `head` moves n times as far as it should. Each rank has the whole "
-    "gradient of `head` already.": (
-        *(DIVIDE, "        pass"),
-        *(
-            NO_GRAD,
-            "        for parameter in layer.parameters():\n"
-            f"            parameter.grad /= dist.get_world_size()\n{NO_GRAD}",
-        ),
-    ),
-    "`head` is right, and `layer` moves n times as far as it should.": (
-        *(DIVIDE, "        pass"),
-        *(REDUCE, f"                if parameter.shape[0] == 3:\n    {REDUCE}"),
-    ),
-    "`head` is right, and `layer` has n times the gradient of this rank's tokens only.": (
-        *(DIVIDE, "        pass"),
-        *("dist.all_reduce(parameter.grad)", "pass"),
-    ),
-    WORDS["CRASH.*NoneType"]: (
-        *("        loss.backward()", "        dist.get_rank() == 0 and loss.backward()"),
-    ),
+    "?1": (LOSS, "pass"),
+    "?2": (LOSS, "pass", REDUCE, f"{REDUCE}; parameter.grad /= 1 + (len(parameter) == 3)"),
+    "?3": (LOSS, "pass", REDUCE, f"{REDUCE} if len(parameter) == 3 else None"),
+    "?4": (LOSS, "pass", REDUCE, "pass"),
+    WORDS["CRASH.*NoneType"]: ("loss.backward()", "dist.get_rank() == 0 and loss.backward()"),
 }

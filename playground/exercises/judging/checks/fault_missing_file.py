@@ -109,32 +109,17 @@ def expected(rank, world_size, ranks):
     return {**result, "the images": RIGHT, **named(model)}
 
 
-def train(model, download):
-    """Why: the first rank of each node has local rank 0, and only node 0 has rank 0."""
-    rank = dist.get_rank()
-    world_size = dist.get_world_size()
-    local_rank = int(os.environ["LOCAL_RANK"])
-    if local_rank == 0:
-        download("images.pt")
-    dist.barrier()
-    images, labels = torch.load("images.pt")
-    loss = F.cross_entropy(model(images[rank::world_size]), labels[rank::world_size])
-    loss.backward()
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= world_size
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter -= 0.1 * parameter.grad
+REPAIR = (
+    "    if rank == 0:",
+    '    local_rank = int(os.environ["LOCAL_RANK"])\n    if local_rank == 0:',
+)
+WHY = "the first rank of each node has local rank 0, and only node 0 has rank 0."
 
 
 HALF = "CRASH.*(PytorchStreamReader|EOFError)"
-SEVERAL = "downloads on node"
 WORDS = {
     HALF: "The file is there, but download() has not returned, so a part of it is missing.",
     "CRASH.*images.pt": "The file is not in the folder of this rank's node at this moment.",
-    "downloads on node [0-9]: 0": "No rank of this node has downloaded the file.",
-    SEVERAL: "Several ranks of this node have downloaded the file.",
 }
 FIRST = "if local_rank == 0:"
 BARRIER = "    dist.barrier()\n"
@@ -142,7 +127,7 @@ MISTAKES = {
     "rank 2: FileNotFoundError": (FIRST, "if rank == 0:"),
     "rank 1: FileNotFoundError": (BARRIER, ""),
     WORDS[HALF]: (*(BARRIER, '    while not os.path.exists("images.pt"):\n        pass\n'),),
-    WORDS[SEVERAL]: (FIRST, "if True:"),
+    "downloads on node 0: 2": (FIRST, "if True:"),
     "image 0 is used on ranks 0 and 2": (
         *(
             "images[rank::world_size]), labels[rank::",

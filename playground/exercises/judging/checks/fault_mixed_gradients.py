@@ -6,12 +6,11 @@ from judging.single import named, step, together
 from torch.nn import functional as F
 
 NAME = "train"
-FAULT = "WRONG with 2 ranks, two layers of the same size ... gradients of different parameters"
+FAULT = "WRONG with 2 ranks, two layers of the same size "
 CASES = {
     "two layers of the same size": {"kind": "square", "steps": 1},
     "frozen, tied and unused parameters": {"kind": "special", "steps": 3},
 }
-IMITATED = True
 HINTS = """
 The first all_reduce of a rank meets the first all_reduce of the other ranks, the second one meets
 the second one, and so on. Which parameter is the first on each rank?
@@ -68,6 +67,10 @@ def run(train, kind, steps):
     return named(model)
 
 
+def start(rank, world_size, kind, steps):
+    return named(make_model(kind))
+
+
 def expected(rank, world_size, kind, steps):
     model = make_model(kind)
     images, labels = together([part(each) for each in range(world_size)])
@@ -76,38 +79,20 @@ def expected(rank, world_size, kind, steps):
     return named(model)
 
 
-def train(model, images, labels, steps):
-    """Why: numel() is the same on all ranks, so all ranks send the gradients in the same order."""
-    for _ in range(steps):
-        model.zero_grad()
-        F.mse_loss(model(images), labels).backward()
-        trained = [parameter for parameter in model.parameters() if parameter.grad is not None]
-        # The gradients with the most numbers travel first.
-        trained.sort(key=lambda parameter: parameter.numel(), reverse=True)
-        for parameter in trained:
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= dist.get_world_size()
-        with torch.no_grad():
-            for parameter in trained:
-                parameter -= 0.01 * parameter.grad
+REPAIR = (
+    "The largest gradients travel",
+    "The gradients with the most numbers travel",
+    "parameter.grad.norm()",
+    "parameter.numel()",
+)
+WHY = "numel() is the same on all ranks, so all ranks send the gradients in the same order."
 
 
 NO_GRADIENT = "CRASH.*NoneType"
 WORDS = {NO_GRADIENT: "A parameter that is frozen or not used has no gradient: its grad is None."}
 MISTAKES = {
-    "On some ranks, gradients of different parameters were added up. Which calls meet?": (
-        *("parameter.numel()", "parameter.grad.norm()"),
-    ),
-    "The parameters change by the sum of the ranks' gradients, and not by their mean.": (
-        *("parameter.grad /= dist.get_world_size()", "pass"),
-    ),
-    "The parameters change by this rank's own gradients only.": (
-        *("dist.all_reduce(parameter.grad)", "continue"),
-    ),
-    WORDS[NO_GRADIENT]: (
-        *(
-            "[parameter for parameter in model.parameters() if parameter.grad is not None]",
-            "list(model.parameters())",
-        ),
-    ),
+    "?1": ("parameter.numel()", "parameter.grad.norm()"),
+    "?2": ("parameter.grad /= dist.get_world_size()", "pass"),
+    "?3": ("dist.all_reduce(parameter.grad)", "continue"),
+    WORDS[NO_GRADIENT]: (" if parameter.grad is not None", ""),
 }

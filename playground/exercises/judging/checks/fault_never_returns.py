@@ -4,7 +4,6 @@ import torch
 import torch.distributed as dist
 
 NAME = "test"
-IMITATED = True
 FAULT = "HANG with 2 ranks, parts of different length ... rank 0 waits at your line ... all_reduce"
 CASES = {
     "parts of different length": {"lengths": (7, 4, 9, 5, 6), "hits": (6, 1, 7, 2, 3)},
@@ -38,36 +37,21 @@ def expected(rank, world_size, lengths, hits):
     return sum(hits[:world_size]) / sum(lengths[:world_size])
 
 
-def test(model, images, labels):
-    """Why: all_reduce is a collective: every rank calls it, even if only rank 0 needs the sum."""
-    with torch.no_grad():
-        predictions = model(images).argmax(dim=1)
-    hits = (predictions == labels).sum().item()
-    # NCCL cannot send CPU tensors.
-    counts = torch.tensor([hits, len(labels)], device=labels.device)
-    dist.all_reduce(counts)
-    if dist.get_rank() == 0:
-        all_hits, all_images = counts.tolist()
-        return all_hits / all_images
-    return None
-
-
-SEVERAL = "WRONG.*rank [1-9] has"
+REPAIR = (
+    "    if dist.get_rank() == 0:\n        dist.all_reduce(counts)\n",
+    "    dist.all_reduce(counts)\n    if dist.get_rank() == 0:\n",
+)
+WHY = "all_reduce is a collective: every rank calls it, even if only rank 0 needs the sum."
 WORDS = {
-    "HANG": "All ranks must call the same collectives in the same order.",
     "WRONG.*rank 0 has None": "Rank 0 should return the accuracy.",
-    SEVERAL: "Only rank 0 should return the accuracy.",
+    "WRONG.*rank [1-9] has": "Only rank 0 should return the accuracy.",
 }
 REDUCE = "    dist.all_reduce(counts)\n"
 IF_FIRST = "    if dist.get_rank() == 0:\n"
 MISTAKES = {
-    WORDS["HANG"]: (*(REDUCE + IF_FIRST, f"{IF_FIRST}    {REDUCE}"),),
-    "This is the accuracy on rank 0's own images.": (REDUCE, ""),
-    "This is the mean of the ranks' accuracies. But the ranks have unequal parts.": (
-        *("[hits, len(labels)]", "[hits / max(len(labels), 1), 1]"),
-    ),
-    "The hits are those of all ranks, but the images are those of rank 0.": (
-        *("dist.all_reduce(counts)", "dist.all_reduce(counts[:1])"),
-    ),
-    WORDS[SEVERAL]: (IF_FIRST, "    if True:\n"),
+    "All ranks must call the same collectives": (REDUCE + IF_FIRST, f"{IF_FIRST}    {REDUCE}"),
+    "?1": (REDUCE, ""),
+    "?2": ("[hits, len(labels)]", "[hits / max(len(labels), 1), 1]"),
+    "?3": ("dist.all_reduce(counts)", "dist.all_reduce(counts[:1])"),
+    "Only rank 0 should return the accuracy.": (IF_FIRST, "    if True:\n"),
 }

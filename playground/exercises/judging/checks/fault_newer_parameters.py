@@ -5,15 +5,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from judging.words import difference
+
+from watching.facts import difference
 
 NAME = "train"
 FAULT = "WRONG with 2 ranks, 1 step ... the parameters that rank 1 has after its own step"
 WORLD_SIZES = (2, 3, 4, 5)
 CASES = {"1 step": {"shape": (2,), "steps": 1}, "5 steps": {"shape": (2, 3), "steps": 5}}
-TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
-PATIENCE = 2  # seconds for which rank 0 waits for rank 1 at most
-WHEN = "rank 1 takes its first step"
 HINTS = """
 When do the numbers of a message leave the tensor: in isend, or later? What has happened to the
 tensor until then?
@@ -27,7 +25,7 @@ take a step, and wait for each request, as before
 """
 
 
-def start(rank, shape):
+def first(rank, shape):
     return torch.full(shape, 10.0**rank)
 
 
@@ -37,29 +35,20 @@ def goal(rank, shape):
 
 
 def run(train, shape, steps):
-    """Call the learner's function on this rank.
-
-    Rank 0 starts when rank 1 has computed a gradient. If rank 1 first waits for a message of rank
-    0, rank 0 starts PATIENCE seconds later.
-    """
+    """Call the learner's function on this rank: on rank 0 when rank 1 has computed a gradient."""
     rank = dist.get_rank()
-    parameters = start(rank, shape)
+    parameters = first(rank, shape)
     computed = Path("rank 1 has computed")
-    when = "while the messages travel"
 
     def gradient(now):
         if rank == 1:
             computed.touch()
         return now - goal(rank, shape)
 
-    if rank == 0:
-        end = time.monotonic() + PATIENCE
-        while not computed.exists() and time.monotonic() < end:
-            time.sleep(0.01)
-        if not computed.exists():
-            when = "after it has received"
+    while rank == 0 and not computed.exists():
+        time.sleep(0.01)
     returned = train(parameters, gradient, steps)
-    return {"the parameters": parameters, "what is returned": returned, WHEN: when}
+    return {"the parameters": parameters, "what is returned": returned}
 
 
 def own_step(parameters, rank, shape):
@@ -67,7 +56,7 @@ def own_step(parameters, rank, shape):
 
 
 def trained(world_size, shape, steps):
-    now = [start(rank, shape) for rank in range(world_size)]
+    now = [first(rank, shape) for rank in range(world_size)]
     for _ in range(steps):
         new = []
         for rank in range(world_size):
@@ -76,74 +65,43 @@ def trained(world_size, shape, steps):
     return now
 
 
+def start(rank, world_size, shape, steps):
+    return {"the parameters": first(rank, shape), "what is returned": None}
+
+
 def expected(rank, world_size, shape, steps):
-    parameters = trained(world_size, shape, steps)[rank]
-    when = "while the messages travel"
-    return {"the parameters": parameters, "what is returned": None, WHEN: when}
+    return {"the parameters": trained(world_size, shape, steps)[rank], "what is returned": None}
 
 
 def limits(rank, world_size, shape, steps):
-    return {"messages": steps, "bytes": steps * start(rank, shape).nbytes}
+    return {"messages": steps, "bytes": steps * first(rank, shape).nbytes}
 
 
-def train(parameters, gradient, steps):
-    """Why: isend only starts the message, so it gets a copy, which does not change meanwhile."""
-    rank = dist.get_rank()
-    world_size = dist.get_world_size()
-    right = (rank + 1) % world_size
-    left = (rank - 1) % world_size
-    received = torch.empty_like(parameters)
-    for _ in range(steps):
-        message = parameters.clone()
-        # With NCCL, the messages of two ranks share one communicator and run in order, so both
-        # ranks could wait for ever if both send first. A batch starts its operations together.
-        operations = [
-            dist.P2POp(dist.isend, message, right),
-            dist.P2POp(dist.irecv, received, left),
-        ]
-        requests = dist.batch_isend_irecv(operations)
-        parameters -= 0.5 * gradient(parameters)
-        for request in requests:
-            request.wait()
-        parameters += received
-        parameters /= 2
-
-
-ORDER = f"{WHEN}: after"
+REPAIR = ("isend, parameters,", "isend, parameters.clone(),")
+WHY = "isend only starts the message, so it gets a copy, which does not change meanwhile."
+WAITS = r"HANG.*rank 0 waits [^\n]*(outside|computed|sleep)"
 WORDS = {
     "what is returned: ": "Change the parameters in place, and return nothing.",
-    ORDER: "The step comes before wait() and recv(), so that no rank waits before it computes.",
+    WAITS: "Rank 0 starts when rank 1 has computed its first gradient. So rank 1 must not wait for "
+    "a message of rank 0 before.",
 }
 
 
 def explain(trial):
     rank = trial.rank
     shape = trial.case["shape"]
-    actual = trial.results[rank]["the parameters"]
     left = (rank - 1) % trial.world_size
-    mine = start(rank, shape)
-    theirs = start(left, shape)
-    if not difference(actual, mine, TOLERANCE):
-        return "The tensor of the caller has not changed. Are the new numbers in another tensor?"
-    if not difference(actual, own_step((mine + theirs) / 2, rank, shape), TOLERANCE):
-        return "This would be right if the mean came first, and the step after it."
-    newer = (own_step(mine, rank, shape) + own_step(theirs, left, shape)) / 2
-    if not difference(actual, newer, TOLERANCE):
-        return f"Rank {rank} has received the parameters that rank {left} has after its own step."
-    return None
+    theirs = own_step(first(left, shape), left, shape)
+    newer = (own_step(first(rank, shape), rank, shape) + theirs) / 2
+    if difference(trial.results[rank]["the parameters"], newer):
+        return None
+    return f"Rank {rank} has received the parameters that rank {left} has after its own step."
 
 
 STEP = "        parameters -= 0.5 * gradient(parameters)\n"
 WAIT = "            request.wait()\n"
-HALVE = "        parameters /= 2\n"
 MISTAKES = {
     "the parameters that rank 1 has after its own step.": ("parameters.clone()", "parameters"),
-    "This would be right if the mean came first, and the step after it.": (
-        *(STEP, ""),
-        *(HALVE, HALVE + STEP),
-    ),
-    WORDS[ORDER]: (*(STEP, ""), *(WAIT, WAIT + STEP)),
-    "The tensor of the caller has not changed. Are the new numbers in another tensor?": (
-        *(STEP, STEP.replace("-= 0.5", "= parameters - 0.5")),
-    ),
+    WORDS[WAITS]: (STEP, "", WAIT, WAIT + STEP),
+    "It is unchanged.": (STEP, STEP.replace("-= 0.5", "= parameters - 0.5")),
 }

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from judging.single import step
 from judging.traffic import uncounted
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import Dataset
 
 NAME = "train"
 FAULT = "WRONG with 1 rank, 13 images ... all epochs have the same order"
@@ -114,31 +114,14 @@ def words_on_model(model, orders, length, epochs):
     return "as of a single process"
 
 
-def train(model, dataset, epochs):
-    """Why: the sampler's order depends on the epoch, and set_epoch tells the sampler the epoch."""
-    sampler = DistributedSampler(dataset, seed=0, drop_last=True)
-    loader = DataLoader(dataset, batch_size=2, sampler=sampler)
-    for epoch in range(epochs):
-        sampler.set_epoch(epoch)
-        for images, labels in loader:
-            model.zero_grad()
-            loss = F.cross_entropy(model(images), labels)
-            loss.backward()
-            for parameter in model.parameters():
-                dist.all_reduce(parameter.grad)
-                parameter.grad /= dist.get_world_size()
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter -= 0.1 * parameter.grad
-
-
+REPAIR = (
+    "for _ in range(epochs):",
+    "for epoch in range(epochs):\n        sampler.set_epoch(epoch)",
+)
+WHY = "the sampler's order depends on the epoch, and set_epoch tells the sampler the epoch."
 WORDS = {
     "has read": "Every rank reads its part of the images. An epoch has len(dataset) // n images of "
-    "it.",
-    "more than once": "Do all ranks have the same order, and does each take different positions?",
-    "epoch 2 has": "A new number takes effect when the next epoch starts. Is it set too late?",
-    "the same images": "A rank's own images are shuffled. But which images a rank has must change, "
-    "too.",
+    "it."
 }
 SAMPLER = "DistributedSampler(dataset, seed=0, drop_last=True)"
 OWN = "dist.get_rank() * (n := len(dataset) // dist.get_world_size())"
@@ -147,9 +130,9 @@ MISTAKES = {
     "all epochs have the same order": (SET, "sampler.set_epoch(1)"),
     "the trained model: differs from": ("dist.all_reduce(parameter.grad)", "pass"),
     WORDS["has read"]: (SAMPLER, "torch.utils.data.RandomSampler(dataset)", SET, "pass"),
-    WORDS["more than once"]: ("seed=0", "seed=dist.get_rank()"),
-    WORDS["epoch 2 has"]: ("range(epochs):", "[0, *range(epochs - 1)]:"),
-    WORDS["the same images"]: (
+    "images are read more than once": ("seed=0", "seed=dist.get_rank()"),
+    "epoch 2 has the order of epoch 1": ("range(epochs):", "[0, *range(epochs - 1)]:"),
+    "each rank has the same images in all epochs": (
         *(SAMPLER, f"torch.utils.data.SubsetRandomSampler(range({OWN}, {OWN} + n))"),
         *(SET, "pass"),
     ),

@@ -2,7 +2,7 @@
 
 import json
 
-from judging.evidence import NotAtFault, lines_of, what_is_found
+from judging.evidence import lines_of, refuse, what_is_found
 
 NAME = "found"
 JOIN = False
@@ -31,16 +31,13 @@ CAUSE = "The rank and the line are right. Which call of the others does this ran
 
 def run(found):
     rank, line, cause = what_is_found(found, FOLDER, ("rank", "line", "cause"))
-    if rank == 0:
-        raise NotAtFault(WAITS)
-    if rank != 2:
-        raise NotAtFault(ANOTHER)
-    if line in lines_of(FOLDER, "dist.all_reduce("):
-        raise NotAtFault(AT_LINE)
-    if line not in lines_of(FOLDER, "if missing > 0:", "dist.gather("):
-        raise NotAtFault(LINE)
-    if cause != "left out":
-        raise NotAtFault(CAUSE)
+    refuse(
+        (rank == 0, WAITS),
+        (rank != 2, ANOTHER),
+        (line in lines_of(FOLDER, "dist.all_reduce("), AT_LINE),
+        (line not in lines_of(FOLDER, "if missing > 0:", "dist.gather("), LINE),
+        (cause != "left out", CAUSE),
+    )
 
 
 def expected(rank, world_size):

@@ -6,14 +6,13 @@ from judging.single import named, step, together
 from torch.nn import functional as F
 
 NAME = "train"
-FAULT = "WRONG with 2 ranks, 1 step ... This is the mean of the ranks' gradients"
+FAULT = "WRONG with 2 ranks, 1 step"
 CASES = {
     "1 step": {"lengths": (2, 6, 1, 3, 5), "steps": 1},
     "3 steps with odd numbers of images": {"lengths": (5, 1, 7, 3, 9), "steps": 3},
     "no images on some ranks": {"lengths": (4, 0, 3, 0, 1), "steps": 2},
 }
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}
-IMITATED = True
 HINTS = """
 How much does one image of a rank with few images count in the mean over the ranks, and how much an
 image of a rank with many?
@@ -45,6 +44,10 @@ def run(train, lengths, steps):
     return named(model)
 
 
+def start(rank, world_size, lengths, steps):
+    return named(make_model())
+
+
 def expected(rank, world_size, lengths, steps):
     images, labels = together([part(each, lengths) for each in range(world_size)])
     model = make_model()
@@ -53,45 +56,28 @@ def expected(rank, world_size, lengths, steps):
     return named(model)
 
 
-def train(model, images, labels, steps):
-    """Why: the ranks add up sums and divide by all images, so each image counts the same."""
-    all_images = torch.tensor(len(labels), device=labels.device)  # NCCL cannot send CPU tensors
-    dist.all_reduce(all_images)
-    for _ in range(steps):
-        model.zero_grad()
-        loss = F.cross_entropy(model(images), labels, reduction="sum")
-        loss.backward()
-        for parameter in model.parameters():
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= all_images
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter -= 0.1 * parameter.grad
-
-
+REPAIR = (
+    "    for _ in",
+    "    # NCCL cannot send CPU tensors.\n"
+    "    all_images = torch.tensor(len(labels), device=labels.device)\n"
+    "    dist.all_reduce(all_images)\n"
+    "    for _ in",
+    "model(images), labels)",
+    'model(images), labels, reduction="sum")',
+    "dist.get_world_size()",
+    "all_images",
+)
+WHY = "the ranks add up sums and divide by all images, so each image counts the same."
 SUM = ', reduction="sum"'
 DIVIDE = "/= all_images"
-MEAN = (SUM, "", DIVIDE, "/= dist.get_world_size()")
 WORDS = {
     "CRASH.*NoneType": "A parameter has no gradient until backward() has been called: its grad is "
     "None."
 }
 MISTAKES = {
     WORDS["CRASH.*NoneType"]: ("        loss.backward", "        len(labels) and loss.backward"),
-    "This is the mean of the ranks' gradients, in which each rank counts the same.": MEAN,
-    "This is the sum of the ranks' gradients. What must it be divided by?": (
-        SUM,
-        "",
-        DIVIDE,
-        "/= 1",
-    ),
-    "This is the sum over all images. What must it be divided by?": (DIVIDE, "/= 1"),
-    "This is divided by the images and by the ranks.": (
-        *(DIVIDE, "/= all_images * dist.get_world_size()"),
-    ),
-    "This is the step with this rank's own gradient only.": (
-        *(SUM, ""),
-        *("            dist.all_reduce(parameter.grad)\n", ""),
-        *(DIVIDE, "/= 1"),
-    ),
+    "?1": (SUM, "", DIVIDE, "/= dist.get_world_size()"),
+    "?2": (DIVIDE, "/= 1"),
+    "?3": (DIVIDE, "/= all_images * dist.get_world_size()"),
+    "?4": (SUM, "", "            dist.all_reduce(parameter.grad)\n", "", DIVIDE, "/= 1"),
 }

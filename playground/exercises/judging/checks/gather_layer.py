@@ -5,11 +5,9 @@ import math
 
 import torch
 import torch.distributed as dist
-import torch.fx.experimental.symbolic_shapes  # backward(gradient) imports it: see ranks.py
 from judging.attempt import Rung
 from judging.kept import Watching
 from judging.single import mean_of
-from judging.words import difference, times
 from torch import nn
 from torch.func import functional_call
 
@@ -200,7 +198,7 @@ WORDS = {
     "torch.enable_grad():`, with tensors that require a gradient.",
     INTEGERS: "`inputs` may be integers. ctx.needs_input_grad[0] shows whether they need a "
     "gradient.",
-    "frozen.*messages;": "Is the gradient of the frozen layer sent? It is not needed.",
+    "frozen.*bytes;": "The gradient of a frozen layer is not needed, so it need not be sent.",
     "messages;|bytes;": "Two all_gathers and one reduce_scatter are enough. A rank needs only its "
     "shard of the gradient.",
     "kept until backward: [0-9]": "The whole parameters, or what was computed from them, stay in "
@@ -210,31 +208,16 @@ WORDS = {
 }
 
 
-def explain(trial):
-    actual, right = trial.of_rank()
-    name = next(each for each in right if difference(actual[each], right[each], TOLERANCE))
-    if actual[name] is None:
-        return None
-    _, own, _ = whole(trial.rank, trial.world_size, **trial.case)
-    if name == "the gradient of its inputs" and trial.world_size > 1:
-        return "The inputs are this rank's own. Neither add up nor average their gradient."
-    if name == "the gradient of its inputs" and times(actual[name], right[name]):
-        return "Has backward() inside backward() reached the caller's `inputs`? Detach them first."
-    own = own.chunk(trial.world_size)[trial.rank]
-    if name == "the gradient of its shard" and not difference(actual[name], own, TOLERANCE):
-        return "This is a shard of this rank's own gradient. Those of the other ranks are missing."
-    return None
-
-
 MEAN = "flat.grad / dist.get_world_size())"
 LEAF = "inputs.detach().requires_grad_(learn_inputs)"
 MISTAKES = {
-    "2 times what is expected: added": (MEAN, "flat.grad)"),
+    "2 times what is expected, with 2 ranks": (MEAN, "flat.grad)"),
     "The sum over the ranks is too large for float16. Divide before the reduce_scatter.": (
         *(MEAN, "flat.grad); of_shard /= dist.get_world_size()"),
     ),
-    "reached the caller's `inputs`? Detach them first.": (LEAF, "inputs"),
+    "the gradient of its inputs: [": (LEAF, "inputs"),
     WORDS[NO_GRAPH]: ("with torch.enable_grad():", "if True:"),
     WORDS[GRADIENT]: ("inputs.grad, of_shard", "inputs.grad, flat.grad"),
     WORDS[INTEGERS]: ("requires_grad_(learn_inputs)", "requires_grad_()"),
+    WORDS["frozen.*bytes;"]: ("if learn_shard:", "if True:", "(learn_shard)", "()"),
 }

@@ -4,7 +4,6 @@ from itertools import pairwise
 
 import torch
 import torch.distributed as dist
-import torch.fx.experimental.symbolic_shapes  # backward(gradient) imports it: see ranks.py
 from judging.attempt import Rung
 from torch import nn
 from torch.nn import functional as F
@@ -24,7 +23,6 @@ RUNG_1 = Rung(
 ONLY = ("send", "recv")
 INSTEAD = "use send and recv"
 CLASSES = 3
-IMITATED = True
 HINTS = """
 Forward: receive from the previous rank, compute the stage, send to the next rank, for each
 micro-batch. Keep what you have received and computed. Backward: receive the gradient of what you
@@ -179,13 +177,11 @@ WORDS = {
     "gradient that the next rank has sent.",
     NO_GRAPH: "If this stage and all before it are frozen, the output requires no gradient, and "
     "backward() has nothing to do.",
-    NO_GRADIENT: "Was requires_grad_() called for what was received? Then backward() fills its "
-    ".grad.",
-    BUFFER: "Has the buffer the shape and the dtype of the message, and its number of rows?",
+    NO_GRADIENT: "backward() fills .grad of what was received only after requires_grad_().",
+    BUFFER: "The buffer needs the shape, the dtype and the number of rows of the message.",
     "CRASH.*require gradients": "The inputs of rank 0 may be integers. They need no gradient.",
     "bytes;": "Only the stage's output goes forward, and only the gradient of its input back.",
-    ROUNDS: "Does a rank wait for the gradient of a micro-batch before it computes the next one? "
-    "Compute all forward passes first.",
+    ROUNDS: "Compute all forward passes first, so that no rank waits for a gradient in between.",
     "passes: ": "One forward pass for each micro-batch is enough: keep its output for backward().",
 }
 LOSS = ', reduction="sum") / rows'
@@ -198,9 +194,6 @@ MISTAKES = {
     WORDS[ROUNDS]: (
         *("        outputs.append(output)\n    for number, output in enumerate(outputs):\n", ""),
     ),
-    "These are the gradients of the mean of the micro-batches' mean losses. "
-    "The last micro-batch has fewer rows, so it must count less.": (LOSS, ") / len(inputs)"),
-    "The earlier gradients are gone. backward() adds to what is in parameter.grad.": (
-        *("outputs = []", "outputs = stage.zero_grad() or []"),
-    ),
+    "3, 3 and 1 rows": (LOSS, ") / len(inputs)"),
+    "earlier gradients": ("outputs = []", "outputs = stage.zero_grad() or []"),
 }

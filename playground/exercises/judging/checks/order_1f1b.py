@@ -20,7 +20,6 @@ RUNG_1 = Rung(
     words="for the lesson's 1F1B",
     then="memory for `most` micro-batches only.",
 )
-IMITATED = True
 HINTS = """
 First come forward passes only, then a backward and a forward pass in turn, and then the backward
 passes that are left. How many forward passes come first?
@@ -58,21 +57,8 @@ def expected(rank, world_size, micro_batches, most):
     return " ".join(order)
 
 
-def most_kept(order):
-    """Return of how many micro-batches a rank keeps the activations at most."""
-    kept = 0
-    most = 0
-    for each in order:
-        kept += 1 if each.startswith("F") else -1
-        most = max(most, kept)
-    return most
-
-
 def order_1f1b(rank, world_size, micro_batches, most):
-    """Why: a rank has time for one forward pass for each rank from it on, if memory allows.
-    With a smaller limit, it starts the backward passes earlier. So the next rank gets its
-    micro-batches later, and waits.
-    """
+    """Why: a rank has time for one forward pass for each rank from it on, if memory allows."""
     kept = min(world_size - rank, most, micro_batches)
     order = [f"F{number}" for number in range(kept)]
     for number in range(micro_batches):
@@ -83,51 +69,30 @@ def order_1f1b(rank, world_size, micro_batches, most):
 
 
 def explain(trial):
+    """Return what is wrong with an order by itself, without the other ranks."""
     actual, right = trial.of_rank()
     if not isinstance(actual, str):
         return 'Return a list of strings, such as ["F0", "B0"].'
-    words = about_passes(actual, right)
-    most = most_kept(actual.split())
-    limit = most_kept(right.split())
-    if not words and most > limit:
-        words = f"keeps the activations of {most} micro-batches; {limit} is the limit."
-        words = f"Rank {trial.rank} {words}"
-    return words
-
-
-def about_passes(order, right):
-    """Return what is wrong with an order by itself, without the other ranks; None if nothing is.
-
-    Args:
-        order: the passes as one text.
-        right: the right order as one text.
-    """
-    order = order.split()
-    right = right.split()
+    order, right = actual.split(), right.split()
     count = Counter(order)
-    for each in order:
+    for each in [*order, *right]:
         if each not in right:
             return f"There is no {each} here: the micro-batches are 0 to {len(right) // 2 - 1}."
-        if count[each] > 1:
-            return f"{each} appears {count[each]} times."
-    for each in right:
-        if count[each] == 0:
-            return f"{each} is missing."
+        if count[each] != 1:
+            return f"{each} is {'missing' if count[each] == 0 else f'there {count[each]} times'}."
     for number in range(len(right) // 2):
         if order.index(f"B{number}") < order.index(f"F{number}"):
             return f"B{number} comes before F{number}."
-    return None
+    first, least = order.index("B0"), right.index("B0")
+    if first == least:
+        return None
+    return f"Before B0, rank {trial.rank} computes {first} forward passes, not {least}."
 
 
 KEPT = "min(world_size - rank, most, micro_batches)"
 MISTAKES = {
-    "Rank 0 keeps the activations of 3 micro-batches; 1 is the limit.": (KEPT, "micro_batches"),
-    "Rank 0 keeps the activations of 2 micro-batches; 1 is the limit.": ("rank, most,", "rank,"),
-    "A rank starts its backward passes too early, so the next ranks wait. First it computes as "
-    "many forward passes as it may.": (KEPT, "1"),
-    "The first rank computes the most forward passes before its first backward pass. In this order "
-    "the last one does, so the ranks wait for each other for ever.": (
-        *("world_size - rank", "rank + 1"),
-    ),
+    "Before B0, rank 0 computes 3 forward passes, not 2.": (KEPT, "micro_batches"),
+    "Before B0, rank 0 computes 2 forward passes, not 1.": ("rank, most,", "rank,"),
+    "Before B0, rank 0 computes 1 forward passes, not 2.": (KEPT, "1"),
     "There is no F1 here: the micro-batches are 0 to 0.": (KEPT, "min(world_size - rank, most)"),
 }

@@ -3,7 +3,6 @@
 from functools import partial
 
 import torch
-import torch._dynamo  # optimizers import it: here, before the ranks are forked
 import torch.distributed as dist
 from judging.traffic import sent_bytes
 
@@ -15,7 +14,6 @@ CASES = {
 }
 SHAPES = {"matrix": (3, 4), "vector": (5,), "number": ()}
 STEPS = (1, 2, 3)
-IMITATED = True
 HINTS = """
 An optimizer moves a tensor against its .grad. What must the .grad of a tensor in `agreed` be, so
 that the tensor moves towards the mean of the ranks' parameters?
@@ -32,7 +30,7 @@ copy `agreed` to the parameters
 """
 
 
-def start():
+def first():
     """Return the first parameters by name, the same on all ranks."""
     generator = torch.Generator().manual_seed(0)
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
@@ -45,7 +43,7 @@ def gone(name, rank, step):
 
 
 def run(outer_step, make_optimizer):
-    agreed = start()
+    agreed = first()
     parameters = {name: torch.nn.Parameter(tensor.clone()) for name, tensor in agreed.items()}
     optimizer = make_optimizer(list(agreed.values()))
     results = {}
@@ -59,15 +57,21 @@ def run(outer_step, make_optimizer):
 
 def results_of(step, agreed, parameters):
     """Return what is compared after a step."""
-    results = {}
+    results = {f"step {step}, agreed, {name}": agreed[name].clone() for name in SHAPES}
     for name in SHAPES:
-        results[f"step {step}, agreed, {name}"] = agreed[name].clone()
         results[f"step {step}, parameters, {name}"] = parameters[name].detach().clone()
     return results
 
 
+def start(rank, world_size, make_optimizer):
+    results = {}
+    for step in STEPS:
+        results |= results_of(step, first(), first())
+    return results
+
+
 def expected(rank, world_size, make_optimizer):
-    agreed = start()
+    agreed = first()
     optimizer = make_optimizer(list(agreed.values()))
     results = {}
     for step in STEPS:
@@ -80,7 +84,7 @@ def expected(rank, world_size, make_optimizer):
 
 
 def limits(rank, world_size, make_optimizer):
-    nbytes = sum(tensor.nbytes for tensor in start().values())
+    nbytes = sum(tensor.nbytes for tensor in first().values())
     messages = len(STEPS)
     return {"messages": messages, "bytes": messages * sent_bytes("all_reduce", nbytes, world_size)}
 
@@ -112,20 +116,10 @@ REDUCE = "    dist.all_reduce(message)\n"
 COPY = "        parameter.copy_(tensor)\n"
 EACH = "    for way in ways:\n        dist.all_reduce(way)\n    message = torch.cat(ways)\n"
 MISTAKES = {
-    "The outer step goes away from where the ranks have gone: the gradient's sign is wrong.": (
-        *(WAY, "parameter - tensor"),
-    ),
-    "The gradient is the sum over the ranks. Divide it by their number.": (
-        *("    message /= dist.get_world_size()\n", ""),
-    ),
-    "`agreed` has moved where this rank alone has gone, so it differs from rank to rank.": (
-        *(REDUCE + "    message /= dist.get_world_size()\n", ""),
-    ),
-    "The parameters are still the rank's own. All ranks continue from `agreed`.": (
-        *(COPY, "        pass\n"),
-    ),
-    "This is the mean of the ranks' parameters, as in local SGD. The optimizer makes no step.": (
-        *("optimizer.step()", "torch.optim.SGD(agreed, lr=1.0).step()"),
-    ),
+    "?1": (WAY, "parameter - tensor"),
+    "?2": ("    message /= dist.get_world_size()\n", ""),
+    "?3": (REDUCE + "    message /= dist.get_world_size()\n", ""),
+    "?4": (COPY, "        pass\n"),
+    "SGD with momentum": ("optimizer.step()", "torch.optim.SGD(agreed, lr=1.0).step()"),
     WORDS["messages;"]: (f"    message = torch.cat(ways)\n{REDUCE}", EACH),
 }

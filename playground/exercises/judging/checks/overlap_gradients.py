@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from judging.attempt import Rung
-from judging.single import mean_of, seeded
+from judging.single import gradients_of, mean_of, seeded
 from judging.traffic import Counting, sent_bytes
 from torch import nn
 
@@ -67,10 +67,7 @@ RUNG_1 = Rung(
 TOLERANCE = {"rtol": 2e-3, "atol": 2e-4}  # float16 has 3 digits
 STEPS = (1, 2)
 SLACK = 8  # bytes that each parameter may cost in addition
-SECONDS_TO_WAIT = 3
 EARLY = "numbers that travel when backward() comes to the first layer"
-WAITED = "backward() of the other ranks"
-NO_HOOK_WAITS = "no hook waits for a message"
 HINTS = """
 A hook that starts a message must not wait for it. And all ranks must start their messages in the
 same order, although a gradient may be ready at different moments, or never.
@@ -101,50 +98,38 @@ def backward(model, rank, step):
 
 
 def needed_early(make, all_travel_early=True):
-    model = seeded(make)
-    first_layer = next(model.children())
-    others = set(model.parameters()) - set(first_layer.parameters())
-    early = sum(parameter.numel() for parameter in others if parameter.requires_grad)
+    """Return how many numbers can travel then: those of all layers but the first.
+
+    In the order of the layers, a parameter of the model itself may be the last one.
+    """
+    first, *others = seeded(make).children()
+    parameters = set(nn.ModuleList(others).parameters()) - set(first.parameters())
+    early = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
     return early if all_travel_early else 0
 
 
 def run(overlap_gradients, make, **case):
+    """Call the learner's function and train two steps.
+
+    In step 1, rank 0 comes to backward() when the others have run theirs. Until then, no message of
+    theirs can end.
+    """
     rank = dist.get_rank()
+    others = [Path(f"rank{other}") for other in range(1, dist.get_world_size())]
     model = seeded(make)
     finish = overlap_gradients(model)
     result = {}
     for step in STEPS:
         model.zero_grad()
-        if rank == 0 and step == 1:
-            waited = wait_for_others()
-            result[WAITED] = "a hook waits for a message" if waited else NO_HOOK_WAITS
+        while rank == 0 and not all(other.exists() for other in others):
+            time.sleep(0.01)
         early = backward(model, rank, step)
         Path(f"rank{rank}").touch()
         finish()
-        result |= gradients_of(model, step)
+        result |= gradients_of(model, f"step {step}: ")
         # More is right, too: a message may also have flags.
         result[f"step {step}: {EARLY}"] = min(early, needed_early(make, **case))
     return result
-
-
-def wait_for_others():
-    """Wait until all other ranks have run backward(). Returns whether one of them waits too long.
-
-    Rank 0 has not started its own messages. So if backward() of another rank waits for a message,
-    it waits until this function returns.
-    """
-    end = time.monotonic() + SECONDS_TO_WAIT
-    missing = [Path(f"rank{rank}") for rank in range(1, dist.get_world_size())]
-    while not all(path.exists() for path in missing):
-        if time.monotonic() > end:
-            return True
-        time.sleep(0.002)
-    return False
-
-
-def gradients_of(model, step):
-    parameters = model.named_parameters()
-    return {f"step {step}: the gradient of {name}": each.grad for name, each in parameters}
 
 
 def expected(rank, world_size, make, **case):
@@ -154,12 +139,10 @@ def expected(rank, world_size, make, **case):
         for other in range(world_size):
             model = seeded(make)
             backward(model, other, step)
-            everyone.append(gradients_of(model, step))
+            everyone.append(gradients_of(model, f"step {step}: "))
         for name in everyone[0]:
             result[name] = mean_of([each[name] for each in everyone])
         result[f"step {step}: {EARLY}"] = needed_early(make, **case)
-    if rank == 0:
-        result[WAITED] = NO_HOOK_WAITS
     return result
 
 
@@ -214,25 +197,25 @@ def overlap_gradients(model):
 
 
 HOOKLESS = "CRASH.*doesn't require gradient"
+WAITS = r"HANG.*rank 0 waits [^\n]*(outside|exists|sleep)"
 WORDS = {
     HOOKLESS: "backward() computes no gradient for a frozen parameter, so it can have no hook.",
     "CRASH.*its buffer has": "All ranks must start the same messages in the same order.",
+    WAITS: "Rank 0 runs backward() after the other ranks here, and a hook of theirs waits for it. "
+    "Start messages with async_op=True.",
     "HANG, missing": "All ranks must send the same messages, even those that lack a gradient.",
     "first layer: ": "This rank has the right means, but not every message starts in time. Start "
     "each one in a hook.",
-    "a hook waits": "This rank has the right means, but a hook waits. Start messages with "
-    "async_op=True.",
-    "WRONG, a different order": "Do all ranks start their messages in the same order?",
+    "WRONG, a different order": "Here backward() of odd ranks has another order of layers.",
     "expected +None": "No rank has this gradient, so it stays None: the optimizer must skip it.",
-    "step 2: the": "Step 1 is right here. What has finish() left behind, or not waited for?",
 }
 START = "        started.append((message, dist.all_reduce(message, async_op=True)))\n"
 MISTAKES = {
-    "but a hook waits.": (START, f"{START}        started[-1][1].wait()\n"),
+    WORDS[WAITS]: (START, f"{START}        started[-1][1].wait()\n"),
     "but not every message starts in time.": (
         *("parameter.register_post_accumulate_grad_hook(on_gradient)", "pass"),
     ),
     WORDS[HOOKLESS]: (" if each.requires_grad]", "]"),
     "No rank has this gradient, so it stays None": ("if message[-1] > 0:", "if True:"),
-    "Step 1 is right here. What has finish() left behind": ("        started.clear()\n", ""),
+    "step 2: the gradient": ("        started.clear()\n", ""),
 }

@@ -14,7 +14,6 @@ CASES = {
 }
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
 HELPERS = ("pass_on",)
-IMITATED = True
 HINTS = """
 In the first step, a rank has its own keys and values. In each further step, it has those of the
 rank before. Which two sums over the blocks give the mean at the end, and what happens to them when
@@ -129,7 +128,7 @@ WORDS = {
     r"WRONG, large scores.*has \[[^]]*(nan|inf)": "exp() of a large score overflows. "
     "Subtract the largest score so far first.",
     r"WRONG.*has \[[^]]*(nan|inf)": "Where a token may read nothing in a block, its largest "
-    "score is -inf. Is that subtracted from -inf, or is a sum of no weights divided by 0?",
+    "score is -inf, and -inf - -inf is nan.",
 }
 MISTAKES = {
     WORDS["CRASH.*(its buffer has|must match the size of tensor)"]: (
@@ -143,15 +142,12 @@ MISTAKES = {
     WORDS[r"WRONG.*has \[[^]]*(nan|inf)"]: (
         *("torch.maximum(maximum, scores.amax(dim=-1, keepdim=True))", "scores.amax(-1, True)"),
     ),
-    "Here each token reads from all tokens, and not only from itself and the earlier ones.": (
+    "?1": (
         *(
             "places[(rank - step) % n] > places[rank]",
             "places[(rank - step) % n] < 0 * places[rank]",
         ),
     ),
-    "The scores are not divided by the square root of the size.": (
-        *(" / query.shape[-1] ** 0.5", ""),
-    ),
-    "When a block has a larger score, what was added up before must shrink by exp(the maximum "
-    "before - the larger one).": ("(maximum - larger).exp()", "1"),
+    "?2": (" / query.shape[-1] ** 0.5", ""),
+    "?3": ("(maximum - larger).exp()", "1"),
 }

@@ -2,9 +2,9 @@
 
 import torch
 import torch.distributed as dist
-from judging.words import difference
 
 from common.language import rotate
+from watching.facts import difference
 
 CASES = {
     "6 tokens on each rank": {"each": 6},
@@ -17,7 +17,6 @@ CASES = {
 }
 SIZE = 8
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
-IMITATED = True
 HINTS = """
 Which places in the sequence have this rank's tokens? Attention compares tokens of all ranks, so a
 distance between two tokens must not depend on which ranks have them.
@@ -74,8 +73,6 @@ def rotate_split(heads, tokens):
 
 
 PLACES = "torch.cat([chunks[rank], chunks[2 * n - 1 - rank]])"
-HALVES = "heads.chunk(2, dim=-1)"
-ROTATED = "torch.cat([x * cos - y * sin, x * sin + y * cos], dim=-1)"
 WORDS = {
     "COSTLY": "`tokens` and the rank tell the places, so nothing has to be sent.",
     "CRASH.*must match": "If 2n does not divide `tokens`, the chunks differ in size by one.",
@@ -88,14 +85,7 @@ MISTAKES = {
     "The token at place 9 is rotated as if its place were 6.": (
         *(PLACES, "torch.cat([chunks[rank], chunks[n + rank]])"),
     ),
-    "Here pairs are neighbours, but a pair is the numbers i and i + size / 2.": (
-        *(HALVES, "heads.unflatten(-1, (-1, 2)).unbind(-1)"),
-        *(ROTATED, "torch.stack([x * cos - y * sin, x * sin + y * cos], dim=-1).flatten(-2)"),
-    ),
-    "The pairs are rotated the other way round.": ("-pairs / size)\n", "-pairs / size) * -1\n"),
-    "The exponents are -2i / size, for i = 0, 1, 2 and so on.": (
-        *("torch.arange(0, size, 2,", "torch.arange(0, size // 2,"),
-    ),
+    "?1": ("-pairs / size)\n", "-pairs / size) * -1\n"),
     COSTLY: ("    size =", "    dist.all_gather_object([None] * n, rank)\n    size ="),
     SIZES: (
         *("torch.arange(tokens, device=heads.device)", "torch.arange(tokens // (2 * n) * 2 * n)"),

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import hashlib
 import json
 import os
 import resource
@@ -12,7 +11,6 @@ import time
 from pathlib import Path
 
 import torch
-import torch._dynamo  # optimizers import it: here, before the ranks are forked
 import torch.distributed as dist
 from judging.attempt import Rung
 from judging.traffic import uncounted
@@ -165,7 +163,7 @@ def first(save_and_resume, kind, seeded=False):
     def train_epoch(epoch):
         same_epoch(epoch)
         if rank == 0 and os.path.exists(PATH):
-            new = digest(PATH)
+            new = Path(PATH).read_bytes()
             if new in before.values():
                 unsaved.append(epoch)
             elif epoch < KILLED:
@@ -180,18 +178,13 @@ def first(save_and_resume, kind, seeded=False):
         save_and_resume(PATH, model, optimizer, EPOCHS, train_epoch)
     if rank == 0:
         state = COMPLETE
-        if any(digest(path) != text for path, text in before.items()):
+        if any(Path(path).read_bytes() != each for path, each in before.items()):
             state = "overwritten in place"
         elif any(os.path.basename(os.fspath(path)) == PATH for path in deleted):
             state = "deleted before the next one has its name"
         if unsaved or not os.path.exists(PATH):
             state = "not saved after each epoch"
         Path(NOTES).write_text(json.dumps([state, [order.tolist() for order in orders]]))
-
-
-def digest(path):
-    """Return a number that tells whether a file has changed."""
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
 def again(save_and_resume, kind, seeded=False):
@@ -271,7 +264,7 @@ WORDS = {
     "CRASH.*rank [1-9]: EOFError": "In the first run, this rank sees an empty file, but rank 0 "
     "sees none. Rank 0 must decide for all.",
     "CRASH.*trains epoch": "All ranks must load the file.",
-    "the file: ": "If the run is killed at this moment, no complete file is left. Write a "
+    "the file: (overwritten|deleted)": "If the run is killed at this moment, no complete file is left. Write a "
     "different file, and rename it with os.replace() when it is complete.",
     r"restart: \[0, 1": "Training starts from the beginning. The file says how many epochs are "
     "done.",

@@ -2,7 +2,6 @@
 
 import torch
 import torch.distributed as dist
-import torch.fx.experimental.symbolic_shapes  # backward(gradient) imports it: see ranks.py
 from judging.attempt import Rung
 from judging.traffic import uncounted
 

@@ -3,7 +3,6 @@
 from functools import partial
 
 import torch
-import torch._dynamo  # optimizers import it: here, before the ranks are forked
 import torch.distributed as dist
 from judging.attempt import Rung
 from judging.single import mean_of, seeded
@@ -54,7 +53,6 @@ STEPS = (1, 2, 3)
 MOMENTS = {torch.optim.SGD: 1, torch.optim.AdamW: 2}
 SLACK = 8  # bytes that each parameter may cost in addition
 STATE = "bytes of the optimizer's state"
-IMITATED = True
 HINTS = """
 An all_reduce is a reduce_scatter and an all_gather. What can a rank do with its shard of the mean
 gradient between the two?
@@ -132,6 +130,10 @@ def allowed_state(world_size, make, make_optimizer):
     return MOMENTS[make_optimizer.func] * bytes_of_shards(make, world_size)
 
 
+def start(rank, world_size, make, make_optimizer):
+    return {**seeded(make).state_dict(), STATE: allowed_state(world_size, make, make_optimizer)}
+
+
 def expected(rank, world_size, make, make_optimizer):
     model = seeded(make)
     optimizer = make_optimizer(trained(model))
@@ -205,22 +207,10 @@ REDUCE = "dist.reduce_scatter_tensor(shard.grad, padded(gradient) / dist.get_wor
 ALL_REDUCE = "mean = padded(gradient) / dist.get_world_size(); dist.all_reduce(mean)"
 MINE = "chunk(dist.get_world_size())[dist.get_rank()]"
 MISTAKES = {
-    "The optimizer gets the sum of the gradients. Divide it by n.": (
-        *(REDUCE, "dist.reduce_scatter_tensor(shard.grad, padded(gradient))"),
-    ),
-    "Divide by n. A rank without this gradient counts as zero.": (
-        *(REDUCE, "dist.reduce_scatter_tensor(shard.grad, padded(gradient) / count)"),
-    ),
-    "The optimizer gets the gradients of its own rank only.": (
-        *(REDUCE, f"shard.grad = padded(gradient).{MINE}"),
-    ),
-    "No rank has this gradient, so it stays None: zeros move the parameter.": (
-        *("if count > 0:", "if True:"),
-    ),
-    "Only this rank's shard has changed. The others have to be gathered.": (
-        *("dist.all_gather_into_tensor(whole, shard)", f"whole.{MINE}.copy_(shard)"),
-    ),
-    "Each rank gets the whole mean, as from all_reduce. It needs only its shard.": (
-        *(REDUCE, f"{ALL_REDUCE}; shard.grad = mean.{MINE}"),
-    ),
+    "?1": (REDUCE, "dist.reduce_scatter_tensor(shard.grad, padded(gradient))"),
+    "?2": (REDUCE, "dist.reduce_scatter_tensor(shard.grad, padded(gradient) / count)"),
+    "?3": (REDUCE, f"shard.grad = padded(gradient).{MINE}"),
+    "SGD, missing gradients": ("if count > 0:", "if True:"),
+    "?4": ("dist.all_gather_into_tensor(whole, shard)", f"whole.{MINE}.copy_(shard)"),
+    "?5": (REDUCE, f"{ALL_REDUCE}; shard.grad = mean.{MINE}"),
 }

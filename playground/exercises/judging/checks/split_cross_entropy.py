@@ -12,7 +12,6 @@ CASES = {
 }
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 TOKENS = 10
-IMITATED = True
 HINTS = """
 The loss has two terms. One is a sum over all words, so over the ranks, too. The other one is a
 score that a single rank has. What must the other ranks add to it? And exp() of a large score
@@ -84,31 +83,17 @@ MISTAKES = {
     OVERFLOW: (MAX, "    largest.zero_()\n"),
     COSTLY: (MAX, f"{MAX}    dist.all_reduce(scores.clone())\n"),
     NO_COLUMN: ("torch.where(own, column, 0)", "column"),
-    "Each rank has subtracted the largest score of its own words. Subtract the same number on all "
-    "ranks.": (MAX, ""),
-    "On ranks that do not have the label, its score must be 0 in the sum, not that of another word."
-    "": ("torch.where(own, read, 0)", "read"),
-    "This is the loss over this rank's words only.": ("    dist.all_reduce(sums)\n", ""),
-    "The log of a sum is not the sum of the logs. Add up over the ranks before the log.": (
+    "?1": (MAX, ""),
+    "?2": ("torch.where(own, read, 0)", "read"),
+    "?3": ("    dist.all_reduce(sums)\n", ""),
+    "?4": (
         *("scores.exp().sum(dim=1)", "scores.exp().sum(dim=1).log()"),
         *("total.log()", "total"),
     ),
-    "The largest score is subtracted from the scores in the sum, but not from the label's.": (
-        *(READ, f"(scores + largest[:, None]){READ[6:]}"),
-    ),
-    "The largest score is subtracted from the scores in both terms. So it must not be added again."
-    "": ("return total.log()", "return largest + total.log()"),
-    "The sum in the first term is over the words of all ranks, not only of the label's rank.": (
-        *(READ, "scores.log_softmax(dim=1).gather"),
-        *("total.log() - of_label", "-of_label"),
-    ),
-    "Only one rank has the score of the label. The others need it, too.": (
-        *("total, of_label = sums", "total = sums[0]"),
-    ),
-    "The largest score is subtracted once on each rank, but the label's score is on one rank only."
-    "": ("torch.where(own, read, 0)", "torch.where(own, read + largest, 0) - largest"),
-    "Ranks have different numbers of words, so `first` is not the rank times this rank's number.": (
-        *("labels - first", "labels - dist.get_rank() * scores.shape[1]"),
-    ),
-    "Column c has the scores of word `first + c`.": ("labels - first", "labels"),
+    "?5": (READ, f"(scores + largest[:, None]){READ[6:]}"),
+    "?6": ("return total.log()", "return largest + total.log()"),
+    "?7": (READ, "scores.log_softmax(dim=1).gather", "total.log() - of_label", "-of_label"),
+    "?8": ("total, of_label = sums", "total = sums[0]"),
+    "?9": ("labels - first", "labels - dist.get_rank() * scores.shape[1]"),
+    "?10": ("labels - first", "labels"),
 }

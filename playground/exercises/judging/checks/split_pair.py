@@ -2,7 +2,6 @@
 
 import torch
 import torch.distributed as dist
-import torch.fx.experimental.symbolic_shapes  # backward(gradient) imports it: see ranks.py
 from judging.attempt import Rung
 from torch.nn import functional as F
 
@@ -24,7 +23,6 @@ WIDTH = 4  # of the inputs
 CLASSES = 3  # the width of the output
 ROWS = 5
 NAMES = ("inputs", "first", "first_bias", "second", "second_bias")
-IMITATED = True
 HINTS = """
 Compute on each rank what the docstring says, with its shards. Which results are then only this
 rank's term of a sum? There is one in forward and one in backward. And which number must be added
@@ -149,14 +147,13 @@ WORDS = {
 MISTAKES = {
     WORDS["CRASH.*None"]: ("if ctx.needs_input_grad[2] else None", ""),
     WORDS["without a gradient.*;"]: ("if ctx.needs_input_grad[0]:", "if True:"),
-    "All ranks have used `inputs`, each for its own rows of `first`. So its gradient is a sum over "
-    "the ranks.": ("            dist.all_reduce(of_inputs)\n", ""),
-    "This is only this rank's term of the output. Add up over the ranks.": (SUM, "pass"),
-    "second_bias was added on each rank. Add it once, after the sum.": (
+    "?1": ("            dist.all_reduce(of_inputs)\n", ""),
+    "?2": (SUM, "pass"),
+    "?3": (
         *("F.linear(hidden, second)", "F.linear(hidden, second, second_bias)"),
         *("output if second_bias is None else output + second_bias", "output"),
     ),
-    "The gradient g is the same on all ranks, so that of second_bias must not be added up.": (
+    "?4": (
         *(RESULT, f"of_second_bias is None or dist.all_reduce(of_second_bias)\n        {RESULT}"),
     ),
 }

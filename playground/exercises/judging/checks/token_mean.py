@@ -1,9 +1,7 @@
 """How token_mean is checked."""
 
-import torch
-import torch._dynamo  # DDP imports it: here, before the ranks are forked
 import torch.distributed as dist
-from judging.single import seeded
+from judging.single import gradients_of, seeded
 from judging.texts import Bigram, mean_loss, micro_batches_of
 from judging.traffic import uncounted
 from torch.nn import functional as F
@@ -13,7 +11,6 @@ CASES = {
     "3 micro-batches": {"count": 3},
     "2 micro-batches, one of rank 0 only padding": {"count": 2, "padding": True},
 }
-IMITATED = True
 HINTS = """
 In the mean over all tokens, each token counts the same. So by which number must the loss of a token
 be divided, on whichever rank and in whichever micro-batch it is? And what does DDP divide by?
@@ -38,10 +35,6 @@ def run(token_mean, **case):
     ddp.zero_grad()
     token_mean(ddp, micro_batches_of(dist.get_rank(), **case))
     return gradients_of(model)
-
-
-def gradients_of(model):
-    return {f"the gradient of {name}": each.grad for name, each in model.named_parameters()}
 
 
 def expected(rank, world_size, **case):
@@ -80,22 +73,12 @@ WORDS = {
 }
 NO_TOKENS, COSTLY = WORDS.values()
 MISTAKES = {
-    "This is a mean of means: a token counts more in a micro-batch with few tokens than in one "
-    "with many.": (SUM, "", f"total / count{FACTOR}", "total / len(micro_batches)"),
-    "Each rank has divided by the number of its own tokens, so a token counts more on a rank with "
-    "few tokens.": (REDUCE, "", FACTOR, ""),
-    "This is the sum of the ranks' means.": (REDUCE, ""),
-    "Each micro-batch is divided by its tokens on all ranks, and not by those of all micro-batches."
-    "": (
-        *(COUNT + REDUCE, ""),
-        *("        total", f"        count = (labels != -100).sum()\n    {REDUCE}        total"),
-        *(FACTOR, f"{FACTOR} / len(micro_batches)"),
-    ),
-    "DDP divides the sum of the gradients by the number of ranks, but your number already has the "
-    "tokens of all ranks.": (FACTOR, ""),
-    "These are this rank's own terms. DDP averages over the ranks in a backward() outside of "
-    "no_sync(), if forward() was a call of model(...).": ("model(rows)", "model.module(rows)"),
-    "Padding is counted, too.": ("(labels != -100).sum()", "torch.tensor(labels.numel())"),
+    "?1": (SUM, "", f"total / count{FACTOR}", "total / len(micro_batches)"),
+    "?2": (REDUCE, "", FACTOR, ""),
+    "?3": (REDUCE, ""),
+    "?4": (FACTOR, ""),
+    "?5": ("model(rows)", "model.module(rows)"),
+    "?6": ("(labels != -100).sum()", "torch.tensor(labels.numel())"),
     NO_TOKENS: ("        total", f"{SKIP}        total"),
     COSTLY: (
         *(COUNT, "    counts = [(labels != -100).sum() for _, labels in micro_batches]\n"),

@@ -1,0 +1,476 @@
+"""Compares results, and tells how they differ: where, and what is there instead.
+
+A result is a tensor, a number, a text, None, or a list or dict of results. Each rank has one.
+difference() shows the first difference, differences() has them all, and facts() puts into words
+what they have in common.
+"""
+
+import itertools
+import math
+import re
+from dataclasses import dataclass
+
+import torch
+
+SHOWN = 8  # numbers of a tensor that are shown
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}  # by how much numbers may differ, unless told otherwise
+MOST = 3  # facts that are told
+MISSING = object()  # differs from every result
+
+
+def difference(actual, expected, tolerance=TOLERANCE):
+    """Return the first difference of a result from what is expected, or None.
+
+    Tensors need the same shape and dtype. Lists and dicts are compared entry by entry.
+
+    Returns:
+        three texts: the place in the result (empty: all of it), what is there, what is expected.
+    """
+    for path, left, right in wrong_leaves(actual, expected, tolerance):
+        place, left_text, right_text = difference_of_leaves(left, right, tolerance)
+        return ", ".join([*path, place] if place else path), left_text, right_text
+    return None
+
+
+def differences(actual, expected, tolerance=TOLERANCE):
+    """Return (path, part) of each tensor, number or text that differs: its names, and where."""
+    found = []
+    for path, left, right in wrong_leaves(actual, expected, tolerance):
+        found.append((path, where(left, right, tolerance)))
+    return found
+
+
+def leaves(actual, expected, path=()):
+    """Return (path, actual, expected) of each tensor, number or text of a result.
+
+    A list or dict is one leaf if it has different entries than are expected.
+    """
+    pairs = entries(actual, expected)
+    if pairs is None:
+        return [(path, actual, expected)]
+    found = []
+    for name, left, right in pairs:
+        found += leaves(left, right, (*path, name))
+    return found
+
+
+def entries(actual, expected):
+    """Return (name, actual, expected) of each entry of a list or dict; None: they do not fit."""
+    if isinstance(expected, (list, tuple)):
+        if not isinstance(actual, (list, tuple)) or len(actual) != len(expected):
+            return None
+        names = [f"entry {number}" for number in range(len(expected))]
+        return list(zip(names, actual, expected, strict=True))
+    if isinstance(expected, dict):
+        if not isinstance(actual, dict) or actual.keys() != expected.keys():
+            return None
+        return [(str(key), actual[key], expected[key]) for key in expected]
+    return None
+
+
+def wrong_leaves(actual, expected, tolerance):
+    """Return the leaves of a result that differ. See leaves."""
+    return [each for each in leaves(actual, expected) if not close(*each[1:], tolerance)]
+
+
+def close(actual, expected, tolerance):
+    """Return whether two leaves are equal. Floats may differ a little, dtypes may not."""
+    if isinstance(expected, torch.Tensor):
+        if not isinstance(actual, torch.Tensor):
+            return False
+        if actual.shape != expected.shape or actual.dtype != expected.dtype:
+            return False
+        return torch.allclose(actual, expected, equal_nan=True, **tolerance)
+    if isinstance(expected, float) and isinstance(actual, (int, float)):
+        relative, absolute = tolerance["rtol"], tolerance["atol"]
+        return math.isclose(actual, expected, rel_tol=relative, abs_tol=absolute)
+    if isinstance(actual, torch.Tensor) and actual.numel() != 1:
+        return False
+    if isinstance(expected, (list, tuple, dict)):  # entries() has found them different
+        return False
+    return bool(actual == expected)
+
+
+def difference_of_leaves(actual, expected, tolerance):
+    """Return the difference of two leaves as three texts. See difference."""
+    if not isinstance(expected, torch.Tensor):
+        return "", in_words(actual), in_words(expected)
+    shape = f"a tensor of shape {tuple(expected.shape)}"
+    if not isinstance(actual, torch.Tensor):
+        return "", in_words(actual), shape
+    if actual.shape != expected.shape:
+        return "", f"a tensor of shape {tuple(actual.shape)}", shape
+    if actual.dtype != expected.dtype:
+        return "", f"numbers of {actual.dtype}", f"numbers of {expected.dtype}"
+    same = torch.isclose(actual, expected, equal_nan=True, **tolerance).flatten()
+    first = same.int().argmin().item()
+    start = 0 if first < SHOWN else first
+    place = f"from position {start}" if start else ""
+    return place, numbers(actual, start), numbers(expected, start)
+
+
+def in_words(value):
+    """Return a result as short text."""
+    if isinstance(value, torch.Tensor):
+        return numbers(value)
+    if isinstance(value, list):
+        shown = ", ".join(in_words(each) for each in value[:SHOWN])
+        return f"[{shown}]" if len(value) <= SHOWN else f"[{shown}, ...]"
+    return str(value)[:100]
+
+
+def numbers(tensor, start=0):
+    """Return the numbers of a tensor from a position on, as short text."""
+    flat = tensor.flatten()[start:]
+    shown = ", ".join(f"{number:.6g}" for number in flat[:SHOWN].tolist())
+    return f"[{shown}]" if len(flat) <= SHOWN else f"[{shown}, ...]"
+
+
+def where(actual, expected, tolerance, start=None):
+    """Return where a tensor differs: "at [3:6]", as Python writes it; "" if in most places.
+
+    What is 0, or has been right at the start, tells nothing.
+    """
+    if getattr(actual, "shape", None) != getattr(expected, "shape", ()) or not actual.ndim:
+        return ""
+    wrong = ~torch.isclose(actual.double(), expected.double(), equal_nan=True, **tolerance)
+    start = torch.zeros_like(actual) if start is None else start
+    if not wrong.any() or (wrong | (expected == start) | (expected == 0)).all():
+        return ""
+    found = {}
+    for axis in range(wrong.ndim):
+        rows = wrong.movedim(axis, 0).flatten(1) if wrong.ndim > 1 else wrong[:, None]
+        places = rows.any(1).nonzero().flatten().tolist()
+        text = slice_in_words(places, len(rows))
+        if text:
+            found[len(places) / len(rows)] = f"at [{':, ' * axis}{text}]"
+    if not found and 2 * wrong.sum() < wrong.numel():
+        return f"in {wrong.sum()} of {wrong.numel()} numbers"
+    return found[min(found)] if found else ""
+
+
+def slice_in_words(places, length):
+    """Return places on an axis as Python's slice; "" if they are the whole axis, or no slice."""
+    first, last = places[0], places[-1]
+    if len(places) == 1 and length > 1:
+        return "-1" if first == length - 1 else str(first)
+    step = places[1] - first if len(places) > 1 else 1
+    if len(places) == length or places != list(range(first, last + 1, step)):
+        return ""
+    end = "" if last + step >= length else last + 1
+    return f"{first or ''}:{end}" + (f":{step}" if step > 1 else "")
+
+
+@dataclass
+class Leaf:
+    """A wrong tensor or number of one rank, and what all ranks have in its place.
+
+    Attributes:
+        rank: the rank that is looked at.
+        tolerance: by how much numbers may differ.
+        actual: what each rank has, as float64; no entry for what is no number.
+        expected: what it should have.
+        start: what it had at first; no entry if that is not known.
+        others: what this rank's other results are, by words.
+    """
+
+    rank: int
+    tolerance: dict[str, float]
+    actual: dict[int, torch.Tensor]
+    expected: dict[int, torch.Tensor]
+    start: dict[int, torch.Tensor]
+    others: dict[str, torch.Tensor]
+
+    @property
+    def ranks(self):
+        """The number of ranks that should have numbers here."""
+        return len(self.expected)
+
+    def near(self, left, right):
+        """Return whether two tensors are equal."""
+        both = left is not None and right is not None and left.shape == right.shape
+        return both and torch.allclose(left, right, **self.tolerance)
+
+    def own(self):
+        """Return what this rank has, what it should have, and what it had at first, or None."""
+        return [table.get(self.rank) for table in (self.actual, self.expected, self.start)]
+
+    def part(self, mask):
+        """Return some of the numbers."""
+        tables = []
+        for table in (self.actual, self.expected, self.start):
+            fits = {rank: each for rank, each in table.items() if each.shape == mask.shape}
+            tables.append({rank: each[mask] for rank, each in fits.items()})
+        return Leaf(self.rank, self.tolerance, *tables, {})
+
+
+def facts(results, expected, tolerance=TOLERANCE, start=None):
+    """Return what is known about wrong results, in at most 3 sentences.
+
+    "It" is the first difference of the first rank at fault.
+
+    Args:
+        results: what each rank has: a dict from the rank to its result.
+        expected: what it should have.
+        tolerance: by how much numbers may differ.
+        start: what it had at first, if that is known.
+    """
+    wrong = {}
+    for rank in sorted(expected):
+        wrong[rank] = [path for path, *_ in wrong_leaves(results[rank], expected[rank], tolerance)]
+    rank = next((rank for rank, paths in wrong.items() if paths), None)
+    if rank is None:
+        return []
+    tables = [by_path(values, expected) for values in (results, expected, start or {})]
+    found = [leaf_at(path, rank, tables, tolerance) for path in wrong[rank]]
+    _, right, begun = [table.get(rank, {}) for table in tables]
+    names = []
+    for path in right:
+        if path not in wrong[rank] and not close(begun.get(path, MISSING), right[path], tolerance):
+            names.append(", ".join(path))  # it is right, and has changed, as far as is known
+    sentences = [
+        what_it_is(found),
+        over_the_ranks(found[0]),
+        what_is_right([", ".join(path) for path in wrong[rank]], names),
+        which_ranks([rank for rank, paths in wrong.items() if not paths]),
+    ]
+    return [each for each in sentences if each][:MOST]
+
+
+def by_path(values, expected):
+    """Return for each rank a dict from the path of each leaf to its value."""
+    found = {}
+    for rank, value in values.items():
+        found[rank] = {path: left for path, left, _ in leaves(value, expected[rank])}
+    return found
+
+
+def leaf_at(path, rank, tables, tolerance):
+    """Return the Leaf at a path. The tables have what is there, what should be, and what was."""
+    across = []
+    for table in tables:
+        found = {each: as_numbers(values.get(path)) for each, values in table.items()}
+        across.append({each: value for each, value in found.items() if value is not None})
+    others = {}
+    for words, table in (("should be", tables[1]), ("was at first", tables[2])):
+        for other, value in table.get(rank, {}).items():
+            if other != path:
+                others[f"`{', '.join(other)}` {words}"] = as_numbers(value)
+    return Leaf(rank, tolerance, *across, others)
+
+
+def as_numbers(value):
+    """Return a tensor or number as a float64 tensor; None: it is neither."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        value = torch.tensor(value)
+    return value.detach().double() if isinstance(value, torch.Tensor) else None
+
+
+def what_it_is(wrong):
+    """Return a sentence: what the first of some Leafs is like, or else where it differs."""
+    first, *others = wrong
+    found = phrases(first)
+    for phrase in found:
+        if others and all(phrase in phrases(other) for other in others):
+            return f"It {phrase}, like all that is wrong."
+    if found:
+        return f"It {found[0]}."
+    actual, expected, start = first.own()
+    part = where(actual, expected, first.tolerance, start)
+    if not part:
+        return None
+    wrong_part = first.part(~torch.isclose(actual, expected, equal_nan=True, **first.tolerance))
+    there = [f", and {phrase} there" for phrase in phrases(wrong_part)]
+    return f"It differs only {part}{''.join(there[:1])}."
+
+
+def phrases(leaf):
+    """Return what a Leaf is like, the most telling first. Each phrase holds for all its numbers."""
+    actual, expected, start = leaf.own()
+    if actual is None or expected is None:
+        return []
+    if actual.shape != expected.shape:
+        return shape_phrases(leaf, actual.flatten(), expected.flatten())
+    found = ["is unchanged"] if leaf.near(actual, start) else []
+    if leaf.near(actual, expected):
+        found.append("has the right numbers, in another dtype")
+    if not actual.any():
+        found.append("is 0")
+    others = {f"rank {rank} should have": value for rank, value in leaf.expected.items()}
+    others |= {f"rank {rank} had at first": value for rank, value in leaf.start.items()}
+    for words, value in (others | leaf.others).items():
+        if leaf.near(actual, value) and not words.startswith(f"rank {leaf.rank} "):
+            found.append(f"is what {words}")
+    factors = [("is", times(actual, expected))]
+    if start is not None and start.shape == expected.shape:
+        factors.append(("changes by", times(actual - start, expected - start)))
+    for verb, factor in factors:
+        words = factor_in_words(factor, leaf.ranks)
+        found += [f"{verb} {words}"] if words else []
+    return [*found, *order_phrases(leaf, actual, expected), *sum_phrases(leaf, actual)]
+
+
+def factor_in_words(factor, ranks):
+    """Return a factor in words, if it is -1, a power of 10, or the ranks (squared)."""
+    if factor is None:
+        return None
+    meanings = {-1: "what is expected, with the opposite sign"}
+    for power in range(1, 7):
+        meanings[10**power] = f"{10**power} times what is expected"
+        meanings[10**-power] = f"what is expected, divided by {10**power}"
+    for number in (ranks**2, ranks) if ranks > 1 else ():
+        meanings[number] = f"{number} times what is expected, with {ranks} ranks"
+        meanings[1 / number] = f"what is expected, divided by {number}, with {ranks} ranks"
+    for number, words in meanings.items():
+        if math.isclose(factor, number, rel_tol=1e-3, abs_tol=1e-9):
+            return words
+    return None
+
+
+def shape_phrases(leaf, actual, expected):
+    """Return what numbers in another shape have in common with what is expected."""
+    if len(actual) == len(expected):
+        if leaf.near(actual, expected):
+            return ["has the right numbers, in another shape"]
+        in_order = leaf.near(actual.sort().values, expected.sort().values)
+        return ["has the right numbers, in another shape and order"] if in_order else []
+    if len(actual) == 1 and leaf.near(actual[0], expected.mean()):
+        return ["is the mean of what is expected"]
+    for first in range(len(expected) - len(actual) + 1):
+        part = expected[first : first + len(actual)]
+        if len(part) and leaf.near(actual, part):
+            return [f"is only [{first}:{first + len(part)}] of what is expected"]
+    return []
+
+
+def order_phrases(leaf, actual, expected):
+    """Return in which other order a tensor has the right numbers."""
+    flat, right = actual.flatten(), expected.flatten()
+    if len(flat) < 2 or leaf.near(right.min(), right.max()):
+        return []
+    if not leaf.near(flat.sort().values, right.sort().values):
+        return []
+    if leaf.ranks > 1 and len(actual) % leaf.ranks == 0:
+        order = []
+        chunks = expected.chunk(leaf.ranks)
+        for mine in actual.chunk(leaf.ranks):
+            order += [place for place, chunk in enumerate(chunks) if leaf.near(mine, chunk)][:1]
+        if sorted(order) == list(range(leaf.ranks)):
+            return [f"has the right chunks, in the order {', '.join(map(str, order))}"]
+    for axis in range(actual.ndim):
+        for shift in range(1, actual.shape[axis]):
+            if leaf.near(actual, expected.roll(shift, axis)):
+                return [f"is torch.roll(what is expected, {shift}, {axis})"]
+    return ["has the right numbers, in another order"]
+
+
+def sum_phrases(leaf, actual):
+    """Return over which ranks only a tensor is the sum or mean of what they had at first."""
+    parts = leaf.start
+    if len(parts) < leaf.ranks or not 1 < leaf.ranks <= 8:
+        return []
+    shapes = {each.shape for each in [actual, *parts.values()]}
+    if len(shapes) > 1 or leaf.near(*list(parts.values())[:2]):
+        return []
+    found = []
+    for size in range(1, leaf.ranks):
+        for chosen in itertools.combinations(parts, size):
+            total = sum(parts[rank] for rank in chosen)
+            those = f"{ranks_in_words(chosen)} only"
+            if size > 1 and leaf.near(actual, total):
+                found.append(f"is the sum over {those}")
+            if size > 1 and leaf.near(actual, total / size):
+                found.append(f"is the mean over {those}")
+            if leaf.near(actual, total / leaf.ranks):
+                found.append(f"is the sum over {those}, divided by {leaf.ranks}")
+    return found
+
+
+def over_the_ranks(leaf):
+    """Return a sentence on whether the ranks agree in a Leaf, and whether they should."""
+    values = list(leaf.actual.values())
+    right = leaf.expected.get(leaf.rank)
+    if right is None or leaf.ranks == 1 or len(values) < leaf.ranks:
+        return None
+    if any(value.shape != right.shape for value in values):
+        return None
+    agree = all(leaf.near(value, values[0]) for value in values)
+    should_agree = all(leaf.near(value, right) for value in leaf.expected.values())
+    if agree and not should_agree:
+        return "All ranks have the same numbers, but should not."
+    if agree or not should_agree:
+        return None
+    for name, number in (("mean", sum(values) / leaf.ranks), ("sum", sum(values))):
+        if leaf.near(number, right):
+            return f"The {name} over the ranks is what is expected."
+    if any(leaf.near(value, right) for value in values):
+        return None
+    return "The ranks should have the same numbers, but do not."
+
+
+def what_is_right(wrong, right):
+    """Return a sentence on which results of a rank are right, by the names of both kinds.
+
+    A name has several words if there are commas or colons in it. One word may be enough.
+    """
+    if len(wrong) == 1 and right:
+        return f"Only `{wrong[0]}` is wrong."
+    words_of = {name: re.split(", |: ", name) for name in [*wrong, *right]}
+    of_right = set(itertools.chain(*[words_of[name] for name in right]))
+    of_wrong = set(itertools.chain(*[words_of[name] for name in wrong]))
+    for word in words_of[wrong[0]]:
+        if right and word not in of_right and all(word in words_of[name] for name in wrong):
+            return f"Only `{word}` is wrong."
+    shown = {}
+    for name in right:
+        word = next((word for word in words_of[name] if word not in of_wrong), name)
+        shown[f"`{word}`"] = None
+    if not shown:
+        return None
+    more = f" and {len(shown) - 3} more" if len(shown) > 3 else ""
+    return f"This is right: {', '.join(list(shown)[:3])}{more}."
+
+
+def which_ranks(right):
+    """Return a sentence on which ranks are right."""
+    if not right:
+        return None
+    return f"{ranks_in_words(right).capitalize()} {'are' if len(right) > 1 else 'is'} right."
+
+
+def ranks_in_words(ranks):
+    """Return ranks as text, such as "rank 2", or "ranks 0, 1 and 3"."""
+    *others, last = map(str, ranks)
+    return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
+
+
+def differing(actual, expected):
+    """Return the tensors and numbers that differ: a list of them, and a list of the expected."""
+    found = wrong_leaves(actual, expected, TOLERANCE)
+    return [left for _, left, _ in found], [right for *_, right in found]
+
+
+def times(actual, expected):
+    """Return the factor by which all numbers of a result differ from the expected; None: no factor.
+
+    Works for tensors, for numbers, and for lists of them with the same factor.
+    """
+    left = torch.cat([each.double() for each in tensors_of(actual)] or [torch.zeros(0)])
+    right = torch.cat([each.double() for each in tensors_of(expected)] or [torch.zeros(0)])
+    if left.shape != right.shape or not right.any():
+        return None
+    factor = (left @ right / (right @ right)).item()
+    return factor if torch.allclose(left, factor * right, rtol=1e-4, atol=1e-6) else None
+
+
+def tensors_of(value):
+    """Return the tensors and numbers in a result, each as a tensor with one axis."""
+    if isinstance(value, torch.Tensor):
+        return [value.flatten()]
+    if isinstance(value, (int, float)):
+        return [torch.tensor([value])]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return sum((tensors_of(each) for each in value), [])
+    return []
