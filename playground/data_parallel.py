@@ -16,18 +16,18 @@ process for each GPU, is faster. The threads of one process run Python one at a 
 Python's global interpreter lock, GIL), the first GPU does more than the others, and the model is
 copied in every step. The next lessons do not need this one.
 
-Without a GPU, `nn.DataParallel` does nothing: the model runs as in `single_gpu.py`. With --by hand,
-this file does the work itself, with a replica (copy) on each GPU, or any number of replicas on a
-CPU.
+Without a GPU, `nn.DataParallel` does nothing: the model runs as in `single_gpu.py`. With
+`--by hand`, this file does the work itself, with a replica (copy) on each GPU, or any number of
+replicas on a CPU.
 
 Read the code down to the line "Unchanged from single_gpu.py". The rest is that lesson's, word for
 word, so that the whole program is in one file.
 
-Try breaking it, in a copy (cp playground/data_parallel.py playground/broken.py):
-  1. Print `list(model.state_dict())` at the end of train, and run it with --by hand. How do these
+Try breaking it, in a copy (`cp playground/data_parallel.py playground/broken.py`):
+  1. Print `list(model.state_dict())` at the end of train, and run it with `--by hand`. How do these
      keys differ from those of the model inside, `model.module`?
   2. In `compute`, write `replica(part.to(device))` in place of `functional_call(...)`, and run it
-     with --by hand. The loss no longer falls. Where are the gradients?
+     with `--by hand`. The loss no longer falls. Where are the gradients?
 
 Builds on: single_gpu.py
 The next lesson, `manual_data_parallel.py`, trains with one process for each GPU.

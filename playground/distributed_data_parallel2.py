@@ -20,11 +20,11 @@ project does not need them: skip this lesson, unless yours has them.
 and it joins each of them to the process group. `comm` has short functions for ranks and
 collectives. Most of them also work in a single process that has no process group.
 
-Try breaking it, in a copy (cp playground/distributed_data_parallel2.py playground/broken.py):
+Try breaking it, in a copy (`cp playground/distributed_data_parallel2.py playground/broken.py`):
   1. Call `comm.reduce_dict` with `average=True`, and print `images` below it. This number is wrong
      now, but the loss and the accuracies stay right. Why?
   2. Move `parts = comm.gather(...)` into the `if comm.is_main_process():` below it, and run it with
-     --timeout 10. Where does each rank wait?
+     `--timeout 10`. Where does each rank wait?
 
 Builds on: distributed_data_parallel.py
 The next lesson, `distributed_data_parallel_torchrun.py`, lets torchrun start the ranks.

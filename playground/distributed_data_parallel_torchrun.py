@@ -1,6 +1,6 @@
 r"""torchrun starts the ranks, and passes each its rank in environment variables.
 
-Run it on one node (--standalone makes torchrun choose a free port):
+Run it on one node (`--standalone` makes torchrun choose a free port):
     torchrun --standalone --nproc-per-node 2 playground/distributed_data_parallel_torchrun.py
 
 It prints the same numbers as `single_gpu.py`, up to rounding (times differ):
@@ -29,7 +29,7 @@ Try breaking it, in a copy beside it:
   1. Write `assert rank == 0` after `rank, device = join(args)`. What does torchrun report, and what
      does it report if you also remove `@record`?
 
-Now repair two programs in playground/exercises/: `fault_lost_connection.py` and
+Now repair two programs in `playground/exercises/`: `fault_lost_connection.py` and
 `fault_missing_file.py`.
 
 Builds on: distributed_data_parallel.py

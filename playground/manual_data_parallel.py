@@ -16,7 +16,7 @@ batch. So each rank's optimizer takes the step that a single process would take.
 model start equal, because rank 0 sends its parameters, and they stay equal.
 `playground/pages/figures/data_parallel.png` draws a step.
 
-Messages take longer than computing here, because the model is so small. With --bucket, all
+Messages take longer than computing here, because the model is so small. With `--bucket`, all
 gradients travel in one message, which takes less time than many short ones:
     python playground/manual_data_parallel.py -g 2 --bucket
     epoch 1/3  loss 0.3960  train 88.26%  test 93.96%  1.07 s  55,998 images/s
@@ -26,12 +26,12 @@ On two nodes, each command on its own node:
     python playground/manual_data_parallel.py -n 2 -g 2 -nr 0 -ip <ip of node 0>
     python playground/manual_data_parallel.py -n 2 -g 2 -nr 1 -ip <ip of node 0>
 
-Try breaking it, in a copy (cp playground/manual_data_parallel.py playground/broken.py):
+Try breaking it, in a copy (`cp playground/manual_data_parallel.py playground/broken.py`):
   1. Comment out `send_weights(model)`. Do all ranks train the same model? Compare the losses with
      those of `single_gpu.py`.
   2. Comment out `average(model)` in `run_epoch`. Which model does each rank train?
 Now write `average_gradients.py`, and repair `fault_different_models.py`, `fault_wrong_gradient.py`
-and `fault_mixed_gradients.py`, in playground/exercises/.
+and `fault_mixed_gradients.py`, in `playground/exercises/`.
 Builds on: collectives.py
 The next lesson, `distributed_data_parallel.py`, lets PyTorch do all of this.
 """

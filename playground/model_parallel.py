@@ -18,9 +18,9 @@ forward pass of a batch, aaaa is its backward pass, and dots are waiting:
     stage1 |0000........aaaa|
     stage2 |....0000aaaa....|
 
-With --pipelined, each batch is split into smaller parts, the micro-batches. The first GPU computes
-micro-batch 1 while the second GPU computes micro-batch 0. Here the digits are the forward passes of
-four micro-batches, and the letters are their backward passes. Autograd begins with the last one:
+With `--pipelined`, each batch is split into smaller parts, the micro-batches. The first GPU
+computes micro-batch 1 while the second GPU computes micro-batch 0. Here digits are the forward
+passes of four micro-batches, and letters their backward passes. Autograd begins with the last one:
     stage1 |0123..dcba|
     stage2 |.0123dcba.|
 
@@ -37,8 +37,8 @@ Try breaking it, in a copy beside it:
   2. In `run_epoch()`, split logits and labels with `tensor_split`, and add up the mean losses of
      the micro-batches. How many times too large are the gradients, and why does Adam hardly react?
 Builds on: single_gpu.py
-The next lesson, `overlapped_data_parallel.py`, is in replicated/, since the ten end here. It sends
-gradients while backward() computes others.
+The next lesson, `overlapped_data_parallel.py`, is in `replicated/`, since the ten end here. It
+sends gradients while `backward()` computes others.
 """
 
 import sys

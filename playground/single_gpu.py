@@ -9,19 +9,19 @@ It prints a line for each epoch (times differ):
 All of it is ordinary PyTorch: `train()` makes the model and the optimizer, `fit()` loops over
 epochs, and `run_epoch()` over batches. The training loss and accuracy are means over an epoch,
 during which the model changes, and the test accuracy is measured after it. The models, the data
-sets and their flags are in common/, which you need not read.
+sets and their flags are in `common/`, which you need not read.
 
 Later lessons have functions of the same names. In the code, NEW marks a line that carries a new
 idea. To see everything that is new in a lesson, compare two files:
     git diff --no-index playground/single_gpu.py playground/data_parallel.py
 
-With one process or several, the numbers agree up to rounding. To show this, --double computes in
+With one process or several, the numbers agree up to rounding. To show this, `--double` computes in
 float64, and nearly all lessons then print the same twelve digits.
     python playground/single_gpu.py --double --dataset digits --batch_size 120 --epochs 2
     epoch 1/2  loss 2.123594752907  train 42.64%  test 71.72%  0.01 s  99,145 images/s
     epoch 2/2  loss 1.406419734911  train 72.43%  test 85.19%  0.01 s  155,457 images/s
 
-Try breaking it, in a copy (cp playground/single_gpu.py playground/broken.py):
+Try breaking it, in a copy (`cp playground/single_gpu.py playground/broken.py`):
   1. Comment out the line with `manual_seed` in `fit()`. Compare the losses.
   2. Comment out `optimizer.zero_grad()`. Which gradients does each step use then? Compare the
      losses.

@@ -10,7 +10,7 @@ trap 'rm -rf "$work"' EXIT
 site=${1:-site}
 .venv/bin/python .github/pages/pages.py "$work/pages"
 .venv/bin/python -m sphinx -q -W --keep-going -j 2 -c .github/pages -d "$work/trees" \
-    "$work/pages" "$site"
+    -D html_extra_path="$work/pages/extra" "$work/pages" "$site"
 echo "$site/index.html"
 if [ $# = 0 ]; then
     .venv/bin/python -m webbrowser "file://$PWD/site/index.html" >/dev/null

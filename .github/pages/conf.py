@@ -9,7 +9,7 @@ from pages import Course
 
 project = html_title = "The PyTorch distributed playground"
 extensions = ["myst_parser", "sphinx_copybutton"]
-myst_enable_extensions = ["attrs_block", "deflist"]
+myst_enable_extensions = ["attrs_block"]
 myst_heading_anchors = 4
 copybutton_prompt_text = r"(?:node\d)?\$ "
 copybutton_prompt_is_regexp = True

@@ -68,7 +68,8 @@ def cells(course: Course, lesson) -> list:
         command = re.sub(r" *\\\n *| {2,}#.*", " ", command).strip()
         alone = lesson.path.stem in ("single_gpu", "model_parallel")
         result.append(v4.new_code_cell(f"!{command}" + " {device}" * (not alone)))
-    idea = course.prose(lesson, sections["idea"], set(course.tips.values()))
+    course.explained = set(course.tips.values())  # a notebook has no tips
+    idea = course.prose(lesson, sections["idea"])
     idea = re.sub(r"\[([^]]*)\]\((?!http)[^)]*\)", r"\1", idea).strip()
     return [*result, v4.new_markdown_cell(idea)]
 

@@ -3,7 +3,7 @@
     python pages.py FOLDER
 
 Sphinx makes the pages from that (`run/pages.sh`). A lesson's page has its docstring as prose, its
-code with what earlier lessons have shown folded, and the answers to its questions behind a click.
+code with what a reader can skip folded, and the answers to its questions behind a click.
 """
 
 import ast
@@ -13,13 +13,11 @@ import re
 import shutil
 import sys
 from difflib import unified_diff
+from itertools import pairwise
 from pathlib import Path
 from textwrap import dedent
 
-from pygments import highlight
-from pygments.formatters import HtmlFormatter
-from pygments.lexers import PythonLexer
-from recordings import RECORDINGS, command_of
+from recordings import RECORDINGS, page_of
 
 COURSE = Path(__file__).resolve().parents[2]
 EXERCISES = "playground/exercises"
@@ -37,20 +35,11 @@ BLOCK = re.compile(
     r"|(?P<text>(?:^(?!- )\S.*\n)+)",
     re.M,
 )
-# What becomes code in a paragraph, without backticks there, and characters that Markdown reads.
-WORD = re.compile(
-    r"`[^`\n]+`|https?://[\w./#?=&-]+\w|\(cp \S+ \S+\)|(?<![\w-])--?[a-z][\w-]*"
-    r"|(?:\w+/)*\w+\.(?:py|md|sh|png)\b|(?:\w+/)+\w*|[\w.]+\([^() ]*(?:, [^() ]+)*\)"
-    r"|(?:\w+\.)*\w*[a-z]_\w+|\b[a-z]\w+(?:\.[a-z]\w+)+"
-    r"|[\\*_<>\[\]#$|]"
-)
+# Where a lesson says that a reader can stop, and where another part of it begins.
+PART = re.compile(r"# (You can stop here.*)\.|# -{10} (.*) -{10}")
 # Words of the glossary with a plain meaning, too, in which lessons often use them.
 PLAIN = {"block", "buffer", "gather", "handle", "load", "norm", "pass", "reduce", "scatter"}
 PLAIN |= {"stage", "store", "trace", "word"}
-
-
-class LackingError(ValueError):
-    """A lesson lacks something that its page needs."""
 
 
 class Source:
@@ -64,119 +53,74 @@ class Source:
         tree = ast.parse(text)
         self.title, _, self.doc = (ast.get_docstring(tree) + "\n").partition(".\n")
         self.lines = text.splitlines()
-        self.rows = highlight(text, PythonLexer(), HtmlFormatter(nowrap=True)).split("\n")
-        self.body = tree.body[1:]
-        self.first = tree.body[0].end_lineno  # the index of the first line after the docstring
-        self.new, self.near = set(), set()  # the indices of lines, from 0
-        for number, line in enumerate(self.lines):
+        self.first = tree.body[0].end_lineno + 1  # the number of the first line of code
+        while not self.lines[self.first - 1]:
+            self.first += 1
+        kinds = ast.Import | ast.ImportFrom
+        self.imports = [node for node in tree.body if isinstance(node, kinds)]
+        statements = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]
+        self.lit = set()  # the numbers of lines with a new idea
+        for number, line in enumerate(self.lines, 1):
             if "# NEW:" in line:
-                self._mark(number, tree)
+                self.lit |= self._explained(number, statements)
 
-    def _mark(self, number: int, tree: ast.AST) -> None:
-        """Mark a comment that begins with NEW, and the statement that it explains."""
+    def _explained(self, number: int, statements: list[ast.stmt]) -> set[int]:
+        """Return the lines of a comment that begins with NEW, and of the statement below it."""
         last = number
-        while self.lines[last].lstrip().startswith("#"):
+        while self.lines[last - 1].lstrip().startswith("#"):
             last += 1
-        for node in ast.walk(tree):
-            if isinstance(node, ast.stmt) and node.lineno == last + 1:
-                # Of what has a body, such as a function or a loop, only the head.
-                last = node.body[0].lineno - 2 if hasattr(node, "body") else node.end_lineno - 1
-                break
-        self.new |= {*range(number, last + 1)}
-        self.near |= {*self._around(number)} - self.new
+        node = next((node for node in statements if node.lineno == last), None)
+        if node:
+            # Of what has a body, such as a function or a loop, only the head.
+            last = node.body[0].lineno - 1 if hasattr(node, "body") else node.end_lineno
+        return {*range(number, last + 1)}
 
-    def _around(self, number: int) -> list[int]:
-        """Return the heads of what a line stands in: its loops, conditions and functions."""
-        heads, branch = [], False
-        indent = len(self.lines[number]) - len(self.lines[number].lstrip())
-        for i in range(number - 1, self.first, -1):
-            code = self.lines[i].lstrip()
-            width = len(self.lines[i]) - len(code)
-            begins = branch and width == indent and re.match("(?:if|for|while|try)\\b", code)
-            if code and code[0] != "#" and (width < indent or begins):
-                heads.append(i)
-                indent, branch = width, bool(re.match("(?:else|elif|except|finally)\\b", code))
-        return heads
+    def show(self, first: int = 0, last: int = 0) -> str:
+        """Return Markdown that shows lines, or all of the code, with new ideas lit."""
+        first, last = first or self.first, last or len(self.lines)
+        while not self.lines[first - 1]:
+            first += 1
+        while not self.lines[last - 1]:
+            last -= 1
+        lit = ",".join(str(n - first + 1) for n in sorted(self.lit) if first <= n <= last)
+        lit = f":emphasize-lines: {lit}\n" if lit else ""
+        options = f":language: python\n:lines: {first}-{last}\n:lineno-match:\n{lit}"
+        return f"```{{literalinclude}} {self.path.name}\n{options}```\n\n"
 
-    def link(self, file: str) -> str:
-        """Return a link to the page of this file, as seen from the page of another one."""
-        return f'<a href="{relative(self.page, file, ".html")}">{self.path.name}</a>'
+    def parts(self) -> list[tuple[int, int, str]]:
+        """Return the parts of the code: first line, last line, and a label if one can skip it."""
+        labels = {self.first: ""}
+        if "Builds on:" in self.doc:  # an earlier lesson has shown most imports
+            labels |= {self.imports[0].lineno: "imports", self.imports[-1].end_lineno + 1: ""}
+        for number, line in enumerate(self.lines, 1):
+            if part := PART.match(line):
+                label = part[1] or part[2]
+                labels[number] = label if label.startswith(("You can stop", "Unchanged")) else ""
+        parts = []
+        for first, end in pairwise([*labels, len(self.lines) + 1]):
+            has_new_idea = self.lit & {*range(first, end)}
+            parts.append((first, end - 1, "" if has_new_idea else labels[first]))
+        return parts
 
-    def definitions(self) -> dict[str, tuple[int, int, str, str]]:
-        """Return where functions and classes begin and end, what they do, and their plain text."""
-        found = {}
-        for node in self.body:
-            if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                first = min([node.lineno, *(each.lineno for each in node.decorator_list)]) - 1
-                lines = "\n".join(self.lines[first : node.end_lineno])
-                does = re.split(r"\.\s|\.$", ast.get_docstring(node) or "")[0]
-                plain = lines.replace("# NEW: ", "# ").lower()
-                found[node.name] = (first, node.end_lineno, does, plain)
-        return found
-
-    def show(self, first: int, end: int) -> str:
-        """Return lines as HTML, without an empty line, where Markdown would resume."""
-        shown = ""
-        for i in range(first, end):
-            number, kind = i + 1, " new" * (i in self.new) or " near" * (i in self.near)
-            kind += " cut" * (i - 1 not in self.new | self.near)
-            shown += f'<span class="line{kind}" id="L{number}" data-n="{number}">{self.rows[i]}\n'
-            shown += "</span>"
-        return f"<pre>{shown}</pre>" if shown else ""
-
-    def fold(self, first: int, end: int, label: str) -> str:
-        """Return lines that are shown after a click."""
-        label = f"<summary>{label} · {end - first} lines</summary>"
-        return f"<details>{label}{self.show(first, end)}</details>"
-
-    def code(self, earlier: list["Source"] = ()) -> str:
-        """Return the file as HTML, folded but for its idea.
-
-        The folds are the functions of earlier lessons, and the helpers that follow the idea.
-        """
-        folds = [(0, self.first, "the text of this page")] if self.first > 2 else []
-        imports = [node for node in self.body if isinstance(node, ast.Import | ast.ImportFrom)]
-        if imports and earlier:
-            folds.append((imports[0].lineno - 1, imports[-1].end_lineno, "imports"))
-        found = self.definitions()
-        _, idea, *_ = found.get("train") or found.get("talk") or (0, 0)
-        rule = next((i for i, line in enumerate(self.lines) if line.startswith("# -----")), 0)
-        for name, (first, end, does, text) in found.items():
-            where = [each for each in earlier if each.definitions().get(name, ("",))[-1] == text]
-            if where:
-                label = f"<b>{name}</b> unchanged from {where[-1].link(self.file)}"
-                folds.append((first, end, label))
-            elif earlier and idea < first < rule and text.startswith("def "):
-                folds.append((first, end, f"<b>{name}</b> · {html.escape(does)}"))
-        folds = [fold for fold in folds if not self.new & {*range(fold[0], fold[1])}]
-        result, shown = "", 0
-        for first, end, label in folds:
-            result += self.show(shown, first)
-            shown = end
-            while self.lines[shown : shown + 1] == [""]:
-                shown += 1  # empty lines after a fold are in it
-            result += self.fold(first, shown, label)
-        result += self.show(shown, len(self.lines))
-        return f'<div class="code highlight" data-file="{self.path.name}">{result}</div>\n\n'
+    def code(self) -> str:
+        """Return the code as Markdown, with the parts that one can skip folded."""
+        result = ""
+        for first, last, label in self.parts():
+            shown = self.show(first, last)
+            result += details(f"{label} · {last - first + 1} lines", shown) if label else shown
+        return result
 
     def difference(self, base: "Source") -> str:
         """Return what has changed below the docstring since another lesson, folded."""
-        rows, added, gone = "", 0, 0
-        kinds = {"+": "add", "-": "gone", " ": "same", "@": "gap"}
-        changes = unified_diff(base.rows[base.first :], self.rows[self.first :], n=2, lineterm="")
-        for change in list(changes)[2:]:
-            kind = kinds[change[0]]
-            added, gone = added + (kind == "add"), gone + (kind == "gone")
-            text = "" if kind == "gap" else change[1:]
-            rows += f'<span class="line {kind}">{text}\n</span>'
-        label = f"What has changed since {base.link(self.file)}: {added} lines are new, {gone} gone"
-        return details(label, f'<div class="code highlight"><pre>{rows}</pre></div>')
+        before, after = base.lines[base.first - 1 :], self.lines[self.first - 1 :]
+        changes = "\n".join([*unified_diff(before, after, n=2, lineterm="")][2:])
+        label = f"What has changed since {base.path.name}"
+        return details(label, f"```diff\n{changes}\n```")
 
 
-def relative(page: str, file: str, suffix: str = ".md") -> str:
+def relative(page: str, file: str) -> str:
     """Return the path of a page, as seen from the page of a file."""
-    page, sharp, anchor = page.partition("#")
-    return os.path.relpath(page, Path(file).parent).removesuffix(".md") + suffix + sharp + anchor
+    return os.path.relpath(page, Path(file).parent)
 
 
 def details(label: str, text: str) -> str:
@@ -206,14 +150,15 @@ class Course:
                 task.anchor = "#" + task.path.stem.replace("_", "-")
         self.lessons = [lesson for lessons in self.parts.values() for lesson in lessons]
         self.common = [Source(path) for path in sorted(COURSE.glob("common/[a-z]*.py"))]
-        pages = [*COURSE.glob("playground/**/*.md"), *COURSE.glob("*/README.md")]
+        pages = [*COURSE.glob("playground/**/*.md"), *COURSE.glob("[a-z]*/README.md")]
         pages.append(COURSE / ".github/CONTRIBUTING.md")
         files = {str(path.relative_to(COURSE)) for path in pages}
         self.markdown = sorted(files, key=lambda file: (not file.startswith("playground"), file))
         self.pages = {"README.md": "index.md"} | {file: file for file in self.markdown}
         self.pages[EXERCISES] = self.pages[f"{EXERCISES}/"] = f"{EXERCISES}/README.md"
-        sources = [*self.common, *(task for tasks in self.tasks.values() for task in tasks)]
-        for source in [*sources, *self.lessons]:
+        tasks = [task for tasks in self.tasks.values() for task in tasks]
+        self.sources = [*self.common, *tasks, *self.lessons]
+        for source in self.sources:
             # Docstrings name most files without their folder.
             for name in (source.file, source.file.removeprefix("playground/"), source.path.name):
                 self.pages[name] = source.page + source.anchor
@@ -227,7 +172,12 @@ class Course:
                     meaning = re.sub(r"\[([^]]*)\]\([^)]*\)|`", r"\1", meaning)
                     self.tips[word] = self.tips[word[0].upper() + word[1:]] = meaning
         longest_first = "|".join(sorted(map(re.escape, self.tips), key=len, reverse=True))
-        self.tip_words = re.compile(rf"(?<![\w-])({longest_first})(?:e?s)?(?![\w-])")
+        # Code between backticks, an address, a sign that Markdown reads, or a word of the glossary.
+        self.words = re.compile(
+            r"`([^`\n]+)`|(https?://[^\s)]*\w)|([\\*<>\[\]#$|])"
+            rf"|(?<![\w-])({longest_first})(?:e?s)?(?![\w-])"
+        )
+        self.explained = set()  # the meanings that a page has shown
         self.answers = self.chapters("playground/pages/answers.md")
         self.pictures = self.chapters("playground/pages/pictures.md")
 
@@ -249,41 +199,34 @@ class Course:
                 return match[0]
             path = os.path.normpath(Path(file).parent / target) if target else file
             if image:
-                return f"![{words}]({os.path.relpath(path, Path(here or file).parent)})"
+                return f"![{words}]({relative(path, here or file)})"
             if path in self.pages:
                 return f"[{words}]({relative(self.pages[path], here or file)}{sharp}{anchor})"
             return f"[{words}]({GITHUB}/tree/main/{path})" if REPOSITORY else words
 
         return re.sub(r"(!?)\[([^]]*)\]\(([^)\s]+)\)", link, text)
 
-    def inline(self, text: str, file: str, explained: set[str]) -> str:
-        """Return a paragraph of a docstring as Markdown, with code, links and tips for words."""
+    def inline(self, text: str, file: str) -> str:
+        """Return a paragraph of a docstring as Markdown, with links and tips for words."""
 
-        def explain(match: re.Match) -> str:
-            meaning = self.tips[match[1]]
-            if meaning in explained:
+        def written(match: re.Match) -> str:
+            code, address, sign, word = match.groups()
+            page = self.pages.get(code)
+            if page and page != self.pages[file]:
+                return f"[`{code}`]({relative(page, file)})"
+            if address:
+                return f"<{address}>"
+            if sign:
+                return f"\\{sign}"
+            if code or self.tips[word] in self.explained:
                 return match[0]
-            explained.add(meaning)
-            return f'<abbr tabindex="0" data-tip="{html.escape(meaning)}">{match[0]}</abbr>'
+            self.explained.add(self.tips[word])
+            tip = html.escape(self.tips[word])
+            return f'<abbr tabindex="0" data-tip="{tip}">{match[0]}</abbr>'
 
-        result, end = "", 0
-        for match in WORD.finditer(text):
-            result += self.tip_words.sub(explain, text[end : match.start()])
-            word, end = match[0], match.end()
-            page = self.pages.get(word.strip("`"))
-            if word.startswith("http"):
-                result += f"<{word}>"
-            elif page and page != self.pages[file]:
-                result += f"[`{word.strip('`')}`]({relative(page, file)})"
-            elif word.startswith("("):
-                result += f"(`{word[1:-1]}`)"
-            elif len(word) == 1:
-                result += f"\\{word}"
-            else:
-                result += word if word.startswith("`") else f"`{word}`"
-        return result + self.tip_words.sub(explain, text[end:])
+        return self.words.sub(written, text)
 
-    def questions(self, text: str, lesson: Source, explained: set[str]) -> str:
+    def questions(self, text: str, lesson: Source) -> str:
         """Return the questions of a lesson, each with its answer behind a click."""
         answers = self.answers.get(f"`{lesson.path.name}`", "")
         answers = re.findall(r"^(\d+)\. (.*?)(?=^\d+\. |\Z)", answers, re.M | re.S)
@@ -291,29 +234,23 @@ class Course:
         result = ""
         for number, question in re.findall(r"^ *(\d+)\. (.*?)(?=^ *\d+\. |\Z)", text, re.M | re.S):
             if number not in answers:
-                raise LackingError(f"{lesson.file}: answers.md has no answer to question {number}")
-            question = self.inline(" ".join(question.split()), lesson.file, explained)
+                raise ValueError(f"{lesson.file}: answers.md has no answer to question {number}")
+            question = self.inline(" ".join(question.split()), lesson.file)
             answer = self.linked(answers[number], "playground/pages/answers.md", lesson.file)
             result += f"**{number}.** {question}\n\n{details('Answer', answer.strip())}"
         return result
 
-    def prose(self, source: Source, text: str, explained: set[str]) -> str:
+    def prose(self, source: Source, text: str) -> str:
         """Return a part of a docstring as Markdown."""
         result = ""
         for match in BLOCK.finditer(text):
             block = dedent(match[0]).rstrip()
-            term = r"(--\S+ \S+|\w+) {2,}(?=\S)"
             if block == "Run it:":  # the heading above says so
                 continue
             if match.lastgroup in ("text", "bullets"):
-                result += self.inline(block, source.file, explained) + "\n\n"
+                result += self.inline(block, source.file) + "\n\n"
             elif match.lastgroup == "list":
-                result += self.questions(match[0], source, explained)
-            elif re.match(term, block) and re.search(r"\n {20,}\S|^--", block):
-                parts = re.split(rf"^{term}", block, flags=re.M)[1:]
-                for name, meaning in zip(parts[::2], parts[1::2], strict=True):
-                    meaning = self.inline(" ".join(meaning.split()), source.file, explained)
-                    result += f"`{name}`\n: {meaning}\n\n"
+                result += self.questions(match[0], source)
             else:
                 lines = re.sub(r" *\\\n *", " ", block).splitlines()
                 commands = [f"$ {line}" if COMMAND.match(line) else line for line in lines]
@@ -325,7 +262,7 @@ class Course:
         """Return the parts of a lesson's docstring: of it, no word is lost.
 
         Raises:
-            LackingError: one of the parts is not there.
+            ValueError: one of the parts is not there.
         """
         parts = re.fullmatch(
             r"\n(?P<before>.*?)(?P<run>^Run it.*?)(?P<broken>^Try breaking it.*?)"
@@ -335,7 +272,7 @@ class Course:
             re.M | re.S,
         )
         if not parts:
-            raise LackingError(
+            raise ValueError(
                 f"{lesson.file}: its docstring needs 'Run it', 'Try breaking it' and 'The next"
                 " lesson', each at the start of a line, in this order"
             )
@@ -361,70 +298,65 @@ class Course:
                 result += f'<div class="picture">\n\n**{title}**\n\n{text.strip()}\n\n</div>\n\n'
         return result
 
-    def recordings(self, lesson: Source, explained: set[str]) -> str:
+    def recordings(self, lesson: Source) -> str:
         """Return the recorded runs of a lesson, each behind a question about it."""
         result = ""
         for name, each in RECORDINGS.items():
-            if each.lesson != lesson.path.name:
+            if lesson.file not in each.command:
                 continue
-            page = os.path.relpath(f"_static/recorded/{name}.html", Path(lesson.page).parent)
+            page = relative(f"recorded/{name}.html", lesson.file)
             buttons = ""
             for answer in sorted(each.answers):
                 right = " data-right" * (answer == each.answers[0])
                 buttons += f'<button type="button"{right}>{html.escape(answer)}</button>\n'
-            why = html.escape(each.why)
-            result += f"```console\n$ {command_of(name)}\n```\n\n"
-            result += self.inline(each.question, lesson.file, explained) + "\n\n"
-            result += f'<div class="recording" data-page="{page}">{buttons}<p hidden>{why}</p>\n'
+            result += f"```console\n$ {each.command}\n```\n\n"
+            result += self.inline(each.question, lesson.file) + "\n\n"
+            result += f'<div class="recording">{buttons}<p hidden>{html.escape(each.why)}</p>\n'
             result += f'<p><a href="{page}">Show the recorded run</a></p></div>\n\n'
         return "## A recorded run\n\n" + result if result else ""
 
-    def title(self, source: Source, facts: str, explained: set[str]) -> str:
+    def title(self, source: Source, facts: str) -> str:
         """Return the head of a page: its title up to a colon, some facts, the rest of the title."""
+        self.explained = set()
         head, _, lead = source.title.partition(": ")
         page = f"# {head}\n\n{{.facts}}\n{facts}\n\n"
         if lead:
             lead = f"{lead[0].upper()}{lead[1:]}."
-            page += "{.lead}\n" + self.inline(lead, source.file, explained) + "\n\n"
+            page += "{.lead}\n" + self.inline(lead, source.file) + "\n\n"
         return page
 
     def lesson(self, lesson: Source) -> str:
         """Return the page of a lesson."""
-        earlier = self.lessons[: self.lessons.index(lesson)]
-        sections, explained = self.sections(lesson), set()
+        sections = self.sections(lesson)
         title, part = next(part for part in self.parts.items() if lesson in part[1])
         facts, base = f"{title} · Lesson {part.index(lesson) + 1} of {len(part)}", None
         if sections["base"]:
             base = next(each for each in self.lessons if each.path.name == sections["base"])
             facts += f" · Builds on: [`{base.path.name}`]({relative(base.page, lesson.file)})"
-        page = self.title(lesson, facts, explained)
-        page += self.prose(lesson, sections["before"], explained)
-        page += "## Run it\n\n" + self.prose(lesson, sections["run"], explained)
-        page += "## The idea\n\n" * bool(sections["idea"])
-        page += self.prose(lesson, sections["idea"], explained) + self.drawings(lesson)
-        page += self.recordings(lesson, explained)
-        count = len(lesson.lines) - lesson.first
-        page += f"## The code\n\n`{lesson.file}` has {count} lines below its docstring"
-        if lesson.new:
-            page += f", of which {len(lesson.new)} are lit, because they carry a new idea"
-        code = lesson.code(earlier)
-        if "<b>" in code:
-            page += ". What earlier lessons have, and helpers without a new idea, are folded"
-        page += f".\n\n{code}" + (lesson.difference(base) if base else "")
+        page = self.title(lesson, facts)
+        page += self.prose(lesson, sections["before"])
+        page += "## Run it\n\n" + self.prose(lesson, sections["run"])
+        page += "## The idea\n\n" + self.prose(lesson, sections["idea"])
+        page += self.drawings(lesson) + self.recordings(lesson)
+        page += f"## The code\n\n{{download}}`{lesson.file} <{lesson.path.name}>` has"
+        page += f" {len(lesson.lines)} lines. Those with a new idea are lit, and what you can skip"
+        page += f" is folded.\n\n{lesson.code()}" + (lesson.difference(base) if base else "")
         broken = sections["broken"].replace("Try breaking it, in", "In", 1)
-        page += "## Try breaking it\n\n" + self.prose(lesson, broken, explained)
-        page += "## What next\n\n" + self.prose(lesson, sections["write"], explained)
-        return page + self.prose(lesson, sections["next"], explained)
+        page += "## Try breaking it\n\n" + self.prose(lesson, broken)
+        page += "## What next\n\n" + self.prose(lesson, sections["write"])
+        return page + self.prose(lesson, sections["next"])
 
     def exercises(self, part: str) -> str:
         """Return the page with the exercises of a part."""
         page = f"# Exercises of {part[0].lower()}{part[1:]}\n\n"
         page += "[How they work](README.md)\n\n"
         for task in self.tasks[part]:
+            self.explained = set()
             page += f"## `{task.path.stem}`\n\n"
-            page += "{.lead}\n" + self.inline(f"{task.title}.", task.file, set())
-            page += "\n\n" + self.prose(task, task.doc.removeprefix("\n"), set())
-            page += details("The file", task.code())
+            page += "{.lead}\n" + self.inline(f"{task.title}.", task.file) + "\n\n"
+            text = re.sub(r"^Lesson: (\S+)\.$", r"Lesson: `\1`.", task.doc, flags=re.M)
+            page += self.prose(task, text.removeprefix("\n"))
+            page += details("The file", task.show())
             for number, hint in enumerate(hints(task), 1):
                 page += details(f"Hint {number}", f"<pre>{html.escape(hint)}</pre>")
         return page
@@ -436,7 +368,7 @@ def hints(task: Source) -> list[str]:
     for node in ast.parse(check.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and node.targets[0].id == "HINTS":
             return ast.literal_eval(node.value).strip().split("\n\n")
-    raise LackingError(f"{check}: no HINTS")
+    raise ValueError(f"{check}: no HINTS")
 
 
 def tree(entries: list[str], caption: str = "") -> str:
@@ -465,7 +397,7 @@ def main() -> None:
         entries = []
         for number, lesson in enumerate(lessons, 1):
             write(lesson.page, course.lesson(lesson))
-            short = re.split(": |, ", lesson.title)[0]
+            short = re.split(": |, ", lesson.title)[0].replace("`", "")
             entries.append(f"{number}. {short} <{lesson.page}>")
         index += tree(entries, title)
     entries = [f"{EXERCISES}/README.md"]
@@ -474,19 +406,19 @@ def main() -> None:
         entries.append(f"{part}: {len(tasks)} <{tasks[0].page}>")
     index += tree(entries, "Exercises")
     for source in course.common:
-        explained = set()
-        page = course.title(source, f"`{source.file}`", explained)
-        write(source.page, page + course.prose(source, source.doc, explained) + source.code())
+        page = course.title(source, f"`{source.file}`")
+        write(source.page, page + course.prose(source, source.doc) + source.show())
     others = [*course.markdown, *(source.page for source in course.common)]
     index += tree([page for page in others if page != entries[0]], "Pages")
     write("index.md", index)
     for file in course.markdown:
         write(file, course.linked((COURSE / file).read_text(encoding="utf-8"), file))
-    shutil.copytree(
-        COURSE / "playground/pages/figures",
-        out / "playground/pages/figures",
-        ignore=lambda _, names: [name for name in names if not name.endswith(".png")],
-    )
+    for name in RECORDINGS:
+        write(f"extra/recorded/{name}.html", page_of(name))
+    pictures = COURSE.glob("playground/pages/figures/*.png")
+    for path in [*pictures, *(source.path for source in course.sources)]:
+        (out / path.relative_to(COURSE)).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, out / path.relative_to(COURSE))
 
 
 if __name__ == "__main__":

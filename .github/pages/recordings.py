@@ -6,33 +6,33 @@
 A page asks first what the reader expects, and shows the recording beside the answer.
 """
 
-import json
-import re
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 COURSE = Path(__file__).resolve().parents[2]
-FOLDER = Path(__file__).parent / "static/recorded"
+RECORDED = Path(__file__).parent / "recorded"
+TEMPLATE = COURSE / "playground/tools/watching/page.html"
+DATA = "/*DATA*/ null"  # stands there in place of a run
 
 
 @dataclass
 class Recording:
     """A run, and a question about it: the first of its three answers is the right one."""
 
-    lesson: str
-    command: str  # what stands behind `python playground/tools/watch.py --html PAGE`
+    command: str
     question: str
     answers: tuple[str, str, str]
     why: str
 
 
-TORCHRUN = "torchrun --standalone --nproc-per-node 2"
+WATCH = "playground/tools/watch.py --html page.html"
+TORCHRUN = f"torchrun --standalone --nproc-per-node 2 {WATCH}"
 RECORDINGS = {
     "deadlock": Recording(
-        lesson="blocking_p2p.py",
-        command="playground/blocking_p2p.py --deadlock",
+        command=f"python {WATCH} playground/blocking_p2p.py --deadlock",
         question="Both ranks send first. Which of them waits?",
         answers=(
             "both, each for the other",
@@ -43,16 +43,14 @@ RECORDINGS = {
         " the right, comes the cure: the even rank sends first, and the odd one receives first.",
     ),
     "each_gradient": Recording(
-        lesson="manual_data_parallel.py",
-        command="playground/manual_data_parallel.py -g 2",
+        command=f"python {WATCH} playground/manual_data_parallel.py -g 2",
         question="The model has eight parameters: four matrices and four vectors. How many messages"
         " does a step have?",
         answers=("eight, 236,840 bytes together", "one, of 236,840 bytes", "one for each image"),
         why="average_gradients() calls all_reduce once for each parameter, and waits each time.",
     ),
     "bucket": Recording(
-        lesson="manual_data_parallel.py",
-        command="playground/manual_data_parallel.py -g 2 --bucket",
+        command=f"python {WATCH} playground/manual_data_parallel.py -g 2 --bucket",
         question="And with `--bucket`?",
         answers=(
             "one message, of as many bytes",
@@ -62,8 +60,7 @@ RECORDINGS = {
         why="The bytes are the same, but only one call has to start and wait for the other rank.",
     ),
     "fsdp": Recording(
-        lesson="fully_sharded_data_parallel.py",
-        command="playground/sharded/fully_sharded_data_parallel.py",
+        command=f"{TORCHRUN} playground/sharded/fully_sharded_data_parallel.py",
         question="With four layers, which calls does a step have?",
         answers=(
             "8 all_gathers and 4 reduce_scatters",
@@ -74,8 +71,7 @@ RECORDINGS = {
         " divides its gradients.",
     ),
     "pipeline": Recording(
-        lesson="pipeline_parallel.py",
-        command="playground/split/pipeline_parallel.py",
+        command=f"{TORCHRUN} playground/split/pipeline_parallel.py",
         question="Each rank has one stage. What must rank 1 have before it can compute in a step?",
         answers=(
             "the first stage's output for one micro-batch",
@@ -88,35 +84,24 @@ RECORDINGS = {
 }
 
 
-def command_of(name: str, page: str = "page.html") -> str:
-    """Return the command that records a run, as one types it in the checkout."""
-    command = RECORDINGS[name].command
-    launcher = "python" if " -g " in command or "p2p" in command else TORCHRUN
-    return f"{launcher} playground/tools/watch.py --html {page} {command}"
+def page_of(name: str) -> str:
+    """Return the page that watch.py has written about a run: its template, with the data of it."""
+    data = (RECORDED / f"{name}.json").read_text(encoding="utf-8")
+    return TEMPLATE.read_text(encoding="utf-8").replace(DATA, data.strip())
 
 
-def record(name: str, page: Path) -> None:
-    """Run a lesson, and write the page of watch.py about it."""
-    program, *words = command_of(name, str(page)).split()
-    program = Path(sys.executable).with_name(program)
-    subprocess.run([program, *words], cwd=COURSE, check=True, stdout=subprocess.DEVNULL)
-
-
-def calls(page: Path) -> dict[int, list[tuple]]:
-    """Return the calls of each rank in the step that a page shows: their kinds, sizes, bytes."""
-    data = json.loads(re.search(r"^const data = (.*);$", page.read_text(), re.M)[1])
-    begin, end = data["step"]
-    return {
-        each["rank"]: [
-            (call["kind"], call.get("size"), call.get("bytes"))
-            for call in each["calls"]
-            if begin <= call["span"][0] <= end
-        ]
-        for each in data["ranks"]
-    }
+def record(name: str) -> str:
+    """Run a lesson below watch.py. Returns the data in the page that this writes."""
+    program, *words = RECORDINGS[name].command.split()
+    with tempfile.NamedTemporaryFile(suffix=".html") as page:
+        words[words.index("page.html")] = page.name
+        command = [Path(sys.executable).with_name(program), *words]
+        subprocess.run(command, cwd=COURSE, check=True, stdout=subprocess.DEVNULL)
+        written = Path(page.name).read_text(encoding="utf-8")
+    before, after = TEMPLATE.read_text(encoding="utf-8").split(DATA)
+    return written.removeprefix(before).removesuffix(after)
 
 
 if __name__ == "__main__":
-    FOLDER.mkdir(exist_ok=True)
     for each in sys.argv[1:] or RECORDINGS:
-        record(each, FOLDER / f"{each}.html")
+        (RECORDED / f"{each}.json").write_text(record(each) + "\n", encoding="utf-8")

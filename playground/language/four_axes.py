@@ -6,8 +6,8 @@ the embedding and the output layer. On two cores, the first command takes about 
     torchrun --standalone --nproc-per-node 4 \
         playground/language/four_axes.py --mesh 2x1x2x1 --tied --clip 1
 
-Without --tied and --clip, it prints the same numbers as `single_gpu.py --model language`, up to
-rounding; with --double all twelve digits agree. First it prints what each rank keeps:
+Without `--tied` and `--clip`, it prints the same numbers as `single_gpu.py --model language`, up to
+rounding; with `--double` all twelve digits agree. First it prints what each rank keeps:
     rank 0  pp 0  dp 0  cp 0  tp 0  keeps 15,680 parameters
     rank 1  pp 0  dp 0  cp 0  tp 1  keeps 15,680 parameters
 
@@ -27,19 +27,19 @@ ranks along both have the same parameters, but different tokens. This is where g
 Two more sums are of activations. Over cp, the ring adds up the gradients of keys and values. Over
 tp, BeginPair adds up that of an RMSNorm's output, so all ranks compute the same of its weight.
 
-On the ranks of a tp group, shards have the same name, so torch.distributed.checkpoint would take
-them for replicas of one tensor. state_dict() raises an error, therefore. A folder for each rank
-along tp would do: save dict(model.named_parameters()) in the group of the ranks with this tp.
+On the ranks of a tp group, shards have the same name, so `torch.distributed.checkpoint` would take
+them for replicas of one tensor. `state_dict()` raises an error, therefore. A folder for each rank
+along tp would do: save `dict(model.named_parameters())` in the group of the ranks with this tp.
 
-Try breaking it, in a copy beside it, with --double, and compare the losses:
-  1. With --mesh 1x1x2x1, train with `self.own(rows).roll(-1, dims=1)` in place of own(labels), as
-     if each rank had shifted its own tokens. Is there an error?
-  2. With the same mesh, set `positions` of each attention to None after split_tokens().
-  3. With --mesh 2x1x1x1 --tied, leave out the all_reduce of the table's gradient.
-  4. With --mesh 1x2x1x1, leave out `* self.ranks` in loss(). Why does the loss hardly change?
-  5. With --mesh 1x2x1x2, call shard() before split_layers(). Is there an error?
+Try breaking it, in a copy beside it, with `--double`, and compare the losses:
+  1. With `--mesh 1x1x2x1`, train with `self.own(rows).roll(-1, dims=1)` in place of `own(labels)`,
+     as if each rank had shifted its own tokens. Is there an error?
+  2. With the same mesh, set `positions` of each attention to None after `split_tokens()`.
+  3. With `--mesh 2x1x1x1 --tied`, leave out the all_reduce of the table's gradient.
+  4. With `--mesh 1x2x1x1`, leave out `* self.ranks` in `loss()`. Why does the loss hardly change?
+  5. With `--mesh 1x2x1x2`, call `shard()` before `split_layers()`. Is there an error?
 
-Now write `rotate_split.py`, and repair `fault_labels_of_chunks.py`, both in playground/exercises/.
+Now write `rotate_split.py`, and repair `fault_labels_of_chunks.py`, in `playground/exercises/`.
 Builds on: vocabulary_parallel.py
 The next lesson, `thousand_ranks.py`, tries a plan for 1,024 ranks in a single process.
 """

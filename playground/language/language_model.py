@@ -1,6 +1,6 @@
 r"""A language model, trained as large ones are: FSDP, bfloat16, accumulation, clipping, MFU.
 
-Run it (about seven minutes on two cores; with --precision full, one or two):
+Run it (about seven minutes on two cores; with `--precision full`, one or two):
     torchrun --standalone --nproc-per-node 2 playground/language/language_model.py
 
 It prints for each epoch (with the text of Python 3.11; the line continues):
@@ -11,9 +11,9 @@ This is followed by what the model writes then, byte by byte:
 
 It learns from help texts of Python. Its tokens are bytes, and at each token it predicts the next
 one. Most of what trains it has been a lesson: layers are sharded and compute in bfloat16, blocks
-keep only their input (--checkpoint), gradients are clipped. `prepare` puts them together. (To save
-and resume such a run, add what `fully_sharded_checkpoints.py` has.) New is what surrounds them:
-- A step of a large model takes millions of tokens. So each rank computes --rows rows at a time, a
+keep only their input (`--checkpoint`), gradients are clipped. `prepare` puts them together. (To
+save and resume a run, add what `fully_sharded_checkpoints.py` has.) New is what surrounds them:
+- A step of a large model takes millions of tokens. So each rank computes `--rows` rows at a time, a
   micro-batch, and adds up their gradients.
 - The learning rate rises in the first steps, while Adam's averages are still rough, and then falls.
 - The perplexity is exp(the test's loss), in the end 3.44: the model is as uncertain as if it had to
@@ -21,14 +21,14 @@ and resume such a run, add what `fully_sharded_checkpoints.py` has.) New is what
 - Tokens per second (the throughput) depend on the model and the machine. The model FLOPs
   utilization (MFU) can be compared between them: the operations that the model needs, divided by
   those that the machine could do in this time. The latter are measured with a product of two
-  matrices. For a GPU, better look them up in its data sheet, and give them as --peak.
+  matrices. For a GPU, better look them up in its data sheet, and give them as `--peak`.
 
-With --double --constant --clip 0 --lr 1e-3, all twelve digits are those of `single_gpu.py` with
---double --model language --batch_size 32 --epochs 5.
+With `--double --constant --clip 0 --lr 1e-3`, all twelve digits are those of `single_gpu.py` with
+`--double --model language --batch_size 32 --epochs 5`.
 
 Try breaking it, in a copy beside it:
   1. Call `sample()` on rank 0 only. Where does each rank wait?
-  2. With --tied, also shard the embedding: `fully_shard(model.stage1[0], mesh=mesh)`, before the
+  2. With `--tied`, also shard the embedding: `fully_shard(model.stage1[0], mesh=mesh)`, before the
      last line of `prepare`. What does PyTorch say?
   3. Divide by `micro_labels.numel()`. The printed loss is twice as large, but the accuracies are
      nearly the same. Why?

@@ -5,7 +5,7 @@ Run it as rank 0 of a mesh of 128 x 8 ranks, and as the last of 1,024 ranks that
     python playground/language/thousand_ranks.py --mesh 1024x1 --rank 1023 --checkpoint
 
 One process makes one step of a model of 6.3 billion parameters. It prints the bytes that this rank
-holds, keeps for backward(), and gives to collectives. The last column is what these send in a ring:
+holds, keeps for `backward()`, and gives to collectives. The last column is what a ring sends:
     rank 0 of 1,024, mesh 128x8, 6,302,208,000 parameters
     holds      24.6 MB of parameters
     holds      24.6 MB of gradients
@@ -22,7 +22,7 @@ The rank of the second command holds less than others: of 32,000 words, 1,000 ra
 
 Which mesh should train your model on 1,024 GPUs? `playground/tools/plan.py` compares them by
 formulas, for seconds, too. Before you rent the GPUs, a dry run finds what does not divide, much of
-what does not fit, and what is sent. `parallelize_module`, `fully_shard`, backward() and Adam are
+what does not fit, and what is sent. `parallelize_module`, `fully_shard`, `backward()` and Adam are
 PyTorch's own, and run as they would there, with three replacements:
 - There are no other ranks. With the backend "fake", each call returns at once.
 - On the meta device, the model is made and sharded without memory.
@@ -34,7 +34,7 @@ Not counted either is what takes memory for a moment only: gathered layers, whol
 of scores. Some operations keep other tensors on a GPU.
 
 Try breaking it, in a copy beside it:
-  1. Run it with --mesh 32x32, a plan that does not work. Where does it stop, and why?
+  1. Run it with `--mesh 32x32`, a plan that does not work. Where does it stop, and why?
   2. Add `reshard_after_forward=False` to `fully_shard(layer, ...)`. Which two lines change?
   3. Leave RMSNorm in place of LayerNorm. How many bytes does a CPU keep?
   4. Before `loss.backward()`, let rank 0 alone call `dist.barrier()`. Does it hang?

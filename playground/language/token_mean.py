@@ -15,24 +15,24 @@ The loss of a batch is the sum of the losses of all its tokens, divided by their
 loop computes such a mean on each rank, and DDP or FSDP averages the gradients. With images, this is
 the same mean, because all ranks have equal numbers of them. But paragraphs are unequal, and in a
 mean of means, a token counts more on a rank that has few. The same happens between micro-batches
-in gradient accumulation: with --micro_batches 4, a step has eight parts, and the gradient is off by
-18% to 36%.
+in gradient accumulation: with `--micro_batches 4`, a step has eight parts, and the gradient is off
+by 18% to 36%.
 
-There is no error, and the model still learns (--wrong trains it so). To be right, the ranks count
-all tokens of a step before backward(), with an all_reduce of a single number.
+There is no error, and the model still learns (`--wrong` trains it so). To be right, the ranks count
+all tokens of a step before `backward()`, with an all_reduce of a single number.
 
 Tokens are bytes here. Short paragraphs are padded to the length of the longest in a micro-batch,
-and padding has the label -100, which cross_entropy leaves out. With --packed, a row takes as many
-paragraphs as fit into 256 tokens, and a mask keeps attention within each of them. Neither changes
-the losses, nor do --by fsdp, --micro_batches 4, or the number of ranks (with --double, all twelve
-digits agree).
+and padding has the label -100, which `cross_entropy` leaves out. With `--packed`, a row takes as
+many paragraphs as fit into 256 tokens, and a mask keeps attention within each of them. Neither
+changes the losses, nor do `--by fsdp`, `--micro_batches 4`, or the number of ranks (with
+`--double`, all twelve digits agree).
 
-Try breaking it, in a copy beside it, with --epochs 1:
+Try breaking it, in a copy beside it, with `--epochs 1`:
   1. Leave out `* dist.get_world_size()`. How large is the gradient? Why is the loss nearly right?
-  2. With --micro_batches 4, count the tokens in the loop, for each micro-batch. What has changed?
-  3. With --packed, leave out `keep_apart(model)`. What do the first tokens of a paragraph see then?
+  2. With `--micro_batches 4`, count the tokens in the loop, for each micro-batch. What has changed?
+  3. With `--packed`, leave out `keep_apart(model)`. What do a paragraph's first tokens see then?
 
-Now write `exercises/token_mean.py`, and repair `fault_mean_of_means.py`, in playground/exercises/.
+Now write `exercises/token_mean.py`, and repair `exercises/fault_mean_of_means.py`.
 Builds on: resnet.py
 The next lesson, `vocabulary_parallel.py`, splits the layers that have a row for each word.
 """

@@ -1,9 +1,9 @@
 """Vocabulary parallelism: each rank has some of the words, from the embedding to the loss.
 
-Run it (about a minute on two cores; add --by dtensor, and PyTorch splits the layers and the loss):
+Run it (about a minute on two cores; with `--by dtensor`, PyTorch splits the layers and the loss):
     torchrun --standalone --nproc-per-node 2 playground/language/vocabulary_parallel.py
 
-It prints the same numbers as `single_gpu.py --model language`, up to rounding (with --double all
+It prints the same numbers as `single_gpu.py --model language`, up to rounding (with `--double` all
 twelve digits agree), and then what each rank keeps of 125,248 parameters and of a batch's scores,
 which take 16,777,216 bytes in one process. With two ranks, it prints:
     rank 0 keeps 108,864 parameters, and 8,388,608 bytes of scores
@@ -15,25 +15,25 @@ have a row for each word of the vocabulary. At every token, the output layer giv
 GB in float32, and their gradient takes as much again. So the ranks split both layers by rows:
 - The embedding. A rank has zeros for the words of other ranks, and an all_reduce adds up.
 - The output layer. A rank computes the scores of its own words, and no rank ever has all scores. In
-  backward(), an all_reduce adds up the gradient of the layer's input.
+  `backward()`, an all_reduce adds up the gradient of the layer's input.
 
 The loss does not need all scores in one place, either. A token with the scores s, whose label is
 the word y, has the loss
     log(sum_j exp(s_j)) - s_y  =  log(sum_j exp(s_j - m)) - (s_y - m)    for any number m.
 With the largest score as m, no exponential is too large for its dtype. So three numbers of a token
 are enough: the largest score, the sum, and the label's score, which one rank has. Two all_reduces
-send them in place of 256 scores, and backward() of the loss sends nothing.
+send them in place of 256 scores, and `backward()` of the loss sends nothing.
 
-Shards made by hand have the same name on all ranks, so torch.distributed.checkpoint would take them
-for replicas. state_dict() raises an error, therefore. With --by dtensor, it knows the shards.
+Shards made by hand have the same name on all ranks, so `torch.distributed.checkpoint` would take
+them for replicas, and `state_dict()` raises an error. With `--by dtensor`, it knows the shards.
 
-Try breaking it, in a copy beside it, with --double, and compare the losses:
+Try breaking it, in a copy beside it, with `--double`, and compare the losses:
   1. In SplitCrossEntropy, leave out the first all_reduce. Is the loss still right?
   2. Let `largest` be zeros instead. Why is the loss right here, and when is it not?
   3. In SplitEmbedding, leave out `* own[..., None]`. Which rows are added?
   4. In SplitOutput, leave out AddGradients. Which gradients are wrong?
 
-Now write `split_cross_entropy.py` in playground/exercises/.
+Now write `split_cross_entropy.py` in `playground/exercises/`.
 Builds on: sequence_parallel.py
 The next lesson, `four_axes.py`, splits a language model in four ways at once.
 """

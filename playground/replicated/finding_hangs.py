@@ -24,17 +24,17 @@ yours hangs, look in this order (`playground/pages/hangs.md` has what each of th
 - Last, run the program again with TORCH_DISTRIBUTED_DEBUG=DETAIL. PyTorch then compares the calls
   of all ranks before each collective. (Try it with `--fault shapes`. DDP on CPUs may crash.)
 
-A script that you can start again on one machine needs no change. Write watch.py in front of it,
+A script that you can start again on one machine needs no change. Write `watch.py` in front of it,
 which prints the lines and the calls of all ranks after five seconds without progress:
     python playground/tools/watch.py --hang 5 playground/replicated/finding_hangs.py --fault early
 A program that runs for days, or on several nodes, must write them down itself: copy `note_hangs()`.
 For one that hangs already, `pip install py-spy`. Then `py-spy dump --pid 4242` prints its stack.
 
 Try breaking it, in a copy beside it:
-  1. In `loader`, give DataLoader num_workers=1, multiprocessing_context="fork". Where is rank 1?
+  1. In `loader`, give DataLoader `num_workers=1, multiprocessing_context="fork"`. Where is rank 1?
   2. In `early`, let rank 1 return after its loop, so that it skips the barrier, too. Is it a hang?
   3. In `shapes`, give rank 1 a million numbers instead of five. How do the ranks end?
-Now write `fault_waits_alone.py` and `fault_equal_stacks.py`, in playground/exercises/.
+Now write `fault_waits_alone.py` and `fault_equal_stacks.py`, in `playground/exercises/`.
 Builds on: collectives.py
 The next lesson, `sending_less.py`, makes the messages of a step smaller.
 """

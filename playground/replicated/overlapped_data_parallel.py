@@ -1,4 +1,4 @@
-"""Data parallelism with overlap: the gradients travel while backward() still computes.
+"""Data parallelism with overlap: the gradients travel while `backward()` still computes.
 
 Run it:
     python playground/replicated/overlapped_data_parallel.py -g 2
@@ -13,25 +13,25 @@ three ways to average the gradients (times differ much from run to run):
     0     buckets     2.50           0.89          3.39
     1     buckets     2.48           1.16          3.64
 
-`manual_data_parallel.py` sends the gradients after backward(), and no rank computes while they
-travel ("afterwards"). But backward() completes the last layers' gradients first, so these can
-travel while it computes the rest. That takes a hook, a function that backward() calls as soon as a
-gradient is complete, and `all_reduce(..., async_op=True)`, which starts a message without waiting
+`manual_data_parallel.py` sends the gradients after `backward()`, and no rank computes while they
+travel ("afterwards"). But `backward()` completes the last layers' gradients first, so these can
+travel while it computes the rest. That takes a hook, a function that `backward()` calls as soon as
+a gradient is complete, and `all_reduce(..., async_op=True)`, which starts a message without waiting
 for it. With "each", every gradient has a message of its own. A bucket sends several gradients in
 one message. (DDP works with buckets, too: `playground/pages/figures/overlap.png` draws its step.)
 
 Overlap pays on GPUs, because messages and computing run on different hardware. On CPUs, gloo's
-threads use the same cores as backward(), so "each" gains little, and on busy cores nothing. The
+threads use the same cores as `backward()`, so "each" gains little, and on busy cores nothing. The
 buckets gain more, because they need only half as many messages.
 
 All ranks must start the same messages in the same order. Here they do, because every parameter gets
-a gradient, and backward() completes the gradients in the same order on all ranks.
+a gradient, and `backward()` completes the gradients in the same order on all ranks.
 
 Try breaking it, in a copy beside it:
   1. Write `next(model.parameters()).requires_grad_(False)` after `send_weights(model)`, so that a
      parameter is frozen. What does PyTorch complain about? Let EachGradient and Buckets skip it.
   2. Comment out `self.handle.wait()`. What does the optimizer use then? Compare the losses.
-Now write it yourself: `overlap_gradients.py` in playground/exercises/.
+Now write it yourself: `overlap_gradients.py` in `playground/exercises/`.
 Builds on: manual_data_parallel.py
 The next lesson, `resumable.py`, resumes after a process has died.
 """

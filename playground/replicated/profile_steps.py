@@ -1,4 +1,4 @@
-r"""Where the time of a step goes: torch.profiler shows which messages hide behind computing.
+r"""Where the time of a step goes: `torch.profiler` shows which messages hide behind computing.
 
 Run it:
     torchrun --standalone --nproc-per-node 2 \
@@ -23,15 +23,15 @@ because both use the same cores. Add one of these flags, and almost nothing is h
     --average bucket        one long message after backward(), as in manual_data_parallel.py
     --average each          a message for each gradient after backward()
 
-Each rank writes what the profiler has recorded, a trace, to traces/rank0.json, traces/rank1.json,
-and so on. Open such a file at https://ui.perfetto.dev, which does not upload it. A row is a thread,
-and time runs to the right.
+Each rank writes what the profiler has recorded, a trace, to `traces/rank0.json`,
+`traces/rank1.json`, and so on. Open such a file at https://ui.perfetto.dev, which does not upload
+it. A row is a thread, and time runs to the right.
 
 Try breaking it, in a copy beside it:
   1. Write `time.sleep(0.05 * dist.get_rank())` before `loss.backward()`. On which rank does
      "computing" grow, and on which rank "messages"?
   2. Replace `profiler.step()` with `pass`. Which steps does the trace have, and why?
-Now write `fault_late_rank.py` in playground/exercises/, which computes how late a rank is.
+Now write `fault_late_rank.py` in `playground/exercises/`, which computes how late a rank is.
 Builds on: distributed_data_parallel_torchrun.py
 The next lesson, `finding_hangs.py`, finds the rank for which the others wait.
 """

@@ -3,8 +3,8 @@ r"""A real model: ResNet-18 on CIFAR-10, with pretrained parameters, accumulatio
 Run it:
     torchrun --standalone --nproc-per-node 2 \
         playground/replicated/resnet.py --pretrained --timeout 600
---pretrained begins with parameters that were trained on ImageNet. In the first run, one rank of
-each node downloads them and the images, and the others wait for it, so --timeout is 600 seconds.
+`--pretrained` begins with parameters that were trained on ImageNet. In the first run, one rank of
+each node downloads them and the images, and the others wait for it, so `--timeout` is 600 seconds.
 
 Run it on random images, without a download. Each rank splits its part of a batch into four
 micro-batches, and adds up their gradients:
@@ -25,14 +25,14 @@ rank 0 to all ranks, so these averages come from the images of rank 0 alone. (nn
 GPUs, uses the images of all ranks.)
 
 To use GPUs 1, 6 and 3 of a node, put CUDA_VISIBLE_DEVICES=1,6,3 in front of torchrun, and start
-three ranks, with a --batch_size that three ranks can divide, such as 126.
+three ranks, with a `--batch_size` that three ranks can divide, such as 126.
 
 Try breaking it, in a copy beside it:
-  1. Replace `model.no_sync()` with `nullcontext()`, and run it with --double --accumulate 8. Do the
-     losses change? Compare the seconds.
-  2. Replace `(loss * fraction).backward()` with `loss.backward()`, and run it with --accumulate 4.
-     What does Adam make of gradients that are four times as large?
-Now write it yourself: `accumulate_gradients.py` in playground/exercises/.
+  1. Replace `model.no_sync()` with `nullcontext()`, and run it with `--double --accumulate 8`. Do
+     the losses change? Compare the seconds.
+  2. Replace `(loss * fraction).backward()` with `loss.backward()`, and run it with
+     `--accumulate 4`. What does Adam make of gradients that are four times as large?
+Now write it yourself: `accumulate_gradients.py` in `playground/exercises/`.
 Builds on: distributed_data_parallel_torchrun.py
 The next lesson, `profile_steps.py`, measures where the time of a step goes.
 """

@@ -11,36 +11,36 @@ Resume it with more epochs, here in one process, and look at the curves in a bro
         playground/replicated/resumable.py --epochs 5
     tensorboard --logdir runs
 
-The command with --epochs 5 prints where it resumes (times differ):
+The command with `--epochs 5` prints where it resumes (times differ):
     runs/mlp-mnist/epoch-000003.pt: 3 of 5 epochs are done
     epoch 4/5  loss 0.0952  train 97.12%  test 96.53%  0.41 s  146,442 images/s
 
 Rank 0 keeps a folder with the last three checkpoints, a log, and curves for TensorBoard. (Give each
-run a folder of its own, by --run_dir.) When a rank dies, torchrun ends the others and starts all of
-them again, and they resume from the newest checkpoint. An epoch that was not finished is repeated
-from its beginning.
+run a folder of its own, by `--run_dir`.) When a rank dies, torchrun ends the others and starts all
+of them again, and they resume from the newest checkpoint. An epoch that was not finished is
+repeated from its beginning.
 
 A cluster asks before it kills: Slurm, Kubernetes and machines that shut down send SIGTERM, and then
 wait. The signal may come in the middle of a step, and to some ranks only. So a handler sets a flag,
 and after every ten steps the ranks compute the maximum of their flags, which takes about 0.4 ms on
 a CPU. All stop after the same step, rank 0 saves, and all leave with status 0. The next run resumes
 in the middle of the epoch. Try it with `kill` and the process id that rank 0 prints. How to tell
-Slurm, and how long it waits, is in run/README.md.
+Slurm, and how long it waits, is in `run/README.md`.
 
 On one or two nodes, run this on each (NODES=1:2 means at least one node, and at most two):
     NODE0=<ip> NODES=1:2 RESTARTS=3 \
         run/torchrun_node.sh playground/replicated/resumable.py
-A node that joins or leaves restarts all ranks. --run_dir must then be a folder that all nodes
-share, and the ranks must be able to divide --batch_size, with one node and with two.
+A node that joins or leaves restarts all ranks. `--run_dir` must then be a folder that all nodes
+share, and the ranks must be able to divide `--batch_size`, with one node and with two.
 
 Try breaking it, in a copy beside it:
-  1. Run it with restarts, --epochs 30 and --run_dir runs/killed. Rank 0 prints its process id: in a
-     second terminal, type `kill -9` and this number. Compare the last line with that of a run
+  1. Run it with restarts, `--epochs 30` and `--run_dir runs/killed`. Rank 0 prints its process id:
+     in a second terminal, type `kill -9` and this number. Compare the last line with that of a run
      without the kill.
   2. Comment out `optimizer.load_state_dict(...)`, and resume a run. Why do the losses differ?
-  3. Let each rank obey its own flag: make anyone_asked() `return asked`, and nothing else. Run it
-     with --epochs 30, and `kill` rank 0.
-Now write it yourself: `save_and_resume.py` in playground/exercises/.
+  3. Let each rank obey its own flag: make `anyone_asked()` `return asked`, and nothing else. Run it
+     with `--epochs 30`, and `kill` rank 0.
+Now write it yourself: `save_and_resume.py` in `playground/exercises/`.
 Builds on: distributed_data_parallel_torchrun.py
 The next lesson, `resnet.py`, trains a larger model on colour images.
 """

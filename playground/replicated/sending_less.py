@@ -8,7 +8,7 @@ By default this is DDP, so it prints the same numbers as `single_gpu.py`, up to 
 
 In each step, DDP sends as many bytes as the gradients have: 236,840 for the default model. At 10
 megabits a second this takes 0.19 s, while computing takes about a millisecond. There are two ways
-to send less. The ranks may send seldom: each trains alone for many steps (--every), and then they
+to send less. The ranks may send seldom: each trains alone for many steps (`--every`), and then they
 agree on their parameters. Or they still send in each step, but only an approximation of the
 gradients, by a communication hook of DDP. This simulates two such nodes (`run/README.md`):
     GPUS=1 BANDWIDTH=10mbit run/rehearse_two_nodes.sh \
@@ -28,10 +28,10 @@ are a tenth of the messages, and the learning rate must be higher. The section "
 `playground/pages/measured.md` has longer runs, and a picture of them.
 
 Try breaking it, in a copy beside it:
-  1. Write `parameter - agreed` in DiLoCo.agree(). Where does the model go?
+  1. Write `parameter - agreed` in `DiLoCo.agree()`. Where does the model go?
   2. Give PowerSGD matrices of one column, and then also `use_error_feedback=False`. Compare the
      accuracies.
-Now write `outer_step.py` and `average_largest.py`, in playground/exercises/.
+Now write `outer_step.py` and `average_largest.py`, in `playground/exercises/`.
 Builds on: overlapped_data_parallel.py
 The next lesson, `sharded_data.py`, reads data that does not fit in memory.
 """

@@ -1,6 +1,6 @@
 r"""Data that does not fit in memory, and a run that resumes in the middle of an epoch.
 
-Run it. The first command makes files of MNIST (220 MB). Give both the same --dataset and --double:
+Run it. The first makes files of MNIST (220 MB). Give both the same `--dataset` and `--double`:
     python playground/replicated/sharded_data.py --make
     torchrun --standalone --nproc-per-node 2 playground/replicated/sharded_data.py
 
@@ -21,18 +21,18 @@ would run out of images first, and the others would wait for it in an all_reduce
 all files are numbered, as if they were in one. An image is read only when it is needed.
 
 The order of an epoch depends on nothing but the seed and the epoch, so each rank computes it
-without a message. The next --batch_size numbers of it are a global batch, of which each rank reads
-its part. With any number of ranks that divides --batch_size, the global batches are those of a
-single process, and all ranks make equally many steps.
+without a message. The next `--batch_size` numbers of it are a global batch, of which each rank
+reads its part. With any number of ranks that divides `--batch_size`, the global batches are those
+of a single process, and all ranks make equally many steps.
 
 One number tells where a run is: how many images of its epoch the model has seen, on all ranks
 together. Count them in the training loop, because the processes that read, the workers of a
 DataLoader, are some batches ahead of it.
 
 Try breaking it, in a copy beside it:
-  1. Seed with `seed + epoch + rank` in own_batches(). Does an epoch still have every image?
-  2. Write `print("read")` in Files.__getitem__(), and run it in one process with --every 5 --stop.
-     How many images are read, and how many has the model seen?
+  1. Seed with `seed + epoch + rank` in `own_batches()`. Does an epoch still have every image?
+  2. Write `print("read")` in `Files.__getitem__()`, and run it in one process with
+     `--every 5 --stop`. How many images are read, and how many has the model seen?
   3. Let Files keep the arrays instead of the paths. How long is `pickle.dumps(train_set)` then?
 Builds on: resumable.py
 The next lesson, `sharded_optimizer.py`, shards what DDP replicates on every rank.

@@ -11,21 +11,21 @@ The second command prints where it resumes (four processes on two cores):
     epoch 4/5  loss 0.0952  train 97.09%  test 96.52%  34.88 s  1,717 images/s
 
 After each epoch, all ranks write their shards to a folder, so none needs memory for the whole
-model. All nodes must see this folder. The last three stay. `dcp` is torch.distributed.checkpoint.
+model. All nodes must see this folder. The last three stay. `dcp` is `torch.distributed.checkpoint`.
 When a run resumes, each rank looks up which files contain its new shards, so the number of ranks
 may differ. The flags on which the numbers depend must stay the same.
 
-With --async_save, training does not wait for the disk: dcp copies the shards to CPU memory, and a
+With `--async_save`, training does not wait for the disk: dcp copies the shards to CPU memory, and a
 thread writes this copy while the next epoch trains.
 
 Try breaking it, in a copy beside it:
   1. Delete the file .metadata in the newest folder. Where does the next run resume, and why?
-  2. Leave out `process_group=group`, and run it with --async_save. What goes wrong, and why?
+  2. Leave out `process_group=group`, and run it with `--async_save`. What goes wrong, and why?
   3. After `model = ...`, add dropout: `model.stage1.append(torch.nn.Dropout())`. Train two epochs
      without a break, and two with a break after the first. Then comment out the second
      `torch.manual_seed(...)`, and do the same. Compare the losses.
 
-Now write it yourself: `seeded_dropout.py` in playground/exercises/.
+Now write it yourself: `seeded_dropout.py` in `playground/exercises/`.
 Builds on: fully_sharded_data_parallel.py
 The next lesson, `fully_sharded_export.py`, makes one file of the shards.
 """

@@ -3,7 +3,7 @@
 Run it:
     torchrun --standalone --nproc-per-node 2 playground/sharded/fully_sharded_data_parallel.py
 
-It prints the same numbers as `single_gpu.py`, up to rounding (with --double all twelve digits
+It prints the same numbers as `single_gpu.py`, up to rounding (with `--double` all twelve digits
 agree), and then what rank 0 holds: 8 bytes for each of 59,210 parameters. DDP would hold 16:
     epoch 1/3  loss 0.3960  train 88.26%  test 93.96%  12.11 s  4,947 images/s
     rank 0 holds   118,420 bytes of the parameters' shards
@@ -11,27 +11,27 @@ agree), and then what rank 0 holds: 8 bytes for each of 59,210 parameters. DDP w
     rank 0 holds   118,420 bytes of gradients
     rank 0 holds   236,840 bytes of optimizer state
 
-Just before a layer computes, the ranks gather it whole, and afterwards they free it. In backward(),
-they also average its gradients. `fully_shard(layer)` (FSDP2) adds hooks for this, as `ShardedLayer`
-in `manual_fully_sharded.py` does. It replaces each parameter with a DTensor, a tensor that knows
-which rank has which shard, so the optimizer must be made afterwards. A last call, with the whole
-model, shards the rest, and lets both passes gather the next layer while one computes. At the start,
-each rank makes the whole model for a moment. With --meta, only rank 0 makes it.
+Just before a layer computes, the ranks gather it whole, and afterwards they free it. In
+`backward()`, they also average its gradients. `fully_shard(layer)` (FSDP2) adds hooks for this, as
+`ShardedLayer` in `manual_fully_sharded.py` does. It replaces each parameter with a DTensor, a
+tensor that knows which rank has which shard, so the optimizer must be made afterwards. A last call,
+with the whole model, shards the rest, and lets both passes gather the next layer while one
+computes. At the start, each rank makes the whole model for a moment, with `--meta` only rank 0.
 
 For 7 billion parameters on 8 GPUs, each holds 14 GB, where DDP needs 112, plus the layers that are
 computing (`playground/pages/figures/fsdp.png`). The price is messages: 8 all_gathers in a step, for
-four layers in forward() and again in backward(), and 4 reduce_scatters. In a ring, these take 1.5
-times the bytes of DDP's all_reduce, and with gloo, on CPUs, about twice as many (`sharding.md`).
+four layers in `forward()` and again in `backward()`, and 4 reduce_scatters. In a ring, these take
+1.5 times the bytes of DDP's all_reduce, and with gloo about twice as many (`sharding.md`).
 
-For users of DDP: a test sends messages, too, because forward() gathers layers, so all ranks must
+For users of DDP: a test sends messages, too, because `forward()` gathers layers, so all ranks must
 make it, with equally many batches. `no_sync()` is `set_requires_gradient_sync(False)`. FSDP1, which
-is `FullyShardedDataParallel`, calls --keep_weights the sharding strategy SHARD_GRAD_OP.
+is `FullyShardedDataParallel`, calls `--keep_weights` the sharding strategy SHARD_GRAD_OP.
 
 Try breaking it, in a copy beside it:
   1. Make the optimizer before `shard(model, args)`. How far do the parameters move?
   2. Shard only the whole model, and no layers. Which line of the output changes?
   3. Before `model = ...`, seed with `args.seed + rank`. Which rank's parameters are trained?
-  4. With four processes and watch.py, write `reshard_after_forward=2`. Which messages change?
+  4. With four processes and `watch.py`, write `reshard_after_forward=2`. Which messages change?
 
 Builds on: manual_fully_sharded.py
 The next lesson, `fully_sharded_checkpoints.py`, saves and resumes such a run.

@@ -6,7 +6,7 @@ Run it, and start from the file, or from one that `distributed_data_parallel.py 
     torchrun --standalone --nproc-per-node 2 playground/sharded/fully_sharded_export.py \
         --load fsdp.pt --epochs 4 --export runs/exported
 
---export needs `pip install safetensors`. The second command prints where it resumes:
+`--export` needs `pip install safetensors`. The second command prints where it resumes:
     fsdp.pt: 3 of 4 epochs are done
     epoch 4/4  loss 0.0952  train 97.09%  test 96.52%  34.88 s  1,717 images/s
 
@@ -17,16 +17,16 @@ Only dcp reads a sharded checkpoint. All other programs want one file:
     --export        all ranks, merged by rank 0     a copy of its shards, rank 0: one tensor, too
     --load FOLDER   all ranks                       none
 
-For --savefile, the ranks gather one tensor after the other, and rank 0 writes a file that a plain
-model and optimizer can load. For --load, rank 0 reads such a file, and sends them one by one.
+For `--savefile`, the ranks gather one tensor after the other, and rank 0 writes a file that a plain
+model and optimizer can load. For `--load`, rank 0 reads such a file, and sends them one by one.
 
---export writes only the parameters, as safetensors, which many programs read. Those of --model
-language get the names that Llama has in Hugging Face's transformers, so its `LlamaForCausalLM` can
-load them. --load takes this folder, too, and begins to train these parameters anew.
+`--export` writes only the parameters, as safetensors, which many programs read. Those of
+`--model language` get the names of Llama in Hugging Face's transformers, so `LlamaForCausalLM` can
+load them. `--load` takes this folder, too, and begins to train these parameters anew.
 
 Try breaking it, in a copy beside it:
   1. Leave out the line with `by_name`, and load a file that DDP has written. Is there an error?
-  2. In save_file, leave out `full_state_dict=True`. What is in the file?
+  2. In `save_file`, leave out `full_state_dict=True`. What is in the file?
 
 Builds on: fully_sharded_checkpoints.py
 The next lesson, `sharded_muon.py`, has an optimizer that needs whole matrices.

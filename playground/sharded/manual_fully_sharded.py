@@ -3,7 +3,7 @@
 Run it:
     torchrun --standalone --nproc-per-node 2 playground/sharded/manual_fully_sharded.py
 
-It prints the same numbers as `single_gpu.py`, up to rounding (with --double all twelve digits
+It prints the same numbers as `single_gpu.py`, up to rounding (with `--double` all twelve digits
 agree), and then what rank 0 holds: 8 bytes for each of 59,210 parameters. DDP would hold 16:
     epoch 1/3  loss 0.3960  train 88.26%  test 93.96%  7.11 s  8,425 images/s
     rank 0 holds   118,420 bytes of the parameters' shards
@@ -20,17 +20,17 @@ such a moment is a hook. Four moments are enough:
     when the layer's last gradient is ready  average_gradients(), then free()
 
 With four layers, a step has 8 all_gathers and 4 reduce_scatters. In a ring these take 1.5 times the
-bytes of DDP's all_reduce. With --keep_weights, a layer stays whole from forward() to backward(). So
-4 all_gathers are enough, and in a ring a step takes as many bytes as DDP's. Here nothing computes
-while a message travels. FSDP, the next lesson, gathers a layer while another one computes
-(`playground/pages/figures/fsdp.png` shows which layers are whole when).
+bytes of DDP's all_reduce. With `--keep_weights`, a layer stays whole from `forward()` to
+`backward()`. So 4 all_gathers are enough, and in a ring a step takes as many bytes as DDP's. Here
+nothing computes while a message travels. FSDP, the next lesson, gathers a layer while another one
+computes (`playground/pages/figures/fsdp.png` shows which layers are whole when).
 
 Try breaking it, in a copy beside it:
   1. Comment out the forward hook with `self.free`. Which number of the output changes?
   2. Give the optimizer `model.parameters()`. Is there an error? How does the loss change?
   3. Seed with `args.seed + rank` before `model = ...`. Which rank's parameters are trained?
 
-Now write it yourself, without hooks: `gather_layer.py` in playground/exercises/.
+Now write it yourself, without hooks: `gather_layer.py` in `playground/exercises/`.
 Builds on: sharded_optimizer.py
 The next lesson, `fully_sharded_data_parallel.py`, leaves this to PyTorch.
 """

@@ -3,11 +3,11 @@
 This lesson is optional. It is for those who train with such an optimizer, or write one, and it
 needs some linear algebra: the singular value decomposition.
 
-Run it (--by selects one of four ways, see below):
+Run it (`--by` selects one of four ways, see below):
     torchrun --standalone --nproc-per-node 2 playground/sharded/sharded_muon.py --by owner
 
-It prints what Muon trains. With --double, any number of ranks and all ways but torch print the same
-twelve digits:
+It prints what Muon trains. With `--double`, any number of ranks and all ways but torch print the
+same twelve digits:
     Muon: 2 matrices, 8,192 parameters. Adam: 51,018 parameters
     epoch 3/3  loss 0.1118  train 96.62%  test 96.58%  23.66 s  2,532 images/s
 
@@ -35,10 +35,10 @@ When does it matter? A w x w matrix takes 30 w^3 operations, and training 6 w^2 
 tokens, so Muon adds 5 w / T to a step: 0.5% for w = 4,096 and 4 million tokens. But if each of
 1,024 ranks computes all matrices, this takes five times as long as the rest of the step.
 
-Try breaking it, in a copy beside it, with --double:
-  1. In by_gathering, orthogonalize update.to_local(), and return it all. Is there an error?
+Try breaking it, in a copy beside it, with `--double`:
+  1. In `by_gathering`, orthogonalize `update.to_local()`, and return it all. Is there an error?
   2. Leave out the line with `F.pad`. Train with 2 ranks, and twice with 3.
-  3. In by_owners, orthogonalize each matrix just before its scatter_rows. What does it cost?
+  3. In `by_owners`, orthogonalize each matrix just before its `scatter_rows`. What does it cost?
 
 Builds on: fully_sharded_data_parallel.py
 The next lesson, `manual_pipeline.py`, has a process for each stage of a model.

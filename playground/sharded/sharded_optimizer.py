@@ -3,7 +3,7 @@
 Run it:
     torchrun --standalone --nproc-per-node 2 playground/sharded/sharded_optimizer.py
 
-It prints the same numbers as `single_gpu.py`, up to rounding (with --double all twelve digits
+It prints the same numbers as `single_gpu.py`, up to rounding (with `--double` all twelve digits
 agree), and then what rank 0 holds:
     epoch 1/3  loss 0.3960  train 88.26%  test 93.96%  2.06 s  29,036 images/s
     rank 0 holds   236,840 bytes of parameters, with DDP 236,840
@@ -29,7 +29,7 @@ Try breaking it, in a copy beside it:
   3. Comment out the two lines of the broadcast, and write `torch.manual_seed(args.seed + rank)`
      before `model = ...`. Which parameters do the ranks have after the first step?
 
-Now write it yourself, for any model: `shard_optimizer.py` in playground/exercises/.
+Now write it yourself, for any model: `shard_optimizer.py` in `playground/exercises/`.
 Builds on: manual_data_parallel.py
 The next lesson, `manual_fully_sharded.py`, shards the gradients and the parameters as well.
 """

@@ -3,7 +3,7 @@
 Run it, with tensor parallelism and FSDP:
     torchrun --standalone --nproc-per-node 4 playground/split/hybrid_parallel.py
 
-It prints the same numbers as `single_gpu.py`, up to rounding (with --double all twelve digits
+It prints the same numbers as `single_gpu.py`, up to rounding (with `--double` all twelve digits
 agree). Each rank keeps half of what it keeps in `tensor_parallel.py`:
     rank 0  dp 0  tp 0  keeps 14,821 parameters
     rank 1  dp 0  tp 1  keeps 14,821 parameters
@@ -30,8 +30,8 @@ column have the same shards, and average their gradients with an all_reduce.
 
 Try breaking it, in a copy beside it:
   1. Before `optimizer.step()`, write `torch.nn.utils.clip_grad_norm_(model.parameters(), 1)`. Does
-     it work with --model mlp, and with --model cnn?
-  2. In fit(), write `set_epoch(epoch + rank)`. Which ranks must read the same images?
+     it work with `--model mlp`, and with `--model cnn`?
+  2. In `fit()`, write `set_epoch(epoch + rank)`. Which ranks must read the same images?
   3. Call `shard(model, mesh["dp"])` before `split(model, mesh["tp"])`. Is there an error?
 Builds on: tensor_parallel.py
 The next lesson, `mixed_precision.py`, computes in 16 bits.

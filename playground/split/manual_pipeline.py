@@ -4,7 +4,7 @@ Run it:
     torchrun --standalone --nproc-per-node 2 playground/split/manual_pipeline.py \
         --schedule 1F1B --micro_batches 4
 
-It prints the same numbers as `single_gpu.py`, up to rounding (with --double all twelve digits
+It prints the same numbers as `single_gpu.py`, up to rounding (with `--double` all twelve digits
 agree). Then it shows what each rank has computed in every step, and what it keeps. F2 is the
 forward pass of micro-batch 2, and B2 is its backward pass:
     rank 0: F0 F1 B0 F2 B1 F3 B2 B3
@@ -22,16 +22,16 @@ micro-batches. 1F1B (one forward, one backward) computes each backward pass as e
 rank r of p keeps the activations of at most p - r micro-batches. With both, the ranks wait equally
 long: the bubble (`model_parallel.py`). `playground/pages/figures/schedules.png` shows both.
 
-A pipeline gains time if each rank has a core of its own and large layers. With --width 512
---layers 8 --batch_size 2048, an epoch took 6.3 s on 2 cores, and 9.5 s in `single_gpu.py` on one.
+A pipeline gains time if each rank has a core of its own and large layers. An epoch with
+`--width 512 --layers 8 --batch_size 2048` took 6.3 s on 2 cores, 9.5 s in `single_gpu.py` on one.
 
 Try breaking it, in a copy beside it:
   1. In `forward_pass()`, leave out `* len(labels) / self.batch_size`. How many times too large are
      the gradients then, and why does Adam hardly notice?
-  2. No copy is needed: add --timeout 10 --schedule F0,B0,F1,B1 F0,F1,B0,B1. What does each rank
+  2. No copy is needed: add `--timeout 10 --schedule F0,B0,F1,B1 F0,F1,B0,B1`. What does each rank
      wait for? Find two lists with which the run ends.
-Now write it yourself: `gpipe.py` and `order_1f1b.py` in playground/exercises/. Your `gpipe.py` also
-handles frozen stages and integer inputs, which `Pipeline` does not.
+Now write it yourself: `gpipe.py` and `order_1f1b.py` in `playground/exercises/`. Your `gpipe.py`
+also handles frozen stages and integer inputs, which `Pipeline` does not.
 Builds on: model_parallel.py
 The next lesson, `pipeline_parallel.py`, lets PyTorch do this, with more schedules.
 """

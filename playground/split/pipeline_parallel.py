@@ -1,11 +1,11 @@
-r"""A pipeline with torch.distributed.pipelining: first with 1F1B, then with five other schedules.
+r"""A pipeline with `torch.distributed.pipelining`: first with 1F1B, then with five other schedules.
 
 Run it, with one stage on each rank, and with two:
     torchrun --standalone --nproc-per-node 2 playground/split/pipeline_parallel.py
     torchrun --standalone --nproc-per-node 2 playground/split/pipeline_parallel.py \
         --schedule Interleaved1F1B
 
-Both print the same numbers as `single_gpu.py`, up to rounding (with --double all twelve digits
+Both print the same numbers as `single_gpu.py`, up to rounding (with `--double` all twelve digits
 agree). Then each shows what its ranks keep, here the second one. The first layer has most of the
 parameters:
     rank 0 keeps stages 0 and 2: 54,400 parameters
@@ -16,22 +16,22 @@ receives them, and a schedule says when a rank computes which micro-batch: by de
 you know. The others change the bubble (`model_parallel.py`), or what a rank keeps.
 `playground/pages/figures/schedules.png` shows 1F1B and the first three:
 
-  GPipe                  has the same bubble, and keeps the activations of all micro-batches.
-  Interleaved1F1B        has two stages of half the size on each rank: about half the bubble, and
-                         more messages (https://arxiv.org/abs/2104.04473).
-  InterleavedZeroBubble  also splits each backward pass: first the gradient that the previous rank
-                         waits for, and later, when a rank would wait, those of the parameters
-                         (https://arxiv.org/abs/2401.10241).
-  ZBVZeroBubble          splits them, too. Its stages run from rank 0 to the last rank and back,
-                         as a V, so the last rank passes activations on to itself.
-  DualPipeV              is a V that pairs the forward passes of one stage with the backward passes
-                         of the other, to compute one while messages of the other travel. PyTorch
-                         computes them in turn (https://arxiv.org/abs/2412.19437).
+- `GPipe` has the same bubble, and keeps the activations of all micro-batches.
+- `Interleaved1F1B` has two stages of half the size on each rank: about half the bubble, and more
+  messages (https://arxiv.org/abs/2104.04473).
+- `InterleavedZeroBubble` also splits each backward pass: first the gradient that the previous rank
+  waits for, and later, when a rank would wait, those of the parameters
+  (https://arxiv.org/abs/2401.10241).
+- `ZBVZeroBubble` splits them, too. Its stages run from rank 0 to the last rank and back, as a V, so
+  the last rank passes activations on to itself.
+- `DualPipeV` is a V that pairs the forward passes of one stage with the backward passes of the
+  other, to compute one while messages of the other travel. PyTorch computes them in turn
+  (https://arxiv.org/abs/2412.19437).
 
 Try breaking it, in a copy beside it:
-  1. In Pipeline.forward(), leave out `, target=labels` of step(). Which rank fails, and why only
-     that one?
-  2. Try --micro_batches 2, 4, 16 and 64. The bubble shrinks. Do the images/s rise?
+  1. In `Pipeline.forward()`, leave out `, target=labels` of `step()`. Which rank fails, and why
+     only that one?
+  2. Try `--micro_batches 2`, 4, 16 and 64. The bubble shrinks. Do the images/s rise?
      `playground/tools/watch.py` in front of the script shows where each rank waits.
 
 Builds on: manual_pipeline.py

@@ -3,7 +3,7 @@
 Run it:
     torchrun --standalone --nproc-per-node 2 playground/split/tensor_parallel.py
 
-It prints the same numbers as `single_gpu.py`, up to rounding (with --double all twelve digits
+It prints the same numbers as `single_gpu.py`, up to rounding (with `--double` all twelve digits
 agree). Then it shows what each rank keeps: half of 59,210 parameters, plus 37, because the second
 layers' 74 biases are not split:
     rank 0 keeps 29,642 parameters
@@ -11,7 +11,7 @@ layers' 74 biases are not split:
 
 The layers are split in pairs, y = ReLU(x A) B. Each rank keeps some columns of A and the matching
 rows of B. ReLU acts on each number separately, so every rank computes one term of y without a
-message in between, and then an all_reduce adds up the terms (playground/pages/figures/tensor.png):
+message in between. Then an all_reduce adds up the terms (`playground/pages/figures/tensor.png`):
 
     x = [1 2]    A = [1 0 | 2  1]    B = [1 0]    rank 0: ReLU([1  2]) B0 = [1 2]
                      [0 1 | 1 -2]        [0 1]    rank 1: ReLU([4 -3]) B1 = [4 4]
@@ -19,24 +19,24 @@ message in between, and then an all_reduce adds up the terms (playground/pages/f
                                          [1 1]    all_reduce:           y = [5 6]
                                          [2 0]
 
-backward() needs a second all_reduce, where the pair begins. All ranks read the same images, so each
-shard gets the gradient that it would get in a single process, and nothing is averaged. Every pair
-waits for these messages, so keep the ranks in one node (https://arxiv.org/abs/1909.08053).
+`backward()` needs a second all_reduce, where the pair begins. All ranks read the same images, so
+each shard gets the gradient that it would get in a single process, and nothing is averaged. Every
+pair waits for these messages, so keep the ranks in one node (https://arxiv.org/abs/1909.08053).
 
 Shards made by hand are plain parameters, which PyTorch takes for whole ones. `clip_grad_norm_`
 finds a different norm on each rank, without an error: add up the shards' squares over all ranks,
-and count parameters that are not split only once. torch.distributed.checkpoint would save only one
-rank's shard of each parameter. So state_dict() raises an error here, and each rank can save its own
-parameters. With --by dtensor, PyTorch splits the same layers, and their parameters become DTensors,
-which know what they are shards of. With the MLP, both are then right. (The CNN's convolutions stay
-plain parameters, and `clip_grad_norm_` refuses the mixture.)
+and count parameters that are not split only once. `torch.distributed.checkpoint` would save only
+one rank's shard of each parameter. So `state_dict()` raises an error here, and each rank can save
+its own parameters. With `--by dtensor`, PyTorch splits the same layers, and their parameters become
+DTensors, which know what they are shards of. With the MLP, both are then right. (The CNN's
+convolutions stay plain parameters, and `clip_grad_norm_` refuses the mixture.)
 
-Try breaking it, in a copy beside it, with --double. Compare the losses, and what the ranks keep:
+Try breaking it, in a copy beside it, with `--double`. Compare the losses, and what the ranks keep:
   1. In ColumnLinear, replace `AddGradients.apply(inputs)` with `inputs`. What goes wrong?
-  2. Before `model = ...`, seed with `args.seed + rank`. Is there an error? Try --by dtensor, too.
-  3. In fit(), write `set_epoch(epoch + rank)`. Is there an error?
-  4. Write `plan[first + "x"]`, and use --by dtensor. Then misspell the other key as well.
-Now write it yourself: `split_pair.py` in playground/exercises/.
+  2. Before `model = ...`, seed with `args.seed + rank`. Is there an error? Try `--by dtensor`, too.
+  3. In `fit()`, write `set_epoch(epoch + rank)`. Is there an error?
+  4. Write `plan[first + "x"]`, and use `--by dtensor`. Then misspell the other key as well.
+Now write it yourself: `split_pair.py` in `playground/exercises/`.
 Builds on: model_parallel.py
 The next lesson, `hybrid_parallel.py`, combines tensor parallelism with FSDP.
 """

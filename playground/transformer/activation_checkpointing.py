@@ -5,7 +5,7 @@ Run it with DDP, or with FSDP:
     torchrun --standalone --nproc-per-node 2 \
         playground/transformer/activation_checkpointing.py --sharded
 
-Both print the same numbers as `single_gpu.py --model transformer`, up to rounding; with --double
+Both print the same numbers as `single_gpu.py --model transformer`, up to rounding; with `--double`
 all twelve digits agree. Before they train, they show what rank 0 keeps in a step if no block is
 checkpointed ("wrapped"), every second one or every one:
     wrapped: none    7,896,580 bytes kept, 2 forward passes of blocks
@@ -23,13 +23,13 @@ again, and only this block has the 16 numbers in memory. The price is a second f
 core: 1.4 times.) With FSDP it adds no messages, because `backward()` gathers each layer anyway.
 
 Try breaking it, in a copy beside it:
-  1. Add `preserve_rng_state=False`, and use --dropout. Are the losses those of --checkpoint none?
+  1. Add `preserve_rng_state=False` and `--dropout`. Are the losses those of `--checkpoint none`?
   2. In `build`, replace the last loop: `for block in chosen: block.mlp = Checkpointed(block.mlp)`.
      How many bytes are kept?
   3. Write `use_reentrant=True`, and give DDP `find_unused_parameters=True`. Is there an error?
   4. Import Tokens. Write `use_reentrant=True` and `isinstance(layer, (Block, Tokens))`. What is not
      trained?
-Now write it yourself: `checkpoint_block.py` in playground/exercises/.
+Now write it yourself: `checkpoint_block.py` in `playground/exercises/`.
 Builds on: fully_sharded_data_parallel.py
 The next lesson, `sequence_parallel.py`, splits the attention heads and the tokens between ranks.
 """

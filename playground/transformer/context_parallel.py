@@ -6,7 +6,7 @@ Run it, with attention by a ring, and then by all_to_alls:
 
 It trains a small language model, which predicts the next byte of a text. The bytes are its tokens,
 and the sequence length is 128. It prints the same numbers as `single_gpu.py --model language`, up
-to rounding (with --double all twelve digits agree), and then what each rank has. With the first
+to rounding (with `--double` all twelve digits agree), and then what each rank has. With the first
 command:
     rank 0 has 64 of 128 tokens, and keeps 94,879,744 bytes; it computes 6,144 scores
     rank 1 has 64 of 128 tokens, and keeps 94,879,744 bytes; it computes 6,144 scores
@@ -17,21 +17,21 @@ values of all tokens travel around a ring of ranks, while the queries stay.
 
 Attention is causal: a token reads itself and those before it. So there are 8,256 scores, one for
 each such pair of a query and a key. A rank computes rectangles of scores, and masks some of them.
-With --order plain, rank 0 has the first half of the tokens, computes 4,096 scores, and waits for
-rank 1, which computes 8,192. With --order zigzag, the default, each rank has some early tokens and
-some late ones (playground/pages/figures/context.png, with four ranks).
+With `--order plain`, rank 0 has the first half of the tokens, computes 4,096 scores, and waits for
+rank 1, which computes 8,192. With `--order zigzag`, the default, each rank has some early tokens
+and some late ones (`playground/pages/figures/context.png`, with four ranks).
 
-With --by ulysses, three all_to_alls give each rank all tokens of some heads, and a fourth sends the
-results back (playground/pages/figures/split.png). It sends less than the ring, here three quarters,
-but the number of ranks must divide the heads of the keys and values. The ring does without this,
-and could compute while it sends.
+With `--by ulysses`, three all_to_alls give each rank all tokens of some heads, and a fourth sends
+the results back (`playground/pages/figures/split.png`). It sends less than the ring, here three
+quarters, but the number of ranks must divide the heads of the keys and values. The ring does
+without this, and could compute while it sends.
 
-Try breaking it, in a copy beside it, with --double, and compare the losses:
+Try breaking it, in a copy beside it, with `--double`, and compare the losses:
   1. Write `parallel = model`, without DDP. Is there an error?
   2. Leave out `total_of_rows *= correction`. When would this be no fault?
-  3. In backward(), indent the line with `pass_on(grad_travelling, group)`, so that it is in the
+  3. In `backward()`, indent the line with `pass_on(grad_travelling, group)`, so that it is in the
      `if`. Where are the gradients of a rank's keys and values at the end?
-Now write `ring_attention.py` in playground/exercises/.
+Now write `ring_attention.py` in `playground/exercises/`.
 Builds on: sequence_parallel.py
 The next lesson, `expert_parallel.py`, gives each rank different parameters, and sends it tokens.
 """

@@ -16,21 +16,21 @@ gives each token a score for every expert, and the expert with the best score co
 
 Each rank keeps some of the experts, and reads images of its own, as in data parallelism. In each
 block, one all_to_all brings the tokens to the ranks of their experts, and another brings them back
-(playground/pages/figures/experts.png). All other parameters are replicas with averaged gradients.
+(`playground/pages/figures/experts.png`). All other parameters are replicas with averaged gradients.
 
-Nothing makes the router spread the load (the tokens of each expert). With --balance, a term is
+Nothing makes the router spread the load (the tokens of each expert). With `--balance`, a term is
 added to the loss (https://arxiv.org/abs/2101.03961). On MNIST, the load becomes nearly even:
     torchrun --standalone --nproc-per-node 2 playground/transformer/expert_parallel.py --balance 0.1
     block 1: its experts get 27%, 26%, 26%, 21% of the tokens
     block 2: its experts get 24%, 25%, 23%, 28% of the tokens
 
-Try breaking it, in a copy beside it, with --double --dataset digits --batch_size 120 --timeout 10:
+Try breaking it, in a copy beside it (`--double --dataset digits --batch_size 120 --timeout 10`):
   1. In `compute`, replace the first or the second `Exchange.apply` with `all_to_all`. What is lost?
   2. In `average_gradients`, write `if True:`, so experts are averaged, too. Is there an error?
-  3. In `balance_loss`, delete the all_reduce. Compare 1 and 2 ranks with --balance 0.1.
+  3. In `balance_loss`, delete the all_reduce. Compare 1 and 2 ranks with `--balance 0.1`.
   4. Before the line with `mlp(`, write `if mine.any():`, and indent that line. In `forward`, before
      `order = ...`, write `expert = torch.zeros_like(expert)`. Which rank waits, and for what?
-Now write `expert_dispatch.py` in playground/exercises/, and repair `fault_averaged_experts.py`.
+Now write `expert_dispatch.py` in `playground/exercises/`, and repair `fault_averaged_experts.py`.
 Builds on: manual_data_parallel.py
 The next lesson, `language_model.py`, trains a language model.
 """

@@ -8,13 +8,13 @@ It prints, on a CPU (the dtype of a layer is that of its output):
     bfloat16: Linear, Attention, GELU, LastToken, Transformer
     float32: Tokens, LayerNorm, Block, Autocast, parameters, gradients, optimizer state
 
-In float32 (--precision full), the loss is 0.5944. On GPUs, products of matrices are much faster in
-16 bits, and most activations take half of the memory. On a CPU, the speed depends on the processor.
+In float32 (`--precision full`), the loss is 0.5944. On GPUs, products of matrices are much faster
+in 16 bits, and most activations take half of the memory. On a CPU, the speed depends on its kind.
 
 bfloat16 has the range of float32, but only two to three digits: 1 + 0.001 is 1. So a small step of
 the optimizer often changes nothing. The parameters stay in float32, and each layer computes with
 converted copies (autocast). float16 has one digit more, and a small range, from 6e-8 to 65,504: a
-gradient of 1e-9 is 0. So --precision float16 needs a `GradScaler`, which multiplies the loss by a
+gradient of 1e-9 is 0. So `--precision float16` needs a `GradScaler`, which multiplies the loss by a
 large factor.
 
 With FSDP, a policy (`mp_policy`) takes the place of autocast. It converts whole layers, LayerNorm
@@ -26,9 +26,9 @@ included:
     norm of the last gradients: 1.0000, of what rank 0 has: 0.7109
 
 Try breaking it, in a copy beside it:
-  1. Write `make_model(args).bfloat16()`. With --lr 1e-5, what changes in the losses and dtypes?
+  1. Write `make_model(args).bfloat16()`. With `--lr 1e-5`, what changes in the losses and dtypes?
   2. In `Autocast`, return `logits` as they are. How many digits of the loss are left?
-  3. Leave out `scaler.unscale_(optimizer)`. With --precision float16 --clip 1, is there an error?
+  3. Leave out `scaler.unscale_(optimizer)`. With `--precision float16 --clip 1`, is there an error?
 
 Builds on: fully_sharded_data_parallel.py
 The next lesson, `activation_checkpointing.py`, saves the memory of activations.

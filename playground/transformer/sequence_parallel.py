@@ -1,39 +1,39 @@
-"""Tensor parallelism of a transformer: ranks split its heads, and with --sequence its tokens, too.
+"""Tensor parallelism of a transformer: ranks split its heads, with `--sequence` its tokens, too.
 
 Run it, with the heads split, and then with heads and tokens:
     torchrun --standalone --nproc-per-node 2 playground/transformer/sequence_parallel.py
     torchrun --standalone --nproc-per-node 2 playground/transformer/sequence_parallel.py --sequence
 
-It prints the same numbers as `single_gpu.py --model transformer`, up to rounding (with --double all
-twelve digits agree), and then what autograd keeps for backward() on each rank. With the first
+It prints the same numbers as `single_gpu.py --model transformer`, up to rounding (with `--double`
+all twelve digits agree), and then what autograd keeps for `backward()` on each rank. With the first
 command, these are 10,224,640 bytes; with the second:
     rank 0 keeps 9,249,792 bytes
     rank 1 keeps 9,249,792 bytes
 
 A head of attention uses its own columns of query, key and value, and no others. So the ranks split
 these three layers by columns and the output layer by rows: a pair, as in `tensor_parallel.py`
-(playground/pages/figures/split.png, on the left). The two layers of the MLP are another pair.
+(`playground/pages/figures/split.png`, on the left). The two layers of the MLP are another pair.
 Between the pairs, a block adds the pair's input to its output and computes a LayerNorm, and every
 rank does so for all tokens.
 
-With --sequence, each rank does so for its own tokens only, which is called sequence parallelism. A
-pair then begins with an all_gather, which gives every rank all tokens. It ends with a
+With `--sequence`, each rank does so for its own tokens only, which is called sequence parallelism.
+A pair then begins with an all_gather, which gives every rank all tokens. It ends with a
 reduce_scatter, which adds up the terms of all ranks, and gives each rank the sums for its own
 tokens (https://arxiv.org/abs/2205.05198). The two are the halves of an all_reduce, as in
-`collectives.py`. Here, --sequence saves only a tenth, because the first layer of a pair keeps its
+`collectives.py`. Here, `--sequence` saves only a tenth, because the first layer of a pair keeps its
 input, which is all tokens. Megatron-LM saves more: it keeps a rank's own tokens, and gathers the
-others again in backward().
+others again in `backward()`.
 
-With --by dtensor, PyTorch's DTensor does the same, and state_dict() works: for shards made by hand
-it raises an error. `tensor_parallel.py` says why, and how to clip gradients. Here, also add up
-squares with --by dtensor: some parameters stay plain.
+With `--by dtensor`, PyTorch's DTensor does the same, and `state_dict()` works: for shards made by
+hand it raises an error. `tensor_parallel.py` says why, and how to clip gradients. Here, also add up
+squares with `--by dtensor`: some parameters stay plain.
 
-Try breaking it, in a copy beside it, with --double, and compare the losses:
-  1. With --sequence, leave out the line with `register_hook`. Is there an error?
+Try breaking it, in a copy beside it, with `--double`, and compare the losses:
+  1. With `--sequence`, leave out the line with `register_hook`. Is there an error?
   2. In AllTokens, return `BeginPair.apply(tokens, True, self.group)`. Which gradients are wrong?
-  3. On rank r, let keep_shard keep the columns or rows r, r + n, r + 2n, ... Is the MLP right?
-  4. With --by dtensor --sequence, leave norm1 and norm2 out of the plan. What is wrong?
-Now repair `fault_many_times_the_gradient.py` in playground/exercises/.
+  3. On rank r, let `keep_shard` keep the columns or rows r, r + n, r + 2n, ... Is the MLP right?
+  4. With `--by dtensor --sequence`, leave norm1 and norm2 out of the plan. What is wrong?
+Now repair `fault_many_times_the_gradient.py` in `playground/exercises/`.
 Builds on: tensor_parallel.py
 The next lesson, `context_parallel.py`, splits the tokens inside attention, too.
 """

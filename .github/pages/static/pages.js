@@ -1,46 +1,15 @@
-// What a page does when one clicks. Without JavaScript, all of it is there, and parts unfold.
+// What a page does when one clicks. Without JavaScript, all of it is there.
 document.addEventListener("DOMContentLoaded", () => {
-  for (const code of document.querySelectorAll(".code[data-file]")) {
-    const bar = document.createElement("div");
-    bar.className = "views";
-    code.before(bar);
-    const add = (text, action) => {
-      const button = document.createElement("button");
-      button.type = "button";
-      button.textContent = text;
-      button.onclick = () => action(button);
-      bar.append(button);
-      return button;
-    };
-    const views = [];
-    const view = (text, ideas, open) =>
-      views.push(add(text, (button) => {
-        code.classList.toggle("ideas", ideas);
-        code.querySelectorAll("details").forEach((fold) => { fold.open = open; });
-        views.forEach((each) => each.setAttribute("aria-pressed", each === button));
-      }));
-    if (code.querySelector(".new")) view("New ideas", true, false);
-    if (code.querySelector("details")) {
-      view("Folded", false, false);
-      view("All lines", false, true);
-      views.at(-2).setAttribute("aria-pressed", true);
-    }
-    add("Copy the file", async (button) => {
-      const lines = [...code.querySelectorAll(".line")].map((line) => line.textContent);
-      await navigator.clipboard.writeText(lines.join(""));
-      button.textContent = "Copied";
-    });
-  }
   // A recorded run is shown, in the page, after an answer to the question about it.
   for (const recording of document.querySelectorAll(".recording")) {
     const show = () => {
       recording.querySelector("p[hidden]")?.removeAttribute("hidden");
       if (recording.querySelector("iframe")) return;
+      const link = recording.querySelector("a");
       const frame = document.createElement("iframe");
-      frame.src = recording.dataset.page;
+      frame.src = link.href;
       frame.title = "A recorded run";
-      recording.querySelector("a").remove();
-      recording.append(frame);
+      link.replaceWith(frame);
     };
     for (const button of recording.querySelectorAll("button"))
       button.onclick = () => {
