@@ -16,4 +16,4 @@ set -x
 .venv/bin/python -m check_jsonschema --builtin-schema vendor.github-workflows .github/workflows/*
 # SC2016: some scripts hold commands for another shell, in single quotes.
 # shellcheck disable=SC2086 # a word for each script; their names have no spaces
-shellcheck --external-sources --exclude SC2016 $scripts
+shellcheck --exclude SC2016 $scripts

@@ -12,7 +12,6 @@
 # NODE_RANK, which is 0 on the first node, and NODE0, which is 10.77.0.1.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-source run/lesson.sh
 
 # --- EDIT ---
 NODES=${NODES:-2}                   # number of nodes
@@ -23,27 +22,17 @@ PYTHON=${PYTHON:-.venv/bin/python}  # runs the lesson
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # threads of each process: the nodes share the cores
 # ------------
 
-fail() {
-    echo "error: $*" >&2
-    exit 1
-}
+fail() { echo "error: $*" >&2 && exit 1; }
 
 # First the script starts itself again, in namespaces that exist as long as it runs.
 if [ -z "${REHEARSAL:-}" ]; then
     [ $# -gt 0 ] || set -- playground/distributed_data_parallel.py
     PATH=$PATH:/usr/sbin:/sbin # ip and tc may be there
-    [[ $NODES =~ ^[1-9][0-9]*$ ]] || fail "NODES is $NODES: give a number of nodes, as in NODES=4"
-    [[ $1 != *.py || -f $1 ]] || fail "there is no $1: choose one of playground/*.py"
-    [[ $1 != *.py || -x $(command -v "$PYTHON") ]] || fail "there is no $PYTHON: run/setup.sh"
-    [[ $1 != *.py ]] || spawns "$1" || takes_rank "$1" || fail "$(why_not "$1")"
     [ -x "$(command -v ip)" ] || fail "there is no program ip: sudo apt-get install iproute2"
     inside=(unshare --net --mount --pid --fork --mount-proc --kill-child)
     [ "$(id -u)" = 0 ] || inside+=(--map-root-user) # root for these namespaces only
-    if ! why=$("${inside[@]}" mount -t tmpfs tmpfs /run 2>&1); then
-        advice="sudo run/rehearse_two_nodes.sh $*"
-        [ "$(id -u)" != 0 ] || advice="leave this container, or start it with --privileged"
-        fail "networks cannot be made here (${why%%$'\n'*}): $advice"
-    fi
+    why=$("${inside[@]}" mount -t tmpfs tmpfs /run 2>&1) ||
+        fail "networks cannot be made here (${why%%$'\n'*}): use sudo, or docker's --privileged"
     # When this process ends, even by kill -9, unshare ends. Then the first process inside ends, and
     # with it all others there.
     REHEARSAL=yes setpriv --pdeathsig KILL "${inside[@]}" run/rehearse_two_nodes.sh "$@" &
@@ -70,17 +59,13 @@ for ((node = 0; node < NODES; node++)); do
     ip -n node$node address add 10.77.0.$((node + 1))/24 dev eth0
     ip -n node$node link set lo up
     ip -n node$node link set eth0 up
-    [ -n "$BANDWIDTH$DELAY" ] || continue
-    if ! why=$(tc -n node$node qdisc add dev eth0 root "${shape[@]}" 2>&1); then
-        advice="use other values of BANDWIDTH and DELAY, or none"
-        fail "this kernel refuses ${shape[*]} (${why%%$'\n'*}): $advice"
-    fi
+    [ -z "$BANDWIDTH$DELAY" ] || tc -n node$node qdisc add dev eth0 root "${shape[@]}"
 done
 
 for ((node = 0; node < NODES; node++)); do
     if [[ $1 != *.py ]]; then
         command=("$@")
-    elif spawns "$1"; then
+    elif grep -Eq '^ *(\w+ = )?(mp\.spawn|launch)\(' "$1"; then # it starts its ranks itself
         command=("$PYTHON" "$1" -n "$NODES" -g "$GPUS" -nr "$node" -ip 10.77.0.1)
     else
         command=(env NODES="$NODES" GPUS="$GPUS" PYTHON="$PYTHON" run/torchrun_node.sh "$1")

@@ -41,17 +41,18 @@ for number, action in (
 found = os.environ.setdefault("TESTS_FOUND_GPUS", os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
 ALL_GPUS = {"CUDA_VISIBLE_DEVICES": None if found == "all" else found}
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
-LAUNCHER_VARIABLES = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
 imported = subprocess.run([sys.executable, "-c", "import detectron2.engine"], capture_output=True)
 IS_REAL = imported.returncode == 0
 DETECTRON2 = "the real detectron2" if IS_REAL else "a stand-in for detectron2"
+
+
+def launched(world_size=2, rank=0):
+    """Return what a launcher tells a rank in its environment, where no other rank can be."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": 1}
+    return {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
+
+
+LAUNCHER_VARIABLES = (*launched(), "LOCAL_WORLD_SIZE")
 
 
 def pytest_report_header():
@@ -61,16 +62,10 @@ def pytest_report_header():
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Say last what tests have recorded: tables, and of each number the largest value."""
-    largest = {}
+    """Say last what tests have measured for a page."""
     for report in terminalreporter.getreports("passed"):
         for name, value in report.user_properties if report.when == "call" else ():
-            if isinstance(value, dict):
-                terminalreporter.write_line(f"{name}: {value}")
-            else:
-                largest[name] = max(value, largest.get(name, value))
-    for name, value in largest.items():
-        terminalreporter.write_line(f"{name}: {value:.0e}")
+            terminalreporter.write_line(f"{name}: {value}")
 
 
 def alive(pid):
@@ -90,9 +85,7 @@ class Job:
 
     def __init__(self, *command, env=None, cwd=None, cold=True):
         self.mark = uuid.uuid4().hex
-        environment = {
-            key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES
-        }
+        environment = dict(os.environ) | dict.fromkeys(LAUNCHER_VARIABLES)
         environment["OMP_NUM_THREADS"] = "1"  # several tests and processes share the cores
         if not IS_REAL:  # which causes such warnings itself
             environment["PYTHONWARNINGS"] = "error::FutureWarning"
@@ -197,15 +190,6 @@ class Lesson(Job):
         super().__init__(*command, path, *flags, env=env, cwd=cwd, cold=cold)
 
 
-def torchrun(name, *flags, processes=2, restarts=0, env=None):
-    """Start a lesson on one node by torchrun. Returns its Job."""
-    path = lesson_path(name)
-    agent = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    agent += ["--nproc-per-node", processes, "--max-restarts", restarts]
-    env = {"PYTHONPATH": python_path(path)} | (env or {})
-    return Job(*agent, path, *flags, env=env)
-
-
 def by_torchrun(name):
     """Whether a lesson gets its rank from the environment, and starts no processes itself."""
     text = lesson_path(name).read_text()
@@ -250,33 +234,22 @@ def ranks(name, *flags, processes=2, env=None, **options):
     return [Lesson(name, *flags, env=place, **options) for place in places]
 
 
-def train(name, *flags, processes=None, status=0, timeout=300, **options):
-    """Run a lesson in so many processes, without a launcher; None: it takes no such flag.
+def run(name, *flags, processes=None, status=0, timeout=300, **options):
+    """Run a lesson to its end, in so many processes; None: it takes no such flag.
 
-    Checks the largest status of a process that was started. Returns it with the stdout of the first
-    and the stderr of all.
+    Checks the largest status of a process that was started; "error": any but 0. Returns it with the
+    stdout of the first and the stderr of all.
     """
     if processes and by_torchrun(name):
         jobs = ranks(name, *flags, processes=processes, **options)
     else:
         jobs = [Lesson(name, *flags, *(("-g", processes) if processes else ()), **options)]
     ends = [job.wait(timeout) for job in jobs]
-    largest = max(abs(end.returncode) for end in ends)
+    largest = max((end.returncode for end in ends), key=abs)
     errors = "".join(end.stderr for end in ends)
-    done = subprocess.CompletedProcess(ends[0].args, largest, ends[0].stdout, errors)
-    return ended(done, status)
-
-
-def run(name, *flags, status=0, timeout=300, **options):
-    """Run a lesson to its end and check its exit status. Returns it with stdout and stderr."""
-    return ended(Lesson(name, *flags, **options).wait(timeout), status)
-
-
-def ended(done, status):
-    """Check with which status a lesson has ended, and return what it was given."""
-    words = f"status {done.returncode}, not {status}\n{done.stdout}\n{done.stderr}"
-    assert done.returncode == status or (status == "error" and done.returncode), words
-    return done
+    words = f"status {largest}, not {status}\n{ends[0].stdout}\n{errors}"
+    assert largest == status or (status == "error" and largest), words
+    return subprocess.CompletedProcess(ends[0].args, largest, ends[0].stdout, errors)
 
 
 def free_port():

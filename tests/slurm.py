@@ -44,18 +44,20 @@ ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEM
 class Slurm:
     """A running cluster. Use it as a context manager, inside the one of Nodes.
 
-    It writes only to `folder`, whose path must not contain spaces.
+    It writes only to `folder`, whose path must not contain spaces. `setting` is another line of its
+    settings.
     """
 
-    def __init__(self, nodes, folder):
+    def __init__(self, nodes, folder, setting=""):
         self.nodes = nodes
         self.folder = Path(folder)
+        self.setting = setting
         self.daemons = []
 
     def __enter__(self):
         need("munged", "slurmctld", "slurmd")
         (self.folder / "state").mkdir()
-        lines = []
+        lines = [self.setting]
         for host, address in zip(HOSTS, ADDRESSES, strict=True):
             (self.folder / f"spool-{host}").mkdir()
             lines.append(NODE.format(host=host, address=address))

@@ -1,4 +1,4 @@
-"""The collectives: what every rank holds afterwards. test_break_it.py has calls that differ."""
+"""The collectives: what every rank holds afterwards. test_answers.py has calls that differ."""
 
 import re
 

@@ -8,18 +8,11 @@ import importlib
 
 import pytest
 import torch
-from conftest import IS_REAL, STANDIN, by_torchrun, lesson_path, one_line, talks
+from conftest import IS_REAL, STANDIN, by_torchrun, launched, lesson_path, one_line, talks
 from lessons import LESSONS
 
 from common.flags import accelerator
 
-STARTED = {  # the environment of a rank that a launcher has started
-    "RANK": "0",
-    "LOCAL_RANK": "0",
-    "WORLD_SIZE": "2",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "1",
-}
 STOPPED = 42  # the exit status of a lesson that would train now; @record turns 0 into a return
 TALKING = [lesson for lesson in LESSONS if talks(lesson)]
 ON_CPU = ("finding_hangs", "thousand_ranks")  # by default, on any machine
@@ -73,7 +66,7 @@ def chosen(main, monkeypatch):
         for stub, function in stubs.items():
             if hasattr(lesson, stub):
                 monkeypatch.setattr(lesson, stub, function)
-        env = STARTED | {"WORLD_SIZE": "1"} if by_torchrun(path) else {}
+        env = launched(1) if by_torchrun(path) else {}
         main(name, *flags, status=STOPPED, env=env)
         return seen["args"]
 
@@ -111,7 +104,7 @@ def test_the_device(lesson, machine, main, chosen):
         assert chosen(lesson, "--devices", "cuda:1", "cpu").devices == ["cuda:1", "cpu"]
         one_line(main(lesson, "--devices", "cpu", "cuda:2"), "--devices", "cpu")
     machine(8, works=False)
-    env = STARTED if by_torchrun(lesson) else None
+    env = launched() if by_torchrun(lesson) else None
     done = main(lesson, "--device", "cuda", env=env)
     one_line(done, "--device", "this machine has no working cuda: use cpu")
 
@@ -136,7 +129,7 @@ def test_a_rank_has_the_gpu_of_its_local_rank(lesson, monkeypatch):
     def joined(backend, *_, device_id=None, **__):
         calls.append((backend, device_id))
 
-    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+    for name, value in launched(rank=1).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "set_device", calls.append)
     monkeypatch.setattr(torch.accelerator, "set_device_index", calls.append)

@@ -18,12 +18,13 @@ from conftest import (
     alive,
     by_torchrun,
     free_port,
+    launched,
     lesson_path,
     one_line,
     run,
     talks,
 )
-from lessons import LESSONS
+from lessons import LESSONS, small_data
 from nodes import small_disk
 
 pytestmark = pytest.mark.quick
@@ -31,57 +32,99 @@ DDP = "distributed_data_parallel"
 SPAWNING = ["manual_data_parallel", "overlapped_data_parallel", DDP, f"{DDP}2"]
 BY_TORCHRUN = [lesson for lesson in LESSONS if by_torchrun(lesson)]
 TWO_NODES = ("-n", 2, "-g", 1, "-ip", "127.0.0.2")
-TRANSFORMER = ("--model", "transformer")
-LANGUAGE = ("--model", "language")
-LAUNCHED = {  # what a launcher tells a rank
-    "RANK": "0",
-    "LOCAL_RANK": "0",
-    "WORLD_SIZE": "3",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "1",
-}
+# A lesson, and the ranks if torchrun has started it; its flags; what the line has.
+WRONG = """
+single_gpu; --tokens 14; --tokens & needs --model transformer
+single_gpu; --model language --dataset digits; language cannot read --dataset digits
+single_gpu; --dataset text; --model mlp cannot read --dataset text
+single_gpu; --model transformer --tokens 30; --tokens: 30 & 784 pixels
+single_gpu; --model transformer --heads 5; --heads 5 & --width 32
+single_gpu; --epochs 0; --epochs: 0 & 1 or more
+single_gpu; --speed 3; --speed
+single_gpu; --lr nan; --lr: nan & 0 or more
+overlapped_data_parallel; --bucket_cap_mb inf; inf & 0 or more
+single_gpu; --seed 9223372036854775808; --seed: 9223372036854775808 & 2**63 - 1
+model_parallel; --pipelined --micro_batches 129; 129 & 128
+distributed_data_parallel; -g 3 --batch_size 100; 100 & 3 & 99
+distributed_data_parallel2; -g 3 --batch_size 100; 100 & 3 & 99
+resnet; --batch_size 100; --batch_size 100 & 3 & 99
+resnet; --batch_size 90 --accumulate 30; --accumulate 30
+distributed_data_parallel_torchrun; -g 2; -g
+distributed_data_parallel_torchrun; --local-rank=0; use torchrun in place of
+distributed_data_parallel; -n 2; -n 2 & -ip
+distributed_data_parallel; -n 2 -g 1 -ip 127.0.0.2 -nr 2; -nr 2 & 0 to 1
+blocking_p2p; -g 1; -g 2
+distributed_data_parallel; --port 65536; --port: 65536 & 65535
+distributed_data_parallel; --backend smoke; no backend smoke
+blocking_p2p; --backend nccl --device cpu; nccl & leave --backend out
+thousand_ranks; --mesh 1024; --mesh 1024 & two numbers & as in 128x8
+thousand_ranks; --mesh 0x8; --mesh 0x8 & 1 or more
+thousand_ranks; --rank 1024; --rank 1024: the ranks are 0 to 1023
+thousand_ranks; --sequence 1001; --sequence 1001: 8 ranks along tp
+thousand_ranks; --heads 30; --heads 30 cannot divide --width 4096
+pipeline_parallel 5; ; 5 stages, but only 4 layers & a larger --layers
+pipeline_parallel 2; --micro_batches 7; divide --batch_size 120 & use & 119
+pipeline_parallel 2; --micro_batches 1; 1F1B needs 2 & use --micro_batches 2
+pipeline_parallel 4; --layers 7 --schedule Interleaved1F1B --micro_batches 7; a multiple of 4
+pipeline_parallel 1; --schedule Interleaved1F1B; needs 2 ranks or more
+pipeline_parallel 2; --schedule DualPipeV --micro_batches 3; use --micro_batches 4
+tensor_parallel 3; ; 3 ranks cannot split --width 64: use 63
+tensor_parallel 7; --model cnn; --width 120 & use 119
+tensor_parallel 2; --model transformer; sequence_parallel.py & mlp or cnn
+hybrid_parallel 4; --mesh 3x2; --mesh 3x2 needs 6 ranks, not 4
+hybrid_parallel 4; --mesh 0x4; --mesh: 0 must be 1 or more
+hybrid_parallel 3; --mesh 1x3; a tp group of 3 & --width 64: use 63
+hybrid_parallel 7; ; 7 ranks cannot divide --batch_size 120: use 119
+hybrid_parallel 2; --model transformer; sequence_parallel.py & mlp or cnn
+sequence_parallel 3; ; 3 ranks cannot split --heads 4: use 3
+sequence_parallel 8; --heads 8 --sequence; split 28 tokens & --sequence out
+sequence_parallel 2; --model mlp; tensor_parallel.py & transformer
+sequence_parallel 4; --model language --dataset text; split --heads 4: use 8
+context_parallel 2; --model mlp; reads images & use --model language
+context_parallel 3; ; 3 ranks cannot split 128 tokens & use 2, 4 or 8
+context_parallel 4; --by ulysses; --heads 4 & use --by ring
+language_model 2; --model mlp; does not write & use --model language
+vocabulary_parallel 3; ; 3 ranks cannot split 256 words: use 2
+vocabulary_parallel 2; --model mlp; no vocabulary & use --model language
+four_axes 8; --mesh 2x2x2; not have 4 axes & use --mesh 1x8x1x1
+four_axes 5; --mesh 5x1x1x1; 5 stages, but only 4 & --layers
+four_axes 2; --mesh 1x2x1x1 --tied; use --mesh 2x...
+four_axes 2; --micro_batches 1; each stage: use --micro_batches 2
+four_axes 14; ; 7 ranks along dp with 4 & --batch_size 120: use 112
+four_axes 4; --mesh 1x1x1x4; along tp & --heads 4: use 8
+four_axes 3; --mesh 1x1x1x3; along tp & 256 tokens: use 2, 4 or 8
+four_axes 2; --model cnn; has no vocabulary & use --model language
+expert_parallel 3; ; 3 ranks cannot divide --experts 4: use 3
+expert_parallel 2; --experts 1; --experts 1: use 2
+expert_parallel 2; --model mlp; has no tokens & use --model transformer
+token_mean 7; ; 7 ranks cannot divide --batch_size 120: use 119
+token_mean 2; --model mlp; --model mlp reads images & use language
+token_mean 30; --micro_batches 5; 4 paragraphs in a step & use --micro_batches 4
+activation_checkpointing 2; --model mlp; has no blocks & transformer
+mixed_precision 2; --double --precision bfloat16; leave out --precision
+mixed_precision 2; --clip -1; --clip & 0 or more
+sharded_data 7; ; 7 ranks cannot divide --batch_size 120: use 119
+sharded_data 2; --files /none; not all files are in /none/digits & python & --files /none --make
+sharded_muon 2; --layers 1; no layer between & use --layers 2
+fully_sharded_checkpoints 3; --async_save; --async_save & --run_dir
+fully_sharded_export 3; --savefile /proc/c/c.pt; cannot write /proc/c/c.pt
+manual_pipeline 2; --schedule F0,F1,B0,B1; 2 ranks need GPipe, 1F1B, or 2 lists
+manual_pipeline 2; --schedule GPipe 1F1B; rank 0 needs F0 B0, each once
+manual_pipeline 2; --schedule F0,B0 F0,B0,F1,B1; rank 1 needs F0 B0, each once
+manual_pipeline 2; --schedule F0,F1,B0,B1 F1,F0,B0,B1; rank 1 needs F0 F1 B0 B1, each once
+manual_pipeline 2; --schedule F0,B0 B0,F0; rank 1 needs F0 B0, each once
+"""
 
 
-@pytest.mark.parametrize(
-    ("lesson", "flags", "words"),
-    [
-        ("single_gpu", ("--tokens", 14), ("--tokens", "needs --model transformer")),
-        (
-            "single_gpu",
-            (*LANGUAGE, "--dataset", "digits"),
-            ("language cannot read --dataset digits",),
-        ),
-        ("single_gpu", ("--dataset", "text"), ("--model mlp cannot read --dataset text",)),
-        ("single_gpu", (*TRANSFORMER, "--tokens", 30), ("--tokens: 30", "784 pixels")),
-        ("single_gpu", (*TRANSFORMER, "--heads", 5), ("--heads 5", "--width 32")),
-        ("single_gpu", ("--epochs", 0), ("--epochs: 0", "1 or more")),
-        ("single_gpu", ("--speed", 3), ("--speed",)),
-        ("single_gpu", ("--lr", "nan"), ("--lr: nan", "0 or more")),
-        ("overlapped_data_parallel", ("--bucket_cap_mb", "inf"), ("inf", "0 or more")),
-        ("single_gpu", ("--seed", 2**63), ("--seed: 9223372036854775808", "2**63 - 1")),
-        ("model_parallel", ("--pipelined", "--micro_batches", 129), ("129", "128")),
-        *((lesson, ("-g", 3, "--batch_size", 100), ("100", "3", "99")) for lesson in SPAWNING),
-        ("resnet", ("--batch_size", 100), ("--batch_size 100", "3", "99")),
-        ("resnet", ("--batch_size", 90, "--accumulate", 30), ("--accumulate 30",)),
-        (f"{DDP}_torchrun", ("-g", 2), ("-g",)),
-        (f"{DDP}_torchrun", ("--local-rank=0",), ("use torchrun in place of",)),
-        *((lesson, ("-n", 2), ("-n 2", "-ip")) for lesson in SPAWNING),
-        (DDP, (*TWO_NODES, "-nr", 2), ("-nr 2", "0 to 1")),
-        ("blocking_p2p", ("-g", 1), ("-g 2",)),
-        (DDP, ("--port", 65536), ("--port: 65536", "65535")),
-        (DDP, ("--backend", "smoke"), ("no backend smoke",)),
-        ("blocking_p2p", ("--backend", "nccl", "--device", "cpu"), ("nccl", "leave --backend out")),
-        ("thousand_ranks", ("--mesh", "1024"), ("--mesh 1024", "two numbers", "as in 128x8")),
-        ("thousand_ranks", ("--mesh", "0x8"), ("--mesh 0x8", "1 or more")),
-        ("thousand_ranks", ("--rank", 1024), ("--rank 1024: the ranks are 0 to 1023",)),
-        ("thousand_ranks", ("--sequence", 1001), ("--sequence 1001: 8 ranks along tp",)),
-        ("thousand_ranks", ("--heads", 30), ("--heads 30 cannot divide --width 4096",)),
-    ],
-)
-def test_wrong_flags(lesson, flags, words, main):
-    """Status 2, one line."""
-    env = LAUNCHED if by_torchrun(lesson) else None
-    one_line(main(lesson, *flags, env=env), *words)
+@pytest.mark.parametrize("row", WRONG.strip().splitlines())
+def test_wrong_flags(row, main):
+    """Status 2, and one line that says what to type."""
+    words, flags, expected = row.split("; ")
+    lesson, *ranks = words.split()
+    env = launched(int(ranks[0])) if ranks else launched(3) if by_torchrun(lesson) else None
+    dataset = "digits" if "--model" in flags else small_data(lesson)
+    base = ("--dataset", dataset, "--device", "cpu", "--batch_size", 120) if ranks else ()
+    one_line(main(lesson, *base, *flags.split(), env=env), *expected.split(" & "))
 
 
 def test_a_wrong_flag_as_a_user_sees_it():
@@ -94,7 +137,7 @@ def test_with_and_without_a_launcher(main):
     """A lesson that starts its ranks refuses a launcher; the others name what is missing."""
     for lesson in SPAWNING:
         words = ("RANK is set", "unset RANK", "distributed_data_parallel_torchrun.py")
-        one_line(main(lesson, env=LAUNCHED), *words)
+        one_line(main(lesson, env=launched(3)), *words)
     for lesson in BY_TORCHRUN:
         command = f"torchrun --standalone --nproc-per-node 2 {lesson}.py"
         one_line(main(lesson), "RANK, LOCAL_RANK, WORLD_SIZE,", f"start it with {command}")
@@ -102,7 +145,7 @@ def test_with_and_without_a_launcher(main):
     done = main(f"{DDP}_torchrun", env=by_hand)
     one_line(done, "LOCAL_RANK, MASTER_ADDR, MASTER_PORT not set: start it with torchrun")
     one_line(main("blocking_p2p", env=by_hand), "-n 2 needs -ip")
-    one_line(main(f"{DDP}_torchrun", "--batch_size", 7, env=LAUNCHED), "use 6")
+    one_line(main(f"{DDP}_torchrun", "--batch_size", 7, env=launched(3)), "use 6")
 
 
 def test_files_and_folders_that_can_not_be_written(tmp_path, main):
@@ -118,7 +161,7 @@ def test_files_and_folders_that_can_not_be_written(tmp_path, main):
     ]:
         path = tmp_path / "file" / "new"
         flags = (flag, path) if talks(lesson) else (*DIGITS, flag, path)
-        done = main(lesson, *flags, env=LAUNCHED if by_torchrun(lesson) else None)
+        done = main(lesson, *flags, env=launched() if by_torchrun(lesson) else None)
         one_line(done, flag, f"cannot write {path}")
     for path in (tmp_path, tmp_path / "missing" / "c.pt"):
         done = main("distributed_data_parallel", *DIGITS, "--savefile", path)
@@ -158,15 +201,6 @@ def test_port_in_use():
         run("collectives", "--port", port)  # a single node takes any port that is free
 
 
-def test_two_nodes_of_which_one_saves(tmp_path):
-    """That only node 0 saves is no difference. Its folder has the checkpoint and no other file."""
-    flags = (*SHORT, *TWO_NODES, "--port", free_port())
-    zero = Lesson(DDP, *flags, "-nr", 0, "-s", tmp_path / "c.pt")
-    run(DDP, *flags, "-nr", 1)
-    assert zero.wait().returncode == 0
-    assert os.listdir(tmp_path) == ["c.pt"]
-
-
 @pytest.mark.parametrize(
     ("lesson", "flag", "zero", "one"),
     [
@@ -196,7 +230,7 @@ def test_nodes_with_different_numbers_of_ranks():
 
 def test_ranks_of_a_launcher_with_different_flags():
     """Each rank was started by hand, one of them with another flag: said before the first step."""
-    meet = LAUNCHED | {"WORLD_SIZE": "2", "MASTER_PORT": str(free_port())}
+    meet = launched() | {"MASTER_PORT": str(free_port())}
     one = Lesson(f"{DDP}_torchrun", *DIGITS, "--lr", 0.5, env=meet | {"RANK": "1"})
     zero = run(f"{DDP}_torchrun", *DIGITS, env=meet, status=1)
     other = one.wait()
@@ -230,16 +264,6 @@ def wait_for_line(job, start):
         if line.startswith(start):
             return
     raise AssertionError(job.process.stderr.read())
-
-
-def test_ctrl_c_while_it_starts():
-    """As soon as the ranks are started; they still import torch, and may show where."""
-    job = Lesson("distributed_data_parallel", *LONG, "-g", 2, cold=True)
-    while len(job.pids()) < 3:  # the ranks are not started yet
-        assert job.process.poll() is None, job.process.stderr.read()
-        time.sleep(0.05)
-    os.killpg(job.process.pid, signal.SIGINT)
-    assert job.wait().returncode == 130
 
 
 def test_no_orphans_when_the_starter_dies():

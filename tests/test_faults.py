@@ -21,7 +21,7 @@ from conftest import (
     epochs,
     one_process,
     python_path,
-    train,
+    run,
     wait_for_epoch,
 )
 from nodes import ADDRESSES
@@ -150,7 +150,7 @@ def test_a_node_lost_and_back(nodes, tmp_path):
     """
     flags = (*SHORT, "--double", "--epochs", 3)
     undisturbed, folder = tmp_path / "undisturbed", tmp_path / "run"
-    alone = train(RESUMABLE, *flags, "--run_dir", undisturbed, processes=1)
+    alone = run(RESUMABLE, *flags, "--run_dir", undisturbed, processes=1)
     wait = "while (epoch, dist.get_world_size()) in ((0, 1), (1, 2), (2, 1)):"
     wait += " time.sleep(0.1); dist.barrier()"
     copy = each_epoch(RESUMABLE, wait, tmp_path)

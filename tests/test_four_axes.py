@@ -6,7 +6,7 @@ test_parity.py compares the parameters, and test_pictures.py which ranks have wh
 import re
 
 import pytest
-from conftest import losses, run, train
+from conftest import losses, run
 
 FLAGS = ("--batch_size", 48, "--epochs", 1, "--model", "language", "--width", 16, "--layers", 3)
 SHORT = {"DOCUMENTS": "30"}  # for two steps
@@ -22,6 +22,6 @@ def test_a_tied_table_and_clipping(change):
     [right] = losses(run(copy, *FLAGS, "--double", env=SHORT).stdout)
     for mesh, ranks in (("2x1x2x2", 8), ("3x2x1x1", 6)):
         flags = (*FLAGS, "--double", "--mesh", mesh, "--tied", "--clip", 0.1)
-        done = train("four_axes", *flags, processes=ranks, env=SHORT)
+        done = run("four_axes", *flags, processes=ranks, env=SHORT)
         assert re.fullmatch(r"text: .*\n", done.stderr)  # and no warning
         assert losses(done.stdout) == pytest.approx([right], abs=1e-10)

@@ -4,7 +4,7 @@ import re
 import shutil
 
 import pytest
-from conftest import DIGITS, epochs, losses, ranks, single_gpu, train
+from conftest import DIGITS, epochs, losses, ranks, run, single_gpu
 from nodes import small_disk
 
 LESSON = "fully_sharded_checkpoints"
@@ -20,9 +20,9 @@ def run_dir(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fsdp") / "run"
     flags = (*SHORT, "--run_dir", folder)
     right = [line["loss"] for line in single_gpu(*SHORT, "--epochs", 3)]
-    found = losses(train(LESSON, *flags, "--epochs", 1, processes=1).stdout)
+    found = losses(run(LESSON, *flags, "--epochs", 1, processes=1).stdout)
     for count, processes in ((2, 3), (3, 2)):
-        out = train(LESSON, *flags, "--epochs", count, processes=processes).stdout
+        out = run(LESSON, *flags, "--epochs", count, processes=processes).stdout
         assert f"run/epoch-000{count - 1}: {count - 1} of {count} epochs are done" in out
         assert re.findall(r"^epoch (\d)", out, re.M) == [str(count)]
         found += losses(out)
@@ -32,19 +32,11 @@ def run_dir(tmp_path_factory):
     return folder
 
 
-def test_only_rank_0_looks_for_checkpoints(change, run_dir):
-    """A node may see a new folder later."""
-    line = "    files = sorted("
-    copy = change(LESSON, (line, f"    assert dist.get_rank() == 0\n{line}"))
-    flags = (*SHORT, "--run_dir", run_dir, "--epochs", 3)
-    assert "3 of 3 epochs are done" in train(copy, *flags, processes=2).stdout
-
-
 def test_an_unfinished_checkpoint_does_not_count(run_dir, tmp_path):
     """Without .metadata, which is written last, it is passed over (exercise 1)."""
     folder = shutil.copytree(run_dir, tmp_path / "run")
     (folder / "epoch-0003" / ".metadata").unlink()
-    out = train(LESSON, *SHORT, "--epochs", 2, "--run_dir", folder, processes=1).stdout
+    out = run(LESSON, *SHORT, "--epochs", 2, "--run_dir", folder, processes=1).stdout
     assert "epoch-0002: 2 of 2 epochs are done" in out
     assert not epochs(out)
 
@@ -71,7 +63,7 @@ def test_a_full_disk(tmp_path):
     """No room for the next checkpoint, which a thread writes: the run ends with its error."""
     with small_disk(tmp_path, "4m"):
         flags = (*SHORT, "--run_dir", tmp_path / "run", "--async_save", "--epochs", 5)
-        done = train(LESSON, *flags, processes=2, status=1)
+        done = run(LESSON, *flags, processes=2, status=1)
         # The words in troubleshooting.md. Only if a file cannot even be opened, Python's are shown.
         words = "unexpected pos [0-9]+ vs|No space left on device"
         assert re.search(f"CheckpointException.*({words})", done.stderr, re.S)
@@ -121,7 +113,7 @@ def test_a_thread_writes_while_dropout_draws(change, tmp_path):
     flags = (*SHORT, "--async_save", "--run_dir", tmp_path / "run", "--epochs", 2)
     outs = []
     for _ in range(2):
-        outs.append(train(copy, *flags, processes=2).stdout)
+        outs.append(run(copy, *flags, processes=2).stdout)
         shutil.rmtree(tmp_path / "run" / "epoch-0002")
     whole, resumed = outs
     assert re.findall("^written:(.*)", whole, re.M) == [""]
@@ -146,15 +138,15 @@ def test_a_model_of_ones_own(change, tmp_path):
         ("fully_sharded_export", ("-s", file), ("--load", file)),
     ):
         copy = change(lesson, (MODEL, OWN_MODEL), (OPTIMIZER, GROUPS))
-        whole = losses(train(copy, *SHORT, "--epochs", 2, processes=2).stdout)
-        train(copy, *SHORT, *first, "--epochs", 1, processes=2)
-        out = train(copy, *SHORT, *second, "--epochs", 2, processes=3).stdout
+        whole = losses(run(copy, *SHORT, "--epochs", 2, processes=2).stdout)
+        run(copy, *SHORT, *first, "--epochs", 1, processes=2)
+        out = run(copy, *SHORT, *second, "--epochs", 2, processes=3).stdout
         assert "1 of 2 epochs are done" in out
         assert losses(out) == pytest.approx(whole[1:], abs=1e-10)
 
 
 def test_only_the_last_three_stay(tmp_path):
     """Of five."""
-    train(LESSON, *SHORT, "--run_dir", tmp_path / "run", "--epochs", 5, processes=2)
+    run(LESSON, *SHORT, "--run_dir", tmp_path / "run", "--epochs", 5, processes=2)
     names = [path.name for path in sorted((tmp_path / "run").iterdir())]
     assert names == ["epoch-0003", "epoch-0004", "epoch-0005"]

@@ -5,8 +5,7 @@ import re
 
 import pytest
 import torch
-from conftest import DIGITS, losses, one_line, ranks, train
-from nodes import small_disk
+from conftest import DIGITS, launched, one_line, ranks, run
 from safetensors.torch import load_file
 
 from common.models import MODELS
@@ -23,7 +22,7 @@ def ddp(tmp_path_factory):
     for count in (1, 2, 3):
         paths[count] = folder / f"ddp{count}.pt"
         flags = (*SHORT, "--epochs", count, "-s", paths[count])
-        train("distributed_data_parallel", *flags, processes=1)
+        run("distributed_data_parallel", *flags, processes=1)
     return paths
 
 
@@ -52,31 +51,12 @@ def test_from_one_file_to_another(change, ddp, tmp_path):
     for count, processes in ((2, 3), (3, 2)):
         file = tmp_path / f"c{count}.pt"
         flags = (*SHORT, "--load", begin, "-s", file, "--epochs", count)
-        out = train(copy, *flags, processes=processes).stdout
+        out = run(copy, *flags, processes=processes).stdout
         assert f"{begin}: {count - 1} of {count} epochs are done" in out
         assert re.findall(r"^epoch (\d)", out, re.M) == [str(count)]
         assert_same_state(file, ddp[count])
         begin = file
     assert sorted(path.name for path in tmp_path.glob("c?.pt*")) == ["c2.pt", "c3.pt"]
-
-
-def test_without_the_names_of_the_parameters(change, ddp):
-    """Exercise 1: there is no error, but Adam begins anew. The loss is that of answers.md."""
-    copy = change(
-        LESSON, ('        state["optimizer"] = by_name(state["optimizer"], model, optimizer)\n', "")
-    )
-    found = losses(train(copy, *SHORT, "--load", ddp[1], "--epochs", 2, processes=1).stdout)
-    assert found == pytest.approx([1.4028], abs=1e-4)
-
-
-def test_no_room_for_the_file(tmp_path):
-    """The file before stays as it is."""
-    with small_disk(tmp_path, "64k"):
-        (tmp_path / "c.pt").write_bytes(b"the file before")
-        done = train(LESSON, *SHORT, "--epochs", 1, "-s", tmp_path / "c.pt", processes=1, status=1)
-        words = "No space left on device|file write failed|unexpected pos"
-        assert re.search(words, done.stderr), done.stderr
-        assert (tmp_path / "c.pt").read_bytes() == b"the file before"
 
 
 # What transformers calls the layers of a Llama model, in their order.
@@ -94,7 +74,7 @@ def test_an_export(tmp_path):
     text = ("--model", "language", "--batch_size", 120, "--epochs", 1)
     few = {"DOCUMENTS": "40"}
     folder, file = tmp_path / "exported", tmp_path / "c.pt"
-    train(LESSON, *text, "--export", folder, "-s", file, processes=3, env=few)
+    run(LESSON, *text, "--export", folder, "-s", file, processes=3, env=few)
     right = torch.load(file, weights_only=True)["model"]
     found = load_file(folder / "model-00001-of-00001.safetensors")
     assert set(found) == {f"{name}.weight" for name in LLAMA}
@@ -109,7 +89,7 @@ def test_an_export(tmp_path):
 
     end, *_ = [job.wait() for job in ranks(LESSON, *SHORT, "--load", folder, processes=1)]
     assert end.returncode == 1 and "Missing key in checkpoint" in end.stderr  # of the MLP
-    out = train(LESSON, *text, "--lr", 0, "--load", folder, "-s", file, processes=2, env=few).stdout
+    out = run(LESSON, *text, "--lr", 0, "--load", folder, "-s", file, processes=2, env=few).stdout
     assert "exported: 0 of 1 epochs are done" in out
     again = torch.load(file, weights_only=True)["model"]
     torch.testing.assert_close(again, right, atol=0, rtol=0)
@@ -117,8 +97,7 @@ def test_an_export(tmp_path):
 
 def test_an_export_that_cannot_work(tmp_path, main, monkeypatch):
     """Status 2 and one line: what to install, or that the folder may have the shards of others."""
-    env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
-    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    env = launched()
     with monkeypatch.context() as without:
         without.setattr("fully_sharded_export.find_spec", lambda name: None)
         for flag in ("--export", "--load"):

@@ -24,7 +24,6 @@ from conftest import (
     one_process,
     run,
     single_gpu,
-    train,
 )
 from lessons import LESSONS, small_data
 
@@ -222,7 +221,7 @@ def test_the_numbers_of_the_cpu(row, gpus, tmp_path):
     out = output(start(lesson, *flags, *own, gpus=gpus))
     own = [folder[lesson], tmp_path / "cpu"] if lesson in folder else []
     ranks = None if lesson in IN_ONE_PROCESS else gpus
-    expected = train(lesson, *flags, *own, *CPU, processes=ranks).stdout
+    expected = run(lesson, *flags, *own, *CPU, processes=ranks).stdout
     assert epochs(out) == [pytest.approx(line, abs=1e-10) for line in epochs(expected)]
     if lesson in TABLES:
         assert shown(out) == shown(expected) and len(shown(out)) > 1
@@ -260,7 +259,7 @@ def test_the_resnet_lesson(change):
     copy = change("resnet", FEWER)
     flags = ("--dataset", "fake", "--batch_size", 60, "--epochs", 1, "--accumulate", 2, "--double")
     [found] = epochs(output(start(copy, *flags, gpus=1)))
-    [expected] = epochs(train(copy, *flags, *CPU, processes=1).stdout)
+    [expected] = epochs(run(copy, *flags, *CPU, processes=1).stdout)
     assert found["loss"] == pytest.approx(expected["loss"], abs=2e-4)
     assert 2 < epochs(output(start(copy, *flags)))[0]["loss"] < 4
 
@@ -269,7 +268,7 @@ def test_checkpoints_move_between_gpu_and_cpu(tmp_path):
     """A run that goes from the GPU to the CPU and back ends like one that stays."""
     flags = ("resumable", *DIGITS, "--double", "--run_dir", tmp_path)
     output(start(*flags, "--epochs", 1, gpus=1))
-    train(*flags, "--epochs", 2, *CPU, processes=1)
+    run(*flags, "--epochs", 2, *CPU, processes=1)
     out = output(start(*flags, "--epochs", 3, gpus=1))
     assert "2 of 3 epochs are done" in out
     assert epochs((tmp_path / "log.txt").read_text()) == one_process(*THREE_EPOCHS, apart=1e-10)
@@ -287,16 +286,16 @@ def test_sharded_checkpoints_move_between_gpus_and_cpus(tmp_path):
 
     flags = (*DIGITS, "--double", "--timeout", 300)
     shards = ("fully_sharded_checkpoints", *flags, "--run_dir", tmp_path / "run")
-    out = train(*shards, *CPU, "--epochs", 1, processes=3).stdout
+    out = run(*shards, *CPU, "--epochs", 1, processes=3).stdout
     out += output(start(*shards, "--epochs", 2, "--async_save"))
-    out += train(*shards, *CPU, "--epochs", 3, processes=3).stdout
+    out += run(*shards, *CPU, "--epochs", 3, processes=3).stdout
     path, folder = tmp_path / "c.pt", tmp_path / "exported"
     file = ("fully_sharded_export", *flags)
     out += output(start(*file, "--epochs", 2, "-s", path, "--export", folder))
     exported = load_file(folder / "model-00001-of-00001.safetensors")
     whole = torch.load(path, weights_only=True)["model"]
     torch.testing.assert_close(exported, whole, atol=0, rtol=0)
-    out += train(*file, *CPU, "--epochs", 3, "--load", path, processes=3).stdout
+    out += run(*file, *CPU, "--epochs", 3, "--load", path, processes=3).stdout
     right = one_process(*THREE_EPOCHS, apart=1e-10)
     assert epochs(out) == [*right, *right]
 
@@ -403,22 +402,14 @@ def test_what_nccl_writes_at_a_timeout(tmp_path):
     assert Job(*tool, "--prefix", "nccl_", tmp_path).wait().returncode == 0
 
 
-def test_compare(tmp_path):
-    """It runs the lessons on all GPUs, and says which ones these are."""
+def test_bench():
+    """One process and DDP have the same loss, and a row has the memory on a GPU."""
     need(1)
-    lessons = ("--only", "parity", "steps", "--lessons", "distributed_data_parallel_torchrun")
-    run(
-        "pages/figures/compare",
-        *ONE_EPOCH,
-        "--out",
-        tmp_path,
-        *CUDA,
-        *lessons,
-        env=ALL_GPUS,
-        cold=True,
-    )
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert len(results["machine"]["gpus"]) == machine()[0]
-    assert not any(one["failed"] for one in results["runs"]) and len(results["runs"]) == 7
-    assert results["runs"][1]["difference"] < 1e-10
-    assert all(0 < one["gpu_memory_mib"] < one["memory_mib"] for one in results["runs"])
+    flags = (*ONE_EPOCH, *CUDA, "--double", "-g", min(2, machine()[0]))
+    lessons = ("--only", "single_gpu", "distributed_data_parallel_torchrun")
+    out = run("bench", *flags, *lessons, env=ALL_GPUS, cold=True).stdout.replace(",", "")
+    lines = re.findall(r"^\| ((?:single_gpu|torchrun) .*)", out, re.M)
+    one, ddp = [re.split(" *[|] *", line) for line in lines]
+    assert float(one[1]) == pytest.approx(float(ddp[1]), abs=1e-10)  # the loss
+    for row in (one, ddp):
+        assert 0 < float(row[7]) < float(row[6])  # MiB on a GPU, MiB

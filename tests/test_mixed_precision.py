@@ -8,13 +8,11 @@ import contextlib
 import copy
 import io
 import math
-import re
 
 import mixed_precision as lesson
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import DIGITS, losses, single_gpu, train
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -132,15 +130,3 @@ def dtypes_and_bytes(rank):
 def test_dtypes_and_bytes():
     """With autocast, and with a policy, which gathers half of the bytes and reduces all of them."""
     call(dtypes_and_bytes, 2)
-
-
-def test_float16(change):
-    """--precision float16 multiplies the loss. The result is near that of float32."""
-    update = "    scaler.update()\n"
-    shown = '    print("factor", scaler.get_scale(), flush=True)\n'
-    copied = change("mixed_precision", (update, update + shown))
-    flags = (*DIGITS, "--batch_size", 120, "--epochs", 1, "--tokens", 8, "--width", 16)
-    out = train(copied, *flags, "--precision", "float16", "--sharded", processes=2).stdout
-    assert {float(each) for each in re.findall("^factor (.*)$", out, re.M)} == {65536}
-    [right] = single_gpu(*flags, "--model", "transformer")
-    assert losses(out) == [pytest.approx(right["loss"], abs=0.003)]

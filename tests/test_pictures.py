@@ -2,11 +2,9 @@
 
 import json
 import re
-from functools import partial
 
 import pytest
-import torch.multiprocessing as mp
-from conftest import ROOT, train
+from conftest import ROOT, run
 from matplotlib.testing.compare import compare_images
 from PIL import Image
 
@@ -18,12 +16,6 @@ COUNTS = json.loads((FIGURES / "pictures.json").read_text())
 LAYER = 4 * (784 * 784 + 784)  # bytes of a hidden layer of that model
 COUNTED = ("holds", "data_parallel", "ring", "fsdp", "schedules", "tensor", "mesh")
 COUNTED += ("split", "context", "experts", "parts")
-
-
-@pytest.fixture(autouse=True)
-def forked(monkeypatch):
-    """Fork the ranks that count, so that they need not import PyTorch."""
-    monkeypatch.setattr(mp, "spawn", partial(mp.start_processes, start_method="fork"))
 
 
 def test_all_pictures_have_counts():
@@ -73,7 +65,7 @@ def test_the_messages_of_a_traced_step(monkeypatch):
     """As many messages as in the picture, where several of them start during backward()."""
 
     def forked(words, **_):  # torchrun's ranks, without torchrun
-        return train(words[6], *words[7:], processes=2)
+        return run(words[6], *words[7:], processes=2)
 
     monkeypatch.setattr(overlap.subprocess, "run", forked)
     again = overlap.count((*overlap.WIDE, "--epochs", "1"))

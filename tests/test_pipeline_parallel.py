@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import SHORT, train
+from conftest import SHORT, run
 from pipeline_parallel import V_SHAPED, connect, make_1f1b, make_other
 from torch import nn
 from torch.nn import functional as F
@@ -124,5 +124,5 @@ def test_a_rank_holds_only_what_it_says_that_it_keeps(lesson, flags, change):
     check = f"""    alive = [each for each in gc.get_objects() if type(each) is torch.nn.Parameter]
     assert sum(each.numel() for each in alive) == {counted}"""
     changed = change(lesson, (counted, counted + check), ("import os\n", "import gc\nimport os\n"))
-    out = train(changed, *SHORT, *flags, processes=2).stdout
+    out = run(changed, *SHORT, *flags, processes=2).stdout
     assert re.findall(r"keeps .*?([\d,]{3,}) parameters", out) == ["54,400", "4,810"]

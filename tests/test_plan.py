@@ -9,7 +9,6 @@ import shlex
 import signal
 import subprocess
 import sys
-from argparse import Namespace
 
 import plan
 import pytest
@@ -18,20 +17,19 @@ from test_readme import docstring
 
 PAGE = (ROOT / "playground" / "pages" / "planning.md").read_text()
 VARIABLES = dict(re.findall(r'^    (\w+)="(.*)"$', PAGE, re.M))
-CLUSTER = {"nodes": 8, "gpus": 8, "memory": 68e9, "within": 360e9, "between": 46e9}
-CLUSTER |= {"flops": 989e12, "efficiency": 0.45}
+CLUSTER = plan.Cluster(8, 8, 68e9, 989e12, 0.45, within=360e9, between=46e9)
+ONE = plan.Plan("ddp", pp=1, dp=4, cp=1, tp=1, micro=2, count=1, again=0)
+TINY = "--parameters 125248 --layers 2 --width 64 --heads 4 --kv_heads 2 --vocabulary 256"
+TINY += " --sequence 128 --half 4 --batch_size 32 --nodes 4 --gpus 1 --flops 2e10"
+TINY += " --memory 1e9 --within 1.25e7 --between 1.25e7"
+quick = pytest.mark.quick
 
 
-def language(width=64, layers=2, **sizes):
+def language(width=64, layers=2):
     """Return the language model of the lessons, in float32."""
     block = width * (3 * width + 3 * 11 * width // 4)
     parameters = layers * block + 2 * 256 * width
-    return plan.Model(parameters, layers, width, 4, 2, 256, 3, 128, half=4)._replace(**sizes)
-
-
-def cluster(**changes):
-    """Return the flags of a cluster of 8 nodes with 8 GPUs each."""
-    return Namespace(**CLUSTER | changes)
+    return plan.Model(parameters, layers, width, 4, 2, 256, 3, 128, half=4)
 
 
 def expand(flags):
@@ -48,95 +46,85 @@ def printed(flags, capsys):
 
 
 def error(flags, capsys):
-    """Return the only line that plan.py prints about wrong flags."""
+    """Return the reason in the only line that plan.py prints about wrong flags."""
     with pytest.raises(SystemExit) as ended:
         plan.main(shlex.split(flags))
     out, line = capsys.readouterr()
-    assert ended.value.code == 2 and line.count("\n") == 1
-    return out, line
+    assert ended.value.code == 2 and line.count("\n") == 1 and not out
+    return line.partition(": error: ")[2]
 
 
-@pytest.mark.quick
+def rows(*heads):
+    """Return the rows of the page's tables with such columns, without the signs of code."""
+    found = []
+    for table in re.findall(r"(?:^\|.*\n)+", PAGE, re.M):
+        lines = [re.split(r" *\| *", line.strip("| \n")) for line in table.splitlines()]
+        if lines[0] == list(heads):
+            found += [[cell.strip("`") for cell in line] for line in lines[2:]]
+    return found
+
+
+def tokens_of_gpu(flags):
+    """Return how many tokens a GPU of 8 computes in a step."""
+    sizes = dict(re.findall(r"--(batch_size|sequence|nodes) (\d+)", expand(flags)))
+    return int(sizes["batch_size"]) * int(sizes["sequence"]) / (8 * int(sizes["nodes"]))
+
+
+@quick
 def test_the_commands_of_the_page(capsys):
     """Each prints what is shown below it, or the error that is shown."""
     found = re.findall(r"^    python playground/tools/plan\.py ?(.*)\n((?:    .*\n)+)", PAGE, re.M)
     assert len(found) == PAGE.count("    python playground/tools/plan.py") >= 9
     for flags, shown in found:
         shown = re.sub("^    ", "", shown, flags=re.M)
-        if "error" in shown:
-            line = error(flags, capsys)[1]
-            assert line.partition(": ")[2] == shown.partition(": ")[2]
+        if "error: " in shown:
+            assert error(flags, capsys) == shown.partition("error: ")[2]
         else:
             assert printed(flags, capsys) == shown
 
 
-@pytest.mark.quick
-def test_a_reader_that_has_ended():
-    """As `| head` does. plan.py ends without a word."""
-    read, write = os.pipe()
-    os.close(read)
-    words = [sys.executable, lesson_path("tools/plan"), "--nodes", "1"]
-    done = subprocess.run(words, stdout=write, stderr=subprocess.PIPE)
-    os.close(write)
-    assert (done.returncode, done.stderr) == (-signal.SIGPIPE, b"")
+@quick
+def test_the_memory_of_published_runs(capsys):
+    """The last column follows from what was published and what plan.py prints."""
+    found = rows("flags", "published", "state + kept", "ratio")
+    assert len(found) == 10
+    for flags, published, shown, ratio in found:
+        [row] = printed(flags, capsys).splitlines()[2:]
+        state, kept = re.findall(r" ([\d.]+)G", row)[:2]
+        assert shown == f"{state}G + {kept}G"
+        assert ratio == f"{(float(state) + float(kept)) / float(published):.2f}"
 
 
-@pytest.mark.quick
-def test_the_published_runs_of_the_page(capsys):
-    """The last columns of each row follow from what was published and what plan.py prints."""
-    ratios = []
-    memories = []
-    for flags, *cells in re.findall(
-        r"^\| `(.*)` \|(?: (\S+) \|)? (\S+) \| (.+) \| (\S+) \|$", PAGE, re.M
-    ):
-        row = printed(flags, capsys).splitlines()
-        assert len(row) == 3, flags
-        _, published, shown, ratio = cells
-        if "+" in shown:
-            state, kept = re.findall(r" ([\d.]+)G", row[2])[:2]
-            assert shown == f"{state}G + {kept}G"
-            memories.append((float(state) + float(kept)) / float(published))
-            assert f"{memories[-1]:.2f}" == ratio
-        else:
-            found = re.search(rf" {shown} +([\d.]+)(k?)  ", row[2])
-            speed = float(found[1]) * (1000 if found[2] else 1)
-            sizes = dict(re.findall(r"--(batch_size|sequence|nodes) (\d+)", expand(flags)))
-            batch, sequence, nodes = (int(sizes[x]) for x in ("batch_size", "sequence", "nodes"))
-            ratios.append(speed / (batch * sequence / (8 * nodes) / float(published)))
-            assert float(ratio) == pytest.approx(ratios[-1], abs=0.011)
-    assert len(ratios) == 39 and len(memories) == 10
+@quick
+def test_the_speed_of_published_runs(capsys):
+    """The last column follows from what was published and what plan.py prints."""
+    by_speed = rows("flags", "tokens/s", "step", "plan's step", "ratio")
+    by_flops = rows("flags", "TFLOP/s", "step", "plan's step", "ratio")
+    by_step = rows("flags", "step", "plan's step", "ratio")
+    assert [len(found) for found in (by_speed, by_flops, by_step)] == [22, 9, 8]
+    for flags, speed, step, *_ in by_speed:
+        seconds = tokens_of_gpu(flags) / float(speed.replace(",", ""))
+        assert float(step) == pytest.approx(seconds, rel=0.005)
+    for flags, *_, step, shown, ratio in by_speed + by_flops + by_step:
+        [row] = printed(flags, capsys).splitlines()[2:]
+        number, thousand = re.search(rf" {shown} +([\d.]+)(k?)  ", row).groups()
+        speed = float(number) * (1000 if thousand else 1)
+        published = tokens_of_gpu(flags) / float(step)
+        assert float(ratio) == pytest.approx(speed / published, abs=0.011)
 
 
-@pytest.mark.quick
+@quick
 def test_the_steps_on_slow_links(capsys):
     """The page has what plan.py prints for both bandwidths."""
-    rows = re.findall(
-        r"^\| .* \| `(--data .*)` \| \S+ \| \S+ \| (\S+) \| \S+ \| (\S+) \|$", PAGE, re.M
-    )
-    assert len(rows) == 4
-    for flags, *steps in rows:
-        for bandwidth, step in zip(("125e6", "12.5e6"), steps, strict=True):
+    found = rows("LESSON", "flags", "no limit", "1 Gbit/s", "plan", "100 Mbit/s", "plan")
+    assert len(found) == 4
+    for _, flags, _, _, first, _, second in found:
+        for bandwidth, step in (("125e6", first), ("12.5e6", second)):
             links = f"$links $links2 $links3 --within {bandwidth} --between {bandwidth} {flags}"
             assert f" {step} " in printed(links, capsys)
 
 
-@pytest.mark.quick
-def test_tokens_per_second_and_seconds():
-    """The seconds of a published step follow from its tokens per second, its batch and its GPUs."""
-    flags = r"\$mpt.*|\$llama70.*|--model.*"
-    cells = rf"^\| `({flags})` \| ([\d,]+) \| ([\d.]+) \| \S+ \| \S+ \|$"
-    rows = re.findall(cells, PAGE, re.M)
-    assert len(rows) == 22
-    for flags, speed, seconds in rows:
-        sizes = [
-            re.search(rf"--{name} (\d+)", flags)[1] for name in ("batch_size", "sequence", "nodes")
-        ]
-        batch, sequence, nodes = map(int, sizes)
-        expected = batch * sequence / (8 * nodes) / float(speed.replace(",", ""))
-        assert float(seconds) == pytest.approx(expected, rel=0.005)
-
-
-@pytest.mark.quick
+@quick
 def test_what_a_block_keeps_is_what_activation_checkpointing_counts():
     """Its docstring has the bytes of a transformer of two blocks, and those outside of them."""
     text = " ".join(docstring("activation_checkpointing").split())
@@ -150,30 +138,29 @@ def test_what_a_block_keeps_is_what_activation_checkpointing_counts():
     assert [outside + each for each in kept] == counted
 
 
-@pytest.mark.quick
+def sent(model, one):
+    """Return the bytes that a rank sends along each axis in a step of a plan."""
+    return plan.judge(model, CLUSTER, one)["sent"]
+
+
+@quick
 def test_bytes_are_those_of_sharding():
     """The rows of sharding.md, in float32, where they are exact."""
     model = language(layers=4, width=256)
     size = 4 * model.parameters
-    one = plan.Plan("ddp", 1, 4, 1, 1, 2, 1, 0)
-    assert plan.state(model, cluster(), one) == 16 * model.parameters
-    assert sent(model, one) == {"pp": 0, "dp": 2 * 3 / 4 * size, "cp": 0, "tp": 0}
+    assert plan.state(model, CLUSTER, ONE) == 16 * model.parameters
+    assert sent(model, ONE) == {"pp": 0, "dp": 2 * 3 / 4 * size, "cp": 0, "tp": 0}
     ends = 4 * 2 * 256 * 256  # the embedding and the output layer are gathered once
-    assert sent(model, one._replace(data="fsdp"))["dp"] == 3 / 4 * (3 * size - ends)
+    assert sent(model, ONE._replace(data="fsdp"))["dp"] == 3 / 4 * (3 * size - ends)
     tokens = 4 * 256 * 2 * 128  # S
-    split = sent(model, one._replace(dp=2, tp=2))["tp"]
+    split = sent(model, ONE._replace(dp=2, tp=2))["tp"]
     assert split == (8 * 4 + 4) * tokens / 2
-    by_ring = sent(model, one._replace(dp=1, cp=4))["cp"]
+    by_ring = sent(model, ONE._replace(dp=1, cp=4))["cp"]
     assert by_ring == 2 * 4 * (3 * 4 - 2) * (tokens / 4) / 2  # two heads share a key and a value
-    staged = sent(model, one._replace(pp=2, dp=2, count=8))
+    staged = sent(model, ONE._replace(pp=2, dp=2, count=8))
     assert staged["pp"] == 8 * tokens
-    replicas = sent(model, plan.Plan("hsdp", 1, 64, 1, 1, 1, 1, 0))["dp"]
+    replicas = sent(model, ONE._replace(data="hsdp", dp=64, micro=1))["dp"]
     assert replicas == 7 / 8 * (3 * size - ends) + 2 * 7 / 8 * size / 8
-
-
-def sent(model, one):
-    """Return the bytes that a rank sends along each axis in a step of a plan."""
-    return plan.judge(model, cluster(), one)["sent"]
 
 
 def test_bytes_are_those_that_watch_counts():
@@ -182,83 +169,77 @@ def test_bytes_are_those_that_watch_counts():
     env = {"DOCUMENTS": "40"}
     jobs = ranks("watch", lesson_path("language_model"), *flags, processes=2, env=env)
     shown = "".join(job.wait().stdout for job in jobs)
-    calls = re.findall(r"^all +(all_gather|reduce_scatter) +2 +\d+ +([\d,]+)", shown, re.M)
-    given = [(call, int(nbytes.replace(",", ""))) for call, nbytes in calls]
-    gathered = sum(nbytes for call, nbytes in given if call == "all_gather")
-    scattered = sum(nbytes for call, nbytes in given if call == "reduce_scatter")
-    model = plan.Model(125248, 2, 64, 4, 2, 256, 3, 128, half=4)
-    planned = sent(model, plan.Plan("fsdp", 1, 2, 1, 1, 8, 2, 0))["dp"]
+    given = {"all_gather": 0, "reduce_scatter": 0}
+    for call, nbytes in re.findall(rf"^all +({'|'.join(given)}) +2 +\d+ +([\d,]+)", shown, re.M):
+        given[call] += int(nbytes.replace(",", ""))
+    model = language()._replace(parameters=125248)  # with those of the norms
+    planned = sent(model, ONE._replace(data="fsdp", dp=2, micro=8, count=2))["dp"]
     # By a ring, a rank sends the chunk that it gives to an all_gather, and half of the other.
-    assert planned == pytest.approx(gathered + scattered / 2, rel=1e-3)
+    expected = given["all_gather"] + given["reduce_scatter"] / 2
+    assert planned == pytest.approx(expected, rel=1e-3)
 
 
-@pytest.mark.quick
+@quick
 def test_slow_links_and_steps():
     """Messages take the bytes of a ring at the speed of the slowest link. A bubble is (pp-1)/m."""
     model = language()
-    slow = cluster(nodes=4, gpus=1, between=12.5e6, flops=1e9, efficiency=1)
-    row = plan.judge(model, slow, plan.Plan("ddp", 1, 4, 1, 1, 8, 1, 0))
+    slow = CLUSTER._replace(nodes=4, gpus=1, between=12.5e6, flops=1e9, efficiency=1)
+    row = plan.judge(model, slow, ONE._replace(micro=8))
     expected = 2 * 3 / 4 * 4 * model.parameters / 12.5e6
     assert row["messages"] == pytest.approx(expected, rel=0.01)
-    split = plan.judge(model, slow, plan.Plan("ddp", 1, 1, 1, 4, 8, 1, 0))
+    split = plan.judge(model, slow, ONE._replace(dp=1, tp=4, micro=8))
     assert split["messages"] == pytest.approx(split["sent"]["tp"] / 12.5e6, rel=0.01)
     assert split["step"] == plan.judge(model, slow, split["plan"], hide=False)["step"]
-    one = plan.Plan("ddp", 2, 32, 1, 1, 1, 8, 0)
-    row = plan.judge(model._replace(vocabulary=1), cluster(), one)  # hardly an output layer
+    staged = ONE._replace(pp=2, dp=32, micro=1, count=8)
+    row = plan.judge(model._replace(vocabulary=1), CLUSTER, staged)  # hardly an output layer
     busy = row["parts"]["computing"] + row["parts"]["pp"]
     assert row["parts"]["bubble"] == pytest.approx(busy / 8, rel=1e-2)
     assert row["step"] == sum(row["parts"].values())
 
 
-@pytest.mark.quick
+@quick
 def test_all_wait_for_the_slowest_stage():
     """The last one has the output layer, unless it has a block less than others."""
-    model = plan.Model(*plan.MODELS["llama3-8b"], 8192)
-    one = plan.Plan("ddp", 4, 16, 1, 1, 1, 1000, 0)
-    parts = plan.judge(model, cluster(within=1e18, between=1e18), one)["parts"]
-    assert parts["bubble"] / parts["computing"] == pytest.approx(0.163 + 3 / 1000, abs=1e-3)
-    large = plan.Model(*plan.MODELS["llama3-405b"], 8192)
-    parts = plan.judge(large, cluster(within=1e18, between=1e18), one._replace(pp=16))["parts"]
-    assert parts["bubble"] / parts["computing"] == pytest.approx(0.012 + 15 / 1000, abs=2e-3)
+    at_once = CLUSTER._replace(within=1e18, between=1e18)
+    staged = ONE._replace(dp=16, micro=1, count=1000)
+    for name, stages, waiting in (("llama3-8b", 4, 0.163), ("llama3-405b", 16, 0.012)):
+        model = plan.MODELS[name]._replace(sequence=8192)
+        parts = plan.judge(model, at_once, staged._replace(pp=stages))["parts"]
+        expected = waiting + (stages - 1) / 1000
+        assert parts["bubble"] / parts["computing"] == pytest.approx(expected, abs=2e-3)
 
 
-@pytest.mark.quick
+@quick
 def test_a_group_on_two_nodes():
     """With 6 GPUs on a node, ranks 4 to 7 split a layer, and two of them are on another node."""
-    together, apart = (plan.ring(cluster(gpus=n, between=1e6), 1e9, 4, 1) for n in (8, 6))
-    assert together < 0.01
+    slow = CLUSTER._replace(between=1e6)
+    assert plan.ring(slow, 1e9, 4, 1) < 0.01
+    apart = plan.ring(slow._replace(gpus=6), 1e9, 4, 1)
     assert apart == pytest.approx(0.75 * 1e9 / 2e6, rel=1e-3)  # two GPUs send to the other node
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("flags", ["--between 1e5", "TINY", "TINY --tp 2", "TINY --cp 2 --pp 1"])
+@quick
+@pytest.mark.parametrize("flags", ["--between 1e5", TINY, f"{TINY} --cp 2 --pp 1"])
 def test_columns(flags, capsys):
     """They stay apart with slow links, and on a small machine whose steps are short."""
-    tiny = "--parameters 125248 --layers 2 --width 64 --heads 4 --kv_heads 2 --vocabulary 256"
-    tiny += " --sequence 128 --half 4 --batch_size 32 --nodes 4 --gpus 1 --flops 2e10"
-    tiny += " --memory 1e9 --within 1.25e7 --between 1.25e7"
-    for row in printed(flags.replace("TINY", tiny), capsys).splitlines()[2:]:
-        number = r" +[\d.]+[kMGT]?"
-        columns = (
-            rf"\w+ +\d+(x\d+){{3}} +\d+x\d+ +[01]({number}){{7}}{number}-{number[2:]}{number}  "
-        )
+    number = r" +[\d.]+[kMGT]?"
+    columns = rf"\w+ +\d+(x\d+){{3}} +\d+x\d+ +[01]({number}){{7}}{number}-{number[2:]}{number}  "
+    for row in printed(flags, capsys).splitlines()[2:]:
         assert re.match(columns, row), row
 
 
-@pytest.mark.quick
+@quick
 def test_plans_divide_what_they_must(capsys):
     """The ranks, the batch, the heads. tp stays inside a node, unless it is asked for by name."""
-    model = plan.Model(*plan.MODELS["llama3-405b"], 8192)
-    c = cluster(nodes=64, batch_size=512, **dict.fromkeys(plan.Plan._fields))
-    plans = list(plan.sensible(model, c))
+    model = plan.MODELS["llama3-405b"]._replace(sequence=8192)
+    plans = list(plan.plans(model, CLUSTER._replace(nodes=64), 512, {}))
     assert len(plans) == len(set(plans)) > 500
     for each in plans:
         assert each.pp * each.dp * each.cp * each.tp == 512
         assert each.dp * each.micro * each.count == 512
         assert each.tp <= 8
-    assert {1, 2, 8, 16} <= {
-        each.pp for each in plans
-    }  # of 126 blocks, two too few for equal stages
+    # 16 stages of 126 blocks have two too few to be equal.
+    assert {1, 2, 8, 16} <= {each.pp for each in plans}
     assert " 1x32x1x2 " in printed("--nodes 64 --gpus 1 --tp 2 --pp 1 --cp 1", capsys)
     alone = printed("--nodes 64 --gpus 1 --pp 1 --cp 1", capsys)
     assert set(re.findall(r"\d+x\d+x\d+x\d+", alone)) == {"1x64x1x1"}
@@ -266,36 +247,23 @@ def test_plans_divide_what_they_must(capsys):
     assert "ddp  1x1x1x1" in one and "fsdp" not in one  # one rank shards nothing
 
 
-@pytest.mark.quick
+@quick
 @pytest.mark.parametrize(
     "flags, reason",
     [
-        (
-            "--nodes 3",
-            "no plan of 24 ranks divides --batch_size and the model's layers and heads: try "
-            "--batch_size 1008",
-        ),
         ("--tp 5", "no plan of 64 ranks divides --batch_size and the model's layers and heads\n"),
         ("--batch_size 7 --pp 1 --cp 1", "no plan of 64 ranks"),
         ("--model llama3-8b --parameters 1e9", "1G parameters do not go with the model's other"),
-        ("--parameters 2.5e9", "2.5G parameters do not go with the model's other sizes"),
         ("--nodes 0", "--nodes 0 must be between 1 and 1e+18"),
         ("--micro 128", "--micro 128 must be between 1 and 64"),
         ("--efficiency nan", "--efficiency nan must be between 0.001 and 1"),
-        ("--efficiency 45", "--efficiency 45 must be between 0.001 and 1"),
         ("--memory 80", "--memory 80 must be between 1e+08 and 1e+18"),
-        ("--flops 989", "--flops 989 must be between 1e+09 and 1e+18"),
-        ("--between 400", "--between 400 must be between 100000 and 1e+18"),
-        ("--data zero1", "argument --data: invalid choice: 'zero1'"),
         ("--again 0.3", "argument --again: invalid choice: 0.3"),
-        ("--nodes two", "argument --nodes: invalid int value: 'two'"),
-        ("--model gpt", "argument --model: invalid choice: 'gpt'"),
     ],
 )
 def test_wrong_flags(flags, reason, capsys):
     """They end it in one line."""
-    out, line = error(flags, capsys)
-    assert line.startswith(f"{plan.ArgumentParser().prog}: error: {reason}") and not out
+    assert error(flags, capsys).startswith(reason)
 
 
 def test_a_plot(tmp_path, capsys, monkeypatch):
@@ -304,20 +272,25 @@ def test_a_plot(tmp_path, capsys, monkeypatch):
     table = printed("--pp 2 --tp 2", capsys)
     assert printed(f"--pp 2 --tp 2 --plot {path}", capsys) == table
     assert path.read_bytes().startswith(b"\x89PNG")
-    assert "No such file" in error("--plot /nowhere/plan.png", capsys)[1]
-    monkeypatch.setitem(sys.modules, "figures.charts", None)
-    assert (
-        "(it needs playground/pages/figures/requirements.txt)" in error(f"--plot {path}", capsys)[1]
-    )
+    for file, reason in (("/nowhere/plan.png", "No such file"), (path, "figures.charts")):
+        with pytest.raises(SystemExit):
+            plan.main(["--plot", str(file)])
+        assert reason in capsys.readouterr().err
+        monkeypatch.setitem(sys.modules, "figures.charts", None)
 
 
-@pytest.mark.quick
+@quick
 def test_it_starts_at_once():
-    """Neither PyTorch nor matplotlib is imported."""
-    program = (
-        "import sys, plan; plan.main([]); assert not {'torch', 'matplotlib'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT / "playground" / "tools", check=True)
+    """Neither PyTorch nor matplotlib is imported. If nobody reads, it ends without a word."""
+    program = "import sys, plan; plan.main(['--nodes', '1'])\n"
+    program += "assert not {'torch', 'matplotlib'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT / "playground/tools", check=True)
+    read, write = os.pipe()
+    os.close(read)
+    words = [sys.executable, lesson_path("tools/plan"), "--nodes", "1"]
+    done = subprocess.run(words, stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (-signal.SIGPIPE, b"")
 
 
 def test_the_program_that_measures_bandwidth(tmp_path):

@@ -6,11 +6,10 @@ test_run_readme.py runs the torchrun lesson in it.
 import os
 import re
 import signal
-import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, Job
+from conftest import ROOT, Job, one_line
 from nodes import HOSTS, need
 
 SCRIPT = "../run/rehearse_two_nodes.sh"  # as seen from tests/
@@ -80,30 +79,11 @@ def test_the_end_of_a_node_or_of_the_script_ends_all(prefix):
         assert job.wait().returncode == status
 
 
-def test_what_is_missing_is_one_line():
-    """If a lesson, Python, a right or a kernel feature is missing, one line has what to do."""
-    need("ip", "tc")
-
-    def error(*words, **options):
-        done = rehearse(*words, **options).wait()
-        assert (done.returncode, done.stdout) == (1, ""), done.stderr
-        [line] = done.stderr.splitlines()
-        assert line.startswith("error: ")
-        return line.removeprefix("error: ")
-
-    choose = "choose one of playground/*.py"
-    assert error("playground/none.py") == f"there is no playground/none.py: {choose}"
-    assert "is a single process: python" in error("playground/single_gpu.py")
-    assert error(PYTHON="/no/python") == "there is no /no/python: run/setup.sh"
-    assert error("true", NODES="1:2") == "NODES is 1:2: give a number of nodes, as in NODES=4"
-    assert "use other values of BANDWIDTH" in error("true", BANDWIDTH="fast")
+def test_where_networks_cannot_be_made():
+    """One line has what to do."""
+    need("ip")
     # bash finds this function before the program unshare.
     refusal = "() { echo unshare: Operation not permitted >&2; return 1; }"
-    refused = {"BASH_FUNC_unshare%%": refusal}
-    here = "networks cannot be made here (unshare: Operation not permitted): "
-    container = "leave this container, or start it with --privileged"
-    assert error("true", env=refused) == f"{here}{container}"
-    command = [*NOBODY, "test", "-r", ROOT / "run" / "rehearse_two_nodes.sh"]
-    if subprocess.run(command).returncode == 0:
-        line = error("true", env=refused, prefix=NOBODY)
-        assert line == f"{here}sudo run/rehearse_two_nodes.sh true"
+    done = rehearse("true", env={"BASH_FUNC_unshare%%": refusal}).wait()
+    assert (done.returncode, done.stdout) == (1, "")
+    one_line(done, "cannot be made here (unshare: Operation not permitted): use sudo, or docker's")

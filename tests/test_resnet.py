@@ -8,7 +8,7 @@ import re
 import pytest
 import resnet as lesson
 import torch
-from conftest import SIZES, train
+from conftest import SIZES, run
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -36,7 +36,7 @@ def test_two_ranks_with_everything(change, tmp_path):
     copy = change(LESSON, FEW, (end, save + end), (main, forkserver + main))
     flags = ["--dataset", "fake", "--device", "cpu", "--batch_size", 20, "--epochs", 1]
     flags += ["--pretrained", "--lr", 1e-9, "--accumulate", 2, "--double", "--workers", 1]
-    done = train(copy, *flags, processes=2, env={"TORCH_HOME": str(tmp_path)})
+    done = run(copy, *flags, processes=2, env={"TORCH_HOME": str(tmp_path)})
     assert "global batch 20 = 2 ranks x 10 images, on each rank in 2 micro-batches" in done.stdout
     assert len(re.findall(r"^epoch 1/1  loss \d\.\d{12}  ", done.stdout, re.M)) == 1
     state = torch.load(tmp_path / "c.pt", weights_only=True)
@@ -45,13 +45,6 @@ def test_two_ranks_with_everything(change, tmp_path):
     torch.testing.assert_close(state["conv1.weight"], first, atol=1e-6, rtol=0)
     assert state["bn1.num_batches_tracked"] == 3 * 2  # three steps, two micro-batches
     assert state["bn1.running_mean"].abs().sum() > 0
-
-
-def test_the_two_sets_of_cifar10(monkeypatch):
-    """The lesson trains on one and tests on the other. (They are too large for a test.)"""
-    monkeypatch.setattr(lesson, "CIFAR10", lambda folder, train, transform: (folder, train))
-    args = argparse.Namespace(dataset="cifar10", data_dir="here", double=False)
-    assert lesson.load(args) == (("here", True), ("here", False))
 
 
 def test_what_can_not_be_downloaded(tmp_path, monkeypatch):
@@ -67,15 +60,6 @@ def test_what_can_not_be_downloaded(tmp_path, monkeypatch):
         assert line.startswith("error: cannot download")
         for word in (str(tmp_path), "--dataset fake", "omit --pretrained"):
             assert word in line
-
-
-def test_a_worker_that_never_answers():
-    """The rank waits for it as long as for another rank."""
-    args = argparse.Namespace(dataset="fake", double=False, seed=0, batch_size=8, device="cpu")
-    args.timeout = 7
-    for workers, timeout in ((1, 7), (0, 0)):
-        args.workers = workers
-        assert [each.timeout for each in lesson.loaders(args, 0, 2)] == [timeout] * 2
 
 
 def rank_of(rank, count):

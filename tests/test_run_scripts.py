@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 from conftest import ROOT, lesson_path, one_line
@@ -141,28 +142,42 @@ def test_a_page_about_gpus(checkout):
         assert f"{row}\n" in page, page
 
 
-def kind(path):
-    """Return how a lesson's ranks can be started, as the scripts see it: itself, launcher."""
-    ask = 'source run/lesson.sh; ! spawns "$1" || echo itself; ! takes_rank "$1" || echo launcher'
-    command = ["bash", "-c", ask, "", path]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    return done.stdout.split()
-
-
-def test_the_kind_of_each_lesson():
-    """It is what the table in run/README.md says; one without ranks is of neither kind."""
+def test_which_lessons_start_their_ranks():
+    """The scripts that ask find those of the table in run/README.md, and no others."""
     table = (ROOT / "run" / "README.md").read_text()
-    row = r"^\| (`\w+\.py`.*) \| (yes|no) \| (yes|no) \|$"
-    kinds = {}
-    for names, *answers in re.findall(row, table, re.M):
-        for lesson in re.findall(r"`(\w+)\.py`", names):
-            words = zip(["itself", "launcher"], answers, strict=True)
-            kinds[lesson] = [word for word, answer in words if answer == "yes"]
-    assert len(kinds) == 9
-    alone = ["single_gpu", "data_parallel", "model_parallel", "thousand_ranks"]
-    kinds |= dict.fromkeys(alone, [])
-    for lesson in LESSONS:  # all that the table does not name are "later lessons"
-        assert kind(lesson_path(lesson)) == kinds.get(lesson, ["launcher"]), lesson
+    told = set()
+    for names in re.findall(r"^\| (`\w+\.py`[^|]*) \| yes \|", table, re.M):
+        told |= set(re.findall(r"`(\w+)\.py`", names))
+    assert len(told) == 8
+    for name in ("two_nodes_ssh.sh", "rehearse_two_nodes.sh"):
+        asked = re.search(r"grep -Eq '(.*?)' ", (ROOT / "run" / name).read_text())[1]
+        command = ["grep", "-El", asked, *map(lesson_path, LESSONS)]
+        found = subprocess.run(command, capture_output=True, text=True).stdout.split()
+        assert {Path(path).stem for path in found} == told
+
+
+@pytest.mark.parametrize(
+    ("name", "env"),
+    [
+        ("mpirun.sh", {}),
+        ("two_nodes_ssh.sh", {}),
+        ("torchrun_node.sh", {"NODE0": "localhost"}),
+        ("torchrun_node.sh", {}),
+        ("slurm_srun.sbatch", {"SLURM_JOB_ID": "1"}),
+        ("slurm_srun.sbatch", {}),
+        ("slurm_torchrun.sbatch", {"SLURM_JOB_ID": "1"}),
+        ("slurm_torchrun.sbatch", {}),
+        ("pbs.sh", {"PBS_NODEFILE": "nodes"}),
+        ("pbs.sh", {}),
+    ],
+)
+def test_without_a_lesson_or_a_job_one_line_has_what_to_type(name, env):
+    """The scripts that start a lesson end at once."""
+    done = script(ROOT / "run" / name, **env)
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert re.search(r" is missing: |: this is not a (Slurm|PBS) job: ", line), line
+    assert f"/{name}" in line.partition("is")[2], line
 
 
 def test_the_scripts_are_executable():

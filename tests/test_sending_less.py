@@ -11,7 +11,7 @@ import pytest
 import sending_less
 import torch
 import torch.distributed as dist
-from conftest import DIGITS, ROOT, losses, train
+from conftest import DIGITS, ROOT, losses, run
 from nodes import need
 from torch import nn
 from torch.nn import functional as F
@@ -30,11 +30,11 @@ SAME = [
 @pytest.mark.parametrize("processes", [2, 3])
 def test_the_same_twelve_digits(processes):
     """With plain SGD, it makes no difference whether gradients or parameters are averaged."""
-    expected = losses(train("sending_less", *SGD, processes=processes).stdout)
+    expected = losses(run("sending_less", *SGD, processes=processes).stdout)
     for flags in SAME:
-        found = losses(train("sending_less", *SGD, *flags, processes=processes).stdout)
+        found = losses(run("sending_less", *SGD, *flags, processes=processes).stdout)
         assert found == pytest.approx(expected, abs=2e-12)
-    seldom = losses(train("sending_less", *SGD, *SAME[0][:2], processes=processes).stdout)
+    seldom = losses(run("sending_less", *SGD, *SAME[0][:2], processes=processes).stdout)
     assert abs(seldom[1] - expected[1]) > 1e-3
 
 

@@ -9,15 +9,13 @@ import re
 import numpy
 import pytest
 import torch
-from conftest import DIGITS, epochs, one_line, run, single_gpu, train
+from conftest import DIGITS, epochs, launched, one_line, run, single_gpu
 from sharded_data import Files, add_flags, beginning, own_batches, resume, save
 
 from common import flags
 
 LESSON = "sharded_data"
 FLAGS = (*DIGITS, "--batch_size", 120, "--epochs", 2, "--double")
-RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
-RANK |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +65,8 @@ def test_a_run_that_stops_in_an_epoch(files, tmp_path):
     """
     saved = tmp_path / "c.pt"
     own = ("--workers", 1, "--savefile", saved, "--every", 5)
-    assert not epochs(train(LESSON, *FLAGS, *files, *own, "--stop", processes=3).stdout)
-    out = train(LESSON, *FLAGS, *files, *own, processes=2).stdout
+    assert not epochs(run(LESSON, *FLAGS, *files, *own, "--stop", processes=3).stdout)
+    out = run(LESSON, *FLAGS, *files, *own, processes=2).stdout
     assert f"{saved}: 600 images of epoch 1 are done\n" in out
     assert epochs(out) == [
         line | {"loss": pytest.approx(line["loss"], abs=1e-10)} for line in single_gpu(*FLAGS)
@@ -101,7 +99,7 @@ def test_files_that_are_missing(main, tmp_path):
     folder.mkdir()
     command = f"use python {LESSON}.py --files {tmp_path} --make"
     for part, words in (("train", [command]), ("test", ["--batch_size must be at most 50"])):
-        one_line(main(LESSON, "--files", tmp_path, env=RANK), command)
+        one_line(main(LESSON, "--files", tmp_path, env=launched()), command)
         for kind in ("images", "labels"):
             numpy.save(folder / f"{part}-0-{kind}.npy", numpy.zeros(50))
-        one_line(main(LESSON, "--files", tmp_path, env=RANK), *words)
+        one_line(main(LESSON, "--files", tmp_path, env=launched()), *words)

@@ -11,7 +11,7 @@ import pytest
 import sharded_muon
 import torch
 import torch.distributed as dist
-from conftest import DIGITS, lesson_path, losses, ranks, train
+from conftest import DIGITS, lesson_path, losses, ranks, run
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import functional as F
 
@@ -102,15 +102,15 @@ def test_the_singular_values():
 def test_the_same_twelve_digits(model, flags, runs):
     """From all ways and numbers of ranks. PyTorch's own optimizer rounds to bfloat16."""
     found = {}
-    for run in [*runs, "torch 1"]:
-        way, processes = run.split()
+    for each in [*runs, "torch 1"]:
+        way, processes = each.split()
         own = ("--model", model, *flags, "--by", way)
-        done = train(LESSON, *TWO_EPOCHS, *own, processes=int(processes))
-        found[run] = losses(done.stdout)
+        done = run(LESSON, *TWO_EPOCHS, *own, processes=int(processes))
+        found[each] = losses(done.stdout)
     expected = found[runs[0]]
     assert len(expected) == 2
-    for run in runs:
-        assert found[run] == pytest.approx(expected, abs=2e-12), run
+    for each in runs:
+        assert found[each] == pytest.approx(expected, abs=2e-12), each
     apart = [abs(a - b) for a, b in zip(found["torch 1"], expected, strict=True)]
     assert 1e-6 < max(apart) < 5e-3
 

@@ -1,6 +1,7 @@
-"""What stands below a fold, and what imports what."""
+"""What stands below a fold, what differs a little above it, and what imports what."""
 
 import ast
+import difflib
 import re
 
 import pytest
@@ -67,3 +68,39 @@ def test_no_import_runs_back_up(folder):
         above = {"common", "figures", "check", "judging", *LESSONS} - MAY_IMPORT[folder]
         if path.stem != "four_axes":  # it is the sum of several lessons
             assert not modules & above, path
+
+
+OF_EACH = ("train", "main", "add_flags", "check_flags")  # each lesson has its own
+# Functions above the fold whose code nearly is that of an earlier lesson, and why it differs.
+NEARLY = {
+    ("distributed_data_parallel", "distributed_data_parallel2", "save"): "epochs begin at 0 there",
+    ("manual_data_parallel", "profile_steps", "average_in_one_bucket"): "nothing is frozen there",
+    ("fully_sharded_data_parallel", "fully_sharded_checkpoints", "shard"): "has no --keep_weights",
+}
+
+
+def code_of(node):
+    """Return the lines of a function or class, without comments and its own docstring."""
+    if ast.get_docstring(node):
+        node.body = node.body[1:]
+    return ast.unparse(node).splitlines()
+
+
+def test_what_differs_a_little_is_marked():
+    """A reader who knows a function sees what has changed in it: by a NEW mark, or as listed."""
+    above = {}
+    found = set()
+    for lesson in READING_ORDER:
+        text = re.split(r"^# -{10} ", source(lesson), maxsplit=1, flags=re.M)[0]
+        for node in ast.parse(text).body:
+            if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name in OF_EACH:
+                continue
+            is_marked = "# NEW: " in ast.get_source_segment(text, node)
+            code = code_of(node)
+            for earlier, before in above.setdefault(node.name, {}).items():
+                changed = [line for line in difflib.ndiff(before, code) if line[0] in "+-"]
+                is_near = 0 < len(changed) <= min(4, len(code) // 2)
+                if is_near and not is_marked and code not in above[node.name].values():
+                    found.add((earlier, lesson, node.name))
+            above[node.name][lesson] = code
+    assert found == NEARLY.keys(), sorted(found)

@@ -75,11 +75,9 @@ def test_a_lesson_that_starts_its_ranks_until_it_is_ended(sshd, tmp_path):
 def test_ctrl_c(sshd):
     """Typed at a terminal, it ends torchrun and its ranks on both nodes."""
     terminal, end = pty.openpty()
-    command = [*sshd.nodes.enter(0), SCRIPT, LIGHT, *FLAGS]
+    command = ["setsid", "--ctty", "--wait", *sshd.nodes.enter(0), SCRIPT, LIGHT, *FLAGS]
     env = os.environ | {"SSH": sshd.command, "PYTHON": sys.executable}
-    script = subprocess.Popen(
-        ["setsid", "--ctty", "--wait", *map(str, command)], stdin=end, stdout=end, stderr=end, env=env
-    )
+    script = subprocess.Popen(command, env=env, stdin=end, stdout=end, stderr=end)
     os.close(end)
     text = ""
     while text.count(" waits") < 4:

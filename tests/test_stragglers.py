@@ -4,6 +4,7 @@ import re
 
 import pytest
 from conftest import DIGITS, ROOT, ranks
+from test_watch import waits
 
 PAGE = (ROOT / "playground/pages/stragglers.md").read_text()
 FUNCTIONS, LOOP = re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)
@@ -100,7 +101,5 @@ def test_the_waits_of_the_page(change):
     path = change("distributed_data_parallel_torchrun", slow)
     jobs = ranks("watch", path, *DIGITS, "--epochs", 2)
     done, *_ = [job.wait() for job in jobs]
-    shown = re.search(r"^    who waits for whom.*\n((?:    .*\n)+)", PAGE, re.M)[1]
-    without_times = [re.sub(r"[\d.]+ ms", "", text) for text in (shown, done.stdout)]
-    rows, printed = [{row.strip() for row in text.splitlines()} for text in without_times]
+    rows, printed = waits(PAGE, done.stdout)
     assert len(rows) == 2 and rows <= printed

@@ -1,28 +1,12 @@
 """The tensor parallelism lesson: any module. test_pictures.py has the messages of a pair."""
 
 import copy
-import re
 
-import pytest
 import torch
 import torch.distributed as dist
-from conftest import DIGITS, losses, single_gpu, train
 from torch import nn
 
 from watching.ranks import call
-
-LESSON = "tensor_parallel"
-ONE_EPOCH = (*DIGITS, "--batch_size", 120, "--epochs", 1, "--double")
-
-
-def test_a_layer_without_a_partner():
-    """A third linear layer stays whole. The loss is that of single_gpu.py, to 1e-10."""
-    flags = (*ONE_EPOCH, "--model", "cnn", "--layers", 2)
-    done = train(LESSON, *flags, processes=2)
-    [right] = single_gpu(*flags)
-    assert losses(done.stdout) == pytest.approx([right["loss"]], abs=1e-10)
-    kept = re.findall(r"^rank \d keeps ([\d,]+) parameters$", done.stdout, re.M)
-    assert kept == ["35,162", "35,162"]
 
 
 class Several(nn.Module):

@@ -1,11 +1,13 @@
 """playground/tools/watch.py in front of scripts: what it shows, and that it changes nothing."""
 
+import json
 import os
 import re
 import shutil
 import signal
 import sys
 import time
+from unittest import mock
 
 import pytest
 from conftest import (
@@ -20,6 +22,8 @@ from conftest import (
     ranks,
     run,
 )
+
+from watching import show
 
 PAGE = (ROOT / "playground/pages/watching.md").read_text()
 WATCHED = ROOT / "tests" / "watched.py"
@@ -97,6 +101,22 @@ def test_who_waits_for_whom(tmp_path):
         assert re.search(f"<text [^>]*>{re.escape(words)}</text>", shown)
 
 
+def test_no_line_of_the_script_comes_between(tmp_path, monkeypatch):
+    """All tables are one text for the terminal, to which the ranks write, too."""
+    empty = {"calls": [], "noted": [], "lines": [], "borders": [], "held": {}, "part": "all of it"}
+    records = []
+    for rank in range(2):
+        record = empty | {"script": str(WATCHED), "rank": rank, "computing": [[0, 5000]]}
+        records.append(tmp_path / f"{rank}.record")
+        records[-1].write_text(json.dumps(record))
+    terminal = mock.Mock()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    show.show_records(records, "")
+    [text] = filter(None, [call.args[0] for call in terminal.write.call_args_list])
+    assert text.startswith("\nwatch: watched.py, all of it, 5.00 ms\n")
+    assert f"\nrank 1  |{'c' * 88}|\n" in text and text.endswith("long for another one.\n")
+
+
 def in_browser(page):
     """Return the elements of a page after its script has run."""
     names = ("chromium", "chromium-browser", "google-chrome")
@@ -109,12 +129,17 @@ def in_browser(page):
     return done.stdout
 
 
+def waits(page, out):
+    """Return the rows of who waits for whom in a page, and all rows of an output, without times."""
+    shown = re.search(r"^    who waits for whom.*\n((?:    .*\n)+)", page, re.M)[1]
+    without_times = [re.sub(r"[\d.]+ ms", "", text) for text in (shown, out)]
+    return [{row.strip() for row in text.splitlines()} for text in without_times]
+
+
 def test_the_waits_of_readme():
     """The page shows who waits for whom in a lesson without an optimizer, and at which lines."""
-    shown = re.search(r"^    who waits for whom\n((?:    .*\n)+)", PAGE, re.M)[1]
     done = run("watch", lesson_path("blocking_p2p"), "--device", "cpu")
-    without_times = [re.sub(r"[\d.]+ ms", "", text) for text in (shown, done.stdout)]
-    rows, printed = [{row.strip() for row in text.splitlines()} for text in without_times]
+    rows, printed = waits(PAGE, done.stdout)
     assert len(rows) == 4 and rows <= printed
 
 
