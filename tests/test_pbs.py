@@ -40,7 +40,9 @@ def test_a_job_for_each_kind_of_lesson(nodes, tmp_path):
         def submit(*flags, lesson):
             output.unlink(missing_ok=True)
             env = {"LESSON": lesson, "SSH": sshd.command, "PYTHON": sys.executable}
-            done = slurm.command("qsub", "-V", "-o", output, *flags, "run/pbs.sh", **env)
+            done = slurm.command(
+                "qsub", "-V", "-o", output, "-e", output, *flags, "run/pbs.sh", **env
+            )
             assert done.returncode == 0, done.stdout + done.stderr
             return int(done.stdout.split(".")[0])
 

@@ -1,0 +1,449 @@
+r"""The exercises in the docstrings end as playground/pages/answers.md says. Each is done on a copy.
+
+An entry of EDITS has a lesson, an exercise, the ranks (-: it takes no such number), flags, and how
+it is run: with 32 bits and not --double, with PyTorch's DETAIL, or with watch.py in front of it.
+`A => B` replaces A in the code. \n is a new line, and ... in B is A. `first` names a lesson that
+runs before, with flags. Then comes what happens:
+
+    loss L     the last loss is L, as in answers.md
+    same       the loss is that of the lesson, to the last digit; differs: it is not. (What lessons
+               read of a text is shorter than for answers.md, so the losses there are others.)
+    says W     W is printed, and is in answers.md
+    prints W   W is printed
+    fails W    there is an error (otherwise there is none), and W is printed and in answers.md
+
+Answers about times, and about what differs from run to run, are not here. Those that take more than
+an edit are in test_resumable.py, test_fsdp_checkpoints.py and test_hybrid_parallel.py.
+"""
+
+import ast
+import re
+
+import pytest
+from conftest import DIGITS, ROOT, lesson_path, losses, ranks, run, talks
+from lessons import LESSONS, small_data
+
+ANSWERS = (ROOT / "playground" / "pages" / "answers.md").read_text()
+EDITS = r"""
+blocking_p2p 1 | 2
+    zeros(4, => zeros(3,
+    fails 16 vs 12. Received data size doesn't match expected size
+blocking_p2p 2 | 2
+    src=rank - 1) => src=rank)
+    fails Pair is not connected
+blocking_p2p 3 | 3 | --deadlock
+    prints rank 0: even ranks send first: received 2
+nonblocking_p2p 1 | 2
+    compute(mine.device)  # => mine.fill_(9)\n    ...
+    prints nonblocking, rank 0: [-1.0, -1.0] -> [9.0, 9.0]
+    prints nonblocking, rank 1: [-1.0, -1.0] -> [0.0, 0.0]
+collectives 1 | 2 | --timeout 3
+    dist.all_reduce(mine)\n => if rank != 1:\n        ...
+    fails Timed out waiting
+collectives 1 | 2 | --timeout 3 | DETAIL
+    dist.all_reduce(mine)\n => if rank != 1:\n        ...
+    fails Rank 1 is running collective:
+    fails OpType=ALLREDUCE
+collectives 2 | 2
+    dist.all_reduce(mine)\n => ones = torch.ones_like(mine)\n    ...    dist.all_reduce(ones)\n
+    all_reduce(mine)\n    dist => all_reduce(mine if rank == 0 else ones)\n    dist
+    all_reduce(ones) => all_reduce(ones if rank == 0 else mine)
+    prints rank 0: [10.0, 11.0] -> [11.0, 12.0]
+    prints rank 1: [20.0, 21.0] -> [21.0, 22.0]
+collectives 3 | 2
+    broadcast(mine, src => broadcast(mine[:1] if rank == 0 else mine, src
+    prints rank 1: [20.0, 21.0] -> [10.0, 21.0]
+collectives 3 | 2 | --timeout 3
+    dist.all_reduce(mine)\n => dist.all_reduce(mine[:1] if rank == 0 else mine)\n
+    fails error
+single_gpu 1 | -
+    train_loader.sampler.generator.manual_seed(args.seed + epoch) => pass
+    differs
+single_gpu 2 | -
+    optimizer.zero_grad() => pass
+    loss 1.4891
+data_parallel 1 | - | --by hand -g 2
+    def fit( => def end(model):\n    print(list(model.state_dict()))\n\n\n...
+    fit(model, optimizer, train_loader, test_loader, device, args)\n => ...    end(model)\n
+    prints module.stage1
+data_parallel 2 | - | --by hand -g 2
+    functional_call(replica, parameters, part.to(device)) => replica(part.to(device))
+    loss 2.31
+manual_data_parallel 1 | 2
+    send_weights(model)  # => pass  #
+    loss 1.6639
+manual_data_parallel 2 | 2
+    average(model)  # => pass  #
+    loss 1.5555
+distributed_data_parallel 1 | 2
+    train_loader.sampler.set_epoch(epoch) => pass
+    loss 1.3936
+distributed_data_parallel 2 | 2
+    _, test_correct, => if rank == 0: ...
+    fails SIGABRT
+distributed_data_parallel 3 | 2
+    model = Distributed => model.unused = torch.nn.Linear(1, 1).to(device)\n    ...
+    fails Expected to have finished reduction in the prior iteration
+    fails Parameter indices which did not receive grad for rank
+    fails find_unused_parameters=True
+distributed_data_parallel2 1 | 2
+    average=False => average=True
+    images = sums["images"].item() => ...; print("images", images)
+    prints images 720.0
+    loss 1.4064
+distributed_data_parallel2 2 | 2 | --timeout 3
+    parts = comm.gather(run_epoch(plain, test_loader, device)) => tested = run_epoch
+    _, test_correct, => parts = comm.gather(tested(plain, test_loader, device))\n            ...
+    fails Timed out waiting
+model_parallel 1 | -
+    self.stage1(micro_batch).to(self.devices[1]) => self.stage1(micro_batch)
+    loss 1.4064
+model_parallel 2 | - | --pipelined
+    F.cross_entropy(logits, labels) => sum(map(F.cross_entropy, *parts))
+    loss = => parts = logits.tensor_split(4), labels.tensor_split(4)\n            ...
+    says 85.86%
+overlapped_data_parallel 1 | 2
+    buckets = Buckets(model, args.bucket_cap_mb)  # => model.stage1.requires_grad_(False)\n    ...
+    fails cannot register a hook on a tensor that doesn't require gradient
+profile_steps 2 | 2
+    profiler.step() => pass
+    fails not enough values to unpack (expected 4, got 0)
+finding_hangs 1 | - | --fault loader --timeout 8
+    batch_size=4, => ... num_workers=1, multiprocessing_context="fork",
+    says for batch in DataLoader(
+finding_hangs 2 | - | --fault early --timeout 5
+    def root( => def at_the_end(rank):\n    return rank == 1 or dist.barrier()\n\n\n...
+    (numbers)\n    dist.barrier()\n\n\ndef at => (numbers)\n    at_the_end(rank)\n\n\ndef at
+    says by peer
+    says exit code 0
+finding_hangs 3 | - | --fault shapes --timeout 5
+    torch.ones(5 if => torch.ones(1_000_000 if
+    says exit code -6
+    says Received data size doesn't match expected size
+resumable 2 | 2 | --run_dir TMP/run --epochs 3
+    first resumable --run_dir TMP/run
+    optimizer.load_state_dict(state["optimizer"]) => pass
+    loss 0.7156
+resumable 3 | 2 | --run_dir TMP/run
+    flag = torch => return asked\n    ...
+    for epoch in range( => if rank == 0:\n        os.kill(os.getpid(), signal.SIGTERM)\n    ...
+    fails Connection
+    prints stopped after step 10 of epoch 1
+sending_less 1 | 2 | --by diloco
+    agreed - parameter => parameter - agreed
+    loss 2.2781
+sharded_data 1 | 2 | --workers 1 --files TMP
+    first sharded_data --make --files TMP
+    manual_seed(seed + epoch) => manual_seed(seed + epoch + rank)
+    loss 1.3396
+sharded_optimizer 1 | 2
+    make_optimizer([self.shard]) => make_optimizer([self.flat])
+    loss 2.31
+    prints rank 0 holds         0 bytes of optimizer state
+sharded_optimizer 2 | 2
+    dist.all_gather_into_tensor(self.flat, self.shard) => pass
+    prints epoch 2/2  loss
+manual_fully_sharded 1 | 2 | | 32 bits
+    layer.register_forward_hook(self.free) => pass
+    loss 1.4064
+    says 236,840
+manual_fully_sharded 2 | 2
+    Adam(shards, => Adam(model.parameters(),
+    prints loss 2.3
+manual_fully_sharded 3 | 2
+    torch.manual_seed(args.seed)\n => torch.manual_seed(args.seed + rank)\n
+    prints epoch 2/2  loss
+fully_sharded_data_parallel 1 | 2
+    shard(model, args)  # => optimizer = torch.optim.Adam(model.parameters())\n        ...
+    optimizer = torch.optim.Adam(model.parameters(), lr => torch.optim.Adam(model.parameters(), lr
+    says 0 bytes of optimizer state
+fully_sharded_data_parallel 2 | 2 | | 32 bits
+    for layer in model.layers: => for layer in []:
+    loss 1.4064
+    says 236,840
+fully_sharded_data_parallel 3 | 2
+    torch.manual_seed(args.seed)\n => torch.manual_seed(args.seed + rank)\n
+    prints epoch 2/2  loss
+fully_sharded_data_parallel 4 | 4 | | watch
+    reshard_after_forward=not args.keep_weights => reshard_after_forward=2
+    prints all_gather 2 dim_1 4 118,680
+fully_sharded_export 1 | 2 | --load TMP/c.pt
+    first distributed_data_parallel -s TMP/c.pt --epochs 1
+    state["optimizer"] = by_name(state["optimizer"], model, optimizer) => pass
+    loss 1.4028
+sharded_muon 1 | 2 | --by gather
+    update.full_tensor() => update.to_local()
+    results.append(whole[ => results.append(whole)\n        continue\n        ...
+    loss 0.9729
+sharded_muon 2 | 2
+    rows = F.pad(rows, => pad = (rows,
+    same
+sharded_muon 3 | 2
+    wholes = [None if whole is None else orthogonalize(whole) for whole in wholes]\n => \n
+    tall = matrix.shape => if matrix is None:\n        return None\n    ...
+    append(scatter_rows(whole, => append(scatter_rows(orthogonalize(whole),
+    same
+manual_pipeline 1 | 2
+    labels) * len(labels) / self.batch_size => labels)
+    differs
+manual_pipeline 2 | 2 | --timeout 3 --schedule F0,B0,F1,B1 F0,F1,B0,B1
+    fails dist.recv(gradient,
+    fails dist.recv(inputs,
+pipeline_parallel 1 | 2
+    , target=labels)\n        return self.schedule.eval => )\n        return self.schedule.eval
+    fails loss_fn and target required for last stage
+tensor_parallel 1 | 2
+    F.linear(AddGradients.apply(inputs), => F.linear(inputs,
+    loss 1.5168
+tensor_parallel 2 | 2
+    torch.manual_seed(args.seed)\n    model = => torch.manual_seed(args.seed + rank)\n    model =
+    loss 1.4322
+tensor_parallel 2 | 2 | --by dtensor
+    torch.manual_seed(args.seed)\n    model = => torch.manual_seed(args.seed + rank)\n    model =
+    loss 1.4064
+tensor_parallel 3 | 2
+    sampler.set_epoch(epoch) => sampler.set_epoch(epoch + rank)
+    loss 2.04
+tensor_parallel 4 | 2 | --by dtensor
+    plan[first] => plan[first + "x"]
+    fails Parallelize plan key '1x' could not be resolved
+tensor_parallel 4 | 2 | --by dtensor
+    plan[first] => plan[first + "x"]
+    plan[second] => plan[second + "x"]
+    loss 1.4064
+    says 59,210
+hybrid_parallel 1 | 4 | --model cnn
+    optimizer.step() => torch.nn.utils.clip_grad_norm_(model.parameters(), 1); ...
+    fails must have the same mesh
+hybrid_parallel 2 | 4
+    sampler.set_epoch(epoch) => sampler.set_epoch(epoch + rank)
+    loss 2.0458
+hybrid_parallel 3 | 4
+    split(model, mesh["tp"]) => shard(model, mesh["dp"])\n        ...
+    fails Cannot distribute a DTensor with device mesh
+mixed_precision 1 | 1 | --lr 1e-5 --epochs 3
+    make_model(args) => make_model(args).bfloat16()
+    loss 2.5101
+mixed_precision 2 | 2
+    return logits.float() => return logits
+    loss 1.35
+mixed_precision 3 | 2 | --precision float16 --clip 1
+    scaler.unscale_(optimizer)  # => pass  #
+    loss 2.2184
+activation_checkpointing 1 | 2 | --dropout
+    use_reentrant=False) => use_reentrant=False, preserve_rng_state=False)
+    loss 1.3723
+activation_checkpointing 2 | 2 | | 32 bits
+    for stage in (model.stage1, model.stage2): => replace(chosen)\n    for stage in ():
+    def build( => def replace(all):\n    for each in all: each.mlp = Checkpointed(each.mlp)\n\n\n...
+    says 3,962,404
+activation_checkpointing 3 | 2
+    use_reentrant=False => use_reentrant=True
+    DistributedDataParallel(model) => DistributedDataParallel(model, find_unused_parameters=True)
+    fails Expected to mark a variable ready only once
+activation_checkpointing 4 | 2
+    import Block => import Block, Tokens
+    if isinstance(layer, Block)] => if isinstance(layer, (Block, Tokens))]
+    use_reentrant=False => use_reentrant=True
+    fails None of the inputs have requires_grad=True
+    fails Expected to have finished reduction in the prior iteration
+sequence_parallel 1 | 2 | --sequence
+    parameter.register_hook( => str(
+    loss 1.3345
+sequence_parallel 2 | 2 | --sequence
+    chunks = list( => return BeginPair.apply(tokens, True, self.group)\n        ...
+    loss 1.34762
+sequence_parallel 3 | 2
+    return torch.nn.Parameter( => whole = parameter.detach().unflatten(dim, (-1, 2))\n    ...
+    cut(parameter.detach(), => cut(torch.cat(whole.unbind(dim + 1), dim),
+    loss 1.3572
+sequence_parallel 4 | 2 | --by dtensor --sequence
+    plan[f"{name}.norm1"] = => _ =
+    plan[f"{name}.norm2"] = => _ =
+    loss 1.3466
+context_parallel 1 | 2
+    DistributedDataParallel(model) => model
+    differs
+context_parallel 2 | 2
+    total_of_rows *= correction => pass
+    differs
+context_parallel 3 | 2
+    grad_travelling = pass_on => if step < world_size - 1: ...
+    differs
+expert_parallel 1 | 2
+    Exchange.apply(rows, => all_to_all(rows,
+    loss 1.3563
+expert_parallel 1 | 2
+    Exchange.apply(outputs, => all_to_all(outputs,
+    fails unsupported operand type(s) for /=: 'NoneType' and 'int'
+expert_parallel 2 | 2
+    if ".experts." not in name: => if True:
+    loss 1.3586
+expert_parallel 3 | 1 | --balance 0.1
+    dist.all_reduce(load) => pass
+    loss 1.301868
+expert_parallel 3 | 2 | --balance 0.1
+    dist.all_reduce(load) => pass
+    loss 1.301763
+expert_parallel 4 | 2 | --timeout 3
+    outputs[mine] = mlp => if mine.any(): ...
+    order = expert.argsort() => expert = torch.zeros_like(expert)\n        ...
+    fails average_gradients
+    prints in backward
+language_model 2 | 1 | --tied
+    fully_shard(model, => fully_shard(model.stage1[0], mesh=mesh); ...
+    fails is shared with a parameter already managed by another FSDP group
+language_model 3 | 2
+    total / labels.numel() => total / micro_labels.numel()
+    loss 8.7017
+language_model 4 | 2
+    micro_batches = zip( => model.set_requires_gradient_sync(False)\n    ...
+    loss 5.6411
+language_model 4 | 2
+    micro_batches = zip( => last = lambda part: part[-1].equal(rows[-1])\n    ...
+    logits = model(micro => model.set_requires_gradient_sync(last(micro_rows))\n        ...
+    prints loss 4.355
+token_mean 1 | 2
+    total / count * dist.get_world_size() => total / count
+    differs
+token_mean 2 | 2 | --micro_batches 4
+    loss = total / count => own = (labels >= 0).sum()\n        dist.all_reduce(own)\n        ...
+    total / count => total / own
+    differs
+token_mean 3 | 2 | --packed
+    keep_apart(model)\n    if => pass\n    if
+    differs
+vocabulary_parallel 1 | 2
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group) => pass
+    differs
+vocabulary_parallel 2 | 2
+    scores.amax(dim=1) => torch.zeros_like(scores[:, 0])
+    same
+vocabulary_parallel 3 | 2
+    self.weight) * own[..., None] => self.weight)
+    differs
+vocabulary_parallel 4 | 2
+    F.linear(AddGradients.apply(tokens, self.group), => F.linear(tokens,
+    differs
+four_axes 1 | 2 | --mesh 1x1x2x1
+    step(*inputs, target=self.own(labels)) => step(*inputs, target=self.own(rows).roll(-1, dims=1))
+    differs
+four_axes 2 | 2 | --mesh 1x1x2x1
+    shard(stage, flat => [vars(each).pop("positions", None) for each in stage.modules()]\n    ...
+    differs
+four_axes 3 | 2 | --mesh 2x1x1x1 --tied
+    dist.all_reduce(table.grad.to_local(), group=ends) => pass
+    differs
+four_axes 4 | 2 | --mesh 1x2x1x1
+    self.tokens * self.ranks => self.tokens
+    differs
+four_axes 5 | 4 | --mesh 1x2x1x2 --width 64
+    shard(stage, flat => _ = (stage, flat
+    split_layers(stage, mesh => shard(stage, flat["dp_cp"]); ...
+    fails The size of tensor a (64) must match the size of tensor b (32)
+thousand_ranks 1 | - | --mesh 32x32
+    fails unflatten: Provided sizes [-1, 128] don't multiply up to the size of dim 2 (64)
+thousand_ranks 2 | -
+    fully_shard(layer, => fully_shard(layer, reshard_after_forward=False,
+    says 6,145.9
+    says 1,565.3
+thousand_ranks 3 | -
+    block.norm1 = => _ =
+    block.norm2 = => _ =
+    end.norm = => _ =
+    says 5,419.7
+thousand_ranks 4 | -
+    loss.backward() => dist.barrier() if dist.get_rank() == 0 else None\n        ...
+    prints 4,601.8
+"""
+FLAGS = {
+    "digits": (*DIGITS, "--batch_size", 120, "--epochs", 2),  # as in answers.md
+    "text": ("--device", "cpu", "--width", 16, "--epochs", 2),
+}
+INTRODUCTION, *SECTIONS = re.split(r"^## ", ANSWERS, flags=re.M)
+
+
+def answers_of(lesson):
+    """Return what answers.md has about a lesson: what stands above the answers, and the answers."""
+    [section] = [section for section in SECTIONS if section.startswith(f"`{lesson}.py`\n")]
+    return [" ".join(part.split()) for part in re.split(r"^\d\. ", section, flags=re.M)]
+
+
+def test_each_exercise_has_an_answer():
+    """answers.md answers as many exercises of each lesson as its docstring has."""
+    for lesson in LESSONS:
+        docstring = ast.get_docstring(ast.parse(lesson_path(lesson).read_text()))
+        exercises = docstring.partition("Try breaking it")[2]
+        numbers = re.findall(r"^  (\d)\. ", exercises, re.M)
+        assert len(answers_of(lesson)) - 1 == len(numbers) > 0, lesson
+
+
+# In language_model.py, to read the first twelve documents of the text.
+TWELVE = (
+    "from pydoc_data import topics\n\ntopics.topics = dict(sorted(topics.topics.items())[:12])\n"
+)
+
+
+def parsed(lines):
+    """Return what an entry replaces, the command that runs before or None, and what happens."""
+    pairs, before, expected = [], None, []
+    for line in lines:
+        kind, _, words = line.strip().partition(" ")
+        if " => " in line:
+            old, new = line[4:].encode().decode("unicode_escape").split(" => ")
+            pairs.append((old, new.replace("...", old)))
+        elif kind == "first":
+            before = words.split()
+        else:
+            expected.append((kind, " ".join(words.split())))
+    return pairs, before, expected
+
+
+def check(done, kind, words, unchanged):
+    """Check one thing that happens. `unchanged` runs the lesson as it is."""
+    if kind == "loss":
+        rounding = 0.6 * 10 ** -len(words.partition(".")[2])
+        if "--double" not in done.args:
+            rounding += 3e-4
+        assert losses(done.stdout)[-1] == pytest.approx(float(words), abs=rounding)
+    elif kind in ("same", "differs"):
+        right = pytest.approx(losses(unchanged().stdout), abs=1e-10)
+        assert (losses(done.stdout) == right) == (kind == "same")
+    else:
+        assert words in " ".join((done.stdout + done.stderr).split())
+
+
+@pytest.mark.parametrize(
+    "edit", re.findall(r"^\w.*\n(?: .*\n)+", EDITS, re.M), ids=lambda edit: edit.split(" |")[0]
+)
+def test_an_edit(edit, change, tmp_path):
+    """What happens, and that answers.md has it."""
+    head, *lines = edit.replace("TMP", str(tmp_path)).strip().splitlines()
+    name, count, more, how = [part.strip() for part in f"{head}| | |".split("|")][:4]
+    lesson, number = name.split()
+    pairs, before, expected = parsed(lines)
+    flags = [] if talks(lesson) else [*FLAGS[small_data(lesson)]]
+    if flags and lesson != "mixed_precision" and how not in ("32 bits", "watch"):
+        flags.append("--double")
+    options = {"processes": None if count == "-" else int(count), "env": {}}
+    if "fails" in dict(expected):
+        options["status"] = "error"
+    if how == "DETAIL":  # PyTorch reads it when it is imported
+        options |= {"env": {"TORCH_DISTRIBUTED_DEBUG": how}, "cold": True}
+    if lesson == "language_model":
+        pairs.append(("import math\n", f"import math\n{TWELVE}"))
+    elif small_data(lesson) == "text":
+        options["env"] = {"DOCUMENTS": "40"}
+    if before is not None:
+        run(before[0], *flags, *before[1:], processes=None if "--make" in before else 2)
+    flags += more.split()
+    copy = change(lesson, *pairs)
+    if how == "watch":  # the lesson behind watch.py
+        done, *_ = [job.wait() for job in ranks("watch", copy, *flags, processes=int(count))]
+    else:
+        done = run(copy, *flags, **options)
+    above, *answers = answers_of(lesson)
+    answer = INTRODUCTION + above + answers[int(number) - 1]
+    for kind, words in expected:
+        assert kind == "prints" or words in answer
+        check(done, kind, words, lambda: run(lesson, *flags, **options))

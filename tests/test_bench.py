@@ -1,0 +1,194 @@
+"""bench.py: its numbers are the lessons' own, a failure is a row, and no process is left behind.
+
+Short scripts stand for most lessons. Below are the bare programs, which bench.py compares with
+lessons, and the memory of the loader.
+"""
+
+import importlib
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import bench
+import pytest
+from conftest import ROOT, SHORT, Lesson, alive, epochs, ranks, run, single_gpu
+from torch.utils.data import DataLoader
+
+from common.data import fetch, load, whole_batch
+from watching import runs
+
+EPOCHS = """import sys
+for epoch, speed in enumerate({speeds}, start=1):
+    numbers = f"train 72.43%  test 85.19%  0.50 s  {{speed:,}} images/s"
+    print(f"epoch {{epoch}}/3  loss {{1.5 / epoch:.4f}}  {{numbers}}", flush=True)
+"""
+
+
+def table(text):
+    """Return the rows of a Markdown table as dicts."""
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    head, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return [dict(zip(head, row, strict=True)) for row in rows]
+
+
+@pytest.fixture
+def benched(tmp_path, monkeypatch, capsys):
+    """A function that runs bench.py in this process, with scripts in place of the lessons."""
+
+    def called(scripts, *flags):
+        for name, code in scripts.items():
+            (tmp_path / f"{name}.py").write_text(code)
+        monkeypatch.setattr(bench, "PLAYGROUND", tmp_path)
+        monkeypatch.setattr(sys, "argv", ["bench.py", *map(str, flags)])
+        status = bench.main()
+        return status, table(capsys.readouterr().out)
+
+    return called
+
+
+def test_two_lessons_have_the_same_losses():
+    """One process and DDP, in float64."""
+    flags = (*SHORT, "--double")
+    name = "distributed_data_parallel_torchrun"
+    done = run("bench", *flags, "--only", "single_gpu", name, cold=True)
+    one, several = table(done.stdout)
+    assert (one["lesson"], several["lesson"]) == ("single_gpu", f"torchrun 2 {name}")
+    expected = single_gpu(*flags)[-1]
+    for row in (one, several):
+        assert float(row["loss"]) == pytest.approx(expected["loss"], abs=2e-12)
+        assert row["test"] == f"{expected['test']:.2f}%"
+        assert 200 < float(row["MiB"].replace(",", "")) < 5000
+    assert "MiB on a GPU" not in one
+
+
+def test_what_fails_is_a_row(benched, monkeypatch):
+    """It has the lesson's last words, and the status is 1."""
+    scripts = {
+        "good": EPOCHS.format(speeds=[5, 1000, 3000]),
+        "broken": "raise SystemExit('error: broken on purpose')",
+        "divides": "1 / 0",
+        "silent": "",
+    }
+    monkeypatch.setattr(bench, "RUNS", [*scripts, "torchrun N broken"])
+    status, [good, *failed] = benched(scripts)
+    assert status == 1
+    assert (good["loss"], good["per s"], good["error"]) == ("0.5", "2,000", "")
+    assert [row["error"] for row in failed] == [
+        "error: broken on purpose",
+        "ZeroDivisionError: division by zero",
+        "status 0 without a word",
+        "error: broken on purpose",
+    ]
+    assert failed[-1]["lesson"] == "torchrun 2 broken"
+    assert benched(scripts, "--only", "good")[0] == 0
+
+
+def test_a_pair(benched, monkeypatch):
+    """The medians without the first epoch, and their ratio."""
+    scripts = {"a": EPOCHS.format(speeds=[1, 2000, 4000]), "b": EPOCHS.format(speeds=[9, 500, 700])}
+    monkeypatch.setattr(bench, "PAIRS", [("a", "b", 0.87)])
+    status, [first, second] = benched(scripts, "--pairs", "--repeats", 2)
+    assert (status, first["per s"], second["per s"]) == (0, "3,000", "600")
+    assert (first["times"], first["at least"], second["times"]) == ("5.00", "0.87", "")
+
+
+HANGS = """import subprocess
+child = subprocess.Popen(["sleep", "999"], start_new_session=True)
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+def test_a_run_that_hangs_is_ended():
+    """So is what it has started, in whatever session."""
+    done = runs.run(["python", "-c", HANGS], limit=5)
+    assert done.status == -signal.SIGKILL
+    assert done.last_words == "error: it took longer than 5 s"
+    end = time.monotonic() + 60
+    while alive(int(done.out)):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_keeps_what_there_is(number, change):
+    """The first lesson is in the table, and no process is left, though torchrun has sessions."""
+    path = change("bench")
+    started = path.parent / "started"
+    wait = f"open({str(started)!r}, 'w')\nimport time\ntime.sleep(999)\n"
+    (path.parents[1] / "single_gpu.py").write_text(EPOCHS.format(speeds=[1]))
+    (path.parents[1] / "distributed_data_parallel_torchrun.py").write_text(wait)
+    words = ("single_gpu", "distributed_data_parallel_torchrun")
+    job = Lesson(path, "--only", *words, cold=True)
+    end = time.monotonic() + 300
+    while not started.exists() and time.monotonic() < end:
+        time.sleep(0.1)
+    os.kill(job.process.pid, number)
+    done = job.wait()
+    assert done.returncode == 1
+    assert [row["lesson"] for row in table(done.stdout)] == ["single_gpu"]
+
+
+GPU = """class cuda:
+    is_initialized = lambda: True
+    device_count = lambda: 2
+    max_memory_allocated = lambda index: (3 + index) * 2**20
+"""
+
+
+def test_the_memory_of_a_gpu(tmp_path):
+    """It is that of the fullest GPU. (A module of the same name stands for PyTorch.)"""
+    (tmp_path / "torch.py").write_text(GPU)
+    (tmp_path / "lesson.py").write_text("import torch\n")
+    assert runs.run(["python", str(tmp_path / "lesson.py")]).gpu_memory == 4
+    assert runs.run(["python", "-c", "pass"]).gpu_memory == 0
+
+
+BARE = [pair for pair in bench.PAIRS if "bare" in pair[1].split()]
+
+
+@pytest.mark.parametrize(("lesson", "bare"), [pair[:2] for pair in BARE])
+def test_a_bare_program_prints_the_numbers_of_its_lesson(lesson, bare):
+    """A lesson and its bare program print the same losses and accuracies on little data."""
+    lesson, *flags = lesson.split()
+    processes = None
+    if lesson == "torchrun":
+        processes, lesson, *flags = flags
+    *_, kind, data = bare.replace("mnist", "digits").split()
+    few = {"DOCUMENTS": "40"}  # of the text
+    flags += [*SHORT, "--dataset", data]
+    processes = int(processes) if processes else None
+    expected = run(Path(lesson).name, *flags, processes=processes, env=few)
+    jobs = ranks(
+        ROOT / "tests/bare.py", kind, data, "data", 120, 1, processes=processes or 1, env=few
+    )
+    done, *_ = [job.wait() for job in jobs]
+    assert len(epochs(done.stdout)) == 1, done.stderr
+    assert epochs(done.stdout) == epochs(expected.stdout)
+
+
+def growth(data_dir):
+    """Load MNIST and read it once. Returns by how much this grows, as a multiple of the images."""
+
+    def memory(field):
+        status = Path("/proc/self/status").read_text()
+        return int(re.search(rf"^{field}:\s+(\d+) kB$", status, re.M)[1]) * 1024
+
+    importlib.import_module("torchvision.datasets")  # which load() would import
+    before = memory("VmRSS")
+    train_set, test_set = load("mnist", data_dir)
+    for _ in DataLoader(train_set, 128, shuffle=True, collate_fn=whole_batch):
+        pass
+    return (memory("VmHWM") - before) / (train_set.images.nbytes + test_set.images.nbytes)
+
+
+def test_loader_takes_little_memory(mnist):
+    """load() and a pass over the DataLoader need at most 1.5 times the memory of the images."""
+    fetch("mnist", mnist)  # which unpacks the archives
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
+        assert fresh.submit(growth, mnist).result() == pytest.approx(1.25, abs=0.25)
