@@ -14,7 +14,6 @@ import faulthandler
 import functools
 import importlib.util
 import json
-import multiprocessing
 import os
 import pickle
 import re
@@ -37,13 +36,15 @@ import torch._inductor.codecache  # the recorder imports it: here, before the ra
 import torch.distributed as dist
 from judging.checks.fault_late_rank import MILLISECONDS, RANK
 
+from watching.ranks import call
+
 RANKS = 4
 # A rank is looked at when it has made so many calls, or none for so many seconds.
 CALLS = 24
 SECONDS = 3
 
 
-def run(folder, rank, meeting):
+def run(rank, folder, meeting):
     """Run the program of a folder as one rank, and write what it shows."""
     log = open(folder / "log.txt", "a")  # noqa: SIM115, what the rank prints goes there
     os.dup2(log.fileno(), 1)
@@ -66,7 +67,6 @@ def run(folder, rank, meeting):
         print(f"rank {rank}: {error}", flush=True)
     looking.join()
     time.sleep(SECONDS)  # so that another rank's timeout is not cut short
-    os._exit(0)  # leaving the group could hang, too
 
 
 def read_late(read, rank, step):
@@ -122,25 +122,13 @@ def clean(folder):
 
 
 def main():
-    """Run all programs side by side."""
-    folders = [path.parent for path in sorted(HERE.glob("*/program.py"))]
-    fork = multiprocessing.get_context("fork")
-    processes = []
-    with tempfile.TemporaryDirectory() as meetings:
-        for folder in folders:
-            (folder / "log.txt").unlink(missing_ok=True)
-            for rank in range(RANKS):
-                settings = folder, rank, f"file://{meetings}/{folder.name}"
-                processes.append(fork.Process(target=run, args=settings))
-        try:
-            for process in processes:
-                process.start()
-            for process in processes:
-                process.join()
-        finally:
-            for process in multiprocessing.active_children():
-                process.kill()
-    for folder in folders:
+    """Run one program after another."""
+    for program in sorted(HERE.glob("*/program.py")):
+        folder = program.parent
+        (folder / "log.txt").unlink(missing_ok=True)
+        with tempfile.TemporaryDirectory() as meetings:
+            # Each rank joins by itself. Leaving the group could hang.
+            call(run, RANKS, folder, f"file://{meetings}/meet", group=False)
         clean(folder)
 
 

@@ -100,6 +100,7 @@ class Verdict:
         case: the case in words; empty if it is not about one case.
         ranks: the number of ranks in words, of all runs: "3 ranks", or "3, then 4 ranks".
         lines: what is wrong.
+        facts: how the results differ.
         why: what the cause may be; None: unknown.
         is_clear: whether the lines say all that there is to say.
         trace: who sent what to whom, step by step.
@@ -112,6 +113,7 @@ class Verdict:
     case: str = ""
     ranks: str = ""
     lines: list[str] = field(default_factory=list)
+    facts: str | None = None
     why: str | None = None
     is_clear: bool = False
     trace: list[str] = field(default_factory=list)
@@ -256,7 +258,7 @@ class Attempt:
         if any(self.differs(later, trial, rank) for rank in wrong):
             for rank in all_ranks(trial) if self.exercise.start else ():
                 trial.start[rank] = self.exercise.start(rank, trial.world_size, **trial.case)
-            verdict.why = why_it_is_wrong(trial, wrong, self.exercise.TOLERANCE, trial.start)
+            verdict.facts = why_it_is_wrong(trial, self.exercise.TOLERANCE)
         else:
             verdict.is_clear = True
             verdict.why = "It is right a moment later: wait() for every request before you return."

@@ -124,4 +124,4 @@ def lines_about(exercise, verdicts, fault):
     rung = " (rung 1 of 2)" if exercise.rungs == 2 and fault.passed == 0 else ""
     lines.append(fault_in_words(fault) + rung)
     only = right_only(exercise, verdicts, fault)
-    return lines + [f"  {line}" for line in [*fault.lines, fault.why, only] if line]
+    return lines + [f"  {line}" for line in [*fault.lines, fault.facts, fault.why, only] if line]

@@ -4,7 +4,7 @@ import itertools
 
 import torch
 
-from watching.facts import TOLERANCE, facts
+from watching.facts import facts
 
 LENGTH = 190  # characters of a line, at most
 LOST = "Another rank has left the group, or its process has ended, so the connection is lost."
@@ -80,10 +80,10 @@ def costs(rank, unit, number, limit, world_size):
     return text
 
 
-def why_it_is_wrong(trial, wrong, tolerance=TOLERANCE, start=None):
+def why_it_is_wrong(trial, tolerance):
     """Return facts about wrong results, in one line; None if there are none."""
     line = ""
-    for fact in facts(trial.results, trial.expected, tolerance, start):
+    for fact in facts(trial.results, trial.expected, tolerance, trial.start):
         if len(line) + len(fact) < LENGTH:
             line += f" {fact}" if line else fact
     return line or None
@@ -95,13 +95,15 @@ def digits_of(rank, shape, dtype):
     return (10**rank * torch.arange(1, count + 1)).to(dtype).view(shape)
 
 
-def contributions(number, parts):
-    """Return how often each rank's number is in a sum, 0 to 2 times; None if there is no such way.
+def wrong_in_sum(number, parts):
+    """Return which rank's number is missing in a sum, or is there twice; None if none is.
 
     `parts` has each rank's number. Powers of 10, for example: then there is one way at most.
     """
     for counts in itertools.product(range(3), repeat=len(parts)):
         total = sum(count * part for count, part in zip(counts, parts, strict=True))
         if abs(total - number) <= 1e-6 * max(1, abs(number)):
-            return counts
+            for rank, count in enumerate(counts):
+                if count != 1:
+                    return f"Rank {rank}'s numbers are {'added twice' if count else 'missing'}"
     return None

@@ -7,11 +7,11 @@ import context_parallel
 import torch
 import torch.distributed as dist
 from matplotlib.axes import Axes
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Patch
 from torch import Tensor
 
-from figures.counting import of_all_ranks
-from figures.style import BLUE, COLOURS, GREEN, INK, new_figure, save
+from figures.counting import of_all_ranks, runs
+from figures.style import COLOURS, INK, box, ink_on, new_figure, save
 
 RANKS = 4
 TOKENS = 16
@@ -85,40 +85,25 @@ def _draw_scores(panel: Axes, count: dict) -> None:
                     seen = key <= query
                     colour = COLOURS[rank] if seen else "white"
                     edge = "white" if seen else COLOURS[rank]
-                    look = {"facecolor": colour, "edgecolor": edge, "linewidth": 0.5}
-                    hatch = None if seen else "////"
-                    panel.add_patch(Rectangle((key, query), 1, 1, hatch=hatch, **look))
-            for left, right in _runs(keys):
-                for top, bottom in _runs(queries):
+                    look = {"edgecolor": edge, "linewidth": 0.5, "hatch": None if seen else "////"}
+                    box(panel, (key, query), (1, 1), colour, **look)
+            for left, right in runs(keys):
+                for top, bottom in runs(queries):
                     if left >= bottom:
                         continue  # all of it is masked
-                    ink = "white" if COLOURS[rank] in (BLUE, GREEN) else INK
                     look = {"ha": "center", "va": "center", "weight": "bold", "fontsize": 13}
                     # Of a block on the diagonal, the lower left part is not masked.
                     shift = (right - left) / 6 if left == top else 0
                     x = (left + right) / 2 - shift
                     y = (top + bottom) / 2 + shift
-                    panel.text(x, y, step + 1, color=ink, **look)
-    panel.add_patch(Rectangle((0, 0), tokens, tokens, fill=False, edgecolor=INK, linewidth=1))
+                    panel.text(x, y, step + 1, color=ink_on(COLOURS[rank]), **look)
+    box(panel, (0, 0), (tokens, tokens), "none", linewidth=1)
     panel.set_xlim(-0.1, tokens + 0.1)
     panel.set_ylim(tokens + 0.1, -0.1)  # the first token is on top
     panel.set_aspect("equal")
-    panel.set_xticks([])
-    panel.set_yticks([])
-    for spine in panel.spines.values():
-        spine.set_visible(False)
+    panel.set(xticks=[], yticks=[])
+    panel.spines[:].set_visible(False)
     panel.set_xlabel("keys")
-
-
-def _runs(places: list[int]) -> list[tuple[int, int]]:
-    """Return the start and the end of each run of successive places."""
-    runs = []
-    for place in places:
-        if runs and runs[-1][1] == place:
-            runs[-1] = (runs[-1][0], place + 1)
-        else:
-            runs.append((place, place + 1))
-    return runs
 
 
 def _draw_work(panel: Axes, count: dict) -> int:
@@ -132,11 +117,10 @@ def _draw_work(panel: Axes, count: dict) -> int:
             if number == 0:
                 continue
             corner = (end, ranks - 1 - rank)
-            look = {"facecolor": COLOURS[rank], "edgecolor": "white", "linewidth": 1.5}
-            panel.add_patch(Rectangle(corner, number, 0.8, **look))
-            ink = "white" if COLOURS[rank] in (BLUE, GREEN) else INK
+            box(panel, corner, (number, 0.8), COLOURS[rank], edgecolor="white", linewidth=1.5)
+            look = {"ha": "center", "va": "center", "weight": "bold"}
             middle = (end + number / 2, ranks - 0.6 - rank)
-            panel.text(*middle, step + 1, ha="center", va="center", color=ink, weight="bold")
+            panel.text(*middle, step + 1, color=ink_on(COLOURS[rank]), **look)
             end += number
         panel.text(end + 1, ranks - 0.6 - rank, end, va="center")
         most = max(most, end)

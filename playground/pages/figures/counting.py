@@ -1,12 +1,12 @@
 """What the counts of several pictures need: ranks on this machine, a batch, and a step."""
 
-import tempfile
-from collections.abc import Callable
+import time
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -14,30 +14,13 @@ WIDTH = 784  # as many neurons as an image has pixels, so all layers but the las
 MICRO_BATCHES = 8
 
 
-def in_ranks(functions: dict[str, Callable[[], Any]], world_size: int) -> dict[str, Any]:
-    """Call functions on each rank of a new process group. Returns what they return on rank 0.
-
-    Args:
-        functions: by name. They are called one after the other.
-        world_size: number of ranks, which are processes on this machine.
-    """
-    with mp.Manager() as manager, tempfile.TemporaryDirectory() as folder:
-        results = manager.dict()
-        # The ranks meet in a file, because another process could take a port that is free now.
-        mp.spawn(_call, (functions, world_size, f"file://{folder}/meet", results), world_size)
-        return dict(results)
-
-
-def _call(rank: int, functions: dict, world_size: int, address: str, results: dict) -> None:
-    """Call the functions as one of the ranks."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
+def counts_of(rank: int, functions: dict[str, Callable[[], Any]]) -> dict[str, Any]:
+    """Call functions one after the other on a rank. Returns what they return, by name."""
+    counts = {}
     for name, function in functions.items():
         torch.manual_seed(0)
-        result = function()
-        if rank == 0:
-            results[name] = result
-    dist.destroy_process_group()
+        counts[name] = function()
+    return counts
 
 
 def of_all_ranks(own: Any) -> list:
@@ -45,6 +28,17 @@ def of_all_ranks(own: Any) -> list:
     everything = [None] * dist.get_world_size()
     dist.all_gather_object(everything, own)
     return everything
+
+
+def in_memory(references: Iterable[weakref.ref]) -> dict[weakref.ref, int]:
+    """Return the bytes of those storages that are still in memory, by their weak references."""
+    time.sleep(0.01)  # gloo's thread may hold a tensor for a moment after its message
+    sizes = {}
+    for reference in references:
+        storage = reference()
+        if storage is not None:
+            sizes[reference] = storage.nbytes()
+    return sizes
 
 
 def random_batch(size: int) -> tuple[Tensor, Tensor]:
@@ -55,6 +49,17 @@ def random_batch(size: int) -> tuple[Tensor, Tensor]:
 def forward_and_backward(model: nn.Module, images: Tensor, labels: Tensor) -> None:
     """Compute the gradients of a batch."""
     F.cross_entropy(model(images), labels).backward()
+
+
+def runs(numbers: list[int]) -> list[list[int]]:
+    """Return ascending numbers as a list of first numbers and ends: 0 1 2 6 7 is [0, 3], [6, 8]."""
+    found = []
+    for number in numbers:
+        if found and found[-1][1] == number:
+            found[-1][1] += 1
+        else:
+            found.append([number, number + 1])
+    return found
 
 
 def two_rows(names):

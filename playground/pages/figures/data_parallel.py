@@ -1,17 +1,17 @@
 """How two ranks divide a batch and average a gradient, in a step of manual_data_parallel.py."""
 
 import argparse
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
 import manual_data_parallel
 import torch
 import torch.distributed as dist
-from torch.nn import functional as F
 
 from common.models import MLP
-from figures.counting import of_all_ranks
-from figures.style import GREY, INK, ORANGE, PALE_ORANGE, SKY, box, new_figure, save
+from figures.counting import forward_and_backward, of_all_ranks
+from figures.style import GREY, ORANGE, PALE_ORANGE, SKY, arrow, box, new_figure, save
 
 RANKS = 2
 GLOBAL_BATCH = 8
@@ -41,7 +41,7 @@ def count() -> dict[str, list]:
     manual_data_parallel.send_weights(model)
     counts["sent"] = parameter[DIGIT].item()
     images, labels = next(iter(loader))
-    F.cross_entropy(model(images), labels).backward()
+    forward_and_backward(model, images, labels)
     counts["own gradient"] = parameter.grad[DIGIT].item()
     manual_data_parallel.average_gradients(model)
     counts["gradient"] = parameter.grad[DIGIT].item()
@@ -62,9 +62,7 @@ def draw(counts: dict, path: Path) -> None:
     left = (0.0, 6.0)  # of each rank's column, which is four images wide
     width = len(parts[0])
 
-    def arrow(start, end):
-        axes.annotate("", end, start, arrowprops={"arrowstyle": "-|>", "color": INK})
-
+    down = partial(arrow, axes, shrinkA=2, shrinkB=2)
     whole = left[-1] + width
     first = (whole - ranks * width) / 2  # the global batch stands in the middle
     axes.text(whole / 2, 10.3, "the global batch, in shuffled order", ha="center", weight="bold")
@@ -75,17 +73,17 @@ def draw(counts: dict, path: Path) -> None:
             place = first + number * ranks + rank
             box(axes, (place, 9), (1, 1), colours[rank], str(image))
             box(axes, (column + number, 6.6), (1, 1), colours[rank], str(image))
-            arrow((place + 0.5, 8.95), (column + number + 0.5, 7.65))
+            down((place + 0.5, 8.95), (column + number + 0.5, 7.65))
         axes.text(column - 0.2, 7.1, f"rank {rank}", ha="right", va="center", weight="bold")
-        arrow((middle, 6.55), (middle, 5.85))
+        down((middle, 6.55), (middle, 5.85))
         box(
             axes, (column, 4.8), (width, 1), GREY, f"the same model: w = {counts['sent'][rank]:.4f}"
         )
-        arrow((middle, 4.75), (middle, 4.05))
+        down((middle, 4.75), (middle, 4.05))
         gradient = f"its gradient of w: {counts['own gradient'][rank]:.4f}"
         box(axes, (column, 3), (width, 1), "white", gradient)
-        arrow((middle, 2.95), (middle, 2.25))
-        arrow((middle, 1.15), (middle, 0.45))
+        down((middle, 2.95), (middle, 2.25))
+        down((middle, 1.15), (middle, 0.45))
         updated = f"the same step: w = {counts['updated'][rank]:.4f}"
         box(axes, (column, -0.6), (width, 1), GREY, updated)
     mean = f"all_reduce, and divide by {ranks}: {counts['gradient'][0]:.4f}"

@@ -9,12 +9,11 @@ import numpy
 import torch
 import torch.distributed as dist
 from matplotlib.axes import Axes
-from matplotlib.patches import Rectangle
 
 from common.data import loaders
 from common.models import Transformer
 from figures.counting import of_all_ranks
-from figures.style import BLUE, GREY, INK, ORANGE, add_legend, new_figure, save
+from figures.style import BLUE, GREY, ORANGE, add_legend, box, new_figure, save
 
 RANKS = 2
 EXPERTS = 4
@@ -64,8 +63,7 @@ def draw(counts: dict, path: Path) -> None:
     at_expert = {}
     top = 0.0
     for rank, height in enumerate(lane_heights(loads, here, gap)):
-        lane = Rectangle((-2.1, top - height), 14.0, height, color="0.95", zorder=0)
-        axes.add_patch(lane)
+        box(axes, (-2.1, top - height), (14, height), "0.95", linewidth=0, zorder=0)
         middle = top - height / 2
         axes.text(-1.85, middle, f"rank {rank}", weight="bold", va="center", rotation=90)
         y = middle + sum(loads[rank]) / 2
@@ -78,9 +76,7 @@ def draw(counts: dict, path: Path) -> None:
             for source in range(ranks):
                 y -= loads[source][expert]
                 at_expert[source, expert] = y
-            box = Rectangle((left["experts"], y), width["experts"], arriving[expert])
-            box.set(facecolor=BLUE, edgecolor=INK)
-            axes.add_patch(box)
+            box(axes, (left["experts"], y), (width["experts"], arriving[expert]), BLUE)
             x = left["experts"] + width["experts"] / 2
             above = y + arriving[expert] + gap / 10
             axes.text(x, above, f"expert {expert}: {arriving[expert]:,}", ha="center", va="bottom")
@@ -90,9 +86,7 @@ def draw(counts: dict, path: Path) -> None:
         number = loads[rank][expert]
         colour = STAYS if expert // here == rank else TRAVELS
         for name in ("tokens", "outputs"):
-            box = Rectangle((left[name], y), width[name], number)
-            box.set(facecolor=colour, edgecolor=INK)
-            axes.add_patch(box)
+            box(axes, (left[name], y), (width[name], number), colour)
         if number > gap / 2:  # otherwise there is no room for the number
             axes.text(-0.15, y + number / 2, number, ha="right", va="center")
         place = at_expert[rank, expert]

@@ -1,7 +1,6 @@
 """Which layers are whole on a rank while each layer computes, with FSDP."""
 
 import argparse
-import time
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from common.models import MLP
-from figures.counting import WIDTH, forward_and_backward, random_batch
+from figures.counting import WIDTH, forward_and_backward, in_memory, random_batch
 from figures.style import BLUE, ORANGE, add_legend, box, new_figure, save
 from watching.messages import Messages
 
@@ -51,27 +50,20 @@ def shard(model, keep_weights):
 
 
 class Gathered(Messages):
-    """Notes the messages of this rank, and what its all_gathers have in memory."""
+    """Knows what the all_gathers of this rank have in memory."""
 
     def __init__(self):
         super().__init__()
         self._outputs = []  # weak references, which do not keep memory from being freed
 
     def note(self, kind: str, operation: Any, args: tuple) -> None:
-        """Note a message before it starts."""
-        super().note(kind, operation, args)
+        """Note the output of an all_gather."""
         if kind == "all_gather":
             self._outputs.append(weakref.ref(args[0].untyped_storage()))
 
     def gathered(self) -> int:
         """Return the bytes of gathered tensors that are in memory now."""
-        time.sleep(0.01)  # gloo's thread may hold a tensor for a moment after its message
-        sizes = {}
-        for reference in self._outputs:
-            storage = reference()
-            if storage is not None:
-                sizes[storage.data_ptr()] = storage.nbytes()
-        return sum(sizes.values())
+        return sum(in_memory(self._outputs).values())
 
 
 def _watch_layers(layers: list[nn.Module], step: Callable) -> list[dict]:

@@ -1,6 +1,5 @@
 """What one of four ranks holds, in each way of training."""
 
-import time
 import weakref
 from collections.abc import Callable, Iterable
 from datetime import timedelta
@@ -18,20 +17,20 @@ from matplotlib.patches import Patch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from common.models import MLP
 from figures.counting import (
     MICRO_BATCHES,
     WIDTH,
     forward_and_backward,
+    in_memory,
     of_all_ranks,
     random_batch,
     two_rows,
 )
 from figures.fsdp import shard
 from figures.style import BLUE, GREEN, INK, ORANGE, PINK, box, new_figure, save
+from watching.messages import Operations, flat
 
 RANKS = 4
 
@@ -68,7 +67,7 @@ def count() -> dict[str, list[dict[str, int]]]:
     return bytes_of
 
 
-class Buffers(TorchDispatchMode):
+class Buffers(Operations):
     """While this is active, it notes the buffers that are in memory at each message.
 
     A buffer is what a message sends or receives, or a parameter that FSDP has gathered.
@@ -83,26 +82,14 @@ class Buffers(TorchDispatchMode):
         self._seen = set()  # weak references, which do not keep memory from being freed
         self._moments = []  # for each message the bytes of what is in memory, by reference
 
-    def __torch_dispatch__(
-        self, operation: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        """PyTorch calls this in place of each operation."""
-        if DTensor in types:
-            return NotImplemented  # PyTorch then turns it into operations on plain tensors
-        result = operation(*args, **(kwargs or {}))
+    def after(self, operation: Any, args: tuple, result: Any) -> None:
+        """Note the buffers, if this was a message, or a wait for one."""
         if "c10d" in operation.namespace:
-            tensors = [each for each in tree_leaves([args, result]) if isinstance(each, Tensor)]
+            tensors = flat([args, result])
             tensors += [_local(parameter) for parameter in self.model.parameters()]
             self._seen |= _storages(tensors)
             del tensors
-            time.sleep(0.01)  # gloo's thread may hold a tensor for a moment after its message
-            sizes = {}
-            for reference in self._seen:
-                storage = reference()
-                if storage is not None:
-                    sizes[reference] = storage.nbytes()
-            self._moments.append(sizes)
-        return result
+            self._moments.append(in_memory(self._seen))
 
     def most(self, others: list[Tensor]) -> int:
         """Return the bytes of all buffers at the moment when there were most.
@@ -194,7 +181,7 @@ def _per_rank_batch(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _one_process(model, images, labels):
-    """Every rank does the same, without messages."""
+    """The loop of one process, without messages unless the model sends some."""
     compute = partial(forward_and_backward, model, images, labels)
     return model, _adam(model.parameters()), compute
 
@@ -216,8 +203,7 @@ def _zero(model, images, labels):
 def _fsdp(model, images, labels):
     """All of the model is sharded, as in fully_sharded_data_parallel.py: stage 3 of ZeRO."""
     shard(model, keep_weights=False)
-    compute = partial(forward_and_backward, model, *_per_rank_batch(images, labels))
-    return model, _adam(model.parameters()), compute
+    return _one_process(model, *_per_rank_batch(images, labels))
 
 
 def _pipeline(model, images, labels):
@@ -233,15 +219,13 @@ def _pipeline(model, images, labels):
 def _tensor(model, images, labels):
     """Pairs of layers are split by hand, as in tensor_parallel.py. All ranks have all images."""
     tensor_parallel.split(model, tensor_parallel.find_pairs(model))
-    compute = partial(forward_and_backward, model, images, labels)
-    return model, _adam(model.parameters()), compute
+    return _one_process(model, images, labels)
 
 
 def _hsdp(model, images, labels):
     """FSDP along the rows of a mesh, replicas along its columns (hybrid_parallel.py)."""
     hybrid_parallel.shard(model, two_rows(("replicate", "shard")))
-    compute = partial(forward_and_backward, model, *_per_rank_batch(images, labels))
-    return model, _adam(model.parameters()), compute
+    return _one_process(model, *_per_rank_batch(images, labels))
 
 
 def draw(counts: dict, path: Path) -> None:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from common.models import MLP
 from figures.counting import forward_and_backward, of_all_ranks, random_batch, two_rows
-from figures.style import BLUE, GREY, ORANGE, PINK, add_key, box, double_arrow, new_figure, save
+from figures.style import BLUE, GREY, ORANGE, PINK, add_legend, box, double_arrow, new_figure, save
 from watching.messages import Messages
 
 RANKS = 4
@@ -87,5 +87,6 @@ def draw(counts: list, path: Path) -> None:
     figure.suptitle(
         "kB that each rank sends in a step, along each arrow", fontsize=14, weight="bold"
     )
-    add_key(figure, dict(travels.values()))
+    look = {"fontsize": 11, "handlelength": 1.2, "columnspacing": 1.2}
+    add_legend(figure, dict(travels.values()), loc="outside lower center", **look)
     save(figure, path)

@@ -7,7 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from figures.style import BLUE, GREEN, INK, ORANGE, SKY, add_legend, box, new_figure, save
+from figures.style import BLUE, GREEN, ORANGE, SKY, add_legend, arrow, box, new_figure, save
 
 LESSON = Path(__file__).resolve().parents[2] / "replicated" / "profile_steps.py"
 WIDE = ("--dataset", "digits", "--batch_size", "240", "--width", "1024", "--layers", "5")
@@ -95,8 +95,7 @@ def draw(counts: dict, path: Path) -> None:
             box(panel, corner, (end - start, height), colours["messages"])
         computed = parts["backward"][1]
         waited = parts["optimizer"][0]
-        look = {"arrowstyle": "<->", "color": INK, "shrinkA": 0, "shrinkB": 0}
-        panel.annotate("", (computed, 1.5), (waited, 1.5), arrowprops=look)
+        arrow(panel, (waited, 1.5), (computed, 1.5), arrowstyle="<->")
         middle = (computed + waited) / 2
         panel.text(middle, 1.95, f"waits {waited - computed:.0f} ms", ha="center", va="bottom")
         panel.set_yticks([1.5, 0.5], ["computing", "messages,\na row each"])

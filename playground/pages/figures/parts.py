@@ -6,12 +6,11 @@ from pathlib import Path
 import four_axes
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from common.data import ROW
 from common.language import VOCABULARY
 from common.models import make_layers
-from figures.counting import of_all_ranks
+from figures.counting import of_all_ranks, runs
 from figures.style import (
     BLUE,
     GREEN,
@@ -49,37 +48,26 @@ def count() -> list[dict]:
     model = four_axes.wrap(layers, mesh, flat, torch.device("cpu"), args)
     mine = {"place": mesh.get_coordinate(), "shard": None, "term": None}
     numbers = torch.arange(ROWS)[:, None].expand(ROWS, ROW)
-    mine["rows"] = spans(model.own(numbers)[:, 0])
-    mine["tokens"] = spans(model.own(torch.arange(ROW).expand(ROWS, ROW))[0])
+    mine["rows"] = runs(model.own(numbers)[:, 0].tolist())
+    mine["tokens"] = runs(model.own(torch.arange(ROW).expand(ROWS, ROW))[0].tolist())
     if model.is_last:
         gate = model.stage[0].mlp.gate
 
         def note(gate, inputs, output):
             """Note the rows of the weight with which the layer computes."""
-            mine["term"] = spans(gate.weight.detach()[:, 0].long())
+            mine["term"] = runs(gate.weight.detach()[:, 0].long().tolist())
             assert len(inputs[0]) * args.micro_batches == len(model.own(numbers))
             assert inputs[0].shape[1] == len(model.mine)
 
         gate.register_forward_hook(note)
         shard = gate.weight.to_local()
-        mine["shard"] = spans(shard[:, 0].long())
+        mine["shard"] = runs(shard[:, 0].long().tolist())
     model.train()
     rows, labels = torch.randint(VOCABULARY, (2, ROWS, ROW))
     model(rows, labels)
     if model.is_last:
         assert gate.weight.grad.to_local().shape == shard.shape
     return of_all_ranks(mine)
-
-
-def spans(numbers: Tensor) -> list[list[int]]:
-    """Return ascending numbers as a list of first numbers and ends: 0 1 2 6 7 is [0, 3], [6, 8]."""
-    found = []
-    for number in numbers.tolist():
-        if found and found[-1][1] == number:
-            found[-1][1] += 1
-        else:
-            found.append([number, number + 1])
-    return found
 
 
 def draw(counts: list, path: Path) -> None:

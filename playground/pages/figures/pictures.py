@@ -16,48 +16,21 @@ texts that JSON can hold. Those of overlap.py and sending_less.py start their ow
 import argparse
 import json
 import sys
+from importlib import import_module
 from pathlib import Path
 
 PLAYGROUND = Path(__file__).resolve().parents[2]
 PARTS = ("..", "", "replicated", "sharded", "split", "transformer", "language", "pages", "tools")
 for part in PARTS:
     sys.path.append(str(PLAYGROUND / part))  # find common/, the lessons, figures/ and watching/
-from figures import (
-    context,
-    data_parallel,
-    experts,
-    fsdp,
-    holds,
-    mesh,
-    overlap,
-    parts,
-    ring,
-    schedules,
-    sending_less,
-    split,
-    tensor,
-    waits,
-)
-from figures.counting import in_ranks
+from figures.counting import counts_of
+from watching.ranks import call
 
 FIGURES = PLAYGROUND / "pages" / "figures"
 COUNTS = FIGURES / "pictures.json"
-PICTURES = {
-    "holds": holds,
-    "waits": waits,
-    "ring": ring,
-    "data_parallel": data_parallel,
-    "overlap": overlap,
-    "sending_less": sending_less,
-    "fsdp": fsdp,
-    "schedules": schedules,
-    "tensor": tensor,
-    "mesh": mesh,
-    "split": split,
-    "context": context,
-    "experts": experts,
-    "parts": parts,
-}
+NAMES = ("holds", "waits", "ring", "data_parallel", "overlap", "sending_less", "fsdp")
+NAMES += ("schedules", "tensor", "mesh", "split", "context", "experts", "parts")
+PICTURES = {name: import_module(f"figures.{name}") for name in NAMES}
 STARTING = ("overlap", "sending_less")  # these start their own ranks
 
 
@@ -70,7 +43,7 @@ def count(names: list[str]) -> dict[str, dict]:
             if getattr(PICTURES[name], "RANKS", None) == world_size:
                 functions[name] = PICTURES[name].count
         if functions:
-            counts |= in_ranks(functions, world_size)
+            counts |= call(counts_of, world_size, functions)[0]
     for name in STARTING:
         if name in names:
             counts[name] = PICTURES[name].count()
@@ -82,19 +55,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = list(PICTURES)
-    which = f"{', '.join(names)}; default: all but sending_less"
+    which = f"{', '.join(NAMES)}; default: all but sending_less"
     parser.add_argument("pictures", nargs="*", metavar="NAME", help=which)
     parser.add_argument("--keep", action="store_true", help="draw from pictures.json, do not count")
     args = parser.parse_args()
-    wrong = [name for name in args.pictures if name not in names]
+    wrong = [name for name in args.pictures if name not in NAMES]
     if wrong:
-        parser.error(f"there is no picture {wrong[0]}: choose from {', '.join(names)}")
-    wanted = args.pictures or [name for name in names if name != "sending_less"]
+        parser.error(f"there is no picture {wrong[0]}: choose from {', '.join(NAMES)}")
+    wanted = args.pictures or [name for name in NAMES if name != "sending_less"]
     counts = json.loads(COUNTS.read_text()) if COUNTS.exists() else {}
     if not args.keep:
         counts |= count(wanted)
-        lines = [f'"{name}": {json.dumps(counts[name])}' for name in names if name in counts]
+        lines = [f'"{name}": {json.dumps(counts[name])}' for name in NAMES if name in counts]
         COUNTS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     for name in wanted:
         PICTURES[name].draw(counts[name], FIGURES / f"{name}.png")

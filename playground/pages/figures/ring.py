@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from figures.counting import of_all_ranks
-from figures.style import BLUE, ORANGE, PALE, SKY, box, new_figure, save
+from figures.style import BLUE, ORANGE, PALE, SKY, arrow, box, new_figure, save
 
 RANKS = 4
 
@@ -80,10 +80,8 @@ def draw(counts: dict, path: Path) -> None:
             # The rank below the last one is rank 0, so its arrow begins again at the top.
             starts = [y + 0.18] if rank < ranks - 1 else [0.18, ranks + 0.7]
             for start in starts:
-                look = {"arrowstyle": "-|>", "color": ORANGE, "linewidth": 2.5}
-                look |= {"shrinkA": 0, "shrinkB": 0}
-                end = (number + 0.5, start - 0.45)
-                axes.annotate("", end, (number + 0.5, start), arrowprops=look, zorder=4)
+                x = number + 0.5
+                arrow(axes, (x, start), (x, start - 0.45), ORANGE, linewidth=2.5)
     words = "Each rank sends\nthe orange chunk\nto the rank below it,\nand rank 3 to rank 0.\n\n"
     words += "Rank r begins with\nchunk r, so that each\nchunk has one sender\nin each step."
     panels[-1, -1].text(0, ranks / 2, words, va="center")

@@ -6,8 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from figures.processes import EPOCH
 from figures.style import BLUE, GREEN, GREY, INK, ORANGE, PINK, SKY, VERMILLION, new_figure, save
+from watching.runs import epochs
 
 REHEARSAL = Path(__file__).resolve().parents[3] / "run" / "rehearse_two_nodes.sh"
 WAYS = {  # flags of the lesson; the epochs of each take a minute or two
@@ -47,11 +47,11 @@ def run(ranks_of_node: int, flags: list[str]) -> dict[str, list | float]:
     )
     found = {"seconds": [], "loss": [], "test": []}
     total = 0.0
-    for loss, _, test, seconds, _ in re.findall(EPOCH, done.stdout):
-        total += float(seconds)
+    for epoch in epochs(done.stdout):
+        total += epoch["seconds"]
         found["seconds"].append(round(total, 2))
-        found["loss"].append(float(loss))
-        found["test"].append(float(test))
+        found["loss"].append(epoch["loss"])
+        found["test"].append(epoch["test"])
     sent = re.search(r"sent by this node: (\S+) MB", done.stdout)
     return found | {"megabytes": round(float(sent[1]) / len(found["loss"]), 2)}
 

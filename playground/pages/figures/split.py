@@ -10,12 +10,11 @@ import tensor_parallel
 import torch
 import torch.distributed as dist
 from matplotlib.axes import Axes
-from matplotlib.patches import Rectangle
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from common.transformer import Attention
-from figures.style import COLOURS, GREY, VERMILLION, add_legend, new_figure, save
+from figures.style import COLOURS, GREY, VERMILLION, add_legend, box, new_figure, save
 from watching.messages import Messages
 
 RANKS = 4
@@ -146,12 +145,9 @@ def _draw_grid(panel: Axes, of_rank: list[int]) -> None:
                 colour = COLOURS[head // heads]
             if tokens < TOKENS:
                 colour = COLOURS[token // tokens]
-            look = {"facecolor": colour, "edgecolor": "white", "linewidth": 0.8}
-            panel.add_patch(Rectangle((token, 2 * head), 1, 2, **look))
+            box(panel, (token, 2 * head), (1, 2), colour, edgecolor="white")
     panel.set_xlim(-0.2, TOKENS + 0.2)
     panel.set_ylim(2 * HEADS + 0.2, -0.2)
     panel.set_aspect("equal")
-    panel.set_xticks([])
-    panel.set_yticks([])
-    for spine in panel.spines.values():
-        spine.set_visible(False)
+    panel.set(xticks=[], yticks=[])
+    panel.spines[:].set_visible(False)

@@ -54,12 +54,15 @@ def new_figure(rows: int, columns: int, height: float, **options) -> tuple[Figur
     return plt.subplots(rows, columns, **options)
 
 
-def add_legend(figure: Figure, colours: dict[str, str], columns: int | None = None) -> None:
+def add_legend(
+    figure: Figure, colours: dict[str, str], columns: int | None = None, **options
+) -> None:
     """Write the names of some colours above a figure, in so many columns or in one row."""
     patches = []
     for name, colour in colours.items():
         patches.append(Patch(facecolor=colour, edgecolor=INK, linewidth=0.6, label=name))
-    figure.legend(handles=patches, loc="outside upper center", ncols=columns or len(patches))
+    options = {"loc": "outside upper center", "ncols": columns or len(patches)} | options
+    figure.legend(handles=patches, **options)
 
 
 def save(figure: Figure, path: str | Path) -> None:
@@ -71,6 +74,11 @@ def save(figure: Figure, path: str | Path) -> None:
         with Image.open(path) as image:
             few_colours = image.convert("RGB").quantize(colors=128)
         few_colours.save(path, optimize=True)  # a third of the size, and without a version in it
+
+
+def ink_on(colour: str) -> str:
+    """Return the colour of a text that can be read on a colour."""
+    return "white" if colour in (BLUE, GREEN) else INK
 
 
 def box(
@@ -87,9 +95,14 @@ def box(
     axes.add_patch(Rectangle(corner, *size, **options))
     x, y = corner
     width, height = size
-    ink = "white" if colour in (BLUE, GREEN) else INK
-    look = {"ha": "center", "va": "center", "color": ink, "fontsize": fontsize}
+    look = {"ha": "center", "va": "center", "color": ink_on(colour), "fontsize": fontsize}
     axes.text(x + width / 2, y + height / 2, text, **look)
+
+
+def arrow(axes: Axes, start: tuple, end: tuple, colour: str = INK, **options) -> None:
+    """Draw an arrow, with options of matplotlib's FancyArrowPatch."""
+    look = {"arrowstyle": "-|>", "color": colour, "shrinkA": 0, "shrinkB": 0} | options
+    axes.annotate("", end, start, arrowprops=look, zorder=4)
 
 
 def double_arrow(axes: Axes, start: tuple, end: tuple, width: float, colour: str) -> None:
@@ -107,10 +120,3 @@ def double_arrow(axes: Axes, start: tuple, end: tuple, width: float, colour: str
     else:
         points = [(start[0] + away, along) for along, away in outline]
     axes.add_patch(Polygon(points, facecolor=colour, edgecolor=INK, linewidth=0.8))
-
-
-def add_key(figure: Figure, colours: dict[str, str]) -> None:
-    """Write below a figure what travels along the arrows of each colour."""
-    patches = [Patch(facecolor=colours[name], edgecolor=INK, label=name) for name in colours]
-    look = {"ncols": 3, "handlelength": 1.2, "columnspacing": 1.2, "fontsize": 11}
-    figure.legend(handles=patches, loc="outside lower center", **look)

@@ -7,7 +7,7 @@ import tensor_parallel
 
 from common.models import MLP
 from figures.counting import of_all_ranks, random_batch
-from figures.style import BLUE, INK, ORANGE, PINK, VERMILLION, box, new_figure, save
+from figures.style import BLUE, INK, ORANGE, PINK, VERMILLION, arrow, box, new_figure, save
 from watching.messages import Messages
 
 RANKS = 2
@@ -81,10 +81,9 @@ def draw(counts: dict, path: Path) -> None:
         for first, second in pairwise(names):
             ends = (left[first] + widths[first] + 0.3, left[second] - 0.3)
             for offset, colour, points in ((2, INK, ends), (-2, VERMILLION, ends[::-1])):
-                look = {"arrowstyle": "-|>", "color": colour, "linewidth": 2}
-                look |= {"shrinkA": 0, "shrinkB": 0}
-                start = (points[0], y + offset)
-                axes.annotate("", (points[1], y + offset), start, arrowprops=look)
+                start, end_of_arrow = points
+                place = y + offset
+                arrow(axes, (start, place), (end_of_arrow, place), colour, linewidth=2)
     tall = lanes[0] - lanes[1] + height
     for name, what in (("backward", "gradients\nof x"), ("forward", "y0 + y1")):
         number, size = counts[name]

@@ -134,7 +134,8 @@ def where(actual, expected, tolerance, start=None):
     if getattr(actual, "shape", None) != getattr(expected, "shape", ()) or not actual.ndim:
         return ""
     wrong = ~torch.isclose(actual.double(), expected.double(), equal_nan=True, **tolerance)
-    start = torch.zeros_like(actual) if start is None else start
+    if start is None or start.shape != expected.shape:
+        start = torch.zeros_like(expected)
     if not wrong.any() or (wrong | (expected == start) | (expected == 0)).all():
         return ""
     found = {}
@@ -154,7 +155,7 @@ def slice_in_words(places, length):
     first, last = places[0], places[-1]
     if len(places) == 1 and length > 1:
         return "-1" if first == length - 1 else str(first)
-    step = places[1] - first if len(places) > 1 else 1
+    step = places[1] - first if len(places) > 2 else 1
     if len(places) == length or places != list(range(first, last + 1, step)):
         return ""
     end = "" if last + step >= length else last + 1
@@ -195,6 +196,18 @@ class Leaf:
         """Return what this rank has, what it should have, and what it had at first, or None."""
         return [table.get(self.rank) for table in (self.actual, self.expected, self.start)]
 
+    def factor(self, start):
+        """Return by which factor all wrong ranks have changed too far since a start, or None."""
+        found = []
+        for rank, right in self.expected.items():
+            left = self.actual.get(rank)
+            before = start.get(rank, torch.zeros_like(right))
+            if left is None or not left.shape == right.shape == before.shape:
+                return None
+            if not self.near(left, right):
+                found.append((left - before, right - before))
+        return times([left for left, _ in found], [right for _, right in found])
+
     def part(self, mask):
         """Return some of the numbers."""
         tables = []
@@ -217,21 +230,23 @@ def facts(results, expected, tolerance=TOLERANCE, start=None):
     """
     wrong = {}
     for rank in sorted(expected):
-        wrong[rank] = [path for path, *_ in wrong_leaves(results[rank], expected[rank], tolerance)]
+        found = wrong_leaves(results[rank], expected[rank], tolerance)
+        wrong[rank] = [path for path, _, _ in found]
     rank = next((rank for rank, paths in wrong.items() if paths), None)
     if rank is None:
         return []
     tables = [by_path(values, expected) for values in (results, expected, start or {})]
     found = [leaf_at(path, rank, tables, tolerance) for path in wrong[rank]]
-    _, right, begun = [table.get(rank, {}) for table in tables]
-    names = []
-    for path in right:
-        if path not in wrong[rank] and not close(begun.get(path, MISSING), right[path], tolerance):
-            names.append(", ".join(path))  # it is right, and has changed, as far as is known
+    before = tables[2].get(rank, {})
+    right = []
+    for path, _, value in leaves(results[rank], expected[rank]):
+        changed = value is not None and not close(before.get(path, MISSING), value, tolerance)
+        if changed and path not in wrong[rank]:
+            right.append(", ".join(path))
     sentences = [
         what_it_is(found),
         over_the_ranks(found[0]),
-        what_is_right([", ".join(path) for path in wrong[rank]], names),
+        what_is_right([", ".join(path) for path in wrong[rank]], right),
         which_ranks([rank for rank, paths in wrong.items() if not paths]),
     ]
     return [each for each in sentences if each][:MOST]
@@ -268,20 +283,20 @@ def as_numbers(value):
 
 def what_it_is(wrong):
     """Return a sentence: what the first of some Leafs is like, or else where it differs."""
-    first, *others = wrong
-    found = phrases(first)
-    for phrase in found:
-        if others and all(phrase in phrases(other) for other in others):
+    first = wrong[0]
+    found, *others = [phrases(leaf) for leaf in wrong]
+    for phrase in found if others else ():
+        if all(phrase in other for other in others):
             return f"It {phrase}, like all that is wrong."
-    if found:
-        return f"It {found[0]}."
     actual, expected, start = first.own()
+    if found and (expected.numel() > 1 or found[0] == "is unchanged"):  # not one number's chance
+        return f"It {found[0]}."
     part = where(actual, expected, first.tolerance, start)
     if not part:
         return None
     wrong_part = first.part(~torch.isclose(actual, expected, equal_nan=True, **first.tolerance))
-    there = [f", and {phrase} there" for phrase in phrases(wrong_part)]
-    return f"It differs only {part}{''.join(there[:1])}."
+    there = phrases(wrong_part) if wrong_part.expected[first.rank].numel() > 1 else []
+    return f"It differs only {part}, and {there[0]} there." if there else f"It differs only {part}."
 
 
 def phrases(leaf):
@@ -301,10 +316,7 @@ def phrases(leaf):
     for words, value in (others | leaf.others).items():
         if leaf.near(actual, value) and not words.startswith(f"rank {leaf.rank} "):
             found.append(f"is what {words}")
-    factors = [("is", times(actual, expected))]
-    if start is not None and start.shape == expected.shape:
-        factors.append(("changes by", times(actual - start, expected - start)))
-    for verb, factor in factors:
+    for verb, factor in (("is", leaf.factor({})), ("changes by", leaf.factor(leaf.start))):
         words = factor_in_words(factor, leaf.ranks)
         found += [f"{verb} {words}"] if words else []
     return [*found, *order_phrases(leaf, actual, expected), *sum_phrases(leaf, actual)]
@@ -336,7 +348,7 @@ def shape_phrases(leaf, actual, expected):
         return ["has the right numbers, in another shape and order"] if in_order else []
     if len(actual) == 1 and leaf.near(actual[0], expected.mean()):
         return ["is the mean of what is expected"]
-    for first in range(len(expected) - len(actual) + 1):
+    for first in range(min(len(expected) - len(actual) + 1, 1000)):
         part = expected[first : first + len(actual)]
         if len(part) and leaf.near(actual, part):
             return [f"is only [{first}:{first + len(part)}] of what is expected"]
@@ -366,23 +378,21 @@ def order_phrases(leaf, actual, expected):
 
 def sum_phrases(leaf, actual):
     """Return over which ranks only a tensor is the sum or mean of what they had at first."""
-    parts = leaf.start
-    if len(parts) < leaf.ranks or not 1 < leaf.ranks <= 8:
+    start = leaf.start
+    shapes = {each.shape for each in [actual, *start.values()]}
+    if len(start) < leaf.ranks or not 1 < leaf.ranks <= 8 or len(shapes) > 1:
         return []
-    shapes = {each.shape for each in [actual, *parts.values()]}
-    if len(shapes) > 1 or leaf.near(*list(parts.values())[:2]):
+    if leaf.near(*list(start.values())[:2]):  # all ranks had the same
         return []
     found = []
     for size in range(1, leaf.ranks):
-        for chosen in itertools.combinations(parts, size):
-            total = sum(parts[rank] for rank in chosen)
-            those = f"{ranks_in_words(chosen)} only"
-            if size > 1 and leaf.near(actual, total):
-                found.append(f"is the sum over {those}")
-            if size > 1 and leaf.near(actual, total / size):
-                found.append(f"is the mean over {those}")
-            if leaf.near(actual, total / leaf.ranks):
-                found.append(f"is the sum over {those}, divided by {leaf.ranks}")
+        for chosen in itertools.combinations(start, size):
+            total = sum(start[rank] for rank in chosen)
+            sums = {"": total, f", divided by {size}": total / size}
+            sums[f", divided by {leaf.ranks}"] = total / leaf.ranks
+            for words, number in sums.items():
+                if leaf.near(actual, number):
+                    found.append(f"is the sum over {ranks_in_words(chosen)} only{words}")
     return found
 
 
@@ -423,8 +433,9 @@ def what_is_right(wrong, right):
             return f"Only `{word}` is wrong."
     shown = {}
     for name in right:
-        word = next((word for word in words_of[name] if word not in of_wrong), name)
-        shown[f"`{word}`"] = None
+        if name not in of_wrong:
+            word = next((word for word in words_of[name] if word not in of_wrong), name)
+            shown[f"`{word}`"] = None
     if not shown:
         return None
     more = f" and {len(shown) - 3} more" if len(shown) > 3 else ""
@@ -451,26 +462,13 @@ def differing(actual, expected):
 
 
 def times(actual, expected):
-    """Return the factor by which all numbers of a result differ from the expected; None: no factor.
-
-    Works for tensors, for numbers, and for lists of them with the same factor.
-    """
-    left = torch.cat([each.double() for each in tensors_of(actual)] or [torch.zeros(0)])
-    right = torch.cat([each.double() for each in tensors_of(expected)] or [torch.zeros(0)])
+    """Return the factor by which all tensors and numbers of a list are too large, or None."""
+    pairs = list(zip(map(as_numbers, actual), map(as_numbers, expected), strict=True))
+    if not all(left is not None and right is not None for left, right in pairs):
+        return None
+    left = torch.cat([torch.zeros(0), *(left.flatten() for left, _ in pairs)])
+    right = torch.cat([torch.zeros(0), *(right.flatten() for _, right in pairs)])
     if left.shape != right.shape or not right.any():
         return None
     factor = (left @ right / (right @ right)).item()
     return factor if torch.allclose(left, factor * right, rtol=1e-4, atol=1e-6) else None
-
-
-def tensors_of(value):
-    """Return the tensors and numbers in a result, each as a tensor with one axis."""
-    if isinstance(value, torch.Tensor):
-        return [value.flatten()]
-    if isinstance(value, (int, float)):
-        return [torch.tensor([value])]
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        return sum((tensors_of(each) for each in value), [])
-    return []

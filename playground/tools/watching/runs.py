@@ -70,16 +70,15 @@ def run(words: list[str], limit: float = 900) -> Run:
     small process, which has not imported PyTorch.
     """
     module = ["-m", "torch.distributed.run"] if words[0] == "torchrun" else []
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
         path = [str(GPU_MEMORY), *filter(None, [os.environ.get("PYTHONPATH")])]
-        variables = {"PYTHONPATH": os.pathsep.join(path), "GPU_MEMORY": name}
+        variables = {"PYTHONPATH": os.pathsep.join(path), "GPU_MEMORY": made}
         start = time.monotonic()
         with open(folder / "out", "w") as out, open(folder / "err", "w") as err:
             process = subprocess.Popen(
                 [sys.executable, *module, *words[1:]],  # this very Python
                 env=os.environ | variables,
-                start_new_session=True,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,

@@ -153,10 +153,10 @@ WORDS = {
 CONTEXT = "model.no_sync() if number < count else nullcontext()"
 FRACTION = "len(micro_labels) / len(labels)"
 MISTAKES = {
-    "?1": ("(loss * fraction)", "loss"),
+    "It is 4 times what is expected": ("(loss * fraction)", "loss"),
     "7 images in 3 micro-batches": (FRACTION, "1 / count"),
-    "?2": ("        with context:", "        model.zero_grad()\n        with context:"),
-    "?3": (CONTEXT, "model.no_sync()"),
+    "WRONG with 1 rank, 8 images": ("        with ", "        model.zero_grad()\n        with "),
+    "The mean over the ranks is": (CONTEXT, "model.no_sync()"),
     WORDS[SEND]: (CONTEXT, "nullcontext()"),
     WORDS[MANY]: ("min(count, len(labels))", "count"),
 }

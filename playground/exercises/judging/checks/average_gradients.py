@@ -179,6 +179,6 @@ MISTAKES = {
     WORDS[ZEROS]: (FLAG, "if True:"),
     WORDS[OTHER]: (FLAG, "if parameter.grad is not None:"),
     WORDS[INFINITE]: (DIVIDE, "pass", REDUCE, f"{REDUCE}; {DIVIDE}"),
-    "?1": (MEAN, f"{MEAN} / flag"),
-    "?2": (f"parameter.grad = {MEAN}", "pass"),
+    "2 times what is expected": (MEAN, f"{MEAN} / flag"),
+    "It is unchanged, like all that is wrong.": (f"parameter.grad = {MEAN}", "pass"),
 }

@@ -104,17 +104,15 @@ ADD = "(gradient + unsent)"
 KEEP = "    unsent.copy_(flat.view_as(unsent))\n"
 SET_TO_0 = "    flat[positions] = 0\n"
 INDEX_ADD = "mean.index_add_(0, torch.cat(all_positions), torch.cat(all_numbers))"
-GATHER = (
-    "    dist.all_gather(all_positions, positions)\n    dist.all_gather(all_numbers, numbers)\n"
-)
+GATHER = "    dist.all_gather(all_numbers, numbers)\n"
 ALL_REDUCE = "mean[positions] = numbers; dist.all_reduce(mean)"
 MISTAKES = {
-    "?1": (ADD, "gradient.clone()", KEEP, ""),
-    "?2": (ADD, "gradient.clone()"),
-    "?3": (SET_TO_0, ""),
-    "?4": (KEEP, f"    flat = gradient.flatten()\n{SET_TO_0}{KEEP}"),
-    "?5": (".abs()", ""),
-    "?6": (INDEX_ADD, "mean[torch.cat(all_positions)] = torch.cat(all_numbers)"),
-    "?7": ("    mean /= dist.get_world_size()\n", ""),
+    "step 1, unsent: [0, 0, 0": (ADD, "gradient.clone()", KEEP, ""),
+    "rank 0, step 2: [0, 0, -4.86146": (ADD, "gradient.clone()"),
+    "It is what `step 1` was at first.": (SET_TO_0, ""),
+    "rank 0, step 2, unsent: [": (SET_TO_0, f"    flat = gradient.flatten()\n{SET_TO_0}"),
+    "step 1: [0, 0, 0": (".abs()", ""),
+    "step 1: [0, -2.56042": (INDEX_ADD, "mean[torch.cat(all_positions)] = torch.cat(all_numbers)"),
+    "2 times what is expected": ("    mean /= dist.get_world_size()\n", ""),
     WORDS["bytes;"]: (GATHER, "", INDEX_ADD, ALL_REDUCE),
 }

@@ -168,13 +168,13 @@ WORDS = {
 def explain(trial):
     factor = times(*differing(*trial.of_rank()))
     if factor and abs(factor - 2) < 1e-2:
-        return (
-            "2 times what is expected. If backward() calls backward(), this adds to each .grad, "
-            "and autograd then adds what you return. Use torch.autograd.grad."
-        )
+        return f"2 times what is expected. {TWICE}"
     return None
 
 
+TWICE = (
+    "If backward() calls backward(), this adds to each .grad, and autograd adds what you return."
+)
 RETURN = "return None, *(next(gradients) if tensor.requires_grad else None for tensor in tensors)"
 MISTAKES = {
     "autograd records nothing inside backward()": ("with torch.enable_grad():", "if True:"),

@@ -125,9 +125,9 @@ REDUCE = "    dist.all_reduce(totals)\n"
 SUM = 'reduction="sum")'
 LOOP = "    for images, labels in batches:\n"
 MISTAKES = {
-    "?1": (REDUCE, ""),
-    "?2": (REDUCE, f"    totals = totals / totals[2]\n{REDUCE}"),
-    "?3": (
+    "The mean over the ranks is": (REDUCE, ""),
+    "WRONG with 2 ranks, batches": (REDUCE, f"    totals = totals / totals[2]\n{REDUCE}"),
+    "WRONG with 1 rank, batches": (
         *(SUM, 'reduction="mean")'),
         *("== labels).sum()", "== labels).float().mean()"),
         *("+= len(labels)", "+= 1"),

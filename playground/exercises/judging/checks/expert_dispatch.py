@@ -165,7 +165,7 @@ def expert_dispatch(tokens, expert, experts):
 SPLIT = "CRASH.*(?i:split sizes)"
 WORDS = {
     SPLIT: "The counts that a rank sends must be those with which the other rank receives.",
-    "gradient of expert .*: None": "For autograd, a message is the end of the graph. Send "
+    "the gradient of .*: None": "For autograd, a message is the end of the graph. Send "
     "gradients in backward().",
     "COSTLY": "A token is needed by its expert only, and its output by its own rank only.",
     "HANG, 3 experts": "A rank without tokens must call all collectives, also those of backward().",
@@ -182,6 +182,9 @@ MISTAKES = {
         *(WORLD, f"{WORLD}\n    if len(tokens) == 0:\n        return tokens"),
     ),
     "For autograd, a message is the end of the graph.": (BACK, f"{BACK}.detach()"),
-    "?1": (*(SORT, "expert.argsort(stable=True)"), *("outputs[order] =", "outputs[:] =")),
-    "2 experts on each rank": (SORT, "(expert // here).argsort(stable=True)"),
+    "It has the right numbers, in another order.": (
+        *(SORT, "expert.argsort(stable=True)"),
+        *("outputs[order] =", "outputs[:] ="),
+    ),
+    "3 experts on each rank, ranks": (SORT, "(expert // here).argsort(stable=True)"),
 }

@@ -7,7 +7,7 @@ from judging.single import named, step
 from torch.nn import functional as F
 
 NAME = "train"
-FAULT = "WRONG with 2 ranks, an expert on each rank ... changes by the mean over the experts of"
+FAULT = "WRONG with 2 ranks, an expert on each rank ... Only `expert 0` is wrong."
 CASES = {
     "an expert on each rank": {"here": 1, "steps": 1},
     "2 experts on each rank": {"here": 2, "steps": 3},
@@ -129,8 +129,10 @@ REPAIR = (
 WHY = "an expert has the sum of the gradients already. It only has to become a mean."
 DIVIDE = "for parameter in model.parameters():\n            parameter.grad /="
 MISTAKES = {
-    "?1": ("model.shared.", "model."),
-    "?2": (DIVIDE, DIVIDE.replace("model", "model.shared")),
-    "?3": (DIVIDE, DIVIDE.replace("model", "model.experts")),
-    "?4": (*(DIVIDE, DIVIDE.replace("model", "model.experts")), *("dist.all_reduce", "print")),
+    "Only `expert 0` is wrong.": (DIVIDE, DIVIDE.replace("model", "model.shared")),
+    "changes by 2 times": (DIVIDE, DIVIDE.replace("model", "model.experts")),
+    "The mean over the ranks is": (
+        *(DIVIDE, DIVIDE.replace("model", "model.experts")),
+        *("dist.all_reduce(parameter.grad)", "pass"),
+    ),
 }

@@ -118,13 +118,16 @@ REPAIR = ("model.state_dict()", "model.module.state_dict()")
 WHY = "model.module is the model inside DDP, so its keys are those of the plain model."
 EARLY = "rank [1-9], the checkpoint: (does not exist|is damaged)"
 WORDS = {EARLY: "This rank returned before rank 0 had written the file."}
-STATE = "model.module.state_dict()"
+STATE = REPAIR[1]
 REPLACED = '{key.replace("module.", ""): each for key, each in model.state_dict().items()}'
 MISTAKES = {
-    "has no key `0.weight`, but `module.0.weight`": (STATE, "model.state_dict()"),
+    "has no key `0.weight`, but `module.0.weight`": REPAIR[::-1],
     "has no key `inner.module.weight`, but": (STATE, REPLACED),
     "contains Python objects that are not tensors": (STATE, "model.module"),
     "has no key `steps`": (STATE, "dict(model.module.named_parameters())"),
-    "?1": (*("    model = DistributedDataParallel(model)\n", ""), *(STATE, "model.state_dict()")),
+    "the loaded model, 0.weight: [": (
+        *("    model = DistributedDataParallel(model)\n", ""),
+        *REPAIR[::-1],
+    ),
     WORDS[EARLY]: ("    dist.barrier()", "    pass"),
 }

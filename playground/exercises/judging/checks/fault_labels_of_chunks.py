@@ -67,21 +67,17 @@ REPAIR = (
 )
 WHY = "the label of a chunk's last token is on another rank, so shift before the split."
 LABELS = "following[:, mine]"
-COUNT = "rows[:, 1:].numel()"
 WORDS = {
     "CRASH.*IndexError": "The last token of a row has no label.",
-    "zigzag": "In zigzag, a rank has two chunks. What follows the last token of each may be on "
-    "another rank.",
+    "WRONG, tokens in zigzag": "In zigzag, a rank has two chunks. What follows the last token of "
+    "each may be on another rank.",
 }
 NO_LABEL, ZIGZAG = WORDS.values()
 SHIFT_AFTER = ("rows[:, mine]\n", "rows[:, mine[:-1]]\n", LABELS, "rows[:, mine[1:]]")
 MISTAKES = {
-    "?1": SHIFT_AFTER,
-    "?2": (*SHIFT_AFTER, *(COUNT, "sum(rows[:, each[1:]].numel() for each in places)")),
-    "?3": (LABELS, "inputs.roll(-1, 1)"),
-    "?4": (LABELS, "rows[:, mine]"),
+    "It differs only at [4:].": SHIFT_AFTER,
+    "It differs only at [2:].": (LABELS, "inputs.roll(-1, 1)"),
+    "WRONG with 2 ranks, tokens in their order": (LABELS, "rows[:, mine]"),
     NO_LABEL: ("F.pad(rows[:, 1:], (0, 1), value=-100)", "rows[:, 1:]"),
     ZIGZAG: (LABELS, "following[:, mine[0] : mine[0] + len(mine)]"),
-    "?5": (COUNT, "(labels != -100).sum()"),
-    "?6": (COUNT, f"{COUNT} * dist.get_world_size()"),
 }

@@ -79,8 +79,8 @@ WORDS = {NOT_LEFT: "A rank must leave the group before its program ends."}
 MEAN = "        dist.all_reduce(mean_loss)\n        mean_loss /= dist.get_world_size()\n"
 MISTAKES = {
     "Another rank has left the group, or its process has ended": (MEAN, ""),
-    "?1": ("        mean_loss /= dist.get_world_size()\n", ""),
-    "?2": (MEAN, "        dist.broadcast(mean_loss, src=0)\n"),
-    "?3": ("mean_loss < limit", "False"),
+    "the number of steps: 8": ("        mean_loss /= dist.get_world_size()\n", ""),
+    "the number of steps: 6": (MEAN, "        dist.broadcast(mean_loss, src=0)\n"),
+    "the number of steps: 20": ("mean_loss < limit", "False"),
     WORDS[NOT_LEFT]: ("    dist.destroy_process_group()\n", ""),
 }

@@ -6,7 +6,7 @@ from judging.single import named, step
 from torch.nn import functional as F
 
 NAME = "train"
-FAULT = "WRONG with 2 ranks, 1 step ... Both layers move n times as far as they should"
+FAULT = "WRONG with 2 ranks, 1 step ... It changes by 2 times what is expected, with 2 ranks"
 CASES = {
     "1 step": {"each": 3, "steps": 1},
     "different numbers of tokens, 3 steps": {"each": 2, "more": 3, "steps": 3},
@@ -77,11 +77,12 @@ WORDS = {
 }
 LOSS = "loss = loss / dist.get_world_size()"
 REDUCE = "dist.all_reduce(parameter.grad)"
-IN_LAYER = "if parameter.shape[0] == 3: parameter.grad /="
+OF_LAYER = "len(parameter) != 3"
+HALVED = f"{REDUCE}; parameter.grad /= 2 - ({OF_LAYER})"
 MISTAKES = {
-    "?1": (LOSS, "pass"),
-    "?2": (LOSS, "pass", REDUCE, f"{REDUCE}; parameter.grad /= 1 + (len(parameter) == 3)"),
-    "?3": (LOSS, "pass", REDUCE, f"{REDUCE} if len(parameter) == 3 else None"),
-    "?4": (LOSS, "pass", REDUCE, "pass"),
+    "changes by 2 times": (LOSS, "pass"),
+    "This is right: `layer.weight`": (LOSS, "pass", REDUCE, HALVED),
+    "This is right: `head.weight`": (LOSS, "pass", REDUCE, f"{OF_LAYER} or {REDUCE}"),
+    "The mean over the ranks is": (LOSS, "pass", REDUCE, "pass"),
     WORDS["CRASH.*NoneType"]: ("loss.backward()", "dist.get_rank() == 0 and loss.backward()"),
 }

@@ -5,7 +5,7 @@ from judging.single import named, seeded, step
 from judging.texts import Bigram, mean_loss, micro_batches_of
 
 NAME = "train"
-FAULT = "WRONG with 1 rank, 3 micro-batches, 1 step "
+FAULT = "WRONG with 1 rank, 3 micro-batches, 1 step"
 CASES = {
     "3 micro-batches, 1 step": {"steps": 1},
     "different numbers of micro-batches, 3 steps": {"steps": 3, "uneven": True},
@@ -70,19 +70,12 @@ WORDS = {
     "others makes more calls. Call collectives outside of it."
 }
 MISTAKES = {
-    "?1": (LOSS, f"{LOSS} / len(micro_batches)"),
-    "?2": (COUNT + REDUCE, "", "            total", f"{IN_LOOP}            total"),
-    "?3": (REDUCE, ""),
-    "?4": (REDUCE, "    count = count * dist.get_world_size()\n"),
-    "?5": (LOSS, f"{LOSS} * dist.get_world_size()"),
-    "?6": ("(labels != -100).sum()", "torch.tensor(labels.numel())"),
-    "?7": (LOSS, f"{LOSS} / dist.get_world_size()"),
-    WORDS["(HANG|CRASH), different"]: (
-        REDUCE,
-        REDUCE
-        + """\
-    for _ in micro_batches:
-        dist.all_reduce(count.clone())
-""",
+    "WRONG with 1 rank, 3 micro-batches": (
+        *(COUNT + REDUCE, ""),
+        *("            total", f"{IN_LOOP}            total"),
     ),
+    "WRONG with 2 ranks, 3 micro-batches": (REDUCE, ""),
+    "changes by 2 times": (LOSS, f"{LOSS} * dist.get_world_size()"),
+    "expected, divided by 2": (LOSS, f"{LOSS} / dist.get_world_size()"),
+    WORDS["(HANG|CRASH), different"]: ("total =", "dist.all_reduce(count.clone()); total ="),
 }

@@ -6,7 +6,7 @@ from judging.single import named, step, together
 from torch.nn import functional as F
 
 NAME = "train"
-FAULT = "WRONG with 2 ranks, two layers of the same size "
+FAULT = "WRONG with 2 ranks, two layers of the same size ... The ranks should have the same numbers"
 CASES = {
     "two layers of the same size": {"kind": "square", "steps": 1},
     "frozen, tied and unused parameters": {"kind": "special", "steps": 3},
@@ -91,8 +91,8 @@ WHY = "numel() is the same on all ranks, so all ranks send the gradients in the 
 NO_GRADIENT = "CRASH.*NoneType"
 WORDS = {NO_GRADIENT: "A parameter that is frozen or not used has no gradient: its grad is None."}
 MISTAKES = {
-    "?1": ("parameter.numel()", "parameter.grad.norm()"),
-    "?2": ("parameter.grad /= dist.get_world_size()", "pass"),
-    "?3": ("dist.all_reduce(parameter.grad)", "continue"),
+    "The ranks should have the same numbers": ("parameter.numel()", "parameter.grad.norm()"),
+    "changes by 2 times": ("parameter.grad /= dist.get_world_size()", "pass"),
+    "The mean over the ranks is": ("dist.all_reduce(parameter.grad)", "continue"),
     WORDS[NO_GRADIENT]: (" if parameter.grad is not None", ""),
 }

@@ -46,12 +46,10 @@ WORDS = {
     "WRONG.*rank 0 has None": "Rank 0 should return the accuracy.",
     "WRONG.*rank [1-9] has": "Only rank 0 should return the accuracy.",
 }
-REDUCE = "    dist.all_reduce(counts)\n"
-IF_FIRST = "    if dist.get_rank() == 0:\n"
 MISTAKES = {
-    "All ranks must call the same collectives": (REDUCE + IF_FIRST, f"{IF_FIRST}    {REDUCE}"),
-    "?1": (REDUCE, ""),
-    "?2": ("[hits, len(labels)]", "[hits / max(len(labels), 1), 1]"),
-    "?3": ("dist.all_reduce(counts)", "dist.all_reduce(counts[:1])"),
-    "Only rank 0 should return the accuracy.": (IF_FIRST, "    if True:\n"),
+    "All ranks must call the same collectives": REPAIR[::-1],
+    "rank 0 has 0.857": ("    dist.all_reduce(counts)\n", ""),
+    "rank 0 has 0.5535": ("[hits, len(labels)]", "[hits / max(len(labels), 1), 1]"),
+    "rank 0 has 1.0": ("dist.all_reduce(counts)", "dist.all_reduce(counts[:1])"),
+    "Only rank 0 should return the accuracy.": ("if dist.get_rank() == 0:", "if True:"),
 }

@@ -4,8 +4,7 @@ import random
 
 import torch
 import torch.distributed as dist
-from judging.single import step
-from judging.traffic import uncounted
+from judging.single import of_all_ranks, step
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
@@ -40,6 +39,8 @@ class Recorded(Dataset):
         return len(self.labels)
 
     def __getitem__(self, index):
+        if not 0 <= index < len(self):
+            raise IndexError(f"there is no image {index}: the last one is {len(self) - 1}")
         self.read.append(int(index))
         return self.images[index], self.labels[index]
 
@@ -56,9 +57,7 @@ def run(train, length, epochs):
     torch.manual_seed(100 + dist.get_rank())
     random.seed(100 + dist.get_rank())
     train(model, dataset, epochs)
-    orders = [None] * dist.get_world_size()
-    with uncounted():
-        dist.all_gather_object(orders, dataset.read)
+    orders = of_all_ranks(dataset.read)
     words = words_on(orders, length, epochs)
     result = {"the order of the images": words, "the trained model": "was not checked"}
     if words == RIGHT:

@@ -1,9 +1,7 @@
 """How fault_too_many_images is checked."""
 
-import torch
-import torch.distributed as dist
-from judging.traffic import uncounted
-from torch.utils.data import Dataset
+from judging.checks.fault_same_order import Recorded, make_model
+from judging.single import of_all_ranks
 
 NAME = "test"
 FAULT = "WRONG with 2 ranks, 11 images ... image 0 is read on ranks 0 and 1"
@@ -22,36 +20,10 @@ loader = a DataLoader with these indices as its sampler
 """
 
 
-class Recorded(Dataset):
-    """Images that note which of them are read. Two of three are recognized."""
-
-    def __init__(self, length):
-        self.length = length
-        self.read = []
-
-    def __len__(self):
-        return self.length
-
-    def __getitem__(self, index):
-        if not 0 <= index < self.length:
-            raise IndexError(f"there is no image {index}: the last one is {self.length - 1}")
-        self.read.append(int(index))
-        return torch.tensor([0.0, 1.0]), hit(index)
-
-
-def hit(index):
-    """Return 1 if the model recognizes an image, otherwise 0. This is also its label."""
-    return 0 if index % 3 == 2 else 1
-
-
 def run(test, length):
     dataset = Recorded(length)
-    model = torch.nn.Linear(2, 2, bias=False)
-    torch.nn.init.eye_(model.weight)  # so the model returns its input
-    counts = test(model, dataset)
-    read = [None] * dist.get_world_size()
-    with uncounted():
-        dist.all_gather_object(read, dataset.read)
+    counts = test(make_model(), dataset)
+    read = of_all_ranks(dataset.read)
     return {
         "the images": words_on(read, length),
         "the parts": words_on_parts(read),
@@ -60,8 +32,10 @@ def run(test, length):
 
 
 def expected(rank, world_size, length):
-    hits = sum(hit(index) for index in range(length))
-    return {"the images": RIGHT, "the parts": EQUAL, "hits and images": [hits, length]}
+    dataset = Recorded(length)
+    hits = make_model()(dataset.images).argmax(dim=1) == dataset.labels
+    counts = [hits.sum().item(), length]
+    return {"the images": RIGHT, "the parts": EQUAL, "hits and images": counts}
 
 
 def words_on(read, length):
@@ -93,10 +67,7 @@ REPAIR = (
     "range(dist.get_rank(), len(dataset), dist.get_world_size())",
 )
 WHY = "DistributedSampler repeats images to make the parts equal, and a range repeats none."
-
-
-RANGE = "range(dist.get_rank(), len(dataset), dist.get_world_size())"
-SAMPLER = "DistributedSampler(dataset, shuffle=False)"
+SAMPLER, RANGE = REPAIR
 MISTAKES = {
     "image 0 is read on ranks 0 and 1": (RANGE, SAMPLER),
     "image 10 of 11 is not read": (RANGE, SAMPLER.replace(")", ", drop_last=True)")),
@@ -104,5 +75,5 @@ MISTAKES = {
         *(RANGE, "range(len(dataset))"),
         *("counts.tolist()", "(counts // dist.get_world_size()).tolist()"),
     ),
-    "Only hits and images is wrong.": ("    dist.all_reduce(counts)\n", ""),
+    "Only `hits and images` is wrong.": ("    dist.all_reduce(counts)\n", ""),
 }

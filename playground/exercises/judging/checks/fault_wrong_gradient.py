@@ -76,8 +76,10 @@ WORDS = {
 }
 MISTAKES = {
     WORDS["CRASH.*NoneType"]: ("        loss.backward", "        len(labels) and loss.backward"),
-    "?1": (SUM, "", DIVIDE, "/= dist.get_world_size()"),
-    "?2": (DIVIDE, "/= 1"),
-    "?3": (DIVIDE, "/= all_images * dist.get_world_size()"),
-    "?4": (SUM, "", "            dist.all_reduce(parameter.grad)\n", "", DIVIDE, "/= 1"),
+    "WRONG with 1 rank, 1 step": (DIVIDE, "/= 1"),
+    "expected, divided by 2": (DIVIDE, "/= all_images * dist.get_world_size()"),
+    "The ranks should have the same numbers": (
+        *(SUM, "", DIVIDE, "/= 1"),
+        *("            dist.all_reduce(parameter.grad)\n", ""),
+    ),
 }

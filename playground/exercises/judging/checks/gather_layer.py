@@ -211,7 +211,7 @@ WORDS = {
 MEAN = "flat.grad / dist.get_world_size())"
 LEAF = "inputs.detach().requires_grad_(learn_inputs)"
 MISTAKES = {
-    "2 times what is expected, with 2 ranks": (MEAN, "flat.grad)"),
+    "2 times what is expected": (MEAN, "flat.grad)"),
     "The sum over the ranks is too large for float16. Divide before the reduce_scatter.": (
         *(MEAN, "flat.grad); of_shard /= dist.get_world_size()"),
     ),

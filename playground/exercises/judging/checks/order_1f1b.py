@@ -86,13 +86,13 @@ def explain(trial):
     first, least = order.index("B0"), right.index("B0")
     if first == least:
         return None
-    return f"Before B0, rank {trial.rank} computes {first} forward passes, not {least}."
+    return f"B0 is pass {first + 1} of rank {trial.rank}, not pass {least + 1}."
 
 
 KEPT = "min(world_size - rank, most, micro_batches)"
 MISTAKES = {
-    "Before B0, rank 0 computes 3 forward passes, not 2.": (KEPT, "micro_batches"),
-    "Before B0, rank 0 computes 2 forward passes, not 1.": ("rank, most,", "rank,"),
-    "Before B0, rank 0 computes 1 forward passes, not 2.": (KEPT, "1"),
+    "B0 is pass 4 of rank 0, not pass 3.": (KEPT, "micro_batches"),
+    "B0 is pass 3 of rank 0, not pass 2.": ("rank, most,", "rank,"),
+    "B0 is pass 2 of rank 0, not pass 3.": (KEPT, "1"),
     "There is no F1 here: the micro-batches are 0 to 0.": (KEPT, "min(world_size - rank, most)"),
 }

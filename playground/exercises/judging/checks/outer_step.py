@@ -111,15 +111,14 @@ WORDS = {
     "inside torch.no_grad().",
     "messages;": "Join the tensors of all parameters with torch.cat, and send them in one message.",
 }
-WAY = "tensor - parameter"
 REDUCE = "    dist.all_reduce(message)\n"
-COPY = "        parameter.copy_(tensor)\n"
+DIVIDE = "    message /= dist.get_world_size()\n"
 EACH = "    for way in ways:\n        dist.all_reduce(way)\n    message = torch.cat(ways)\n"
 MISTAKES = {
-    "?1": (WAY, "parameter - tensor"),
-    "?2": ("    message /= dist.get_world_size()\n", ""),
-    "?3": (REDUCE + "    message /= dist.get_world_size()\n", ""),
-    "?4": (COPY, "        pass\n"),
+    "with the opposite sign": ("tensor - parameter", "parameter - tensor"),
+    "changes by 2 times": (DIVIDE, ""),
+    "The mean over the ranks is": (REDUCE + DIVIDE, ""),
+    "Only `parameters` is wrong.": ("parameter.copy_(tensor)", "pass"),
     "SGD with momentum": ("optimizer.step()", "torch.optim.SGD(agreed, lr=1.0).step()"),
     WORDS["messages;"]: (f"    message = torch.cat(ways)\n{REDUCE}", EACH),
 }

@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from judging.words import contributions, digits_of
+from judging.words import digits_of, wrong_in_sum
 
 CASES = {
     "2 numbers in each chunk": {"chunk": 2, "dtype": torch.float32},
@@ -63,11 +63,7 @@ def explain(trial):
     size = trial.world_size
     first = trial.rank * trial.case["chunk"]
     parts = [tensor_of(rank, size, **trial.case)[first].item() for rank in range(size)]
-    counts = contributions(actual[0].item(), parts)
-    if counts is None or set(counts) == {1}:
-        return None
-    wrong = next(rank for rank in range(size) if counts[rank] != 1)
-    return f"Rank {wrong}'s numbers are {'added twice' if counts[wrong] else 'missing'}."
+    return wrong_in_sum(actual[0].item(), parts)
 
 
 MISTAKES = {
@@ -77,8 +73,8 @@ MISTAKES = {
     "is what rank 1 should have": (
         *("(received, tensor)", "(received, tensor.roll(-len(tensor) // dist.get_world_size()))"),
     ),
-    "its own tensor: [11": (*("return received", "tensor.copy_(received); return received"),),
-    "Rank 0's numbers are missing.": (
+    "its own tensor: [1, 2, 10": (*("return received", "tensor.copy_(received); return received"),),
+    "Rank 0's numbers are missing": (
         *(".sum(0)", ".sum(0) - tensor.chunk(dist.get_world_size())[dist.get_rank()]"),
     ),
 }

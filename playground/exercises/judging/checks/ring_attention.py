@@ -142,12 +142,12 @@ MISTAKES = {
     WORDS[r"WRONG.*has \[[^]]*(nan|inf)"]: (
         *("torch.maximum(maximum, scores.amax(dim=-1, keepdim=True))", "scores.amax(-1, True)"),
     ),
-    "?1": (
+    "It differs only at [:, :, :3].": (
         *(
             "places[(rank - step) % n] > places[rank]",
             "places[(rank - step) % n] < 0 * places[rank]",
         ),
     ),
-    "?2": (" / query.shape[-1] ** 0.5", ""),
-    "?3": ("(maximum - larger).exp()", "1"),
+    "It differs only at [:, :, 1:].": (" / query.shape[-1] ** 0.5", ""),
+    "It differs only at [:, :, -1].": ("(maximum - larger).exp()", "1"),
 }

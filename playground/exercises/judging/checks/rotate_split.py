@@ -85,7 +85,7 @@ MISTAKES = {
     "The token at place 9 is rotated as if its place were 6.": (
         *(PLACES, "torch.cat([chunks[rank], chunks[n + rank]])"),
     ),
-    "?1": ("-pairs / size)\n", "-pairs / size) * -1\n"),
+    "It differs only at [:, :, 1:].": ("-pairs / size)\n", "-pairs / size) * -1\n"),
     COSTLY: ("    size =", "    dist.all_gather_object([None] * n, rank)\n    size ="),
     SIZES: (
         *("torch.arange(tokens, device=heads.device)", "torch.arange(tokens // (2 * n) * 2 * n)"),

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from judging.attempt import Rung
+from judging.single import of_all_ranks
 from judging.traffic import uncounted
 from torch import nn
 
@@ -76,18 +77,17 @@ def make(kind, seed):
     return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
-def train(model, optimizer, rank, world_size, order_seed):
+def train(model, optimizer, epoch, seeded, rank=0, world_size=1):
     """Train one epoch. Returns the order of the images.
 
-    The order is drawn from a generator with the order_seed; None: from PyTorch's random numbers.
+    If it is seeded, the order comes from a generator with the epoch as its seed, as in the lesson.
+    Otherwise it comes from PyTorch's random numbers.
     """
     generator = torch.Generator().manual_seed(5)
     inputs = torch.randn(IMAGES, 4, generator=generator, dtype=torch.float64)
     targets = torch.randn(IMAGES, 1, generator=generator, dtype=torch.float64)
-    if order_seed is None:
-        order = torch.randperm(IMAGES)
-    else:
-        order = torch.randperm(IMAGES, generator=torch.Generator().manual_seed(order_seed))
+    draws = torch.Generator().manual_seed(int(epoch)) if seeded else None
+    order = torch.randperm(IMAGES, generator=draws)
     for batch in order.split(BATCH):
         mine = batch[rank::world_size]
         optimizer.zero_grad()
@@ -113,13 +113,11 @@ def state_of(model, optimizer):
 
 def same_epoch(epoch):
     """Raise an error if the ranks do not train the same epoch."""
-    everyone = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    with uncounted():
-        dist.all_gather(everyone, torch.tensor([int(epoch)]))
-    for rank, each in enumerate(everyone):
-        if each.item() != everyone[0].item():
-            words = f"rank 0 trains epoch {everyone[0].item()}, but rank {rank} trains epoch"
-            raise RuntimeError(f"{words} {each.item()}")
+    first, *others = of_all_ranks(int(epoch))
+    for rank, other in enumerate(others, start=1):
+        if other != first:
+            words = f"rank 0 trains epoch {first}, but rank {rank} trains epoch {other}"
+            raise RuntimeError(words)
 
 
 def only_rank_0_writes():
@@ -141,8 +139,7 @@ def see_an_old_file():
 def first(save_and_resume, kind, seeded=False):
     """Train until the run is killed. Note in a file what became of the checkpoints.
 
-    If it is seeded, the number of the epoch is the seed of its order, as in the lesson. Then all
-    ranks see the same files, too.
+    If it is seeded (see train), all ranks see the same files, too.
     """
     model, optimizer = make(kind, seed=0)
     rank = dist.get_rank()
@@ -171,8 +168,7 @@ def first(save_and_resume, kind, seeded=False):
                 before[f"before{epoch}"] = new
         if epoch == KILLED:
             raise Killed
-        order_seed = epoch if seeded else None
-        orders.append(train(model, optimizer, rank, dist.get_world_size(), order_seed))
+        orders.append(train(model, optimizer, epoch, seeded, rank, dist.get_world_size()))
 
     with contextlib.suppress(Killed):
         save_and_resume(PATH, model, optimizer, EPOCHS, train_epoch)
@@ -200,8 +196,7 @@ def again(save_and_resume, kind, seeded=False):
         if not trained:
             restored.append(state_of(model, optimizer))
         trained.append(int(epoch))
-        order_seed = epoch if seeded else None
-        orders.append(train(model, optimizer, rank, dist.get_world_size(), order_seed))
+        orders.append(train(model, optimizer, epoch, seeded, rank, dist.get_world_size()))
 
     save_and_resume(PATH, model, optimizer, EPOCHS, train_epoch)
     state, earlier = json.loads(Path(NOTES).read_text())
@@ -226,7 +221,7 @@ def expected(rank, world_size, kind, seeded=False):
     for epoch in range(EPOCHS):
         if epoch == KILLED:
             restored = state_of(model, optimizer)
-        orders.append(train(model, optimizer, 0, 1, epoch if seeded else None))
+        orders.append(train(model, optimizer, epoch, seeded))
     trained = list(range(KILLED, EPOCHS))
     return results(COMPLETE, trained, [restored], orders, model)
 
@@ -260,12 +255,12 @@ def save_and_resume(path, model, optimizer, epochs, train_epoch):
 
 SAVES = "CRASH.*(File too large|file write failed|unexpected pos)"
 WORDS = {
-    SAVES: "Here, only rank 0 can write files. Is the save inside `if dist.get_rank() == 0:`?",
+    SAVES: "Here, only rank 0 can write files.",
     "CRASH.*rank [1-9]: EOFError": "In the first run, this rank sees an empty file, but rank 0 "
     "sees none. Rank 0 must decide for all.",
     "CRASH.*trains epoch": "All ranks must load the file.",
-    "the file: (overwritten|deleted)": "If the run is killed at this moment, no complete file is left. Write a "
-    "different file, and rename it with os.replace() when it is complete.",
+    "the file: (overwritten|deleted)": "If the run is killed at this moment, no complete file is "
+    "left. Write a different file, and rename it with os.replace() when it is complete.",
     r"restart: \[0, 1": "Training starts from the beginning. The file says how many epochs are "
     "done.",
     r"restart: \[2, 3": "The last epoch is trained twice. Save the number of the next epoch.",

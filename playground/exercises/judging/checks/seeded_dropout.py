@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 from judging.attempt import Rung
-from judging.traffic import uncounted
+from judging.single import of_all_ranks
 
 MAY_SEED = {"p": 0.5, "shape": (20, 30), "dtype": torch.float32, "may_seed": True}
 CASES = {
@@ -86,7 +86,7 @@ def again(seeded_dropout, p, shape, dtype, may_seed=False):
     found["PyTorch's random numbers"] = "as before"
     if not may_seed and not torch.equal(torch.get_rng_state(), state):
         found["PyTorch's random numbers"] = "changed"
-    found["the gradient"] = gradient_of(returned, inputs, mask, p)
+    found["the gradient"] = gradient_of(returned, inputs)
     return found
 
 
@@ -111,13 +111,9 @@ def scale(returned, inputs, p):
 
 def equal_masks(masks):
     """Return which two ranks and steps drop the same numbers, in words. All ranks call it."""
-    mine = torch.stack(list(masks.values())).byte()
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    with uncounted():
-        dist.all_gather(everyone, mine)
     seen = {}
-    for rank, each in enumerate(everyone):
-        for step, mask in zip(STEPS, each, strict=True):
+    for rank, each in enumerate(of_all_ranks(masks)):
+        for step, mask in each.items():
             name = f"rank {rank} in step {step}"
             key = bytes(mask.tolist())
             if key in seen:
@@ -126,15 +122,13 @@ def equal_masks(masks):
     return "no two calls"
 
 
-def gradient_of(returned, inputs, mask, p):
+def gradient_of(returned, inputs):
     """Return what the gradient of the inputs is, in words."""
     if not returned.requires_grad:
         return "none"
     returned.backward(torch.ones_like(returned))
-    right = torch.where(mask, 0, 1 / (1 - p)).view(inputs.shape)
-    if torch.allclose(inputs.grad.double(), right.double(), rtol=2e-3):
-        return "right"
-    return "wrong"
+    same = torch.allclose(inputs.grad * inputs, returned, rtol=2e-3)  # no input is 0
+    return "right" if same else "wrong"
 
 
 def expected(rank, world_size, p, shape, dtype, may_seed=False):
@@ -174,9 +168,8 @@ WORDS = {
     "the others:": "The numbers that stay are divided by 1 - p, so the mean stays the same.",
     "called twice": "Seed in each call, with a number that depends only on `seed`, the rank and "
     "the step.",
-    r"both: (rank \d) in .*, and \1": "The steps must differ: does the seed depend on `step`?",
-    r"both: .*(step \d+), and rank \d in \1\b": "The ranks must differ: does the seed depend on "
-    "the rank?",
+    r"both: (rank \d) in .*, and \1": "The seed must depend on `step`, too.",
+    r"both: .*(step \d+), and rank \d in \1\b": "The seed must depend on the rank, too.",
     "both: rank": "Two ranks have the same seed in different steps. Multiply the step by the "
     "number of ranks before you add the rank.",
     "a different seed": "`seed` has no effect.",
@@ -185,8 +178,8 @@ WORDS = {
 }
 OWN = "seed + step * dist.get_world_size() + dist.get_rank()"
 MISTAKES = {
-    "The ranks must differ: does the seed depend on the rank?": (OWN, "seed + step"),
-    "depend on `step`": (OWN, "seed + dist.get_rank()"),
+    "The seed must depend on the rank, too.": (OWN, "seed + step"),
+    "The seed must depend on `step`, too.": (OWN, "seed + dist.get_rank()"),
     "Multiply the step by the number of ranks": (OWN, "seed + step + dist.get_rank()"),
     "`seed` has no effect.": (OWN, OWN.removeprefix("seed + ")),
     "Draw from a generator of your own.": (".Generator(inputs.device).manual_seed", ".manual_seed"),

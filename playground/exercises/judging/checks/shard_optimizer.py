@@ -203,14 +203,18 @@ WORDS = {
     "optimizer's state:": "A rank may keep the state of its own shards only. Make the optimizer "
     "with this rank's shard of each trained parameter, and of a tied one once.",
 }
-REDUCE = "dist.reduce_scatter_tensor(shard.grad, padded(gradient) / dist.get_world_size())"
-ALL_REDUCE = "mean = padded(gradient) / dist.get_world_size(); dist.all_reduce(mean)"
+MEAN = "padded(gradient) / dist.get_world_size()"
+REDUCE = f"dist.reduce_scatter_tensor(shard.grad, {MEAN})"
 MINE = "chunk(dist.get_world_size())[dist.get_rank()]"
 MISTAKES = {
-    "?1": (REDUCE, "dist.reduce_scatter_tensor(shard.grad, padded(gradient))"),
-    "?2": (REDUCE, "dist.reduce_scatter_tensor(shard.grad, padded(gradient) / count)"),
-    "?3": (REDUCE, f"shard.grad = padded(gradient).{MINE}"),
+    "2 times what is expected, with 2 ranks, like all": (MEAN, "padded(gradient)"),
+    "Only `used_on_rank_0` is wrong.": (MEAN, "padded(gradient) / count"),
+    "WRONG with 2 ranks, SGD, two layers": (REDUCE, f"shard.grad = padded(gradient).{MINE}"),
     "SGD, missing gradients": ("if count > 0:", "if True:"),
-    "?4": ("dist.all_gather_into_tensor(whole, shard)", f"whole.{MINE}.copy_(shard)"),
-    "?5": (REDUCE, f"{ALL_REDUCE}; shard.grad = mean.{MINE}"),
+    "It differs only at [2:], and is unchanged there.": (
+        *("dist.all_gather_into_tensor(whole, shard)", f"whole.{MINE}.copy_(shard)"),
+    ),
+    "COSTLY with 2 ranks, AdamW": (
+        *(REDUCE, f"mean = {MEAN}; dist.all_reduce(mean); shard.grad = mean.{MINE}"),
+    ),
 }

@@ -147,13 +147,13 @@ WORDS = {
 MISTAKES = {
     WORDS["CRASH.*None"]: ("if ctx.needs_input_grad[2] else None", ""),
     WORDS["without a gradient.*;"]: ("if ctx.needs_input_grad[0]:", "if True:"),
-    "?1": ("            dist.all_reduce(of_inputs)\n", ""),
-    "?2": (SUM, "pass"),
-    "?3": (
+    "The sum over the ranks is": ("            dist.all_reduce(of_inputs)\n", ""),
+    "The ranks should have the same numbers": (SUM, "pass"),
+    "Only `the output` is wrong.": (
         *("F.linear(hidden, second)", "F.linear(hidden, second, second_bias)"),
         *("output if second_bias is None else output + second_bias", "output"),
     ),
-    "?4": (
+    "2 times what is expected": (
         *(RESULT, f"of_second_bias is None or dist.all_reduce(of_second_bias)\n        {RESULT}"),
     ),
 }

@@ -73,12 +73,12 @@ WORDS = {
 }
 NO_TOKENS, COSTLY = WORDS.values()
 MISTAKES = {
-    "?1": (SUM, "", f"total / count{FACTOR}", "total / len(micro_batches)"),
-    "?2": (REDUCE, "", FACTOR, ""),
-    "?3": (REDUCE, ""),
-    "?4": (FACTOR, ""),
-    "?5": ("model(rows)", "model.module(rows)"),
-    "?6": ("(labels != -100).sum()", "torch.tensor(labels.numel())"),
+    "WRONG with 1 rank, 3 micro-batches": (
+        *(SUM, "", f"total / count{FACTOR}", "total / len(micro_batches)"),
+    ),
+    "WRONG with 2 ranks, 3 micro-batches": (REDUCE, "", FACTOR, ""),
+    "It is what is expected, divided by 2": (FACTOR, ""),
+    "The mean over the ranks is": ("model(rows)", "model.module(rows)"),
     NO_TOKENS: ("        total", f"{SKIP}        total"),
     COSTLY: (
         *(COUNT, "    counts = [(labels != -100).sum() for _, labels in micro_batches]\n"),
