@@ -47,7 +47,7 @@ echo "Measuring the speed ..." >&2
 data=$(timeout 30 "$PYTHON" -c 'from common.data import *; print(fetch(None, DATA_DIR))' || true)
 data=${data:-digits}
 lesson=$(speed playground/single_gpu.py --device cuda --dataset "$data" --epochs 5)
-bare=$(speed tests/bare.py single_gpu "$data" data 128 5 cuda)
+bare=$(speed tests/programs/bare.py single_gpu "$data" data 128 5 cuda)
 
 echo "Running the tests ($LIMIT s at most) ..." >&2
 driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null || echo unknown)

@@ -12,7 +12,7 @@ scripts=$(grep -l '^#!.*bash' .ci/run run/*)
 set -x
 .venv/bin/python -m ruff check .
 .venv/bin/python -m ruff format --check .
-.venv/bin/python tests/lint_pages.py
+.venv/bin/python tests/develop/lint_pages.py
 .venv/bin/python -m check_jsonschema --builtin-schema vendor.github-workflows .github/workflows/*
 # SC2016: some scripts hold commands for another shell, in single quotes.
 # shellcheck disable=SC2086 # a word for each script; their names have no spaces

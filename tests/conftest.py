@@ -29,7 +29,8 @@ SHORT = (*DIGITS, "--batch_size", 120, "--epochs", 1)
 LONG = (*DIGITS, "--epochs", 100_000)
 SIZES = "        train_size = {}\n        test_size = {}\n"  # random images of the ResNet lesson
 FEWER = (SIZES.format(1800, 200), SIZES.format(180, 30))  # to replace in a copy
-STANDIN = Path(__file__).parent / "detectron2_standin"
+PROGRAMS = ROOT / "tests" / "programs"
+STANDIN = PROGRAMS / "detectron2_standin"
 # In the background, or under nohup, these signals are ignored, and processes inherit this.
 for number, action in (
     (signal.SIGINT, signal.default_int_handler),
@@ -185,7 +186,7 @@ class Lesson(Job):
         command = [sys.executable] if cold else []
         if node:
             nodes, index = node
-            on_node = [Path(__file__).parent / "on_node.py", nodes.names[index], HOSTS[index]]
+            on_node = [PROGRAMS / "on_node.py", nodes.names[index], HOSTS[index]]
             command = [*nodes.enter(index), *command] if cold else on_node
         super().__init__(*command, path, *flags, env=env, cwd=cwd, cold=cold)
 

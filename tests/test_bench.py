@@ -165,7 +165,14 @@ def test_a_bare_program_prints_the_numbers_of_its_lesson(lesson, bare):
     processes = int(processes) if processes else None
     expected = run(Path(lesson).name, *flags, processes=processes, env=few)
     jobs = ranks(
-        ROOT / "tests/bare.py", kind, data, "data", 120, 1, processes=processes or 1, env=few
+        ROOT / "tests/programs/bare.py",
+        kind,
+        data,
+        "data",
+        120,
+        1,
+        processes=processes or 1,
+        env=few,
     )
     done, *_ = [job.wait() for job in jobs]
     assert len(epochs(done.stdout)) == 1, done.stderr

@@ -20,7 +20,7 @@ from nodes import need
 FOLDER = ROOT / "playground" / "exercises"
 CHECK = FOLDER / "check.py"
 JUDGING = FOLDER / "judging"
-JUDGE_ANSWERS = ROOT / "tests" / "judge_answers.py"
+JUDGE_ANSWERS = ROOT / "tests" / "programs" / "judge_answers.py"
 EXERCISES = sorted(path.stem for path in (JUDGING / "checks").glob("*.py"))
 RIGHT = "RIGHT with 1, 2, 3, 4 and 5 ranks"
 QUICK = ("all_gather", "average_gradients", "fault_same_order")  # one of each kind

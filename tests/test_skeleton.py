@@ -34,7 +34,7 @@ def test_what_stands_below_the_fold(lesson):
     assert (fold is None) == (lesson in IN_FULL)
     if fold is None:
         return
-    assert folded(text) == text, f"run: python tests/fold.py {lesson_path(lesson)}"
+    assert folded(text) == text, f"run: python tests/develop/fold.py {lesson_path(lesson)}"
     assert READING_ORDER.index(fold[1].removesuffix(".py")) < READING_ORDER.index(lesson)
     assert "# NEW: " in text[: fold.start()] and "# NEW: " not in text[fold.end() :]
 

@@ -26,7 +26,7 @@ from conftest import (
 from watching import show
 
 PAGE = (ROOT / "playground/pages/watching.md").read_text()
-WATCHED = ROOT / "tests" / "watched.py"
+WATCHED = ROOT / "tests" / "programs" / "watched.py"
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 PARAMETERS = 4 * 59_210  # bytes of those of the MLP

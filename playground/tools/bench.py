@@ -23,8 +23,8 @@ These are the numbers of the last epoch. Further columns have
 Each process has one thread, unless OMP_NUM_THREADS is set.
 
 With --pairs, two programs are compared at a time, on MNIST and CPUs. They run in turn, so a slow
-minute affects both. "times" is the speed of the first, divided by that of the second. tests/bare.py
-is a lesson without a DataLoader, flags or files.
+minute affects both. "times" is the speed of the first, divided by that of the second. A bare
+program (tests/programs/bare.py) is a lesson without a DataLoader, flags or files.
 """
 
 import argparse
@@ -91,7 +91,7 @@ def command(line, flags):
         program, *own = own[1:]
     path = PLAYGROUND / f"{program}.py"
     if program == "bare":
-        path = PLAYGROUND.parent / "tests/bare.py"
+        path = PLAYGROUND.parent / "tests/programs/bare.py"
         own += [str(PLAYGROUND.parent / "data"), "128", "3"]  # batch size and epochs
         flags = []
     return [*launcher, str(path), *flags, *own]

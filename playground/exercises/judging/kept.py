@@ -5,31 +5,24 @@ import time
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from watching.messages import flat as tensors_in
+from watching.messages import Operations, flat
 
 LOOKS = 100
 
 
-class Watching(TorchDispatchMode):
+class Watching(Operations):
     """Notes all memory that is taken inside `with Watching() as memory:`."""
 
     def __init__(self):
         super().__init__()
         self.found = {}
 
-    @classmethod
-    def _should_skip_dynamo(cls):
-        """See Messages in tools/watching/messages.py."""
-        return False
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in tensors_in(result):
+    def after(self, operation, args, result):
+        """Note the memory of what an operation has returned."""
+        for tensor in flat(result):
             storage = tensor.untyped_storage()
             self.found[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
-        return result
 
     def kept(self, enough, *tensors):
         """Return how many bytes are still taken, without those of some tensors.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from watching.messages import Messages, kept_bytes, passed, process_group
+from watching.messages import Messages, kept_bytes, passed, peer_of, process_group
 from watching.messages import sent_bytes as sent_in_a_ring
 
 SECONDS_LATE = 0.01  # how much later than the others a late rank starts each message
@@ -102,12 +102,8 @@ def describe(kind, operation, args, file):
     """Return the Message of one operation with these arguments."""
     tensors = passed(kind, operation, args)
     group = process_group(args)
-    peer = None
-    tag = 0
-    if kind in ("send", "recv"):
-        if len(args) > 3:  # otherwise it receives from any rank
-            peer = dist.get_global_rank(group, args[2])
-        tag = args[-1]
+    peer = peer_of(kind, args, group)
+    tag = args[-1] if kind in ("send", "recv") else 0
     call, line = called(file)
     nbytes = sum(tensor.nbytes for tensor in tensors)
     kept = kept_bytes(kind, operation, args, nbytes, group)

@@ -34,7 +34,7 @@ MODULES = [
     "torchvision.datasets",
 ]
 context = multiprocessing.get_context("forkserver")
-TESTS = Path(__file__).parent
+SUPPORT = Path(__file__).parent
 
 
 @functools.cache
@@ -94,7 +94,7 @@ def _run(words, env, cwd, writers):
         os.chdir(cwd)
     sys.argv = words
     folders = [str(Path(words[0]).parent), *filter(None, env.get("PYTHONPATH", "").split(":"))]
-    ours = f"{TESTS.parent}{os.sep}"
+    ours = f"{SUPPORT.parents[1]}{os.sep}"
     sys.path[:] = folders + [p for p in sys.path if "site-packages" in p or ours not in f"{p}/"]
     if "PYTHONWARNINGS" in env:  # Python has read it before the fork
         warnings.simplefilter("error", FutureWarning)
@@ -106,7 +106,7 @@ def _run(words, env, cwd, writers):
         topics.topics = dict(shortest[: int(env["DOCUMENTS"])])
     write_parameters = None
     if "PARAMETERS" in env:
-        sys.path.append(str(TESTS))
+        sys.path.append(str(SUPPORT))
         from parameters import remember
 
         write_parameters = remember(Path(env["PARAMETERS"]))

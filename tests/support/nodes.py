@@ -44,7 +44,7 @@ TRAVEL = {
 }
 STAYS = {"CUDA_VISIBLE_DEVICES": "0"}
 PATIENT = ("--timeout", 300)  # for lessons, because ranks start late on a busy machine
-LIGHT = "tests/light.py"  # a lesson for launchers that does not import PyTorch
+LIGHT = "tests/programs/light.py"  # a lesson for launchers that does not import PyTorch
 FLAGS = ("--device", "cpu", "--sleep", "a folder/c.pt")  # for it
 os.environ["PATH"] += ":/usr/sbin:/sbin"  # where Debian has ip and the daemons
 

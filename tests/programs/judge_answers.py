@@ -10,7 +10,7 @@ import json
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "playground" / "exercises"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "playground" / "exercises"))
 from judging import judge  # noqa: E402, it is found there
 
 name, answers = json.loads(sys.argv[1])

@@ -1,7 +1,7 @@
 """Run a command of each lesson's docstring on the CPU, for one epoch of small data if it trains.
 
-    python tests/smoke.py                    # all lessons
-    python tests/smoke.py tensor_parallel    # some of them
+    python tests/develop/smoke.py                    # all lessons
+    python tests/develop/smoke.py tensor_parallel    # some of them
 
 It uses nothing that only Linux has, so it tells whether the lessons run on another system. It
 prints a line for each lesson, and its status is the number of lessons that have failed.
@@ -14,7 +14,9 @@ import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
 from lessons import LESSONS, PATHS, ROOT, small_data
 
 COMMAND = r"^    ((?:[A-Z_]+=\S+ )*(?:python|torchrun) .*)$"

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PLAYGROUND = ROOT / "playground"
 TOOLS = ("bench", "plan", "watch")  # scripts beside the lessons
 PARTS = ("", "replicated", "sharded", "split", "transformer", "language", "tools")

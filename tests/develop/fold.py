@@ -1,6 +1,6 @@
 """Write what stands below the folds. This carries a change of a frame into all lessons:
 
-    python tests/fold.py
+    python tests/develop/fold.py
 
 A lesson that repeats functions of an earlier one has them below two lines, which name the earlier
 lesson and the functions:
@@ -16,6 +16,7 @@ import re
 import sys
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
 from lessons import LESSONS, PATHS
 
 FOLD = re.compile(r"^# -{10} Unchanged from (\w+)\.py -{10}\n((?:# .*\n)+)", re.M)

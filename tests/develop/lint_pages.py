@@ -1,6 +1,6 @@
 """Check what the pages and the docstrings of the lessons name, and their form, without running it.
 
-    python tests/lint_pages.py
+    python tests/develop/lint_pages.py
 
 It prints a line for each fault, and its status is 1 if there is one. Whether commands print what is
 shown is checked by test_readme.py, which runs them.
@@ -11,6 +11,7 @@ import re
 import sys
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
 from lessons import LESSONS, PATHS, ROOT
 
 PAGES = {}

@@ -5,8 +5,8 @@ counts the same losses and hits, and prints the same numbers. It has no DataLoad
 progress bar and no checkpoint. The MLP is written out, and so is the choice of each batch. The
 transformer and the language model are those of common/.
 
-    python tests/bare.py single_gpu mnist data 128 3
-    torchrun --standalone --nproc-per-node 2 tests/bare.py ddp mnist data 128 3
+    python tests/programs/bare.py single_gpu mnist data 128 3
+    torchrun --standalone --nproc-per-node 2 tests/programs/bare.py ddp mnist data 128 3
 
 The arguments are the kind of program (single_gpu, ddp, fsdp, tensor, pipeline, transformer or
 language), the data set, its folder, the global batch and the epochs. The transformer is trained
@@ -198,5 +198,5 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.path.append(str(Path(__file__).resolve().parents[1]))  # find common/
+    sys.path.append(str(Path(__file__).resolve().parents[2]))  # find common/
     main()

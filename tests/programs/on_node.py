@@ -2,7 +2,7 @@
 
 Nodes.enter starts other programs for that. This script starts none, so preloaded.py can fork it.
 
-    tests/on_node.py <name of the network> <name of the host> <lesson> <flags>
+    tests/programs/on_node.py <name of the network> <name of the host> <lesson> <flags>
 """
 
 import ctypes
