@@ -2,7 +2,7 @@
 
 Lesson: collectives.py.
 
-Write all_gather(chunk). Each rank calls it with a chunk of its own. All chunks have the same
+Write `all_gather(chunk)`. Each rank calls it with a chunk of its own. All chunks have the same
 length. The function returns a new tensor with the chunks of all ranks, in the order of the ranks.
 
 Your answer passes if
@@ -10,9 +10,9 @@ Your answer passes if
 - only all_to_all, send, recv, isend and irecv are used;
 - each rank sends at most n - 1 chunks, for n ranks.
 
-The first check copies this file to playground/exercises/answers/. Write in the copy.
+The first check copies this file to `playground/exercises/answers/`. Write in the copy.
 
-Check it. For help, add --trace, --hint 1 (also 2 and 3) or --answer:
+Check it. For help, add `--trace`, `--hint 1` (also 2 and 3) or `--answer`:
     python playground/exercises/all_gather.py
 """
 

@@ -2,16 +2,16 @@
 
 Lesson: manual_data_parallel.py.
 
-Write average_gradients(model). Each rank has computed gradients with a copy of the same model. When
-the function returns, each parameter.grad is the mean over all ranks.
+Write `average_gradients(model)`. Each rank has computed gradients with a copy of the same model.
+When the function returns, each `parameter.grad` is the mean over all ranks.
 
 Rung 1 is the lesson's own model, in which each parameter is float32 and has a gradient. Your answer
 passes it if
 - the means are right with any number of ranks.
 
 Rung 2 is any model:
-- A frozen parameter (requires_grad is False) has no gradient on any rank. It stays None.
-- The gradient of another parameter may be None, too, because forward() did not use the parameter.
+- A frozen parameter (`requires_grad` is False) has no gradient on any rank. It stays None.
+- The gradient of another parameter may be None, too, because `forward()` did not use the parameter.
   If it is None on all ranks, it stays None. If it is None on some ranks, it counts as zero there,
   and those ranks get the mean as well, even if all numbers of the mean are 0.
 - Two layers may share a parameter. (It is then called tied.)
@@ -25,9 +25,9 @@ Your answer passes it if
 - each rank sends the bytes of an all_reduce of these gradients. For each parameter, 8 more bytes
   are allowed, to find out which gradients exist.
 
-The first check copies this file to playground/exercises/answers/. Write in the copy.
+The first check copies this file to `playground/exercises/answers/`. Write in the copy.
 
-Check it. For help, add --trace, --hint 1 (also 2 and 3) or --answer:
+Check it. For help, add `--trace`, `--hint 1` (also 2 and 3) or `--answer`:
     python playground/exercises/average_gradients.py
 """
 

@@ -2,7 +2,7 @@
 
 Lesson: replicated/sending_less.py.
 
-Write average_largest(gradient, unsent). All ranks call it in each step:
+Write `average_largest(gradient, unsent)`. All ranks call it in each step:
 - `gradient` is this rank's gradient, a float32 tensor of any shape, the same shape on all ranks.
 - `unsent` is a tensor of this shape: what this rank has not sent in the steps before, at first 0.
   The next call gets the same tensor, so the function changes it in place.
@@ -26,9 +26,9 @@ Your answer passes if
 - in each step, each rank sends two messages, with the bytes of an all_gather of its numbers (4
   bytes each) and of their positions (8 bytes each).
 
-The first check copies this file to playground/exercises/answers/. Write in the copy.
+The first check copies this file to `playground/exercises/answers/`. Write in the copy.
 
-Check it. For help, add --trace, --hint 1 (also 2 and 3) or --answer:
+Check it. For help, add `--trace`, `--hint 1` (also 2 and 3) or `--answer`:
     python playground/exercises/average_largest.py
 """
 

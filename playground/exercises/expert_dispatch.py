@@ -2,7 +2,7 @@
 
 Lesson: transformer/expert_parallel.py.
 
-Write expert_dispatch(tokens, expert, experts). Each rank calls it with
+Write `expert_dispatch(tokens, expert, experts)`. Each rank calls it with
 - tokens:  (T, width), the tokens of this rank. T may differ from rank to rank, and may be 0;
 - expert:  int64 (T,), the number of each token's expert, counted over all ranks;
 - experts: a list of this rank's experts. Each is a function that turns (N, width) into (N, width).
@@ -13,14 +13,14 @@ computed of it.
 
 Your answer passes if
 - the outputs are right on all ranks, also on those without tokens, and for any dtype;
-- after backward(), the tokens have their gradients, and so have the parameters of the experts;
+- after `backward()`, the tokens have their gradients, and so have the parameters of the experts;
 - no rank sends more than its tokens, their outputs, the gradients of both, and some counts.
 
-A check calls backward() on all ranks, so all ranks must get there.
+A check calls `backward()` on all ranks, so all ranks must get there.
 
-The first check copies this file to playground/exercises/answers/. Write in the copy.
+The first check copies this file to `playground/exercises/answers/`. Write in the copy.
 
-Check it. For help, add --trace, --hint 1 (also 2 and 3) or --answer:
+Check it. For help, add `--trace`, `--hint 1` (also 2 and 3) or `--answer`:
     python playground/exercises/expert_dispatch.py
 """
 

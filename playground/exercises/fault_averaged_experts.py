@@ -2,8 +2,8 @@
 
 Lesson: transformer/expert_parallel.py.
 
-train(model, tokens, goals, steps) trains a mixture of experts. Each rank has the same number of
-tokens. model.shared is a layer of which each rank has a replica, and model.experts are those of
+`train(model, tokens, goals, steps)` trains a mixture of experts. Each rank has the same number of
+tokens. `model.shared` is a layer of which each rank has a replica, and `model.experts` are those of
 this rank. Tokens travel to their experts and back inside the model, forward and backward. After
 training, the replicas should be equal, and each parameter should be what a single process gets that
 has all experts and all tokens. But the experts change by wrong numbers. Find the fault, and repair
@@ -12,9 +12,9 @@ train.
 It is repaired if
 - the replicas and the experts are those of a single process.
 
-The first check copies this file to playground/exercises/answers/. Repair the copy.
+The first check copies this file to `playground/exercises/answers/`. Repair the copy.
 
-Check it. For help, add --hint 1 (also 2 and 3) or --answer:
+Check it. For help, add `--hint 1` (also 2 and 3) or `--answer`:
     python playground/exercises/fault_averaged_experts.py
 """
 

@@ -2,7 +2,7 @@
 
 Lesson: distributed_data_parallel.py.
 
-train(model, images, labels, path) trains a model on all ranks, and rank 0 writes a checkpoint.
+`train(model, images, labels, path)` trains a model on all ranks, and rank 0 writes a checkpoint.
 Another program should read it in a single process, with a model of the same class:
 
     state = torch.load(path, weights_only=True)
@@ -14,9 +14,9 @@ It is repaired if
 - these two lines load the trained parameters, and the buffers too, for any model;
 - the file is there when train returns, on every rank.
 
-The first check copies this file to playground/exercises/answers/. Repair the copy.
+The first check copies this file to `playground/exercises/answers/`. Repair the copy.
 
-Check it. For help, add --hint 1 (also 2 and 3) or --answer:
+Check it. For help, add `--hint 1` (also 2 and 3) or `--answer`:
     python playground/exercises/fault_cannot_load.py
 """
 

@@ -2,7 +2,7 @@
 
 Lesson: manual_data_parallel.py.
 
-train(make_model, images, seed) trains a model to remove noise. In each step a rank adds noise to
+`train(make_model, images, seed)` trains a model to remove noise. In each step a rank adds noise to
 its own images, and the ranks average their gradients. Each rank should add noise of its own, and
 all ranks should have the same model. But their models differ. Find the fault, and repair train.
 
@@ -12,9 +12,9 @@ It is repaired if
 - two runs with the same seed give the same model, and another seed gives a different one. The ranks
   may have drawn random numbers before they call train.
 
-The first check copies this file to playground/exercises/answers/. Repair the copy.
+The first check copies this file to `playground/exercises/answers/`. Repair the copy.
 
-Check it. For help, add --hint 1 (also 2 and 3) or --answer:
+Check it. For help, add `--hint 1` (also 2 and 3) or `--answer`:
     python playground/exercises/fault_different_models.py
 """
 

@@ -2,7 +2,7 @@
 
 Lesson: distributed_data_parallel_torchrun.py.
 
-train(model, images, labels, limit) is a whole program for each rank: it joins the process group,
+`train(model, images, labels, limit)` is a whole program for each rank: it joins the process group,
 trains on its own images, and leaves the group. Training should end after the first step in which
 the loss of the global batch is below the limit. All ranks have the same number of images, so this
 loss is the mean of the ranks' losses. But some ranks end with an error, because they have lost the
@@ -14,9 +14,9 @@ It is repaired if
 - the model is the same on all ranks, as if a single process had trained it with all images;
 - each rank leaves the group.
 
-The first check copies this file to playground/exercises/answers/. Repair the copy.
+The first check copies this file to `playground/exercises/answers/`. Repair the copy.
 
-Check it. For help, add --hint 1 (also 2 and 3) or --answer:
+Check it. For help, add `--hint 1` (also 2 and 3) or `--answer`:
     python playground/exercises/fault_lost_connection.py
 """
 

@@ -2,8 +2,8 @@
 
 Lesson: transformer/sequence_parallel.py.
 
-train(layer, head, tokens, labels, count, steps) trains two linear layers. Each rank has some of the
-tokens of every image, and all ranks have all labels. `layer` computes each token by itself. The
+`train(layer, head, tokens, labels, count, steps)` trains two linear layers. Each rank has some of
+the tokens of every image, and all ranks have all labels. `layer` computes each token by itself. The
 mean over the `count` tokens of an image, which are on all ranks, gives `head` its input. After each
 step, the layers should be those of a single process which has all tokens. But with n ranks, each
 step is n times as long. Find the fault, and repair it, in train or in Add.
@@ -12,9 +12,9 @@ It is repaired if
 - all ranks have the layers of a single process, however many tokens each rank has;
 - this holds after several steps, too.
 
-The first check copies this file to playground/exercises/answers/. Repair the copy.
+The first check copies this file to `playground/exercises/answers/`. Repair the copy.
 
-Check it. For help, add --hint 1 (also 2 and 3) or --answer:
+Check it. For help, add `--hint 1` (also 2 and 3) or `--answer`:
     python playground/exercises/fault_many_times_the_gradient.py
 """
 

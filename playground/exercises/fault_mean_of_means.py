@@ -2,19 +2,19 @@
 
 Lesson: language/token_mean.py.
 
-train(model, micro_batches, steps) trains a language model. Each rank has micro-batches of its own,
-pairs (rows, labels), both int64 (N, tokens), and uses all of them in each step. Padding has the
-label -100. model(rows) returns scores, (N, words, tokens). The loss is the mean over the tokens of
-all micro-batches of all ranks, so the model should be the same as if a single process computed them
-all at once. But it is not. Find the fault, and repair train.
+`train(model, micro_batches, steps)` trains a language model. Each rank has micro-batches of its
+own, pairs (rows, labels), both int64 (N, tokens), and uses all of them in each step. Padding has
+the label -100. `model(rows)` returns scores, (N, words, tokens). The loss is the mean over the
+tokens of all micro-batches of all ranks, so the model should be the same as if a single process
+computed them all at once. But it is not. Find the fault, and repair train.
 
 It is repaired if
 - all ranks have the model of a single process, however many tokens each micro-batch has;
 - the ranks may have different numbers of micro-batches.
 
-The first check copies this file to playground/exercises/answers/. Repair the copy.
+The first check copies this file to `playground/exercises/answers/`. Repair the copy.
 
-Check it. For help, add --hint 1 (also 2 and 3) or --answer:
+Check it. For help, add `--hint 1` (also 2 and 3) or `--answer`:
     python playground/exercises/fault_mean_of_means.py
 """
 

@@ -2,10 +2,10 @@
 
 Lesson: distributed_data_parallel_torchrun.py.
 
-train(model, download) trains one model on all ranks. The images are in a file that download(path)
-fetches. Each node has a disk of its own, which only the ranks of this node can read, so the file
-must be downloaded once on each node. On two nodes the program ends with an error. Find the fault,
-and repair train.
+`train(model, download)` trains one model on all ranks. The images are in a file that
+`download(path)` fetches. Each node has a disk of its own, which only the ranks of this node can
+read, so the file must be downloaded once on each node. On two nodes the program ends with an error.
+Find the fault, and repair train.
 
 The check simulates nodes with 2 or 3 ranks each. The last node may have fewer. Each node has a
 folder of its own. As torchrun does, the check sets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE
@@ -16,9 +16,9 @@ It is repaired if
 - no rank reads the file before download has returned on its node;
 - the ranks of all nodes together still use each image once.
 
-The first check copies this file to playground/exercises/answers/. Repair the copy.
+The first check copies this file to `playground/exercises/answers/`. Repair the copy.
 
-Check it. For help, add --hint 1 (also 2 and 3) or --answer:
+Check it. For help, add `--hint 1` (also 2 and 3) or `--answer`:
     python playground/exercises/fault_missing_file.py
 """
 

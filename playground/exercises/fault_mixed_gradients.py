@@ -2,10 +2,10 @@
 
 Lesson: manual_data_parallel.py.
 
-train(model, images, labels, steps) trains one model on all ranks. Each rank has the same number of
-images. In each step the ranks average their gradients, the largest first. All ranks should have the
-model of a single process that trains on all images. But some parameters change by the gradients of
-other parameters. Find the fault, and repair train.
+`train(model, images, labels, steps)` trains one model on all ranks. Each rank has the same number
+of images. In each step the ranks average their gradients, the largest first. All ranks should have
+the model of a single process that trains on all images. But some parameters change by the gradients
+of other parameters. Find the fault, and repair train.
 
 It is repaired if
 - all ranks have the model of a single process;
@@ -13,9 +13,9 @@ It is repaired if
 
 The gradients may also travel in a different order.
 
-The first check copies this file to playground/exercises/answers/. Repair the copy.
+The first check copies this file to `playground/exercises/answers/`. Repair the copy.
 
-Check it. For help, add --hint 1 (also 2 and 3) or --answer:
+Check it. For help, add `--hint 1` (also 2 and 3) or `--answer`:
     python playground/exercises/fault_mixed_gradients.py
 """
 

@@ -2,7 +2,7 @@
 
 Lesson: collectives.py.
 
-test(model, images, labels) tests a model on all ranks together. Each rank has images of its own.
+`test(model, images, labels)` tests a model on all ranks together. Each rank has images of its own.
 Some ranks may have more images than others, and a rank may have none. Rank 0 should return the test
 accuracy over the images of all ranks. The other ranks should return None. But the program does not
 end. Find the fault, and repair test.
@@ -12,9 +12,9 @@ It is repaired if
 - rank 0 returns the accuracy over the images of all ranks;
 - the other ranks return None.
 
-The first check copies this file to playground/exercises/answers/. Repair the copy.
+The first check copies this file to `playground/exercises/answers/`. Repair the copy.
 
-Check it. For help, add --hint 1 (also 2 and 3) or --answer:
+Check it. For help, add `--hint 1` (also 2 and 3) or `--answer`:
     python playground/exercises/fault_never_returns.py
 """
 

@@ -2,8 +2,8 @@
 
 Lesson: nonblocking_p2p.py.
 
-train(parameters, gradient, steps) trains a copy of the parameters on each of two or more ranks, and
-pulls the copies together. In each step, a rank sends its parameters to its right neighbour and
+`train(parameters, gradient, steps)` trains a copy of the parameters on each of two or more ranks,
+and pulls the copies together. In each step, a rank sends its parameters to its right neighbour and
 receives those of its left neighbour. While they travel, it takes a step of its own. Then it
 replaces its parameters with the mean of its own and the received ones:
 
@@ -17,9 +17,9 @@ It is repaired if
 - they are still changed in place, and nothing is returned;
 - each rank sends its parameters once in each step, and nothing else.
 
-The first check copies this file to playground/exercises/answers/. Repair the copy.
+The first check copies this file to `playground/exercises/answers/`. Repair the copy.
 
-Check it. For help, add --trace, --hint 1 (also 2 and 3) or --answer:
+Check it. For help, add `--trace`, `--hint 1` (also 2 and 3) or `--answer`:
     python playground/exercises/fault_newer_parameters.py
 """
 

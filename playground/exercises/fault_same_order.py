@@ -2,7 +2,7 @@
 
 Lesson: distributed_data_parallel.py.
 
-train(model, dataset, epochs) trains one model on all ranks. Each rank reads its own part of the
+`train(model, dataset, epochs)` trains one model on all ranks. Each rank reads its own part of the
 images, and the ranks average their gradients in each step. In each epoch, the images should come in
 a new order. But every epoch has the same order. Find the fault, and repair train.
 
@@ -14,9 +14,9 @@ It is repaired if
 - the model is still trained as a single process would train it, on the images of all ranks in each
   step.
 
-The first check copies this file to playground/exercises/answers/. Repair the copy.
+The first check copies this file to `playground/exercises/answers/`. Repair the copy.
 
-Check it. For help, add --hint 1 (also 2 and 3) or --answer:
+Check it. For help, add `--hint 1` (also 2 and 3) or `--answer`:
     python playground/exercises/fault_same_order.py
 """
 

@@ -2,7 +2,7 @@
 
 Lesson: distributed_data_parallel.py.
 
-test(model, dataset) tests a model on all ranks together. Each rank tests a part of the data set,
+`test(model, dataset)` tests a model on all ranks together. Each rank tests a part of the data set,
 and the ranks add up their counts. Each image should be counted once. But some are counted twice.
 Find the fault, and repair test.
 
@@ -11,9 +11,9 @@ It is repaired if
 - each image is read on one rank only;
 - the parts are equal, or some ranks have one more image than others.
 
-The first check copies this file to playground/exercises/answers/. Repair the copy.
+The first check copies this file to `playground/exercises/answers/`. Repair the copy.
 
-Check it. For help, add --hint 1 (also 2 and 3) or --answer:
+Check it. For help, add `--hint 1` (also 2 and 3) or `--answer`:
     python playground/exercises/fault_too_many_images.py
 """
 

@@ -2,7 +2,7 @@
 
 Lesson: collectives.py.
 
-Write reduce_scatter(tensor). Each rank calls it with a tensor of its own. All of these have the
+Write `reduce_scatter(tensor)`. Each rank calls it with a tensor of its own. All of these have the
 same length. The length is a multiple of the number of ranks n, so the tensor has n chunks of the
 same length. It returns a new tensor: rank r gets chunk r of the sum over all ranks.
 
@@ -12,9 +12,9 @@ Your answer passes if
 - only all_to_all, send, recv, isend and irecv are used;
 - each rank sends at most n - 1 chunks: each of the other ranks needs one of its chunks.
 
-The first check copies this file to playground/exercises/answers/. Write in the copy.
+The first check copies this file to `playground/exercises/answers/`. Write in the copy.
 
-Check it. For help, add --trace, --hint 1 (also 2 and 3) or --answer:
+Check it. For help, add `--trace`, `--hint 1` (also 2 and 3) or `--answer`:
     python playground/exercises/reduce_scatter.py
 """
 

@@ -2,7 +2,7 @@
 
 Lesson: transformer/context_parallel.py.
 
-Write ring_attention(query, key, value, places). Each rank has the queries, keys and values of its
+Write `ring_attention(query, key, value, places)`. Each rank has the queries, keys and values of its
 own tokens, each of the shape (N, heads, tokens of this rank, size). places[r] has the places of
 rank r's tokens in the sequence, in ascending order: a LongTensor with at least one place. The
 function returns what this rank's tokens read, in the shape of `query`.
@@ -18,9 +18,9 @@ Your answer passes if
 - the ranks form a ring, and in each of n - 1 steps, a rank sends the keys and the values that it
   has received before. No rank sends more.
 
-The first check copies this file to playground/exercises/answers/. Write in the copy.
+The first check copies this file to `playground/exercises/answers/`. Write in the copy.
 
-Check it. For help, add --hint 1 (also 2 and 3) or --answer:
+Check it. For help, add `--hint 1` (also 2 and 3) or `--answer`:
     python playground/exercises/ring_attention.py
 """
 

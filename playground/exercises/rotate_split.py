@@ -2,10 +2,11 @@
 
 Lesson: language/four_axes.py.
 
-Write rotate_split(heads, tokens). A sequence of `tokens` tokens is split between n ranks in zigzag,
-as in transformer/context_parallel.py. torch.arange(tokens).tensor_split(2 * n) has the places of 2n
-chunks. Rank r has chunk r, followed by chunk 2n - 1 - r. `heads` are the queries or keys of this
-rank's tokens, (N, heads, tokens of this rank, size), in float32 or float64, and `size` is even.
+Write `rotate_split(heads, tokens)`. A sequence of `tokens` tokens is split between n ranks in
+zigzag, as in `transformer/context_parallel.py`. `torch.arange(tokens).tensor_split(2 * n)` has
+the places of 2n chunks. Rank r has chunk r, followed by chunk 2n - 1 - r. `heads` are the queries
+or keys of this rank's tokens, (N, heads, tokens of this rank, size), in float32 or float64, and
+`size` is even.
 
 The function returns them rotated. The numbers i and i + size / 2 of a token are a pair (x, y), for
 i from 0 to size / 2 - 1. In a token at place p, the pair becomes
@@ -17,9 +18,9 @@ Your answer passes if
 - `tokens` may be any number, at least n;
 - no rank sends anything.
 
-The first check copies this file to playground/exercises/answers/. Write in the copy.
+The first check copies this file to `playground/exercises/answers/`. Write in the copy.
 
-Check it. For help, add --hint 1 (also 2 and 3) or --answer:
+Check it. For help, add `--hint 1` (also 2 and 3) or `--answer`:
     python playground/exercises/rotate_split.py
 """
 

@@ -2,7 +2,7 @@
 
 Lesson: sharded/fully_sharded_checkpoints.py.
 
-Write seeded_dropout(inputs, p, seed, step). It returns a new tensor like `inputs`, in which each
+Write `seeded_dropout(inputs, p, seed, step)`. It returns a new tensor like `inputs`, in which each
 number is replaced by 0 with probability p, and is divided by 1 - p otherwise. Which numbers are
 dropped is random, but the same each time that this rank calls it with the same arguments.
 
@@ -15,7 +15,7 @@ it if
 - no two calls on different ranks, or in different steps, drop the same numbers. A different seed
   drops different numbers, too;
 - a run that is started again drops the same numbers as a run without a break;
-- backward() passes a gradient to the numbers that were not dropped, divided by 1 - p.
+- `backward()` passes a gradient to the numbers that were not dropped, divided by 1 - p.
 
 Rung 2 is any p from 0 to below 1, any shape and any float dtype. Your answer passes it if
 - all of rung 1 holds;
@@ -23,9 +23,9 @@ Rung 2 is any p from 0 to below 1, any shape and any float dtype. Your answer pa
   them, so dropout must not change them;
 - the ranks send nothing.
 
-The first check copies this file to playground/exercises/answers/. Write in the copy.
+The first check copies this file to `playground/exercises/answers/`. Write in the copy.
 
-Check it. For help, add --hint 1 (also 2 and 3) or --answer:
+Check it. For help, add `--hint 1` (also 2 and 3) or `--answer`:
     python playground/exercises/seeded_dropout.py
 """
 

@@ -2,7 +2,7 @@
 
 Lesson: language/vocabulary_parallel.py.
 
-Write split_cross_entropy(scores, labels, first). Each rank calls it with
+Write `split_cross_entropy(scores, labels, first)`. Each rank calls it with
 - scores: (tokens, words of this rank). Column c has the scores of word `first + c`;
 - labels: int64 (tokens,), the same on all ranks. A label may be any rank's word;
 - first:  the number of this rank's first word. Rank 0 has the first words, and so on.
@@ -19,9 +19,9 @@ Your answer passes if
 - the scores may be so large that exp() overflows;
 - no rank sends more than three numbers for each token, by all_reduce.
 
-The first check copies this file to playground/exercises/answers/. Write in the copy.
+The first check copies this file to `playground/exercises/answers/`. Write in the copy.
 
-Check it. For help, add --trace, --hint 1 (also 2 and 3) or --answer:
+Check it. For help, add `--trace`, `--hint 1` (also 2 and 3) or `--answer`:
     python playground/exercises/split_cross_entropy.py
 """
 

@@ -2,9 +2,9 @@
 
 Lesson: split/tensor_parallel.py.
 
-Write the autograd function SplitPair. It computes linear(relu(linear(inputs))), and each rank has a
-shard of the parameters. A single process would compute the following. Here g is the gradient of the
-output, h is that of `hidden`, and .T swaps the rows and columns of a matrix:
+Write the autograd function SplitPair. It computes `linear(relu(linear(inputs)))`, and each rank has
+a shard of the parameters. A single process would compute the following. Here g is the gradient of
+the output, h is that of `hidden`, and .T swaps the rows and columns of a matrix:
 
     forward     hidden = relu(inputs @ first.T + first_bias)
                 output = hidden @ second.T + second_bias
@@ -27,11 +27,11 @@ Rung 2 is any pair. Your answer passes it if
 - all of rung 1 holds;
 - it is right if a rank has no rows at all, and if a bias is None;
 - there is one all_reduce in forward and one in backward. If `inputs` needs no gradient, there is
-  none in backward: ctx.needs_input_grad[0] shows whether it does.
+  none in backward: `ctx.needs_input_grad[0]` shows whether it does.
 
-The first check copies this file to playground/exercises/answers/. Write in the copy.
+The first check copies this file to `playground/exercises/answers/`. Write in the copy.
 
-Check it. For help, add --trace, --hint 1 (also 2 and 3) or --answer:
+Check it. For help, add `--trace`, `--hint 1` (also 2 and 3) or `--answer`:
     python playground/exercises/split_pair.py
 """
 
