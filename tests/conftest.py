@@ -4,11 +4,9 @@ import contextlib
 import functools
 import importlib
 import os
-import random
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +18,9 @@ import pytest
 from lessons import PATHS, ROOT
 from nodes import HOSTS, Nodes
 from preloaded import Script
+
+from watching import runs
+from watching.ranks import free_port  # tests import it from here, too
 
 # The folder in which the lessons look for MNIST. Tests that need it are skipped if it is not there.
 DATA = ROOT / "data"
@@ -253,24 +254,9 @@ def run(name, *flags, processes=None, status=0, timeout=300, **options):
     return subprocess.CompletedProcess(ends[0].args, largest, ends[0].stdout, errors)
 
 
-def free_port():
-    """Return a port that was free just now, below those that the kernel gives to connections."""
-    while True:
-        with (
-            contextlib.suppress(OSError),
-            socket.create_server(("127.0.0.1", random.randint(10_000, 32_000))) as server,
-        ):
-            return server.getsockname()[1]
-
-
 def epochs(text):
     """Return the epoch lines of a lesson as dicts of floats: loss, and accuracies in %."""
-    accuracies = r"train (?P<train>[\d.]+)%  test (?P<test>[\d.]+)%"
-    pattern = rf"^epoch \d+/\d+  loss (?P<loss>[\d.]+)  {accuracies}  [\d.]+ s"
-    return [
-        {key: float(value) for key, value in found.groupdict().items()}
-        for found in re.finditer(pattern, text, re.M)
-    ]
+    return [{name: line[name] for name in ("loss", "train", "test")} for line in runs.epochs(text)]
 
 
 @functools.cache
