@@ -47,7 +47,7 @@ def run(ranks_of_node: int, flags: list[str]) -> dict[str, list | float]:
     )
     found = {"seconds": [], "loss": [], "test": []}
     total = 0.0
-    for epoch in epochs(done.stdout):
+    for epoch in epochs(re.sub("^node0: ", "", done.stdout, flags=re.M)):
         total += epoch["seconds"]
         found["seconds"].append(round(total, 2))
         found["loss"].append(epoch["loss"])
