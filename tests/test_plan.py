@@ -281,7 +281,7 @@ def test_a_plot(tmp_path, capsys, monkeypatch):
 
 @quick
 def test_it_starts_at_once():
-    """Neither PyTorch nor matplotlib is imported. If nobody reads, it ends without a word."""
+    """Neither PyTorch nor matplotlib is imported. Without a reader, it ends without a word."""
     program = "import sys, plan; plan.main(['--nodes', '1'])\n"
     program += "assert not {'torch', 'matplotlib'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT / "playground/tools", check=True)

@@ -54,7 +54,7 @@ def check(file):
     """Check the exercise of a task or of an answer. Its last line calls this.
 
     A new process does it, because this one has run the learner's file already. In a notebook, this
-    process is the notebook's, which goes on.
+    process is the notebook's, which must not end.
     """
     sys.stdout.flush()
     words = [sys.executable, str(FOLDER / "check.py"), Path(file).stem, *sys.argv[1:]]

@@ -26,8 +26,6 @@ DEBIAN = {  # a program that a test needs, and the package that has it
     "slurmctld": "slurm-wlm",
     "slurmd": "slurm-wlm",
     "munged": "munge",
-    "qsub": "slurm-wlm-torque",
-    "generate_pbs_nodefile": "slurm-wlm-torque",
     "mpirun.openmpi": "openmpi-bin",
     "mpiexec.hydra": "mpich",
 }

@@ -44,20 +44,18 @@ ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEM
 class Slurm:
     """A running cluster. Use it as a context manager, inside the one of Nodes.
 
-    It writes only to `folder`, whose path must not contain spaces. `setting` is another line of its
-    settings.
+    It writes only to `folder`, whose path must not contain spaces.
     """
 
-    def __init__(self, nodes, folder, setting=""):
+    def __init__(self, nodes, folder):
         self.nodes = nodes
         self.folder = Path(folder)
-        self.setting = setting
         self.daemons = []
 
     def __enter__(self):
         need("munged", "slurmctld", "slurmd")
         (self.folder / "state").mkdir()
-        lines = [self.setting]
+        lines = []
         for host, address in zip(HOSTS, ADDRESSES, strict=True):
             (self.folder / f"spool-{host}").mkdir()
             lines.append(NODE.format(host=host, address=address))
