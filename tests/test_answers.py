@@ -10,7 +10,8 @@ runs before, with flags. Then comes what happens:
                read of a text is shorter than for answers.md, so the losses there are others.)
     says W     W is printed, and is in answers.md
     prints W   W is printed
-    fails W    there is an error (otherwise there is none), and W is printed and in answers.md
+    fails W    there is an error (otherwise there is none), and W is printed and in answers.md;
+               V OR W: one of them, because a rank may be told of the other's end first
 
 Answers about times, and about what differs from run to run, are not here. Those that take more than
 an edit are in test_resumable.py, test_fsdp_checkpoints.py and test_hybrid_parallel.py.
@@ -39,7 +40,7 @@ nonblocking_p2p 1 | 2
     prints nonblocking, rank 1: [-1.0, -1.0] -> [0.0, 0.0]
 collectives 1 | 2 | --timeout 3
     dist.all_reduce(mine)\n => if rank != 1:\n        ...
-    fails Timed out waiting
+    fails Timed out waiting OR closed by peer
 collectives 1 | 2 | --timeout 3 | DETAIL
     dist.all_reduce(mine)\n => if rank != 1:\n        ...
     fails Rank 1 is running collective:
@@ -94,7 +95,7 @@ distributed_data_parallel2 1 | 2
 distributed_data_parallel2 2 | 2 | --timeout 3
     parts = comm.gather(run_epoch(plain, test_loader, device)) => tested = run_epoch
     _, test_correct, => parts = comm.gather(tested(plain, test_loader, device))\n            ...
-    fails Timed out waiting
+    fails Timed out waiting OR closed by peer
 model_parallel 1 | -
     self.stage1(micro_batch).to(self.devices[1]) => self.stage1(micro_batch)
     loss 1.4064
@@ -410,7 +411,8 @@ def check(done, kind, words, unchanged):
         right = pytest.approx(losses(unchanged().stdout), abs=1e-10)
         assert (losses(done.stdout) == right) == (kind == "same")
     else:
-        assert words in " ".join((done.stdout + done.stderr).split())
+        printed = " ".join((done.stdout + done.stderr).split())
+        assert any(each in printed for each in words.split(" OR ")), printed
 
 
 @pytest.mark.parametrize(
@@ -445,5 +447,5 @@ def test_an_edit(edit, change, tmp_path):
     above, *answers = answers_of(lesson)
     answer = INTRODUCTION + above + answers[int(number) - 1]
     for kind, words in expected:
-        assert kind == "prints" or words in answer
+        assert kind == "prints" or all(each in answer for each in words.split(" OR "))
         check(done, kind, words, lambda: run(lesson, *flags, **options))
