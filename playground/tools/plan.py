@@ -30,10 +30,9 @@ LIMITS = {  # of the values of flags; all others are from 1 to 1e18
     "between": (1e5, 1e18),
     "micro": (1, 64),
 }
-HEAD = "{:>43}{:>26}{:>20}".format("bytes held", "bytes sent along", "seconds")
-TITLES = ("data", "mesh", "batches", "again", "state", "kept", "pp", "dp", "cp", "tp")
-TITLES += ("messages", "step", "tokens/s", "lost to")
-ROW = "{:<4} {:<11} {:>7} {:>5}" + " {:>6}" * 6 + " {:>8} {:>11} {:>8}  {}"
+TITLES = ("data", "mesh", "micro", "again", "state", "kept", "pp", "dp", "cp", "tp")
+TITLES += ("sends", "step", "tok/s", "lost to")
+GROUPS = {"bytes held": "state kept", "bytes sent along": "pp dp cp tp", "seconds": "sends step"}
 
 
 class Model(NamedTuple):
@@ -323,14 +322,14 @@ def best(rows: list[dict], cluster: Cluster) -> list[dict]:
     return list(found.values())
 
 
-def amount(number: float) -> str:
-    """Return 48.3G for 48.3e9."""
-    text = Decimal(f"{number:.3g}").to_eng_string()
+def amount(number: float, digits: int = 3) -> str:
+    """Return 48.3G for 48.3e9, or less of its digits."""
+    text = Decimal(f"{number:.{digits}g}").to_eng_string()
     return text.replace("E+12", "T").replace("E+9", "G").replace("E+6", "M").replace("E+3", "k")
 
 
-def describe(model: Model, cluster: Cluster, row: dict) -> str:
-    """Return the line of a plan. Its step is 25% faster, or 25% slower with nothing hidden."""
+def describe(model: Model, cluster: Cluster, row: dict) -> list[str]:
+    """Return the words of a plan. Its step is 25% faster, or 25% slower with nothing hidden."""
     plan = row["plan"]
     faster = cluster._replace(efficiency=1.25 * cluster.efficiency)
     shortest = judge(model, faster, plan)["step"]
@@ -339,18 +338,36 @@ def describe(model: Model, cluster: Cluster, row: dict) -> str:
     del losses["computing"]
     largest = max(losses, key=losses.get)
     lost = f"{largest} {losses[largest] / row['step']:.0%}" if losses[largest] else "nothing"
-    return ROW.format(
+    return [
         plan.data,
         "x".join(map(str, plan.axes())),
         f"{plan.count}x{plan.micro}",
-        plan.again,
+        f"{plan.again:g}",
         *map(amount, row["held"].values()),
         *map(amount, row["sent"].values()),
-        amount(row["messages"]),
-        f"{amount(shortest)}-{amount(longest)}",
+        amount(row["messages"], 2),
+        f"{amount(shortest, 2)}-{amount(longest, 2)}",
         amount(row["speed"]),
         "does not fit" if lacking(row, cluster) else lost,
-    )
+    ]
+
+
+def table(rows: list[list[str]]) -> list[str]:
+    """Return the lines of a table, without the columns that are 0 in all rows."""
+    columns = [column for column in zip(TITLES, *rows, strict=True) if set(column[1:]) != {"0"}]
+    widths = [max(map(len, column)) for column in columns]
+    heads = ""
+    for name, titles in GROUPS.items():
+        found = [i for i, column in enumerate(columns) if column[0] in titles.split()]
+        if found:
+            heads = f"{heads:<{sum(widths[: found[0]]) + found[0]}}{name} "
+    lines = [heads.rstrip()]
+    for words in zip(*columns, strict=True):
+        data, mesh, *numbers, lost = zip(words, widths, strict=True)
+        cells = [f"{word:<{width}}" for word, width in (data, mesh)]
+        cells += [f"{word:>{width}}" for word, width in numbers]
+        lines.append(" ".join([*cells, lost[0]]))
+    return lines
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -426,8 +443,7 @@ def main(words: list[str] | None = None) -> None:
         if args.batch_size % ranks:
             reason += f": try --batch_size {max(1, args.batch_size // ranks) * ranks}"
         parser.error(reason)
-    lines = [describe(model, cluster, row) for row in rows]
-    print(HEAD, ROW.format(*TITLES), *lines, sep="\n")
+    print(*table([describe(model, cluster, row) for row in rows]), sep="\n")
     if args.plot:
         try:
             sys.path.append(str(Path(__file__).resolve().parents[1] / "pages"))
