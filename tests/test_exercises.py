@@ -503,13 +503,14 @@ def test_all_and_the_next(copy):
     answer = copy / "answers" / "average_gradients.py"
     answer.write_text(answer.read_text().replace("if parameter.requires_grad", "if True"))
     shown = run(copy / "check.py")[0].splitlines()
-    assert [line.split()[0] for line in shown[:-1]] == ORDER
-    states = dict(line.split(maxsplit=1) for line in shown[:-1])
+    states = dict(line.split(maxsplit=1) for line in shown if line.startswith("  "))
+    assert list(states) == ORDER
     assert states[first] == RIGHT
     assert states[second] == "your turn"
     fault = "COSTLY with 2 ranks, tied and frozen parameters"
     assert states["average_gradients"] == f"rung 1 of 2 is RIGHT, rung 2: {fault}"
-    assert shown[-1] == f"1 of {len(EXERCISES)} are right"
+    check = os.path.relpath(copy / "check.py")
+    assert shown[-2:] == [f"1 of {len(EXERCISES)} are right", f"next: python {check} {second}"]
     shown = run(copy / "check.py", "--next")[0]
     task = ast.get_docstring(ast.parse((copy / f"{second}.py").read_text()))
     file = os.path.relpath(copy / "answers" / f"{second}.py")
@@ -551,7 +552,7 @@ def test_verdicts_are_kept(copy, tmp_path):
 
 
 def test_a_read_only_checkout(copy):
-    """The verdict is told, and then, in a line, that it is not kept."""
+    """The verdict and the next exercise are told, and, in a line, that nothing is kept."""
     need("mount")
     (copy / "answers").mkdir()
     (copy / "answers" / "check.py").symlink_to("../check.py")
@@ -560,7 +561,8 @@ def test_a_read_only_checkout(copy):
     command = (sys.executable, "-m", "playground.exercises.check", "all_gather")
     command = ("unshare", "--mount", "sh", "-c", read_only, "sh", *command)
     done = Job(*command, cwd=copy.parents[1]).wait()
-    assert (done.returncode, done.stdout) == (0, f"{RIGHT}\n")
+    command = f"python playground/exercises/check.py {ORDER[ORDER.index('all_gather') + 1]}"
+    assert (done.returncode, done.stdout) == (0, f"{RIGHT}\nnext: {command}\n")
     assert done.stderr == "playground/exercises/answers cannot be written, so no verdict is kept\n"
 
 

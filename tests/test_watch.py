@@ -94,7 +94,7 @@ def test_who_waits_for_whom(tmp_path):
     )
     assert re.fullmatch(r"    meanwhile rank 1 is [\d.]+ ms in \d+: time\.sleep\(0\.2\)", meanwhile)
     letters = dict(re.findall(r"^rank (\d)  \|(.*)\|$", done.stdout, re.M))
-    assert letters["0"].count("1") > 44 > letters["1"].count("0")  # of 88
+    assert letters["0"].count("1") > 35 > letters["1"].count("0")  # of 70
     shown = in_browser(page)
     assert f"<span>{longest}</span><span>{meanwhile.strip()}</span>" in shown
     for words in ("waits for rank 1", "rank 0", "rank 1", meanwhile.partition(" ms in ")[2]):
@@ -114,7 +114,7 @@ def test_no_line_of_the_script_comes_between(tmp_path, monkeypatch):
     show.show_records(records, "")
     [text] = filter(None, [call.args[0] for call in terminal.write.call_args_list])
     assert text.startswith("\nwatch: watched.py, all of it, 5.00 ms\n")
-    assert f"\nrank 1  |{'c' * 88}|\n" in text and text.endswith("long for another one.\n")
+    assert f"\nrank 1  |{'c' * 70}|\n" in text and text.endswith("long for another one.\n")
 
 
 def in_browser(page):

@@ -46,8 +46,13 @@ ANSWERS = FOLDER / "answers"
 KEPT = ANSWERS / "verdicts.json"
 JUDGING = FOLDER / "judging"
 sys.path.append(str(FOLDER))  # it is there already, unless `python -m` or -P runs this
-# The table of README.md has the exercises in the order of the lessons.
-ORDER = re.findall(r"\[`\w+`\]\((\w+)\.py\)", (FOLDER / "README.md").read_text(encoding="utf-8"))
+sys.path.append(str(FOLDER.parent / "tools"))
+# The table of README.md has the exercises in the order of the lessons, in a row for each part.
+ROWS = re.findall(r"^\| (.*) \| (\[.*) \|$", (FOLDER / "README.md").read_text("utf-8"), re.M)
+PARTS = {part: re.findall(r"\((\w+)\.py\)", links) for part, links in ROWS}
+ORDER = sum(PARTS.values(), [])
+
+from watching.terminal import coloured
 
 
 def check(file):
@@ -174,16 +179,37 @@ def state_of(name):
     return state
 
 
+def in_colour(line):
+    """Return a line with its verdict in green or red, on a terminal."""
+    line = re.sub(r"\bRIGHT\b", coloured("RIGHT", "green"), line, count=1)
+    return re.sub(r"\b(WRONG|COSTLY|CRASH|HANG)\b", lambda word: coloured(word[0], "red"), line)
+
+
 def show_all():
-    """Print all exercises and their state. Returns whether all are right."""
-    states = []
-    for name in ORDER:
-        state = state_of(name)
-        print(f"{name:<31}{state}", flush=True)
-        states.append(state)
-    right = sum(state.startswith("RIGHT") for state in states)
-    print(f"{right} of {len(states)} are right")
-    return right == len(states)
+    """Print all exercises and their state, and what is next. Returns whether all are right."""
+    left = []
+    for part, names in PARTS.items():
+        print(f"\n{part}")
+        for name in names:
+            state = state_of(name)
+            print(f"  {name:<31}{in_colour(state)}", flush=True)
+            if not state.startswith("RIGHT"):
+                left.append(name)
+    print(f"\n{len(ORDER) - len(left)} of {len(ORDER)} are right")
+    if left:
+        print(f"next: python {shown(__file__)} {left[0]}")
+    return not left
+
+
+def after(name):
+    """Return the exercise to do after one: the next that is not known to be right, or None."""
+    kept = kept_states()
+    later = ORDER[ORDER.index(name) + 1 :]
+    for other in later + ORDER:
+        known = kept.get(key_of(other), "") if answer_to(other).exists() else ""
+        if other != name and not known.startswith("RIGHT"):
+            return other
+    return None
 
 
 def show_next():
@@ -221,8 +247,11 @@ def show(name, args):
     if key:
         keep(name, key, judge.in_one_line(name, verdicts))
     lines = judge.report(name, verdicts, args.trace) or [your_turn(name)]
-    print(*lines, sep="\n", flush=True)
-    return judge.first_fault(verdicts) is None
+    is_right = judge.first_fault(verdicts) is None
+    if is_right and key and after(name):
+        lines.append(f"next: python {shown(__file__)} {after(name)}")
+    print(in_colour(lines[0]), *lines[1:], sep="\n", flush=True)
+    return is_right
 
 
 def watch(names, args):

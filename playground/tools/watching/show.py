@@ -19,7 +19,10 @@ from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
 
-COLUMNS = 88  # of a timeline
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from watching.terminal import coloured, columns
+
 PYTHON = 1000  # shorter pauses between operations are Python's own work
 
 
@@ -166,7 +169,8 @@ def show_records(paths, page):
     waits = longest_waits(records)
     text += ["", "who waits for whom" + (" in a step, on average" if trains else "")]
     for wait in waits:
-        text.append("\n    ".join(wait["text"]))
+        longest, *meanwhile = wait["text"]
+        text += [coloured(longest, "red"), *(f"    {line}" for line in meanwhile)]
     if not waits and not missing:
         text.append("No rank waits long for another one.")
     # At once, so that no line of the script comes between two of these.
@@ -356,8 +360,8 @@ def by_ranks(ranks_of, count):
 
 def rows_of_times(records):
     """Return where the time of each rank goes, as the mean over its steps."""
-    head = ["rank", "all", "= computing", "+ waiting for a rank", "+ for a message", "+ other"]
-    rows = [[*head, "hidden by computing"]]
+    rows = [["rank", "all", "= computes", "+ waits for a rank", "+ for a message", "+ other"]]
+    rows[0].append("hidden")
     for record in records:
         steps = record["steps"]
         for_rank = [wait[:2] for wait in record["waits"] if wait[2] != "message"]
@@ -367,22 +371,26 @@ def rows_of_times(records):
             times.append(sum(inside(spans, *step) for step in steps) / 1000 / len(steps))
         times.insert(4, times[0] - sum(times[1:4]))
         rows.append([str(record["rank"]), *(f"{each:.1f}" for each in times)])
-    return rows
+    # A column without time is left out.
+    kept = [column for column in zip(*rows, strict=True) if set(column[1:]) != {"0.0"}]
+    return list(zip(*kept, strict=True))
 
 
 def in_columns(rows):
-    """Return lines with words in columns."""
+    """Return lines with words in columns, cut where the terminal ends."""
     widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
         cells = [f"{word:<{width}}" for word, width in zip(row, widths, strict=True)]
-        lines.append("".join(cells).rstrip())
+        line = "".join(cells).rstrip()
+        lines.append(line if len(line) <= columns() else line[: columns() - 3] + "...")
     return lines
 
 
 def letters(records, begin, end):
     """Return a line of letters for each rank, from the beginning of a step to its end."""
-    column = (end - begin) / COLUMNS
+    count = columns() - len("rank 0  ||")
+    column = (end - begin) / count
     lines = []
     for record in records:
         spans_of = defaultdict(list, {"C": record["hidden"]})
@@ -390,14 +398,15 @@ def letters(records, begin, end):
         for *span, late, _ in record["waits"]:
             spans_of["t" if late == "message" else str(late)[-1]].append(span)
         row = ""
-        for number in range(COLUMNS):
+        for number in range(count):
             edges = [begin + number * column, begin + (number + 1) * column]
             parts = {letter: inside(spans, *edges) for letter, spans in spans_of.items()}
             parts["."] = column - sum(parts.values())
             row += max(parts, key=parts.get)
+        row = re.sub(r"\d+", lambda waits: coloured(waits[0], "red"), row)
         lines.append(f"rank {record['rank']:<3}|{row}|")
-    key = "c: computes, C: while a message travels; 0 to 9: waits for this rank; t: waits while a"
-    return [*lines, key, "message travels; a dot: anything else"]
+    key = "c: computes, C: while a message travels; 0 to 9: waits for this rank;"
+    return [*lines, key, "t: waits while a message travels; a dot: anything else"]
 
 
 def longest_waits(records):
