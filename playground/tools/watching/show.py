@@ -377,13 +377,13 @@ def rows_of_times(records):
 
 
 def in_columns(rows):
-    """Return lines with words in columns, cut where the terminal ends."""
+    """Return lines with words in columns, cut where the terminal ends, if there is one."""
+    limit = columns() if sys.stdout.isatty() else None
     widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
         cells = [f"{word:<{width}}" for word, width in zip(row, widths, strict=True)]
-        line = "".join(cells).rstrip()
-        lines.append(line if len(line) <= columns() else line[: columns() - 3] + "...")
+        lines.append("".join(cells).rstrip()[:limit])
     return lines
 
 
