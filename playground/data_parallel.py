@@ -161,14 +161,15 @@ def fit(model, optimizer, train_loader, test_loader, device, args):
         # The order of the images differs from epoch to epoch, and is the same in each run.
         train_loader.sampler.generator.manual_seed(args.seed + epoch)
         start = time.perf_counter()
-        bar = tqdm(train_loader, leave=False, disable=None)  # shown in a terminal only
+        title = f"epoch {epoch + 1}/{args.epochs}"
+        bar = tqdm(train_loader, title, leave=False, disable=None)  # shown in a terminal only
         loss, correct, images = run_epoch(model, bar, device, optimizer)
         seconds = time.perf_counter() - start
         speed = len(train_loader) * args.batch_size / seconds
         _, test_correct, test_images = run_epoch(model, test_loader, device)
         digits = 12 if args.double else 4
         print(
-            f"epoch {epoch + 1}/{args.epochs}  loss {loss / images:.{digits}f}"
+            f"{title}  loss {loss / images:.{digits}f}"
             f"  train {correct / images:.2%}  test {test_correct / test_images:.2%}"
             f"  {seconds:.2f} s  {speed:,.0f} {args.unit}/s",
             flush=True,

@@ -126,7 +126,9 @@ def fit(model, optimizer, train_loader, test_loader, device, args):
         train_loader.sampler.set_epoch(epoch)  # a new order, the same on all ranks
         comm.synchronize()  # NEW: a barrier: all ranks wait for each other, and start the clock
         start = time.perf_counter()
-        bar = tqdm(train_loader, leave=False, disable=None if comm.is_main_process() else True)
+        title = f"epoch {epoch + 1}/{args.epochs}"
+        hidden = None if comm.is_main_process() else True
+        bar = tqdm(train_loader, title, leave=False, disable=hidden)
         sums = run_epoch(model, bar, device, optimizer)  # of this rank
         # NEW: one way to add up the sums of all ranks. reduce_dict adds up tensors, name by name.
         # Only rank 0 gets the result, and only rank 0 prints it.
@@ -145,7 +147,7 @@ def fit(model, optimizer, train_loader, test_loader, device, args):
             _, test_correct, test_images = [sum(values) for values in zip(*parts, strict=True)]
             digits = 12 if args.double else 4
             print(
-                f"epoch {epoch + 1}/{args.epochs}  loss {loss / images:.{digits}f}"
+                f"{title}  loss {loss / images:.{digits}f}"
                 f"  train {correct / images:.2%}  test {test_correct / test_images:.2%}"
                 f"  {seconds:.2f} s  {speed:,.0f} {args.unit}/s",
                 flush=True,

@@ -212,8 +212,9 @@ def fit(model, step, train_loader, test_loader, device, args):
     for epoch in range(args.epochs):
         train_loader.sampler.set_epoch(epoch)  # a new order, the same on all ranks
         start = time.perf_counter()
+        title = f"epoch {epoch + 1}/{args.epochs}"
         # Only rank 0 shows a bar, and only in a terminal.
-        bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)
+        bar = tqdm(train_loader, title, leave=False, disable=None if rank == 0 else True)
         loss, correct, tokens = run_epoch(model, bar, device, step)
         seconds = time.perf_counter() - start
         test_loss, test_correct, test_tokens = run_epoch(model, test_loader, device)
@@ -222,7 +223,7 @@ def fit(model, step, train_loader, test_loader, device, args):
             digits = 12 if args.double else 4
             used = needed * tokens / seconds / dist.get_world_size()  # by a rank in a second
             print(
-                f"epoch {epoch + 1}/{args.epochs}  loss {loss / tokens:.{digits}f}"
+                f"{title}  loss {loss / tokens:.{digits}f}"
                 f"  train {correct / tokens:.2%}  test {test_correct / test_tokens:.2%}"
                 f"  {seconds:.2f} s  {tokens / seconds:,.0f} tokens/s  MFU {used / peak:.1%}"
                 f"  perplexity {math.exp(test_loss / test_tokens):.2f}",

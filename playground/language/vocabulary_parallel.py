@@ -355,8 +355,9 @@ def fit(model, optimizer, train_loader, test_loader, device, args):
     for epoch in range(args.epochs):
         train_loader.sampler.set_epoch(epoch)  # a new order, the same on all ranks
         start = time.perf_counter()
+        title = f"epoch {epoch + 1}/{args.epochs}"
         # Only rank 0 shows a bar, and only in a terminal.
-        bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)
+        bar = tqdm(train_loader, title, leave=False, disable=None if rank == 0 else True)
         loss, correct, images = run_epoch(model, bar, device, optimizer)
         seconds = time.perf_counter() - start
         speed = len(train_loader) * args.batch_size / seconds
@@ -366,7 +367,7 @@ def fit(model, optimizer, train_loader, test_loader, device, args):
         if rank == 0:
             digits = 12 if args.double else 4
             print(
-                f"epoch {epoch + 1}/{args.epochs}  loss {loss / images:.{digits}f}"
+                f"{title}  loss {loss / images:.{digits}f}"
                 f"  train {correct / images:.2%}  test {test_correct / test_images:.2%}"
                 f"  {seconds:.2f} s  {speed:,.0f} {args.unit}/s",
                 flush=True,

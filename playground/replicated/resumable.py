@@ -149,7 +149,8 @@ def fit(model, optimizer, train_loader, test_loader, device, args, folder, progr
         # With `args.seed + rank` alone, a resumed run would draw those of the first epoch again.
         torch.manual_seed(args.seed + epoch * world_size + rank)
         start = time.perf_counter()
-        bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)
+        title = f"epoch {epoch + 1}/{args.epochs}"
+        bar = tqdm(train_loader, title, leave=False, disable=None if rank == 0 else True)
         # NEW: pass over the batches that the model has seen. sharded_data.py does not read them.
         batches = itertools.islice(bar, done, None)
         while progress["step"] < steps:
@@ -171,7 +172,7 @@ def fit(model, optimizer, train_loader, test_loader, device, args, folder, progr
             digits = 12 if args.double else 4
             log(
                 folder,
-                f"epoch {epoch + 1}/{args.epochs}  loss {loss / images:.{digits}f}"
+                f"{title}  loss {loss / images:.{digits}f}"
                 f"  train {correct / images:.2%}  test {test_correct / test_images:.2%}"
                 f"  {seconds:.2f} s  {speed:,.0f} {args.unit}/s",
             )

@@ -162,7 +162,8 @@ def fit(model, optimizer, train_set, test_loader, device, args, progress):
         size = args.batch_size
         batches = own_batches(len(train_set), size, args.seed, epoch, done, rank, world_size)
         loader = make_loader(train_set, batches, args)
-        bar = tqdm(loader, leave=False, disable=None if rank == 0 else True)
+        title = f"epoch {epoch + 1}/{args.epochs}"
+        bar = tqdm(loader, title, leave=False, disable=None if rank == 0 else True)
         ready = iter(bar)
         while progress["images"] < whole:
             # NEW: train on the next few batches, until it is time to save.
@@ -182,7 +183,7 @@ def fit(model, optimizer, train_set, test_loader, device, args, progress):
         if rank == 0:
             digits = 12 if args.double else 4
             print(
-                f"epoch {epoch + 1}/{args.epochs}  loss {loss / images:.{digits}f}"
+                f"{title}  loss {loss / images:.{digits}f}"
                 f"  train {correct / images:.2%}  test {test_correct / test_images:.2%}"
                 f"  {seconds:.2f} s  {speed:,.0f} {args.unit}/s",
                 flush=True,

@@ -174,7 +174,8 @@ def fit_epoch(epoch, model, optimizer, train_loader, test_loader, device, args):
     # `args.seed + rank` alone, a resumed run would draw those of the first epoch again.
     torch.manual_seed(args.seed + epoch * world_size + rank)
     start = time.perf_counter()
-    bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)
+    title = f"epoch {epoch + 1}/{args.epochs}"
+    bar = tqdm(train_loader, title, leave=False, disable=None if rank == 0 else True)
     loss, correct, images = run_epoch(model, bar, device, optimizer)
     seconds = time.perf_counter() - start
     speed = len(train_loader) * args.batch_size / seconds
@@ -182,7 +183,7 @@ def fit_epoch(epoch, model, optimizer, train_loader, test_loader, device, args):
     if rank == 0:
         digits = 12 if args.double else 4
         print(
-            f"epoch {epoch + 1}/{args.epochs}  loss {loss / images:.{digits}f}"
+            f"{title}  loss {loss / images:.{digits}f}"
             f"  train {correct / images:.2%}  test {test_correct / test_images:.2%}"
             f"  {seconds:.2f} s  {speed:,.0f} {args.unit}/s",
             flush=True,
