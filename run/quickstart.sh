@@ -11,4 +11,14 @@ if [ "$gpus" -lt 2 ]; then
     set -- --device cpu "$@" # two processes need two GPUs, or the CPU
 fi
 echo "+ python playground/distributed_data_parallel.py -g 2 $*" >&2
-exec .venv/bin/python playground/distributed_data_parallel.py -g 2 "$@"
+lesson=(.venv/bin/python playground/distributed_data_parallel.py -g 2 "$@")
+if command -v setpriv >/dev/null; then # only Linux has it
+    lesson=(setpriv --pdeathsig TERM "${lesson[@]}") # the lesson ends if this script is killed
+fi
+"${lesson[@]}"
+cat >&2 <<'END'
+
+These were two processes. Next, in this terminal:
+    source .venv/bin/activate
+    python playground/blocking_p2p.py     # the text in this file explains what it prints
+END

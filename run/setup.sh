@@ -30,15 +30,19 @@ fi
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 
-# pip shows on stdout what it downloads. Its errors are kept, to be told in one line.
+# Shows one line for each package that pip downloads. If it fails, all that it has printed is shown,
+# and the reason in the last line.
 run() {
-    if ! "$@" 1>&2 2>"$folder/errors"; then
+    if ! "$@" 2>"$folder/errors" | tee "$folder/log" | sed -nEu "$packages" >&2; then
+        cat "$folder/log" "$folder/errors" >&2
         why=$(grep -i '^error' "$folder/errors" | head -n 1 || true)
         why=${why:-$(tail -n 1 "$folder/errors")}
         echo "error: the installation failed ($why): correct the cause and run this again" >&2
         exit 1
     fi
 }
+packages='s/^ *(Downloading|Using cached) ([^ ]*\/)?([^-/ ]*)-([^-]*)-[^ ]*\.whl (\(.*\))$/    \3 \4 \5/p
+s/^Installing collected packages.*/    ... and now they are unpacked/p'
 
 install() {
     run .venv/bin/python -m pip install --disable-pip-version-check "$@"
