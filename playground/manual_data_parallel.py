@@ -14,7 +14,7 @@ its own part of it, and then the ranks average their gradients. Because the loss
 images and all parts have the same size, the mean of the gradients is the gradient of the global
 batch. So each rank's optimizer takes the step that a single process would take. The copies of the
 model start equal, because rank 0 sends its parameters, and they stay equal.
-`playground/pages/figures/data_parallel.png` draws a step.
+`playground/pages/figures/data_parallel.svg` draws a step.
 
 Messages take longer than computing here, because the model is so small. With `--bucket`, all
 gradients travel in one message, which takes less time than many short ones:

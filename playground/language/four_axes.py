@@ -14,7 +14,7 @@ rounding; with `--double` all twelve digits agree. First it prints what each ran
 It is the sum of four lessons, which it imports, so a copy needs these in their folders beside it.
 Ranks that differ along pp have different layers; along dp, different rows of the text; along cp,
 different tokens of the same rows; along tp, different heads, columns of the MLP and words of the
-vocabulary (`playground/pages/figures/parts.png`). `wrap` gives a rank its part, axis by axis, in an
+vocabulary (`playground/pages/figures/parts.svg`). `wrap` gives a rank its part, axis by axis, in an
 order that larger programs have, too. FSDP shards over dp and cp as if they were one axis, because
 ranks along both have the same parameters, but different tokens. This is where gradients are summed:
 

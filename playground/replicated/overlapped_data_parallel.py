@@ -18,7 +18,7 @@ travel ("afterwards"). But `backward()` completes the last layers' gradients fir
 travel while it computes the rest. That takes a hook, a function that `backward()` calls as soon as
 a gradient is complete, and `all_reduce(..., async_op=True)`, which starts a message without waiting
 for it. With "each", every gradient has a message of its own. A bucket sends several gradients in
-one message. (DDP works with buckets, too: `playground/pages/figures/overlap.png` draws its step.)
+one message. (DDP works with buckets, too: `playground/pages/figures/overlap.svg` draws its step.)
 
 Overlap pays on GPUs, because messages and computing run on different hardware. On CPUs, gloo's
 threads use the same cores as `backward()`, so "each" gains little, and on busy cores nothing. The

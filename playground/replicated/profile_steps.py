@@ -17,7 +17,7 @@ computed, so it is no part of the sum. The profiler makes steps slower, so compa
 step, and not the throughput (images/s).
 
 DDP hides a part of its messages, because it sends a bucket as soon as all of its gradients are
-complete (`playground/pages/figures/overlap.png`). On CPUs, messages slow the computing a little,
+complete (`playground/pages/figures/overlap.svg`). On CPUs, messages slow the computing a little,
 because both use the same cores. Add one of these flags, and almost nothing is hidden:
     --bucket_cap_mb 1000    a single bucket of DDP, which is complete only when backward() ends
     --average bucket        one long message after backward(), as in manual_data_parallel.py

@@ -19,7 +19,7 @@ with the whole model, shards the rest, and lets both passes gather the next laye
 computes. At the start, each rank makes the whole model for a moment, with `--meta` only rank 0.
 
 For 7 billion parameters on 8 GPUs, each holds 14 GB, where DDP needs 112, plus the layers that are
-computing (`playground/pages/figures/fsdp.png`). The price is messages: 8 all_gathers in a step, for
+computing (`playground/pages/figures/fsdp.svg`). The price is messages: 8 all_gathers in a step, for
 four layers in `forward()` and again in `backward()`, and 4 reduce_scatters. In a ring, these take
 1.5 times the bytes of DDP's all_reduce, and with gloo about twice as many (`sharding.md`).
 

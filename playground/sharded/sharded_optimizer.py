@@ -15,7 +15,7 @@ value, 4 for its gradient, and 8 of optimizer state, which are Adam's two averag
 (https://arxiv.org/abs/1910.02054) shards them over the n ranks in three stages: first the optimizer
 state, as here, which leaves 8 + 8/n bytes; then the gradients, too (4 + 12/n); then the parameters
 as well (16/n, the next lesson). For 7 billion parameters on 8 GPUs, the stages need 63, 38.5 and
-14 GB a GPU, and DDP 112 (`playground/pages/figures/holds.png` draws a smaller model).
+14 GB a GPU, and DDP 112 (`playground/pages/figures/holds.svg` draws a smaller model).
 
 All parameters become parts of one flat tensor of n shards, and each rank updates one of them. In a
 step, a reduce_scatter gives each rank the mean gradient of its shard, the rank's optimizer updates

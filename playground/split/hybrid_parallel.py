@@ -19,7 +19,7 @@ A mesh is a grid of ranks. Its axes have names, and each row and each column is 
 
 Of the first layer's 64 outputs, a rank keeps the parameters of 32 after splitting, and of 16 after
 sharding. Every layer waits for messages along a row, so rows should lie inside nodes. They do if a
-node has as many ranks as a row, or a multiple. `playground/pages/figures/mesh.png` shows what is
+node has as many ranks as a row, or a multiple. `playground/pages/figures/mesh.svg` shows what is
 sent along each axis.
 
 Hybrid sharded data parallelism (HSDP) shards along one axis, and keeps replicas along the other:

@@ -14,7 +14,7 @@ parameters:
 `manual_pipeline.py` sends activations and gradients by hand. Here a `PipelineStage` sends and
 receives them, and a schedule says when a rank computes which micro-batch: by default 1F1B, which
 you know. The others change the bubble (`model_parallel.py`), or what a rank keeps.
-`playground/pages/figures/schedules.png` shows 1F1B and the first three:
+`playground/pages/figures/schedules.svg` shows 1F1B and the first three:
 
 - `GPipe` has the same bubble, and keeps the activations of all micro-batches.
 - `Interleaved1F1B` has two stages of half the size on each rank: about half the bubble, and more

@@ -11,7 +11,7 @@ layers' 74 biases are not split:
 
 The layers are split in pairs, y = ReLU(x A) B. Each rank keeps some columns of A and the matching
 rows of B. ReLU acts on each number separately, so every rank computes one term of y without a
-message in between. Then an all_reduce adds up the terms (`playground/pages/figures/tensor.png`):
+message in between. Then an all_reduce adds up the terms (`playground/pages/figures/tensor.svg`):
 
     x = [1 2]    A = [1 0 | 2  1]    B = [1 0]    rank 0: ReLU([1  2]) B0 = [1 2]
                      [0 1 | 1 -2]        [0 1]    rank 1: ReLU([4 -3]) B1 = [4 4]

@@ -19,10 +19,10 @@ Attention is causal: a token reads itself and those before it. So there are 8,25
 each such pair of a query and a key. A rank computes rectangles of scores, and masks some of them.
 With `--order plain`, rank 0 has the first half of the tokens, computes 4,096 scores, and waits for
 rank 1, which computes 8,192. With `--order zigzag`, the default, each rank has some early tokens
-and some late ones (`playground/pages/figures/context.png`, with four ranks).
+and some late ones (`playground/pages/figures/context.svg`, with four ranks).
 
 With `--by ulysses`, three all_to_alls give each rank all tokens of some heads, and a fourth sends
-the results back (`playground/pages/figures/split.png`). It sends less than the ring, here three
+the results back (`playground/pages/figures/split.svg`). It sends less than the ring, here three
 quarters, but the number of ranks must divide the heads of the keys and values. The ring does
 without this, and could compute while it sends.
 

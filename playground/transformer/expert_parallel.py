@@ -16,7 +16,7 @@ gives each token a score for every expert, and the expert with the best score co
 
 Each rank keeps some of the experts, and reads images of its own, as in data parallelism. In each
 block, one all_to_all brings the tokens to the ranks of their experts, and another brings them back
-(`playground/pages/figures/experts.png`). All other parameters are replicas with averaged gradients.
+(`playground/pages/figures/experts.svg`). All other parameters are replicas with averaged gradients.
 
 Nothing makes the router spread the load (the tokens of each expert). With `--balance`, a term is
 added to the loss (https://arxiv.org/abs/2101.03961). On MNIST, the load becomes nearly even:

@@ -12,7 +12,7 @@ command, these are 10,224,640 bytes; with the second:
 
 A head of attention uses its own columns of query, key and value, and no others. So the ranks split
 these three layers by columns and the output layer by rows: a pair, as in `tensor_parallel.py`
-(`playground/pages/figures/split.png`, on the left). The two layers of the MLP are another pair.
+(`playground/pages/figures/split.svg`, on the left). The two layers of the MLP are another pair.
 Between the pairs, a block adds the pair's input to its output and computes a LayerNorm, and every
 rank does so for all tokens.
 

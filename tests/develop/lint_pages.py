@@ -72,7 +72,7 @@ def faults_of_figures():
     """Find figures that no page shows, and those on a page without words."""
     text = "".join(PAGES.values())
     shown = {Path(name).name: words for words, name in re.findall(r"!\[(.*?)\]\((.*?)\)", text)}
-    for path in (ROOT / "playground" / "pages" / "figures").glob("*.png"):
+    for path in (ROOT / "playground" / "pages" / "figures").glob("*.svg"):
         if len(shown.get(path.name, "")) < 20:
             yield f"no page shows {path.name}, with words that say what is on it"
 

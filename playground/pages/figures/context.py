@@ -7,11 +7,10 @@ import context_parallel
 import torch
 import torch.distributed as dist
 from matplotlib.axes import Axes
-from matplotlib.patches import Patch
 from torch import Tensor
 
 from figures.counting import of_all_ranks, runs
-from figures.style import COLOURS, INK, box, ink_on, new_figure, save
+from figures.style import COLOURS, INK, add_legend, box, new_figure, save
 
 RANKS = 4
 TOKENS = 16
@@ -56,77 +55,49 @@ def _blocks(places: list[Tensor]) -> list:
 
 def draw(counts: dict, path: Path) -> None:
     """Draw who computes which scores, and how many each rank computes in each step."""
-    titles = {"plain": "--order plain", "zigzag": "--order zigzag"}
-    figure, panels = new_figure(2, 2, 6.9, height_ratios=[2.6, 1])
-    most = 0
-    for panel, (order, count) in zip(panels[0], counts.items(), strict=True):
-        _draw_scores(panel, count)
-        panel.set_title(titles[order], weight="bold", fontsize=14)
-    for panel, count in zip(panels[1], counts.values(), strict=True):
-        most = max(most, _draw_work(panel, count))
-    for panel in panels[1]:
-        panel.set_xlim(0, 1.14 * most)
+    title = "In zigzag order, all ranks compute equally many scores"
+    figure, panels = new_figure(title, 2, 2, 6.2, height_ratios=[2.6, 1], sharex="row")
+    for column, (order, count) in enumerate(counts.items()):
+        panels[0, column].set_title(f"--order {order}")
+        _draw_scores(panels[0, column], count)
+        _draw_work(panels[1, column], count)
     panels[0, 0].set_ylabel("queries")
-    patches = []
-    for rank, colour in enumerate(COLOURS):
-        patches.append(Patch(facecolor=colour, edgecolor=INK, linewidth=0.6, label=f"rank {rank}"))
-    masked = Patch(facecolor="white", edgecolor=INK, hatch="////", label="computed, but masked")
-    figure.legend(handles=[*patches, masked], loc="outside upper center", ncols=5)
+    names = {f"rank {rank}": COLOURS[rank] for rank in range(RANKS)}
+    add_legend(figure, names | {"pale: computed, but masked": "#B4B4B466"})
     save(figure, path)
 
 
 def _draw_scores(panel: Axes, count: dict) -> None:
-    """Draw the scores of all queries and keys. A number is the step in which they are computed."""
-    tokens = sum(len(mine) for mine in count["places"])
+    """Draw the scores of all queries and keys in the colours of the ranks that compute them."""
     for rank, steps in enumerate(count["blocks"]):
-        for step, (queries, keys) in enumerate(steps):
+        for queries, keys in steps:
             for query in queries:
-                for key in keys:
-                    seen = key <= query
-                    colour = COLOURS[rank] if seen else "white"
-                    edge = "white" if seen else COLOURS[rank]
-                    look = {"edgecolor": edge, "linewidth": 0.5, "hatch": None if seen else "////"}
-                    box(panel, (key, query), (1, 1), colour, **look)
-            for left, right in runs(keys):
-                for top, bottom in runs(queries):
-                    if left >= bottom:
-                        continue  # all of it is masked
-                    look = {"ha": "center", "va": "center", "weight": "bold", "fontsize": 13}
-                    # Of a block on the diagonal, the lower left part is not masked.
-                    shift = (right - left) / 6 if left == top else 0
-                    x = (left + right) / 2 - shift
-                    y = (top + bottom) / 2 + shift
-                    panel.text(x, y, step + 1, color=ink_on(COLOURS[rank]), **look)
-    box(panel, (0, 0), (tokens, tokens), "none", linewidth=1)
-    panel.set_xlim(-0.1, tokens + 0.1)
-    panel.set_ylim(tokens + 0.1, -0.1)  # the first token is on top
+                seen = [key for key in keys if key <= query]
+                masked = [key for key in keys if key > query]
+                for some, colour in ((seen, COLOURS[rank]), (masked, f"{COLOURS[rank]}55")):
+                    for left, right in runs(some):
+                        box(panel, (left, query), (right - left, 1), colour, linewidth=0)
+    for line in range(TOKENS + 1):
+        panel.axvline(line, color=INK, linewidth=0.3)
+        panel.axhline(line, color=INK, linewidth=0.3)
+    panel.set_xlim(0, TOKENS)
+    panel.set_ylim(TOKENS, 0)  # the first token is on top
     panel.set_aspect("equal")
-    panel.set(xticks=[], yticks=[])
-    panel.spines[:].set_visible(False)
-    panel.set_xlabel("keys")
+    panel.set(xticks=[], yticks=[], xlabel="keys")
 
 
-def _draw_work(panel: Axes, count: dict) -> int:
-    """Draw how many scores each rank computes, step after step. Returns the largest number."""
-    most = 0
-    ranks = len(count["blocks"])
+def _draw_work(panel: Axes, count: dict) -> None:
+    """Draw how many scores each rank computes, step after step."""
     for rank, steps in enumerate(count["blocks"]):
         end = 0
-        for step, (queries, keys) in enumerate(steps):
+        for step, (queries, keys) in enumerate(steps, start=1):
             number = len(queries) * len(keys)
-            if number == 0:
-                continue
-            corner = (end, ranks - 1 - rank)
-            box(panel, corner, (number, 0.8), COLOURS[rank], edgecolor="white", linewidth=1.5)
-            look = {"ha": "center", "va": "center", "weight": "bold"}
-            middle = (end + number / 2, ranks - 0.6 - rank)
-            panel.text(*middle, step + 1, color=ink_on(COLOURS[rank]), **look)
+            if number > 0:
+                box(panel, (end, -rank), (number, 0.8), COLOURS[rank], step, fontsize=11)
             end += number
-        panel.text(end + 1, ranks - 0.6 - rank, end, va="center")
-        most = max(most, end)
-    heights = [ranks - 0.6 - rank for rank in range(ranks)]
-    panel.set_yticks(heights, [f"rank {rank}" for rank in range(ranks)])
+        panel.text(end + 1, 0.4 - rank, end, va="center")
+    panel.set_yticks([0.4, -0.6, -1.6, -2.6], [f"rank {rank}" for rank in range(RANKS)])
     panel.tick_params(axis="y", length=0)
-    panel.set_ylim(-0.1, ranks)
-    panel.set_xlabel("scores computed, in steps 1 to 4")
-    return most
+    panel.set_ylim(0.9 - RANKS, 1)
+    panel.set_xlim(0, 73)
+    panel.set_xlabel("scores computed in steps 1 to 4")

@@ -55,7 +55,8 @@ def count() -> dict[str, list]:
 
 def draw(counts: dict, path: Path) -> None:
     """Draw from top to bottom how two ranks divide a batch, and average a gradient."""
-    figure, [[axes]] = new_figure(1, 1, 6.6)
+    title = "Two ranks have different images and take the same step"
+    figure, [[axes]] = new_figure(title, 1, 1, 6)
     colours = (SKY, PALE_ORANGE)
     parts = counts["images"]
     ranks = len(parts)
@@ -65,7 +66,7 @@ def draw(counts: dict, path: Path) -> None:
     down = partial(arrow, axes, shrinkA=2, shrinkB=2)
     whole = left[-1] + width
     first = (whole - ranks * width) / 2  # the global batch stands in the middle
-    axes.text(whole / 2, 10.3, "the global batch, in shuffled order", ha="center", weight="bold")
+    axes.text(whole / 2, 10.2, "the global batch, in shuffled order", ha="center")
     for rank, images in enumerate(parts):
         column = left[rank]
         middle = column + width / 2
@@ -81,7 +82,7 @@ def draw(counts: dict, path: Path) -> None:
         )
         down((middle, 4.75), (middle, 4.05))
         gradient = f"its gradient of w: {counts['own gradient'][rank]:.4f}"
-        box(axes, (column, 3), (width, 1), "white", gradient)
+        box(axes, (column, 3), (width, 1), "none", gradient)
         down((middle, 2.95), (middle, 2.25))
         down((middle, 1.15), (middle, 0.45))
         updated = f"the same step: w = {counts['updated'][rank]:.4f}"

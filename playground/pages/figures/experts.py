@@ -55,15 +55,16 @@ def draw(counts: dict, path: Path) -> None:
     ranks = len(loads)
     here = len(loads[0]) // ranks  # experts on each rank
     arriving = [sum(column) for column in zip(*loads, strict=True)]
-    gap = max(arriving) / 7
+    gap = max(arriving) / 6
     left = {"tokens": 0.0, "experts": 4.3, "outputs": 10.0}
     width = {"tokens": 0.5, "experts": 1.9, "outputs": 0.5}
-    figure, [[axes]] = new_figure(1, 1, 6.6)
+    title = f"One expert gets {max(arriving):,} tokens, and another one {min(arriving):,}"
+    figure, [[axes]] = new_figure(title, 1, 1, 6.2)
     at_rank = {}  # for each rank and expert, the lower end of the band at the tokens
     at_expert = {}
     top = 0.0
     for rank, height in enumerate(lane_heights(loads, here, gap)):
-        box(axes, (-2.1, top - height), (14, height), "0.95", linewidth=0, zorder=0)
+        box(axes, (-2.1, top - height), (14, height), "#80808022", linewidth=0, zorder=0)
         middle = top - height / 2
         axes.text(-1.85, middle, f"rank {rank}", weight="bold", va="center", rotation=90)
         y = middle + sum(loads[rank]) / 2
@@ -96,12 +97,12 @@ def draw(counts: dict, path: Path) -> None:
             ribbon(axes, start, end, number, colour)
     for x, text in (
         (0.0, "tokens,\nby expert"),
-        (2.4, "counts,\nthen all_to_all"),
+        (2.4, "counts, then\nall_to_all"),
         (5.25, "experts\ncompute"),
         (8.1, "all_to_all\nback"),
         (10.4, "outputs,\nby expert"),
     ):
-        axes.text(x, gap / 4, text, ha="center", va="bottom", weight="bold")
+        axes.text(x, gap / 4, text, ha="center", va="bottom", fontsize=11)
     axes.set_xlim(-2.2, 12)
     axes.set_ylim(top + gap / 2, gap * 2.2)
     axes.axis("off")

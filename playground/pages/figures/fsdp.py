@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from common.models import MLP
 from figures.counting import WIDTH, forward_and_backward, in_memory, random_batch
-from figures.style import BLUE, ORANGE, add_legend, box, new_figure, save
+from figures.style import BLUE, GREY, ORANGE, add_legend, box, new_figure, save
 from watching.messages import Messages
 
 RANKS = 4
@@ -96,43 +96,35 @@ def draw(counts: dict, path: Path) -> None:
     """Draw a column for each time at which a layer computes, and in it what is whole then."""
     sizes = counts["layers"]
     layers = len(sizes)
-    figure, panels = new_figure(2, 1, 8)
+    title = f"With FSDP, a rank has one of {layers} layers whole at a time"
+    figure, panels = new_figure(title, 2, 1, 7.6)
     titles = {"freed": "FSDP", "kept": "FSDP with --keep_weights"}
     for panel, (name, title) in zip(panels[:, 0], titles.items(), strict=True):
         most = 0
-        ticks = []
         for place, moment in enumerate(counts[name]):
             x = place if moment["direction"] == "forward" else place + 0.6
-            ticks.append(x)
             for layer in range(1, layers + 1):
-                colour = BLUE if layer in moment["whole"] else "white"
-                box(panel, (x - 0.5, -layer - 0.5), (1, 1), colour, edgecolor="0.8")
-            colour = ORANGE if moment["buffer"] else "white"
-            box(panel, (x - 0.5, -layers - 1.7), (1, 1), colour, edgecolor="0.8")
+                colour = BLUE if layer in moment["whole"] else "none"
+                box(panel, (x - 0.5, -layer - 0.5), (1, 1), colour, edgecolor=GREY)
+            colour = ORANGE if moment["buffer"] else "none"
+            box(panel, (x - 0.5, -layers - 1.7), (1, 1), colour, edgecolor=GREY)
             together = moment["buffer"] + sum(sizes[layer - 1] for layer in moment["whole"])
             most = max(most, together)
-            amount = f"{together / 1e6:.1f}"
-            panel.text(x, -layers - 2.4, amount, ha="center", va="center", fontsize=11)
-            number = moment["computes"]
-            panel.text(x, -layers - 3.4, number, ha="center", va="center", fontsize=11)
+            look = {"ha": "center", "va": "center", "fontsize": 10}
+            panel.text(x, -layers - 2.4, f"{together / 1e6:.1f}", **look)
+            panel.text(x, -layers - 3.4, moment["computes"], **look)
         panel.set_xticks([])
-        rows = [f"layer {layer}" for layer in range(1, layers + 1)] + [
-            "buffer",
-            "together, MB",
-            "computing: layer",
-        ]
-        places = [-layer for layer in range(1, layers + 1)] + [-layers - 1.2]
-        places += [-layers - 2.4, -layers - 3.4]
-        panel.set_yticks(places, rows)
+        rows = [f"layer {layer}" for layer in range(1, layers + 1)]
+        rows += ["buffer", "together, MB", "computing: layer"]
+        places = [-layer for layer in range(1, layers + 1)]
+        places += [-layers - 1.2, -layers - 2.4, -layers - 3.4]
+        panel.set_yticks(places, rows, fontsize=11)
         panel.tick_params(length=0)
-        panel.set_xlim(-0.6, ticks[-1] + 0.6)
+        panel.set_xlim(-0.6, x + 0.6)
         panel.set_ylim(-layers - 5.1, -0.4)
         panel.spines[:].set_visible(False)
-        model = f"model: {sum(sizes) / 1e6:.1f} MB"
-        text = f"{title}: at most {most / 1e6:.1f} MB ({model})"
-        panel.set_title(text, loc="left", weight="bold")
+        panel.set_title(f"{title}: together at most {most / 1e6:.1f} MB", loc="left")
         for half, text in ((0, "forward pass"), (layers + 0.6, "backward pass")):
-            x = half + (layers - 1) / 2
-            panel.text(x, -layers - 4.4, text, ha="center", va="center")
+            panel.text(half + (layers - 1) / 2, -layers - 4.4, text, ha="center", va="center")
     add_legend(figure, {"layer is whole": BLUE, "buffer in which a layer arrives": ORANGE})
     save(figure, path)

@@ -13,7 +13,6 @@ import sharded_optimizer
 import tensor_parallel
 import torch
 import torch.distributed as dist
-from matplotlib.patches import Patch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -29,7 +28,7 @@ from figures.counting import (
     two_rows,
 )
 from figures.fsdp import shard
-from figures.style import BLUE, GREEN, INK, ORANGE, PINK, box, new_figure, save
+from figures.style import BLUE, GREEN, GREY, ORANGE, PINK, add_legend, box, new_figure, save
 from watching.messages import Operations, flat
 
 RANKS = 4
@@ -231,29 +230,27 @@ def _hsdp(model, images, labels):
 def draw(counts: dict, path: Path) -> None:
     """Draw a bar for each way: what the rank that holds most holds."""
     colours = {"parameters": BLUE, "gradients": ORANGE, "Adam's averages": GREEN}
-    colours |= {"activations": PINK, "buffers": "white"}
-    names = {"HSDP": "HSDP, 2 x 2", "FSDP": "FSDP (ZeRO 3)", "tensor": "tensor parallel"}
-    figure, [[axes]] = new_figure(1, 1, 4.8)
-    for place, ranks in enumerate(counts.values()):
+    colours |= {"activations": PINK, "buffers": GREY}
+    names = {"one process": "one process, alone", "HSDP": "HSDP, 2 x 2", "FSDP": "FSDP (ZeRO 3)"}
+    names |= {"tensor": "tensor parallel"}
+    totals = {}
+    for way, ranks in counts.items():
+        totals[way] = max(sum(held.values()) for held in ranks) / 1e6
+    title = "One of four ranks holds {DDP:.0f} MB with DDP, and {FSDP:.0f} with FSDP"
+    figure, [[axes]] = new_figure(title.format(**totals), 1, 1, 4.6)
+    for place, (way, ranks) in enumerate(counts.items()):
         held = max(ranks, key=lambda each: sum(each.values()))
         end = 0.0
         for kind, colour in colours.items():
             width = held[kind] / 1e6
-            hatch = "////" if kind == "buffers" else None
-            # The first bar is long enough for the names.
-            text = kind if place == 0 and width > 0 else ""
-            look = {"hatch": hatch, "fontsize": 11}
-            box(axes, (end, -place - 0.35), (width, 0.7), colour, text, **look)
+            box(axes, (end, -place - 0.35), (width, 0.7), colour)
             end += width
-        axes.text(end + 1, -place, f"{end:.0f}", va="center", weight="bold")
+        axes.text(end + 1, -place, f"{totals[way]:.0f}", va="center", weight="bold")
     texts = [names.get(way, way) for way in counts]
-    axes.set_yticks([-place for place in range(len(counts))], texts, fontsize=12)
+    axes.set_yticks([-place for place in range(len(counts))], texts)
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(0.5 - len(counts), 0.5)
     axes.set_xlim(0, 112)
     axes.set_xlabel("MB")
-    axes.set_title("MB that one of four ranks holds in a step", weight="bold", fontsize=14)
-    patch = Patch(facecolor="white", edgecolor=INK, hatch="////")
-    patch.set_label("buffers, at their largest:\nmessages, gathered layers")
-    axes.legend(handles=[patch], loc="lower right", fontsize=11)
+    add_legend(figure, colours, columns=3)
     save(figure, path)

@@ -47,14 +47,15 @@ def count() -> list[dict]:
 
 def draw(counts: list, path: Path) -> None:
     """Draw the ranks of each mesh in a grid, and arrows as wide as the bytes that they send."""
-    titles = {"tp": "tensor parallel across,\nFSDP down", "hsdp": "HSDP: FSDP across,\ncopies down"}
+    titles = {"tp": "tp across, FSDP down", "hsdp": "FSDP across, copies down"}
     travels = {
-        "tp": ("activations and their gradients", PINK),
-        "dp": ("parameters and their gradients", BLUE),
-        "shard": ("parameters and their gradients", BLUE),
+        "tp": ("activations, their gradients", PINK),
+        "dp": ("parameters, gradients", BLUE),
+        "shard": ("parameters, gradients", BLUE),
         "replicate": ("gradients only", ORANGE),
     }
-    figure, panels = new_figure(1, len(counts), 4.8)
+    title = "Only the bytes along tp grow with the batch"
+    figure, panels = new_figure(title, 1, len(counts), 4.2)
     most = 0
     for picture in counts:
         most = max([most, *(max(sent) for sent in picture["sent"].values())])
@@ -79,14 +80,10 @@ def draw(counts: list, path: Path) -> None:
             beside = 0.68 if column == 0 else 1.62  # on the inner side of its arrow
             panel.text(beside, -0.45, amount, ha="left" if column == 0 else "right", va="center")
         heading = f"{titles[picture['kind']]}\n{picture['images']:,} images"
-        panel.text(1.15, 1.3, heading, ha="center", va="bottom")
+        panel.set_title(heading)
         panel.set_xlim(-0.1, 2.4)
-        panel.set_ylim(-1.95, 2.1)
+        panel.set_ylim(-1.95, 1.3)
         panel.set_aspect("equal")
         panel.axis("off")
-    figure.suptitle(
-        "kB that each rank sends in a step, along each arrow", fontsize=14, weight="bold"
-    )
-    look = {"fontsize": 11, "handlelength": 1.2, "columnspacing": 1.2}
-    add_legend(figure, dict(travels.values()), loc="outside lower center", **look)
+    add_legend(figure, dict(travels.values()))
     save(figure, path)

@@ -11,17 +11,7 @@ from common.data import ROW
 from common.language import VOCABULARY
 from common.models import make_layers
 from figures.counting import of_all_ranks, runs
-from figures.style import (
-    BLUE,
-    GREEN,
-    ORANGE,
-    PALE_GREEN,
-    PALE_ORANGE,
-    add_legend,
-    box,
-    new_figure,
-    save,
-)
+from figures.style import BLUE, GREEN, SKY, add_legend, box, new_figure, save
 
 RANKS = 16
 ROWS = 8  # of the text in a global batch
@@ -71,53 +61,39 @@ def count() -> list[dict]:
 
 
 def draw(counts: list, path: Path) -> None:
-    """Draw three panels. In each, all ranks have a box for the whole, of which a part is filled."""
+    """Draw two panels. In each, the ranks of the second stage have a box that is partly filled."""
     [(_, weight_rows)] = counts[-1]["term"]  # the last rank has the last rows
-    figure, panels = new_figure(1, 3, 7.6)
-    titles = ("a weight of block 2", "its gradient", "the input of block 2")
+    title = "tp and FSDP split a weight, dp and cp the tokens"
+    figure, panels = new_figure(title, 1, 2, 4.6)
+    titles = ("a weight and its gradient", "the input of its layer")
     for panel, title in zip(panels[0], titles, strict=True):
-        panel.text(1.07, 1.75, title, fontsize=13, weight="bold", ha="center", va="bottom")
+        panel.set_title(title, weight="bold")
         for rank, has in enumerate(counts):
             pp, dp, cp, tp = has["place"]
-            corner = (1.15 * tp, -5.3 * pp - 1.2 * (2 * dp + cp))
-            number = f"rank {rank}"
-            middle = corner[0] + 0.5
-            panel.text(middle, corner[1] + 0.74, number, fontsize=10, ha="center", va="bottom")
-            parts = []  # left, bottom, width, height and colour of what is filled, from 0 to 1
-            if title == titles[2]:
-                parts = parts_of_input(has, GREEN if pp == 1 else PALE_GREEN)
-            elif pp == 1 and title == titles[1]:
-                parts = parts_of_weight(has["term"], weight_rows, PALE_ORANGE)
-                parts += parts_of_weight(has["shard"], weight_rows, ORANGE)
-            elif pp == 1:
-                parts = parts_of_weight(has["shard"], weight_rows, BLUE)
+            if pp == 0:
+                continue  # it has another layer
+            corner = (1.1 * tp, -1.2 * (2 * dp + cp))
+            if title == titles[0]:
+                parts = parts_of_weight(has["term"], weight_rows, SKY)
+                parts += parts_of_weight(has["shard"], weight_rows, BLUE)
+            else:
+                parts = parts_of_input(has, GREEN)
             for left, bottom, width, height, colour in parts:
                 place = (corner[0] + left, corner[1] + HIGH * bottom)
                 box(panel, place, (width, HIGH * height), colour, linewidth=0)
-            style = "-" if parts else ":"
-            box(panel, corner, (1, HIGH), "none", linestyle=style)
-        panel.set_xlim(-0.6, 2.2)
-        panel.set_ylim(-9.1, 2.2)
-        panel.axis("off")
+            box(panel, corner, (1, HIGH), "none")
+            middle = corner[0] + 0.5
+            panel.text(middle, corner[1] + 0.74, f"rank {rank}", ha="center", va="bottom")
+            if title == titles[0] and tp == 0:
+                y = corner[1] + HIGH / 2
+                panel.text(-0.08, y, f"dp {dp}\ncp {cp}", ha="right", va="center")
         for tp in (0, 1):
-            panel.text(1.15 * tp + 0.5, 1.15, f"tp {tp}", ha="center", va="bottom")
-    left = panels[0][0]
-    for has in counts:
-        pp, dp, cp, tp = has["place"]
-        if tp == 0:
-            y = -5.3 * pp - 1.2 * (2 * dp + cp) + HIGH / 2
-            left.text(-0.08, y, f"dp {dp}\ncp {cp}", fontsize=11, ha="right", va="center")
-    for pp in (0, 1):
-        y = -5.3 * pp - 1.45
-        left.text(-0.75, y, f"pp {pp}", fontsize=13, rotation=90, ha="right", va="center")
-    colours = {
-        "a shard of the weight": BLUE,
-        "a term of the gradient": PALE_ORANGE,
-        "a shard of the sum": ORANGE,
-        "sent along pp": PALE_GREEN,
-        "received": GREEN,
-    }
-    add_legend(figure, colours, columns=3)
+            panel.text(1.1 * tp + 0.5, 1.15, f"tp {tp}", ha="center", va="bottom")
+        panel.set_xlim(-0.45, 2.15)
+        panel.set_ylim(-3.7, 1.5)
+        panel.axis("off")
+    colours = {"computes with this half": SKY, "keeps this shard": BLUE, "computes these": GREEN}
+    add_legend(figure, colours)
     save(figure, path)
 
 

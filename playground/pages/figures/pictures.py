@@ -69,8 +69,8 @@ def main() -> None:
         lines = [f'"{name}": {json.dumps(counts[name])}' for name in NAMES if name in counts]
         COUNTS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     for name in wanted:
-        PICTURES[name].draw(counts[name], FIGURES / f"{name}.png")
-        print(f"wrote {FIGURES / name}.png")
+        PICTURES[name].draw(counts[name], FIGURES / f"{name}.svg")
+        print(f"wrote {FIGURES / name}.svg")
 
 
 if __name__ == "__main__":

@@ -53,8 +53,9 @@ def draw(counts: dict, path: Path) -> None:
     """Draw the chunks of each rank after each step, and an arrow for each one that it sends."""
     ranks = len(counts["sent"])
     steps = len(counts["sent"][0])
-    colours = {1: "white", 2: PALE, 3: SKY, 4: BLUE}  # by how many chunks have been added
-    figure, panels = new_figure(2, ranks, 5.6)
+    colours = {1: "none", 2: PALE, 3: SKY, 4: BLUE}  # by how many chunks have been added
+    title = f"After {steps} steps, each of {ranks} ranks has the sums of all chunks"
+    figure, panels = new_figure(title, 2, ranks, 5.2)
     for step, axes in enumerate(panels.flat):
         axes.set_xlim(-0.1, ranks + 0.1)
         axes.set_ylim(-0.4, ranks + 0.8)
@@ -70,7 +71,7 @@ def draw(counts: dict, path: Path) -> None:
             for number, added in enumerate(counts["held"][rank][step]):
                 text = "".join("abcdefgh"[int(each)] for each in added)
                 text = "sum" if len(added) == ranks else text
-                box(axes, (number, y), (1, 1), colours[len(added)], text, fontsize=11)
+                box(axes, (number, y), (1, 1), colours[len(added)], text, fontsize=10)
         for rank in range(ranks):
             if step == steps:
                 break
@@ -82,13 +83,8 @@ def draw(counts: dict, path: Path) -> None:
             for start in starts:
                 x = number + 0.5
                 arrow(axes, (x, start), (x, start - 0.45), ORANGE, linewidth=2.5)
-    words = "Each rank sends\nthe orange chunk\nto the rank below it,\nand rank 3 to rank 0.\n\n"
-    words += "Rank r begins with\nchunk r, so that each\nchunk has one sender\nin each step."
-    panels[-1, -1].text(0, ranks / 2, words, va="center")
     half = steps // 2
-    figure.suptitle(
-        f"reduce-scatter: steps 1 to {half}; all-gather: steps {half + 1} to {steps}",
-        fontsize=14,
-        weight="bold",
-    )
+    words = "Each rank sends\nthe orange chunk to\nthe rank below it,\nand rank 3 to rank 0.\n\n"
+    words += f"reduce-scatter:\nsteps 1 to {half}\n\nall-gather:\nsteps {half + 1} to {steps}"
+    panels[-1, -1].text(-0.2, ranks / 2, words, va="center", fontsize=11)
     save(figure, path)

@@ -179,28 +179,28 @@ def draw(counts: dict, path: Path) -> None:
         "I": (PINK, PALE_PINK),
         "W": (GREEN, PALE_GREEN),
     }
-    figure, panels = new_figure(len(counts), 1, 8, sharex=True)
-    for panel, (schedule, orders) in zip(panels[:, 0], counts.items(), strict=True):
-        ranks = len(orders)
-        spans = logical_time(orders, stages_on_a_rank(orders))
-        for span in spans:
+    waiting = {}
+    spans_of = {}
+    for schedule, orders in counts.items():
+        spans_of[schedule] = logical_time(orders, stages_on_a_rank(orders))
+        waiting[schedule] = bubble(spans_of[schedule], RANKS)
+    least = min(waiting.values())
+    title = f"Ranks wait for {waiting['GPipe']:.0%} of a step with GPipe, {least:.0%} at best"
+    figure, panels = new_figure(title, len(counts), 1, 8, sharex=True)
+    for panel, (schedule, spans) in zip(panels[:, 0], spans_of.items(), strict=True):
+        for span in sorted(spans, key=lambda each: each.kind):
             letter, stage = span.kind
             width = span.end - span.start
-            corner = (span.start, ranks - 1 - span.rank)
+            corner = (span.start, RANKS - 1 - span.rank)
             colour = colours[letter][int(stage)]
             text = span.micro_batch if width > 0.6 else ""  # otherwise there is no room for it
             box(panel, corner, (width, 0.85), colour, text, fontsize=10)
-        ticks = [rank + 0.4 for rank in range(ranks)]
-        panel.set_yticks(ticks, [f"rank {rank}" for rank in range(ranks)[::-1]])
-        panel.set_ylim(-0.1, ranks)
-        waiting = bubble(spans, ranks)
-        panel.set_title(f"{schedule}: {waiting:.0%} of the time is waiting (bubble)", loc="left")
+        panel.set_yticks([3.4, 2.4, 1.4, 0.4], [f"rank {rank}" for rank in range(RANKS)])
+        panel.set_ylim(-0.1, RANKS)
+        panel.set_title(f"{schedule}: {waiting[schedule]:.0%} waiting (bubble)", loc="left")
         panel.margins(x=0.01)
-    panels[-1, 0].set_xlabel(
-        "time: a rank's forward takes 1, its backward 2; numbers are micro-batches"
-    )
-    names = {"forward": BLUE, "backward: both gradients": ORANGE}
+    panel.set_xlabel("time; the numbers are those of micro-batches")
+    names = {"forward": BLUE, "backward": ORANGE, "paler: 2nd stage": SKY}
     names |= {"gradients of activations": PINK, "gradients of parameters": GREEN}
-    names |= {"paler: its 2nd stage": SKY}
     add_legend(figure, names, columns=3)
     save(figure, path)

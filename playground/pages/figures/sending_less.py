@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from figures.style import BLUE, GREEN, GREY, INK, ORANGE, PINK, SKY, VERMILLION, new_figure, save
+from figures.style import BLUE, GREEN, INK, ORANGE, PINK, SKY, VERMILLION, new_figure, save
 from watching.runs import epochs
 
 REHEARSAL = Path(__file__).resolve().parents[3] / "run" / "rehearse_two_nodes.sh"
@@ -20,8 +20,17 @@ WAYS = {  # flags of the lesson; the epochs of each take a minute or two
     "batch of 5120": "--batch_size 5120 --lr 2e-2 --epochs 12",
 }
 COLOURS = (INK, SKY, GREEN, ORANGE, PINK, BLUE, VERMILLION)
-LOSSES = (0.03, 0.1, 0.3)  # marks of an axis
-WRONG = (2, 3, 4, 6, 10)
+LABELS = {  # of the lines: at which dot, how far from it, and where the text ends at this place
+    "DDP": ("DDP", 0, (8, 0), "left"),
+    "bf16": ("bf16", 0, (8, 2), "left"),
+    "powersgd": ("PowerSGD", 0, (8, 2), "left"),
+    "local": ("local SGD", -1, (8, -4), "left"),
+    "diloco": ("DiLoCo", 0, (-8, 0), "right"),
+    "batch of 1280": ("batch of 1280", 0, (0, 12), "center"),
+    "batch of 5120": ("batch of 5120", 0, (8, 0), "left"),
+}
+WRONG = (2, 3, 4, 6, 10, 20)  # marks of an axis
+SECONDS = (2, 5, 10, 20, 50, 100)
 
 
 def count() -> dict[str, dict[str, dict]]:
@@ -57,25 +66,29 @@ def run(ranks_of_node: int, flags: list[str]) -> dict[str, list | float]:
 
 
 def draw(counts: dict, path: Path) -> None:
-    """Draw what the ways reach over the seconds of training. The last dot is the last epoch."""
-    figure, panels = new_figure(2, 2, 6.4, sharex=True, sharey="row")
-    for column, (ranks, runs) in enumerate(counts.items()):
-        top, bottom = panels[:, column]
+    """Draw the errors of the ways over the seconds of training. A dot is the end of an epoch."""
+    figure, panels = new_figure("Over 10 Mbit/s, sending less trains sooner", 2, 1, 7, sharex=True)
+    for panel, (ranks, runs) in zip(panels[:, 0], counts.items(), strict=True):
         for (way, found), colour in zip(runs.items(), COLOURS, strict=True):
-            look = {"color": colour, "marker": "o", "markersize": 4, "label": way}
             wrong = [100 - accuracy for accuracy in found["test"]]
-            top.plot(found["seconds"], found["loss"], **look)
-            bottom.plot(found["seconds"], wrong, **look)
-        top.set_title(ranks, weight="bold")
-        bottom.set_xlabel("seconds of training")
-    for axes in panels.flat:
-        axes.set_xscale("log")
-        axes.set_yscale("log")
-        axes.xaxis.set_major_formatter("{x:g}")
-        axes.grid(color=GREY)
-    for row, name, marks in ((0, "loss in training", LOSSES), (1, "% wrong in the test", WRONG)):
-        panels[row, 0].set_ylabel(name)
-        panels[row, 0].set_yticks(marks, [str(mark) for mark in marks])
-        panels[row, 0].minorticks_off()
-    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
+            panel.plot(found["seconds"], wrong, color=colour, marker="o", markersize=4)
+            name, place, offset, side = LABELS[way]
+            dot = (found["seconds"][place], wrong[place])
+            look = {"textcoords": "offset points", "color": colour, "weight": "bold"}
+            panel.annotate(name, dot, offset, ha=side, va="center", **look)
+        goal = runs["DDP"]["test"][-1]
+        seconds = {}
+        for way in ("DDP", "diloco"):
+            reached = zip(runs[way]["seconds"], runs[way]["test"], strict=True)
+            seconds[way] = min(second for second, test in reached if test >= goal)
+        text = "{}: after {DDP:.0f} s, DDP is where DiLoCo is after {diloco:.0f} s"
+        panel.set_title(text.format(ranks, **seconds), loc="left")
+        panel.text(0.01, 0.03, "\u2199 better", transform=panel.transAxes)
+        panel.set(xscale="log", yscale="log", ylabel="% wrong in the test")
+        panel.set_yticks(WRONG, [str(mark) for mark in WRONG])
+        panel.minorticks_off()
+        panel.grid()
+    panel.set_xticks(SECONDS, [str(mark) for mark in SECONDS])
+    panel.set_xlim(1.7, 200)
+    panel.set_xlabel("seconds of training")
     save(figure, path)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from common.transformer import Attention
-from figures.style import COLOURS, GREY, VERMILLION, add_legend, box, new_figure, save
+from figures.style import BLACK, COLOURS, GREY, VERMILLION, add_legend, box, new_figure, save
 from watching.messages import Messages
 
 RANKS = 4
@@ -29,8 +29,8 @@ def count() -> dict[str, dict]:
 
     Returns:
         For "heads", "ring" and "ulysses" a dict: "between" and "inside" have the (heads, tokens) of
-        a rank between layers of attention and inside, "parameters" how many numbers it has,
-        "forward" and "backward" what it sends in each pass, and "sent" the bytes of both.
+        a rank between layers of attention and inside, "parameters" how many numbers it has, and
+        "sent" the bytes that it sends in both passes.
     """
     world_size = dist.get_world_size()
     counts = {}
@@ -50,20 +50,15 @@ def count() -> dict[str, dict]:
         inputs = torch.randn(IMAGES, tokens, WIDTH, requires_grad=True)
         shapes = []
         patch = mock.patch.object(F, "scaled_dot_product_attention", _note_shape(shapes))
-        with patch, Messages() as forward:
-            output = layer(inputs)
-        with Messages() as backward:
-            output.sum().backward()
+        with patch, Messages() as messages:
+            layer(inputs).sum().backward()
         inside = shapes[0] if shapes else [HEADS, tokens]
         counts[way] = {
             "between": [HEADS, tokens],
             "inside": inside,
             "parameters": sum(parameter.numel() for parameter in layer.parameters()),
-            "sent": forward.sent() + backward.sent(),
+            "sent": messages.sent(),
         }
-        for name, messages in (("forward", forward), ("backward", backward)):
-            sending = [message.kind for message in messages.noted if message.sent]
-            counts[way][name] = f"{len(sending)} {sending[0]}"
     return counts
 
 
@@ -109,43 +104,34 @@ def draw(counts: dict, path: Path) -> None:
         "ring": "keys and values \u21ba",
         "ulysses": "\u2193 all_to_all \u2191",
     }
-    figure, panels = new_figure(2, len(counts), 5.3)
+    title = "Four ranks split attention: with Ulysses, they send least"
+    figure, panels = new_figure(title, 2, len(counts), 4.2)
     for column, (way, count) in enumerate(counts.items()):
         between, inside = panels[:, column]
         _draw_grid(between, count["between"])
         _draw_grid(inside, count["inside"])
-        between.set_title(titles[way], weight="bold", fontsize=14)
-        inside.set_title(travels[way], fontsize=13, color=VERMILLION, weight="bold")
-        facts = [count["forward"], count["backward"], f"{count['sent'] / 1000:,.0f} kB"]
-        facts.append(f"{count['parameters']:,}")
-        _write_below(inside, 0.5, "center", ["tokens \u2192", "", *facts])
-    rows = ["forward", "backward", "both send", "parameters"]
-    _write_below(panels[1, 0], -0.03, "right", ["", "", *rows])
-    panels[0, 0].set_ylabel("LayerNorm\n\u2190 heads")
-    panels[1, 0].set_ylabel("attention\n\u2190 heads")
+        between.set_title(titles[way], weight="bold")
+        inside.set_title(travels[way], color=VERMILLION, weight="bold")
+        sent = f"a rank sends {count['sent'] / 1000:,.0f} kB,"
+        inside.set_xlabel(f"tokens \u2192\n{sent}\nhas {count['parameters']:,} parameters")
+    look = {"rotation": 0, "ha": "right", "va": "center"}
+    panels[0, 0].set_ylabel("between\nlayers:\nheads \u2193", **look)
+    panels[1, 0].set_ylabel("inside:\nheads \u2193", **look)
     names = {f"rank {rank}": COLOURS[rank] for rank in range(len(COLOURS))}
     add_legend(figure, names | {"every rank": GREY})
     save(figure, path)
 
 
-def _write_below(panel: Axes, x: float, side: str, lines: list[str]) -> None:
-    """Write lines of text below a panel. Empty lines keep the others at the same height."""
-    look = {"ha": side, "va": "top", "transform": panel.transAxes}
-    for number, line in enumerate(lines):
-        panel.text(x, -0.08 - 0.17 * number, line, **look)
-
-
 def _draw_grid(panel: Axes, of_rank: list[int]) -> None:
     """Draw heads from top to bottom and tokens from left to right, in the colours of the ranks."""
     heads, tokens = of_rank
-    for head in range(HEADS):
-        for token in range(TOKENS):
-            colour = GREY
-            if heads < HEADS:
-                colour = COLOURS[head // heads]
-            if tokens < TOKENS:
-                colour = COLOURS[token // tokens]
-            box(panel, (token, 2 * head), (1, 2), colour, edgecolor="white")
+    for head in range(0, HEADS, heads):
+        for token in range(0, TOKENS, tokens):
+            rank = head // heads + token // tokens
+            colour = GREY if of_rank == [HEADS, TOKENS] else COLOURS[rank]
+            box(panel, (token, 2 * head), (tokens, 2 * heads), colour)
+    panel.vlines(range(TOKENS + 1), 0, 2 * HEADS, BLACK, linewidth=0.5)
+    panel.hlines(range(0, 2 * HEADS + 1, 2), 0, TOKENS, BLACK, linewidth=0.5)
     panel.set_xlim(-0.2, TOKENS + 0.2)
     panel.set_ylim(2 * HEADS + 0.2, -0.2)
     panel.set_aspect("equal")

@@ -1,5 +1,7 @@
 """The style of all figures of this course. They are drawn without a display."""
 
+import io
+import re
 from pathlib import Path
 
 import matplotlib
@@ -10,75 +12,104 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Polygon, Rectangle
-from PIL import Image
 
-# Colour-blind people can tell these colours apart. They are those of Okabe and Ito.
+# Colour-blind people can tell these colours apart. They are those of Okabe and Ito, and can be seen
+# on a white page and on a dark one.
 BLUE = "#0072B2"
 ORANGE = "#E69F00"
 GREEN = "#009E73"
 SKY = "#56B4E9"
 PINK = "#CC79A7"
 VERMILLION = "#D55E00"
+YELLOW = "#F0E442"
 COLOURS = [BLUE, ORANGE, GREEN, PINK]  # of four ranks
-PALE = "#CFE6F5"  # a lighter SKY
-PALE_ORANGE = "#FBE3AE"
-PALE_PINK = "#F0D9E6"
-PALE_GREEN = "#A6DECF"
-INK = "0.1"  # a black that is a little lighter
-GREY = "0.85"
-WIDE = 8  # inches; with wider figures all letters are smaller
-PIXELS = 1000  # the width of each figure
+PALE = "#BBDDF2"  # a lighter SKY
+PALE_ORANGE = "#F7D58A"
+PALE_PINK = "#EAC4D9"
+PALE_GREEN = "#8FD3BE"
+GREY = "#B4B4B4"
+BLACK = "#1A1A1A"  # on a colour
+INK = "#555555"  # on the page: in an SVG it is lighter where the page is dark
+FONTS = "'DejaVu Sans', 'Verdana', sans-serif"  # the letters of both have the same width
+THEME = f"svg {{ color: #555; font-family: {FONTS} }} "
+THEME += "@media (prefers-color-scheme: dark) { svg { color: #bbb } } "
+SMALLER = {  # what becomes of parts of an SVG, so that it is a fraction as large
+    r"(\.\d)\d+(?=[^<>]*>)": r"\1",  # of places, which are inside a tag
+    r"<!--.*?-->\s*": "",
+    rf" font-family: {FONTS};": "",
+    r' transform="rotate\(-0 .*?\)"': "",
+    r'\s*\n(?=[LQCz"])': " ",
+    r'<g id="\w+">\s*(<(?:path|text)[^<]*(?:/>|</text>))\s*</g>': r"\1",
+    INK.lower(): "currentColor",
+    r"\*\{": THEME + "*{",
+}
+SAME_LOOK = r'" (style="[^"]*"/>)\s*<path d="([^"]*" \1)'  # of two paths, which become one
+WIDE = 7.2  # inches: 691 pixels of a page
 
-plt.rcParams["font.size"] = 12
-plt.rcParams["axes.titlesize"] = 12
-plt.rcParams["axes.labelsize"] = 12
-plt.rcParams["xtick.labelsize"] = 11
-plt.rcParams["ytick.labelsize"] = 11
-plt.rcParams["legend.fontsize"] = 12
-plt.rcParams["legend.frameon"] = False
-plt.rcParams["axes.spines.top"] = False
-plt.rcParams["axes.spines.right"] = False
-plt.rcParams["text.color"] = INK
-plt.rcParams["figure.constrained_layout.use"] = True
+STYLE = {
+    "font.size": 12,
+    "font.sans-serif": ["DejaVu Sans", "Verdana"],
+    "axes.titlesize": 12,
+    "xtick.labelsize": 11,
+    "ytick.labelsize": 12,
+    "figure.titlesize": 14,
+    "figure.titleweight": "bold",
+    "legend.frameon": False,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.color": "#80808055",
+    "figure.constrained_layout.use": True,
+    "savefig.transparent": True,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "",  # the same names in each run
+}
+plt.rcParams.update(STYLE)
+for name in ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"):
+    plt.rcParams[name] = INK
 
 
-def new_figure(rows: int, columns: int, height: float, **options) -> tuple[Figure, numpy.ndarray]:
+def new_figure(
+    title: str, rows: int, columns: int, height: float, **options
+) -> tuple[Figure, numpy.ndarray]:
     """Return a figure with panels in rows and columns, and an array of its panels.
 
     Args:
+        title: what the figure shows.
         rows, columns: of the array.
-        height: inches. The figure is WIDE inches wide, or as `figsize` says.
+        height: inches. The figure is WIDE inches wide.
         options: for pyplot.subplots.
     """
-    options = {"figsize": (WIDE, height), "squeeze": False} | options
-    return plt.subplots(rows, columns, **options)
+    figure, panels = plt.subplots(rows, columns, figsize=(WIDE, height), squeeze=False, **options)
+    figure.suptitle(title)
+    return figure, panels
 
 
-def add_legend(
-    figure: Figure, colours: dict[str, str], columns: int | None = None, **options
-) -> None:
-    """Write the names of some colours above a figure, in so many columns or in one row."""
-    patches = []
-    for name, colour in colours.items():
-        patches.append(Patch(facecolor=colour, edgecolor=INK, linewidth=0.6, label=name))
-    options = {"loc": "outside upper center", "ncols": columns or len(patches)} | options
-    figure.legend(handles=patches, **options)
+def add_legend(figure: Figure, colours: dict[str, str], columns: int | None = None) -> None:
+    """Write the names of some colours below a figure, in so many columns or in one row."""
+    patches = [Patch(facecolor=colour, label=name) for name, colour in colours.items()]
+    look = {"ncols": columns or len(patches), "handlelength": 1.2, "columnspacing": 1.2}
+    figure.legend(handles=patches, loc="outside lower center", **look)
 
 
 def save(figure: Figure, path: str | Path) -> None:
-    """Write a figure. Drawn again from the same numbers, a PNG has the same bytes."""
-    width, _ = figure.get_size_inches()
-    figure.savefig(path, dpi=PIXELS / width)
+    """Write a figure. Drawn again from the same numbers, an SVG has the same bytes."""
+    if Path(path).suffix != ".svg":
+        figure.savefig(path, dpi=150, transparent=False)
+    else:
+        text = io.StringIO()
+        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+        small = text.getvalue()
+        for pattern, new in SMALLER.items():
+            small = re.sub(pattern, new, small)
+        while re.search(SAME_LOOK, small):
+            small = re.sub(SAME_LOOK, r"\2", small)
+        Path(path).write_text(small)
     plt.close(figure)
-    if Path(path).suffix == ".png":
-        with Image.open(path) as image:
-            few_colours = image.convert("RGB").quantize(colors=128)
-        few_colours.save(path, optimize=True)  # a third of the size, and without a version in it
 
 
 def ink_on(colour: str) -> str:
     """Return the colour of a text that can be read on a colour."""
-    return "white" if colour in (BLUE, GREEN) else INK
+    return {BLUE: "white", "none": INK}.get(colour, BLACK)
 
 
 def box(
@@ -91,12 +122,15 @@ def box(
     **options,
 ) -> None:
     """Draw a rectangle with a text in its middle. The corner is the lower left one."""
-    options = {"facecolor": colour, "edgecolor": INK, "linewidth": 0.8} | options
+    edge = INK if colour == "none" else BLACK
+    look = {"facecolor": colour, "edgecolor": edge, "linewidth": 0.8}
+    options = look | {"joinstyle": "round", "clip_on": False} | options
     axes.add_patch(Rectangle(corner, *size, **options))
-    x, y = corner
-    width, height = size
-    look = {"ha": "center", "va": "center", "color": ink_on(colour), "fontsize": fontsize}
-    axes.text(x + width / 2, y + height / 2, text, **look)
+    if text != "":
+        x, y = corner
+        width, height = size
+        look = {"ha": "center", "va": "center", "color": ink_on(colour), "fontsize": fontsize}
+        axes.text(x + width / 2, y + height / 2, text, **look)
 
 
 def arrow(axes: Axes, start: tuple, end: tuple, colour: str = INK, **options) -> None:
@@ -119,4 +153,4 @@ def double_arrow(axes: Axes, start: tuple, end: tuple, width: float, colour: str
         points = [(along, start[1] + away) for along, away in outline]
     else:
         points = [(start[0] + away, along) for along, away in outline]
-    axes.add_patch(Polygon(points, facecolor=colour, edgecolor=INK, linewidth=0.8))
+    axes.add_patch(Polygon(points, facecolor=colour, edgecolor=BLACK, linewidth=0.8))

@@ -106,7 +106,8 @@ def draw(counts: dict, path: Path) -> None:
     colours = {"asleep": GREY, "computing": BLUE, "send": ORANGE, "recv": ORANGE, "wait": ORANGE}
     texts = {"asleep": "asleep", "computing": "computes"}
     texts |= {"send": "waits in send", "recv": "waits in recv", "wait": "waits in wait"}
-    figure, panels = new_figure(4, 1, 6.4, sharex=True)
+    title = "The rank that comes first waits, unless it computes"
+    figure, panels = new_figure(title, 4, 1, 6.4, sharex=True)
     for panel, (name, title) in zip(panels[:, 0], titles.items(), strict=True):
         for rank, kind, start, end in counts[name]:
             text = texts[kind] if end - start > 0.15 else ""  # seconds
