@@ -24,6 +24,7 @@ from conftest import (
 )
 
 from watching import show
+from watching.advice import advice_on
 
 PAGE = (ROOT / "playground/pages/watching.md").read_text()
 WATCHED = ROOT / "tests" / "programs" / "watched.py"
@@ -163,9 +164,24 @@ def test_a_script_ends_as_it_does_without():
     assert done.returncode == 0, done.stderr
     done = run("watch", WATCHED, "fails", status=1)
     assert "ValueError: rank 1 fails" in done.stderr
-    assert "show.py" not in done.stderr
+    assert "show.py" not in done.stderr and "troubleshooting" not in done.stderr
+    assert "No rank waits long" not in done.stdout
     done = run("watch", WATCHED, "killed", status=1)  # no process is left
     assert "SIGKILL" in done.stderr
+
+
+def test_advice_on_an_error(tmp_path):
+    """The rows of troubleshooting.md whose messages stand in an error come last, in its note."""
+    script = tmp_path / "script.py"
+    error = "the server socket cannot listen (errno: 98 - Address already in use)"
+    script.write_text(f"raise RuntimeError({error!r})\n")
+    done = run("watch", script, status=1)
+    *_, error_line, last = done.stderr.splitlines()
+    assert error_line == f"RuntimeError: {error}"
+    assert last.startswith("watch: troubleshooting.md on `Address already in use`: another program")
+    assert not advice_on("TypeError: load_state_dict() has no argument fully_shard")
+    several = "Too many open files, No space left on device, Connection refused, is damaged"
+    assert ["`No space" in row or "`Bus" in row for row in advice_on(several)] == [True, 0, 0]
 
 
 def test_what_cannot_be_shown():

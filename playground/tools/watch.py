@@ -26,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -37,6 +38,7 @@ os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "200")
 
 import torch.multiprocessing as mp
 
+from watching.advice import advice_on
 from watching.inside import Alive, Noted, Rank
 
 
@@ -137,6 +139,10 @@ def main():
     sys.path.insert(0, str(Path(args.script).parent))
     try:
         runpy.run_path(args.script, run_name="__main__")
+    except Exception as error:
+        for row in advice_on("".join(traceback.format_exception_only(error))):
+            error.add_note(f"watch: troubleshooting.md on {row}")
+        raise
     finally:
         rank.stop_recorder()
         rank.stop()

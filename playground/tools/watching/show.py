@@ -130,7 +130,7 @@ def show_gone(ranks):
             print(f"watch: {rank} is gone: {why}", file=sys.stderr, flush=True)
 
 
-def show_records(paths, page):
+def show_records(paths, page, all_ended_well=True):
     """Print what the ranks have recorded, and write it to a page, if there is a path for it."""
     records = sorted(
         (json.loads(path.read_text()) for path in paths), key=lambda each: each["rank"]
@@ -171,7 +171,9 @@ def show_records(paths, page):
     for wait in waits:
         longest, *meanwhile = wait["text"]
         text += [coloured(longest, "red"), *(f"    {line}" for line in meanwhile)]
-    if not waits and not missing:
+    if not all_ended_well:
+        text.append("A rank did not end well: with --hang 3, watch.py shows where each one waits.")
+    elif not waits and not missing:
         text.append("No rank waits long for another one.")
     # At once, so that no line of the script comes between two of these.
     print("\n".join(text) + "\n", end="", flush=True)
@@ -497,9 +499,9 @@ def main():
         records = list(folder.glob("*.record"))
         if records and not recorded and len(records) == len(list(folder.glob("*.alive"))):
             recorded = records
-            show_records(records, page)
+            show_records(records, page, all_there)
     if not recorded:
-        show_records(folder.glob("*.record"), page)
+        show_records(folder.glob("*.record"), page, all_there)
     shutil.rmtree(folder)
 
 

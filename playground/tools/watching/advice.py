@@ -1,0 +1,24 @@
+"""What troubleshooting.md says about an error."""
+
+import re
+from pathlib import Path
+
+PAGE = Path(__file__).resolve().parents[2] / "pages" / "troubleshooting.md"
+
+
+def advice_on(text: str) -> list[str]:
+    """Return the rows of troubleshooting.md whose messages stand in the text of an error.
+
+    They are at most three, that with the longest message first. A message that has no space is the
+    name of a function, which also stands in other errors, unless it names the error itself.
+    """
+    text = " ".join(text.split())
+    found = {}
+    for row in re.findall(r"^\| (.*) \|$", PAGE.read_text(encoding="utf-8"), re.M):
+        seen, *cells = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", row).split(" | ")
+        for message in re.findall(r"`([^`]+)`", seen):
+            parts = [part.strip() for part in message.split("...")]
+            is_own = " " in message.strip(". ") or re.fullmatch(r"\w+(Error|Exception)", message)
+            if is_own and all(part in text for part in parts):
+                found[message] = f"`{message}`: " + ". To do: ".join(cells)
+    return list(dict.fromkeys(found[each] for each in sorted(found, key=len, reverse=True)))[:3]
