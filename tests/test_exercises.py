@@ -34,13 +34,6 @@ def check_of(name):
     return importlib.import_module("judging.attempt").Exercise(name)
 
 
-def right_with(sizes, words=""):
-    """Return the first line about an answer that is right with these numbers of ranks."""
-    *others, last = map(str, sizes)
-    before = f"{', '.join(others)} and " if others else ""
-    return f"RIGHT {words}with {before}{last} {'rank' if sizes == [1] else 'ranks'}"
-
-
 def functions(path):
     """Return the functions and classes of a file by name."""
     nodes = ast.parse(path.read_text()).body
@@ -93,8 +86,6 @@ def test_the_tasks():
             goals = ["it is repaired if"]
         if check.RUNG_1:
             goals = ["rung 1", "your answer passes it if", "rung 2", "your answer passes it if"]
-            first = check.RUNG_1.cases
-            assert tuple(check.CASES)[: len(first)] == first, name
             assert name in OF_LESSONS, name
         assert re.search(".*".join(goals), " ".join(task.lower().split())), name
         assert len(check.HINTS.strip().split("\n\n")) == 3, name
@@ -119,7 +110,7 @@ def test_the_judge(name, tmp_path):
         [FOLDER / f"{name}.py", None, 4, [int(at_fault[1])] if at_fault else two],
     ]
     mistakes = list(check.MISTAKES)
-    assert len(mistakes) >= 3
+    assert len(mistakes) >= 3 - bool(check.FAULT)
     # Most are at fault with two ranks. One that hangs after 4 s may only be slow.
     answers += [[None, words, 4, two] for words in mistakes]
     if name in OF_LESSONS:
@@ -128,12 +119,12 @@ def test_the_judge(name, tmp_path):
         of_lesson.write_text(f"import sys\nsys.path[:0] = {folders}\n{OF_LESSONS[name]}")
         answers.append([of_lesson, None, 30, two])
     solution, task, *told = judged(tmp_path, name, answers)
-    assert solution == [right_with(some)]
+    in_words = importlib.import_module("judging.words").sizes_in_words
+    assert solution == [f"RIGHT with {in_words(some)}"]
     assert begins(task, fault), task
     if name in OF_LESSONS:
-        rung_1 = check.RUNG_1
-        next_rung = f"{right_with(two, f'{rung_1.words} ')}. Next: {rung_1.then}"
-        assert told.pop()[0] in (right_with(two), next_rung)
+        next_rung = f"RIGHT {check.RUNG_1} with {in_words(two)}. Next: {check.RUNG_2}"
+        assert told.pop()[0] in (f"RIGHT with {in_words(two)}", next_rung)
     pairs = zip(mistakes, told, strict=True)
     missed = [words for words, lines in pairs if words not in " ".join(lines)]
     told = judged(tmp_path, name, [[None, words, 30, sizes[:4]] for words in missed])
@@ -432,10 +423,6 @@ def test_what_is_shown():
     assert [each.name for each in ast.parse(answer).body] == ["pass_on", "ring_attention"]
     for part in answer.strip().split("\n\n\n"):
         assert f"\n{part}\n" in source
-    exercise = importlib.import_module("judging.exercise")
-    for name in ORDER:
-        hints = [exercise.hint(name, number) for number in (1, 2, 3)]
-        assert all(hints) and "\n\n".join(hints) == check_of(name).HINTS.strip()
     changed = run(CHECK, "fault_wrong_gradient", "--answer")[0].splitlines()
     assert changed[0].startswith("Why: ")
     task = (FOLDER / "fault_wrong_gradient.py").read_text().splitlines()

@@ -138,7 +138,8 @@ def is_unwritten(name):
 
 def key_of(name):
     """Return a text that differs when an answer needs a new verdict."""
-    files = [answer_to(name), JUDGING / "checks" / f"{name}.py", *sorted(JUDGING.glob("*.py"))]
+    files = [answer_to(name), task_of(name), JUDGING / "checks" / f"{name}.py"]
+    files += sorted(JUDGING.glob("*.py"))
     files += sorted((FOLDER.parent / "tools" / "watching").glob("*.py"))
     digest = hashlib.sha256(version("torch").encode())
     for file in files:

@@ -15,32 +15,15 @@ SECONDS_FOR_A_CASE = 8  # for which all ranks wait, or one computes; also for im
 KINDS = ("your turn", "forbidden", "ended", "error", "connection")  # which Crash is told first
 
 
-@dataclass
-class Rung:
-    """The first of the two rungs of an exercise. A check names it RUNG_1.
-
-    The second rung has all cases, and no rank may send more than it needs to. The exercise is right
-    when both rungs are. In the cases of the first rung, a rank may send too much.
-
-    Attributes:
-        cases: the cases of the first rung, which are the first ones of CASES.
-        words: what they are, as in "RIGHT for 7 numbers".
-        then: what the second rung adds, as in "Next: any length."
-    """
-
-    cases: tuple[str, ...]
-    words: str
-    then: str
-
-
 class Exercise:
     """What a module of checks/ has, and here the defaults of what is optional.
 
-    On each rank, its run(the learner's function, **case) calls the function for each of the CASES.
-    expected(rank, world_size, **case) returns what run() should return. The function with the name
-    of the exercise is its solution; of a fault, REPAIR is what is edited in its task, and WHY the
-    reason. MISTAKES, on which the tests try the check, has functions or edits of the solution, by
-    the words that the verdict should have. HINTS are three, with empty lines in between.
+    For each of the CASES, its run(the learner's function, rank, world_size, **case) calls the
+    function on each rank. expected(rank, world_size, **case) returns what run() should return. The
+    function with the name of the exercise is its solution; of a fault, REPAIR is what is edited in
+    its task, and WHY the reason. MISTAKES, on which the tests try the check, has edits of the
+    solution by the words that the verdict should have. HINTS are three, with empty lines in
+    between.
 
     Args:
         name: of the module.
@@ -51,12 +34,15 @@ class Exercise:
     WORLD_SIZES = (1, 2, 3, 4, 5)
     JOIN = True  # whether the ranks are in a group when they call the function
     FAULT = ""  # how the verdict on the task of a fault begins
-    RUNG_1 = None  # a Rung
+    RUNG_1 = ""  # what the first of two rungs is, as in "RIGHT for 7 numbers"; "": there is one
+    RUNG_2 = ""  # what the second one adds, as in "Next: any length."
+    CASES_OF_RUNG_1 = 1  # how many of the CASES the first one has
     ONLY = None  # the kinds of messages that are allowed; None: all
     INSTEAD = ""  # what is allowed, in words
     TOLERANCE = TOLERANCE
+    LIMITS = {}  # see limits
     WORDS = {}  # by a pattern, which is searched in the lines of a verdict
-    start = None  # start(rank, world_size, **case) returns a result as if nothing had been done
+    STARTS = False  # whether run(), with a function that does nothing, returns what was at first
 
     def __init__(self, name):
         self.name = name
@@ -71,9 +57,17 @@ class Exercise:
         """Return what runs one after another: (a function of the check, a number of ranks)."""
         return [(self.run, size)]
 
+    def expected(self, rank, world_size, **case):
+        """Return what run() should return."""
+        return None
+
     def limits(self, rank, world_size, **case):
-        """Return how many "messages", "bytes" and "rounds" of messages a rank may need."""
-        return {}
+        """Return how many "messages", "bytes" and "rounds" of messages a rank of several needs."""
+        return self.LIMITS
+
+    def start(self, rank, world_size, **case):
+        """Return what the result is before the learner's function does anything; None: unknown."""
+        return self.run(nothing, rank, world_size, **case) if self.STARTS else None
 
     def explain(self, trial):
         """Return words on a Trial with wrong results, if the check has some."""
@@ -84,10 +78,14 @@ class Exercise:
         """How many rungs it has."""
         return 2 if self.RUNG_1 else 1
 
+    @property
+    def of_rung_1(self):
+        """The names of the cases of the first of two rungs. In them, a rank may send too much."""
+        return list(self.CASES)[: self.CASES_OF_RUNG_1] if self.RUNG_1 else []
+
     def solution(self, words=None):
         """Return its solution, or the function that has one of its MISTAKES."""
-        mistake = self.MISTAKES[words] if words else ()
-        return solution_of(self.module, mistake) if isinstance(mistake, tuple) else mistake
+        return solution_of(self.module, self.MISTAKES[words] if words else ())
 
 
 @dataclass
@@ -142,7 +140,6 @@ class Attempt:
         self.function = function
         self.file = file
         self.seconds = seconds
-        self.cases = list(exercise.CASES.values())
         folder.mkdir()
 
     def place_of(self, case):
@@ -182,7 +179,7 @@ class Attempt:
     def verdict_on(self, runs, names, last):
         """Run these cases in the last of the `runs`. What it returns counts if it is the `last`."""
         run, size = runs[-1]
-        rung_1 = self.exercise.RUNG_1
+        rung_1 = self.exercise.of_rung_1
         verdict = Verdict("RIGHT", self.size, ranks=in_ranks([size for _, size in runs]))
         for number in range(size):
             self.output_of(number).write_text("")
@@ -194,8 +191,7 @@ class Attempt:
             for part, name in enumerate(["", *names], start=-1):
                 trial = go_through(self, ranks, part if name else "import")
                 trial.case = self.exercise.CASES.get(name, {})
-                free = rung_1 is not None and name in rung_1.cases
-                self.judge(trial, verdict, last and name, not free)
+                self.judge(trial, verdict, last and name, name not in rung_1)
                 if name and (trial.verdict or not verdict.trace):
                     verdict.trace = trace(trial)
                 if trial.verdict:
@@ -203,7 +199,7 @@ class Attempt:
                     if name and not verdict.is_clear:
                         verdict.why = self.words_on(verdict, trial) or verdict.why
                     break
-                if last and rung_1 is not None and name == rung_1.cases[-1]:
+                if last and name in rung_1[-1:]:
                     verdict.passed = 1
         verdict.printed = [self.text_of(number) for number in range(size)]
         return verdict
@@ -230,7 +226,7 @@ class Attempt:
         elif lost:
             trial.verdict, verdict.is_clear = "WRONG", True
             verdict.lines = [f"right numbers, but {lost}"]
-        elif with_costs:
+        elif with_costs and trial.world_size > 1:  # alone, a rank sends nothing
             self.judge_costs(trial, verdict)
 
     def judge_crash(self, trial, verdict):
@@ -256,7 +252,7 @@ class Attempt:
         verdict.lines = [f"{there} {actual}", f"{'expected':<{len(there)}} {right}"]
         later = {**trial.results, **trial.later}
         if any(self.differs(later, trial, rank) for rank in wrong):
-            for rank in all_ranks(trial) if self.exercise.start else ():
+            for rank in all_ranks(trial):
                 trial.start[rank] = self.exercise.start(rank, trial.world_size, **trial.case)
             verdict.facts = why_it_is_wrong(trial, self.exercise.TOLERANCE)
         else:
@@ -270,7 +266,7 @@ class Attempt:
             for unit, number in used(trial, rank).items():
                 if unit in limits and number > limits[unit]:
                     trial.verdict, trial.rank = "COSTLY", rank
-                    verdict.lines = [costs(rank, unit, number, limits[unit], trial.world_size)]
+                    verdict.lines = [costs(rank, unit, number, limits[unit])]
                     return
 
     def differs(self, results, trial, rank):
@@ -285,6 +281,11 @@ class Attempt:
             if not words and re.search(pattern, text, re.S):
                 words = others
         return words
+
+
+def nothing(first, *others):
+    """Do nothing, in place of the learner's function, and return the first argument."""
+    return first
 
 
 def all_ranks(trial):

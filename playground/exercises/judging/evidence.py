@@ -12,14 +12,15 @@ class NotAtFault(Forbidden):
     """What the learner has found is not what is at fault. Its text is told."""
 
 
-def what_is_found(found, name, parts):
-    """Call the learner's function with a folder of the evidence. Returns the parts of its dict.
+def what_is_found(found, name, *more):
+    """Call the learner's function with a folder of the evidence. Returns what it has found.
 
     Args:
         found: the function.
         name: of the folder.
-        parts: the names of the parts, in order: "rank", "line" and "cause" are among them.
+        more: what its dict has in addition to "rank", "line" and "cause".
     """
+    parts = ("rank", "line", "cause", *more)
     answer = found(EVIDENCE / name)
     if not isinstance(answer, dict) or set(answer) != set(parts):
         raise NotAtFault(f"found() should return a dict with {', '.join(parts)}, not {answer}")

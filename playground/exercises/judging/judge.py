@@ -119,8 +119,8 @@ def lines_about(exercise, verdicts, fault):
     """Return the lines about a fault, and about the rung before it, which is right."""
     lines = []
     if fault.passed == 1:
-        right = right_in_words(verdicts, f"{exercise.RUNG_1.words} ")
-        lines.append(f"{right}. Next: {exercise.RUNG_1.then}")
+        right = right_in_words(verdicts, f"{exercise.RUNG_1} ")
+        lines.append(f"{right}. Next: {exercise.RUNG_2}")
     rung = " (rung 1 of 2)" if exercise.rungs == 2 and fault.passed == 0 else ""
     lines.append(fault_in_words(fault) + rung)
     only = right_only(exercise, verdicts, fault)

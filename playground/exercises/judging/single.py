@@ -12,6 +12,21 @@ def seeded(make):
     return make()
 
 
+def digits_of(rank, shape, dtype=torch.float64):
+    """Return a tensor of a rank: 1, 2, 3, ... times 10**rank. A sum tells whose numbers it has."""
+    count = torch.Size(shape).numel()
+    return (10**rank * torch.arange(1, count + 1)).to(dtype).view(shape)
+
+
+def large_of(rank, shape):
+    """Return a tensor of a rank, of which two are too large for float16 when they are added.
+
+    Their means over 1 to 5 ranks are exact in float16.
+    """
+    positions = torch.arange(torch.Size(shape).numel()).view(shape)
+    return 960 * (63 - positions % 4 - 2 * rank)
+
+
 def together(parts):
     """Join pairs of tensors, such as the images and the labels of each rank."""
     firsts, seconds = zip(*parts, strict=True)

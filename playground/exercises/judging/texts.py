@@ -21,6 +21,18 @@ class Bigram(nn.Module):
         return self.output(self.embedding(rows)).transpose(1, 2)
 
 
+def places_of(order, tokens, world_size):
+    """Return for each rank the places of its tokens, in ascending order."""
+    everything = torch.arange(tokens)
+    if order == "plain":
+        return list(everything.tensor_split(world_size))
+    if order == "dealt":
+        return [everything[rank::world_size] for rank in range(world_size)]
+    chunks = everything.tensor_split(2 * world_size)
+    pairs = zip(chunks[:world_size], chunks[: world_size - 1 : -1], strict=True)
+    return [torch.cat(pair) for pair in pairs]
+
+
 def micro_batches_of(rank, count, padding=False):
     """Return micro-batches of a rank, a list of pairs (rows, labels), each int64 (2, 8).
 

@@ -162,7 +162,7 @@ def be_a_rank(number, connection, attempt, run, size, port):
             elif part == "import":
                 function = attempt.function()
             else:
-                run_case(attempt, run, function, part, number, connection)
+                run_case(attempt, run, function, part, number, size, connection)
         except BaseException as error:
             frames = own_frames(error, attempt.file)
             connection.send(("crash", Crash(describe(error), frames, kind_of(error))))
@@ -211,7 +211,7 @@ def load_function(file, name):
     return getattr(module, name)
 
 
-def run_case(attempt, run, function, part, number, connection):
+def run_case(attempt, run, function, part, number, size, connection):
     """Run one case in its folder and send what comes of it."""
     os.chdir(attempt.place_of(part))
     count = 0
@@ -223,10 +223,11 @@ def run_case(attempt, run, function, part, number, connection):
             connection.send(("message", message))
 
     exercise = attempt.exercise
+    case = list(exercise.CASES.values())[part]
     # In every second case the odd ranks are late, in the others the even ones.
     late = number % 2 == part % 2
     with Counting(attempt.file, report, exercise.ONLY, exercise.INSTEAD, late):
-        result = run(function, **attempt.cases[part])
+        result = run(function, number, size, **case)
         saved = save(result)
         connection.send(("result", saved))
         time.sleep(attempt.later)

@@ -1,6 +1,7 @@
 """Puts into words what is wrong, what hangs, and what costs too much."""
 
 import itertools
+import math
 
 import torch
 
@@ -67,14 +68,13 @@ def used(trial, rank):
     }
 
 
-def costs(rank, unit, number, limit, world_size):
+def costs(rank, unit, number, limit):
     """Return what is used and what is enough, in words."""
     enough = f"{limit} {'is' if limit == 1 else 'are'} enough"
     if unit == "rounds":
         return f"right numbers, but in {number} rounds of messages; {enough}"
-    does = "sends" if world_size > 1 else "makes the calls of"  # alone, it sends nothing
     unit_in_words = unit if number > 1 else unit[:-1]
-    text = f"right numbers, but rank {rank} {does} {number} {unit_in_words}; {enough}"
+    text = f"right numbers, but rank {rank} sends {number} {unit_in_words}; {enough}"
     if unit == "bytes" and limit and number / limit >= 1.5:
         text += f": {number / limit:.3g} times the {unit}"
     return text
@@ -89,21 +89,21 @@ def why_it_is_wrong(trial, tolerance):
     return line or None
 
 
-def digits_of(rank, shape, dtype):
-    """Return a tensor of a rank: 1, 2, 3, ... times 10**rank. A sum tells whose numbers it has."""
-    count = torch.Size(shape).numel()
-    return (10**rank * torch.arange(1, count + 1)).to(dtype).view(shape)
+def wrong_in_sum(actual, tensors):
+    """Return whose numbers are missing in a sum of the ranks' tensors, or are there twice.
 
-
-def wrong_in_sum(number, parts):
-    """Return which rank's number is missing in a sum, or is there twice; None if none is.
-
-    `parts` has each rank's number. Powers of 10, for example: then there is one way at most.
+    It looks at the first number that is wrong. With those of digits_of(), there is one way at most.
     """
+    if getattr(actual, "shape", None) != tensors[0].shape:
+        return None
+    columns = torch.stack([actual, *tensors]).flatten(1).t().tolist()
+    wrong = (place for place, (number, *parts) in enumerate(columns) if number != sum(parts))
+    position = next(wrong, 0)
+    number, *parts = columns[position]
     for counts in itertools.product(range(3), repeat=len(parts)):
         total = sum(count * part for count, part in zip(counts, parts, strict=True))
-        if abs(total - number) <= 1e-6 * max(1, abs(number)):
-            for rank, count in enumerate(counts):
-                if count != 1:
-                    return f"Rank {rank}'s numbers are {'added twice' if count else 'missing'}"
+        if math.isclose(total, number, rel_tol=1e-6) and len(set(counts)) > 1:
+            rank = next(rank for rank, count in enumerate(counts) if count != 1)
+            does = "added twice" if counts[rank] else "missing"
+            return f"Rank {rank}'s numbers are {does} at position {position}."
     return None

@@ -1,8 +1,7 @@
 """Compares results, and tells how they differ: where, and what is there instead.
 
 A result is a tensor, a number, a text, None, or a list or dict of results. Each rank has one.
-difference() shows the first difference, differences() has them all, and facts() puts into words
-what they have in common.
+difference() shows the first difference. facts() puts into words what all of them have in common.
 """
 
 import itertools
@@ -30,14 +29,6 @@ def difference(actual, expected, tolerance=TOLERANCE):
         place, left_text, right_text = difference_of_leaves(left, right, tolerance)
         return ", ".join([*path, place] if place else path), left_text, right_text
     return None
-
-
-def differences(actual, expected, tolerance=TOLERANCE):
-    """Return (path, part) of each tensor, number or text that differs: its names, and where."""
-    found = []
-    for path, left, right in wrong_leaves(actual, expected, tolerance):
-        found.append((path, where(left, right, tolerance)))
-    return found
 
 
 def leaves(actual, expected, path=()):
@@ -197,16 +188,27 @@ class Leaf:
         return [table.get(self.rank) for table in (self.actual, self.expected, self.start)]
 
     def factor(self, start):
-        """Return by which factor all wrong ranks have changed too far since a start, or None."""
-        found = []
+        """Return by which factor all wrong ranks have changed too far since a start, or None.
+
+        With the factor comes what it leaves unexplained, from 0 (nothing) to 1.
+        """
+        lefts = [torch.zeros(0)]
+        rights = [torch.zeros(0)]
         for rank, right in self.expected.items():
             left = self.actual.get(rank)
             before = start.get(rank, torch.zeros_like(right))
             if left is None or not left.shape == right.shape == before.shape:
                 return None
             if not self.near(left, right):
-                found.append((left - before, right - before))
-        return times([left for left, _ in found], [right for _, right in found])
+                lefts.append((left - before).flatten())
+                rights.append((right - before).flatten())
+        left, right = torch.cat(lefts), torch.cat(rights)
+        if not left.isfinite().all() or not left.any() or self.near(right.min(), right.max()):
+            return None  # constant numbers are so many times as large by chance
+        factor = (left @ right / (right @ right)).item()
+        if factor and torch.allclose(left, factor * right, rtol=1e-4, atol=1e-6):
+            return factor, 0
+        return factor, ((left - factor * right).norm() / left.norm()).item()
 
     def part(self, mask):
         """Return some of the numbers."""
@@ -244,7 +246,7 @@ def facts(results, expected, tolerance=TOLERANCE, start=None):
         if changed and path not in wrong[rank]:
             right.append(", ".join(path))
     sentences = [
-        what_it_is(found),
+        what_it_is(found) or (not over_the_ranks(found[0]) and about(found[0])),
         over_the_ranks(found[0]),
         what_is_right([", ".join(path) for path in wrong[rank]], right),
         which_ranks([rank for rank, paths in wrong.items() if not paths]),
@@ -302,10 +304,8 @@ def what_it_is(wrong):
 def phrases(leaf):
     """Return what a Leaf is like, the most telling first. Each phrase holds for all its numbers."""
     actual, expected, start = leaf.own()
-    if actual is None or expected is None:
+    if actual is None or expected is None or actual.shape != expected.shape:
         return []
-    if actual.shape != expected.shape:
-        return shape_phrases(leaf, actual.flatten(), expected.flatten())
     found = ["is unchanged"] if leaf.near(actual, start) else []
     if leaf.near(actual, expected):
         found.append("has the right numbers, in another dtype")
@@ -316,43 +316,41 @@ def phrases(leaf):
     for words, value in (others | leaf.others).items():
         if leaf.near(actual, value) and not words.startswith(f"rank {leaf.rank} "):
             found.append(f"is what {words}")
-    for verb, factor in (("is", leaf.factor({})), ("changes by", leaf.factor(leaf.start))):
-        words = factor_in_words(factor, leaf.ranks)
+    found += order_phrases(leaf, actual, expected) + sum_phrases(leaf, actual)
+    starts = {"changes by": leaf.start, "is": {}} if leaf.start else {"is": {}}
+    for verb, start in starts.items():
+        factor, rest = leaf.factor(start) or (0, 1)
+        words = factor_in_words(factor, leaf.ranks) if rest == 0 else None
         found += [f"{verb} {words}"] if words else []
-    return [*found, *order_phrases(leaf, actual, expected), *sum_phrases(leaf, actual)]
+    return found
 
 
 def factor_in_words(factor, ranks):
-    """Return a factor in words, if it is -1, a power of 10, or the ranks (squared)."""
-    if factor is None:
-        return None
-    meanings = {-1: "what is expected, with the opposite sign"}
-    for power in range(1, 7):
-        meanings[10**power] = f"{10**power} times what is expected"
-        meanings[10**-power] = f"what is expected, divided by {10**power}"
-    for number in (ranks**2, ranks) if ranks > 1 else ():
-        meanings[number] = f"{number} times what is expected, with {ranks} ranks"
-        meanings[1 / number] = f"what is expected, divided by {number}, with {ranks} ranks"
-    for number, words in meanings.items():
-        if math.isclose(factor, number, rel_tol=1e-3, abs_tol=1e-9):
-            return words
+    """Return a factor in words, if it is -1, or a whole number up to 100, or one divided by it."""
+    if math.isclose(factor, -1, rel_tol=1e-4):
+        return "what is expected, with the opposite sign"
+    for number, words in (
+        (factor, "{} times what is expected{}"),
+        (1 / factor, "what is expected, divided by {}{}"),
+    ):
+        whole = round(number)
+        if 1 < whole <= 100 and math.isclose(number, whole, rel_tol=1e-4):
+            return words.format(whole, f", with {ranks} ranks" if whole == ranks else "")
     return None
 
 
-def shape_phrases(leaf, actual, expected):
-    """Return what numbers in another shape have in common with what is expected."""
-    if len(actual) == len(expected):
-        if leaf.near(actual, expected):
-            return ["has the right numbers, in another shape"]
-        in_order = leaf.near(actual.sort().values, expected.sort().values)
-        return ["has the right numbers, in another shape and order"] if in_order else []
-    if len(actual) == 1 and leaf.near(actual[0], expected.mean()):
-        return ["is the mean of what is expected"]
-    for first in range(min(len(expected) - len(actual) + 1, 1000)):
-        part = expected[first : first + len(actual)]
-        if len(part) and leaf.near(actual, part):
-            return [f"is only [{first}:{first + len(part)}] of what is expected"]
-    return []
+def about(leaf):
+    """Return a sentence: how far a Leaf is from what is expected, or by which factor; or None."""
+    factor, rest = leaf.factor(leaf.start) or (0, 1)
+    if rest > 0.6 or leaf.expected[leaf.rank].numel() < 4:
+        return None
+    if 0.9 < factor < 1.1:
+        subject = "Its change" if leaf.start else "It"
+        return (
+            f"{subject} differs by about {math.hypot(factor - 1, rest):.0%} from what is expected."
+        )
+    verb = "changes by" if leaf.start else "is"
+    return f"It {verb} about {factor:.2g} times what is expected, give or take {rest:.0%}."
 
 
 def order_phrases(leaf, actual, expected):
@@ -369,15 +367,11 @@ def order_phrases(leaf, actual, expected):
             order += [place for place, chunk in enumerate(chunks) if leaf.near(mine, chunk)][:1]
         if sorted(order) == list(range(leaf.ranks)):
             return [f"has the right chunks, in the order {', '.join(map(str, order))}"]
-    for axis in range(actual.ndim):
-        for shift in range(1, actual.shape[axis]):
-            if leaf.near(actual, expected.roll(shift, axis)):
-                return [f"is torch.roll(what is expected, {shift}, {axis})"]
     return ["has the right numbers, in another order"]
 
 
 def sum_phrases(leaf, actual):
-    """Return over which ranks only a tensor is the sum or mean of what they had at first."""
+    """Return over which ranks only a tensor is the sum of what they had at first."""
     start = leaf.start
     shapes = {each.shape for each in [actual, *start.values()]}
     if len(start) < leaf.ranks or not 1 < leaf.ranks <= 8 or len(shapes) > 1:
@@ -387,12 +381,8 @@ def sum_phrases(leaf, actual):
     found = []
     for size in range(1, leaf.ranks):
         for chosen in itertools.combinations(start, size):
-            total = sum(start[rank] for rank in chosen)
-            sums = {"": total, f", divided by {size}": total / size}
-            sums[f", divided by {leaf.ranks}"] = total / leaf.ranks
-            for words, number in sums.items():
-                if leaf.near(actual, number):
-                    found.append(f"is the sum over {ranks_in_words(chosen)} only{words}")
+            if leaf.near(actual, sum(start[rank] for rank in chosen)):
+                found.append(f"is the sum over {ranks_in_words(chosen)} only")
     return found
 
 
@@ -453,22 +443,3 @@ def ranks_in_words(ranks):
     """Return ranks as text, such as "rank 2", or "ranks 0, 1 and 3"."""
     *others, last = map(str, ranks)
     return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
-
-
-def differing(actual, expected):
-    """Return the tensors and numbers that differ: a list of them, and a list of the expected."""
-    found = wrong_leaves(actual, expected, TOLERANCE)
-    return [left for _, left, _ in found], [right for *_, right in found]
-
-
-def times(actual, expected):
-    """Return the factor by which all tensors and numbers of a list are too large, or None."""
-    pairs = list(zip(map(as_numbers, actual), map(as_numbers, expected), strict=True))
-    if not all(left is not None and right is not None for left, right in pairs):
-        return None
-    left = torch.cat([torch.zeros(0), *(left.flatten() for left, _ in pairs)])
-    right = torch.cat([torch.zeros(0), *(right.flatten() for _, right in pairs)])
-    if left.shape != right.shape or not right.any():
-        return None
-    factor = (left @ right / (right @ right)).item()
-    return factor if torch.allclose(left, factor * right, rtol=1e-4, atol=1e-6) else None

@@ -3,8 +3,6 @@
 from contextlib import nullcontext
 
 import torch
-import torch.distributed as dist
-from judging.attempt import Rung
 from judging.single import gradients_of, seeded
 from judging.traffic import sent_bytes, uncounted
 from torch import nn
@@ -53,11 +51,8 @@ CASES = {
     "6 images in 4 micro-batches": {"images": 6, "count": 4},
     "3 images in 5 micro-batches": {"images": 3, "count": 5},
 }
-RUNG_1 = Rung(
-    cases=("8 images in 4 micro-batches",),
-    words="for micro-batches of the same size",
-    then="any number of images, and messages in one backward() only.",
-)
+RUNG_1 = "for micro-batches of the same size"
+RUNG_2 = "any number of images, and messages in one backward() only."
 CALLS = (1, 2)
 LARGEST = "images in the largest micro-batch"
 EMPTY = "empty micro-batches"
@@ -78,13 +73,12 @@ for each micro-batch:
 
 
 def batch_of(rank, call, images):
-    """Return the images and labels of a rank."""
     generator = torch.Generator().manual_seed(10 * call + rank)
     numbers = torch.randint(7, (2, images), generator=generator)
     return numbers[0], numbers[1]
 
 
-def run(accumulate_gradients, images, count):
+def run(accumulate_gradients, rank, world_size, images, count):
     model = seeded(Model)
     with uncounted():
         ddp = DistributedDataParallel(model)
@@ -94,7 +88,7 @@ def run(accumulate_gradients, images, count):
     result = {}
     for call in CALLS:
         ddp.zero_grad()
-        accumulate_gradients(ddp, *batch_of(dist.get_rank(), call, images), count)
+        accumulate_gradients(ddp, *batch_of(rank, call, images), count)
         result |= gradients_of(model, f"call {call}: ")
     # Smaller micro-batches are right, too.
     result[LARGEST] = max([*model.sizes, largest(images, count)])

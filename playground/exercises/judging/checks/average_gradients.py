@@ -4,10 +4,13 @@ from collections import defaultdict
 
 import torch
 import torch.distributed as dist
-from judging.attempt import Rung
-from judging.single import gradients_of, mean_of, seeded
+from judging.single import digits_of, gradients_of, large_of, mean_of, seeded
 from judging.traffic import sent_bytes
 from torch import nn
+
+
+def two_layers():
+    return nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 4))
 
 
 def tied_and_frozen():
@@ -38,17 +41,15 @@ def dtypes():
 
 
 CASES = {
-    "two layers": {"make": lambda: nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))},
+    "two layers": {"make": two_layers},
     "tied and frozen parameters": {"make": tied_and_frozen},
     "missing gradients": {"make": unused},
     "three dtypes": {"make": dtypes},
 }
-RUNG_1 = Rung(
-    cases=("two layers",),
-    words="for the lesson's own model",
-    then="in one message, and for any model, such as one with a frozen parameter.",
-)
+RUNG_1 = "for the lesson's own model"
+RUNG_2 = "in one message, and for any model, such as one with a frozen parameter."
 SLACK = 8  # bytes that each parameter may cost in addition
+STARTS = True
 HINTS = """
 One message, with tied and frozen parameters: take the parameters with requires_grad, of which
 model.parameters() yields a tied one once. torch.cat joins tensors with one axis, and flatten()
@@ -69,7 +70,6 @@ Three dtypes: all numbers of a message have one dtype, so there is a message for
 
 
 def gradient_of(name, parameter, rank, world_size):
-    """Return the gradient of a parameter on a rank, or None."""
     if not parameter.requires_grad or name == "unused":
         return None
     if name in ("used_on_rank_0", "zeros_on_rank_0") and rank != 0:
@@ -78,37 +78,26 @@ def gradient_of(name, parameter, rank, world_size):
         return None
     if name == "zeros_on_rank_0":
         return torch.zeros_like(parameter, requires_grad=False)
-    positions = torch.arange(parameter.numel(), dtype=torch.float64)
-    if parameter.dtype == torch.float16:
-        # Two of these are too large for float16 when they are added. Their means over 1 to 5 ranks
-        # are exact in float16.
-        numbers = 960 * (63 - positions % 4 - 2 * rank)
-    else:
-        numbers = 10**rank * (positions + 1)
     gradient = torch.empty_like(parameter, requires_grad=False)
-    return gradient.copy_(numbers.view(parameter.shape))
+    numbers_of = large_of if parameter.dtype == torch.float16 else digits_of
+    return gradient.copy_(numbers_of(rank, parameter.shape))
 
 
 def with_gradients(make, rank, world_size):
-    """Return a model with the gradients of a rank."""
     model = seeded(make)
     for name, parameter in model.named_parameters():
         parameter.grad = gradient_of(name, parameter, rank, world_size)
     return model
 
 
-def run(average_gradients, make):
-    model = with_gradients(make, dist.get_rank(), dist.get_world_size())
+def run(average_gradients, rank, world_size, make):
+    model = with_gradients(make, rank, world_size)
     average_gradients(model)
     return results_of(model)
 
 
 def results_of(model):
     return {**gradients_of(model), **model.state_dict()}
-
-
-def start(rank, world_size, make):
-    return results_of(with_gradients(make, rank, world_size))
 
 
 def expected(rank, world_size, make):

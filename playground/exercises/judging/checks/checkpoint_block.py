@@ -3,13 +3,11 @@
 import gc
 
 import torch
-import torch.distributed as dist
-from judging.attempt import Rung
 from judging.kept import Watching
 from judging.single import gradients_of
 from torch import nn
 
-from watching.facts import differing, times
+from watching.facts import facts
 
 NAME = "CheckpointBlock"
 WORLD_SIZES = (1, 2)
@@ -20,17 +18,16 @@ CASES = {
     "inputs without a gradient": {"kind": "mlp", "learn_inputs": False},
     "a frozen layer, and a parameter that is not used": {"kind": "unused", "frozen": True},
 }
-RUNG_1 = Rung(
-    cases=("an MLP", "a block with LayerNorm, float64"),
-    words="for blocks without random numbers",
-    then="dropout, and inputs or parameters that need no gradient, or are not used.",
-)
+RUNG_1 = "for blocks without random numbers"
+RUNG_2 = "dropout, and inputs or parameters that need no gradient, or are not used."
+CASES_OF_RUNG_1 = 2
 ROWS = 512  # so that the inputs are much larger than the state of the random numbers
 WIDTH = 16
 KEPT = "kept until backward"
 ENOUGH = "the inputs only"
 BEFORE = "random numbers before backward"
 AFTER = "random numbers after backward"
+LIMITS = {"messages": 0}
 HINTS = """
 backward() has the inputs and the block, but no graph. What must it do to get one? And from which
 tensor must this graph begin, so that it ends at the inputs, and not at the layers before them?
@@ -82,9 +79,9 @@ def result_of(output, block, first):
     return found | {"the gradient of the layer before the block": first.weight.grad}
 
 
-def run(checkpoint_block, kind, **case):
+def run(checkpoint_block, rank, world_size, kind, **case):
     gc.freeze()  # what is there already is never searched, so gc.collect() is fast
-    block, images, first = block_of(kind, dist.get_rank(), **case)
+    block, images, first = block_of(kind, rank, **case)
     inputs = first(images)
     torch.manual_seed(1)
     with Watching() as memory:
@@ -118,16 +115,11 @@ def loss_of(output):
     return (output * torch.arange(1, WIDTH + 1)).sum() / ROWS
 
 
-def limits(rank, world_size, **case):
-    return {"messages": 0}
-
-
 class CheckpointBlock(torch.autograd.Function):
     """Why: backward() computes the block again from its input, with the same random numbers."""
 
     @staticmethod
     def forward(ctx, block, inputs, *parameters):
-        """Return block(inputs). `parameters` are those of the block, in order."""
         ctx.save_for_backward(inputs)
         ctx.block = block
         ctx.parameters = parameters  # they are in memory anyway
@@ -136,7 +128,6 @@ class CheckpointBlock(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        """Return None for the block, and the gradients of the inputs and of each parameter."""
         (inputs,) = ctx.saved_tensors
         # A new leaf: hooks on the inputs themselves must not run a second time.
         inputs = inputs.detach().requires_grad_(ctx.needs_input_grad[1])
@@ -166,15 +157,12 @@ WORDS = {
 
 
 def explain(trial):
-    factor = times(*differing(*trial.of_rank()))
-    if factor and abs(factor - 2) < 1e-2:
-        return f"2 times what is expected. {TWICE}"
-    return None
+    found = facts(trial.results, trial.expected)
+    return TWICE if any("2 times what is expected" in fact for fact in found) else None
 
 
-TWICE = (
-    "If backward() calls backward(), this adds to each .grad, and autograd adds what you return."
-)
+TWICE = "If backward() calls backward(), it adds to each .grad, and autograd adds what you return."
+GRAD = "gradients = iter(torch"
 RETURN = "return None, *(next(gradients) if tensor.requires_grad else None for tensor in tensors)"
 MISTAKES = {
     "autograd records nothing inside backward()": ("with torch.enable_grad():", "if True:"),
@@ -182,8 +170,7 @@ MISTAKES = {
         *("[tensor for tensor in tensors if tensor.requires_grad]", "tensors"),
     ),
     WORDS[COUNT]: (RETURN, RETURN.replace("None, *", "tuple", 1)),
-    WORDS["dropout.*the gradient"]: (*("torch.set_rng_state(ctx.random_state)", "pass"),),
-    "restore the state that was there at its beginning.": (
-        *("torch.set_rng_state(state_now)", "pass"),
-    ),
+    WORDS["dropout.*the gradient"]: ("torch.set_rng_state(ctx.random_state)", "pass"),
+    WORDS[AFTER]: ("torch.set_rng_state(state_now)", "pass"),
+    TWICE: (GRAD, f"output.backward(gradient, retain_graph=True); {GRAD}"),
 }

@@ -2,7 +2,6 @@
 
 import torch
 import torch.distributed as dist
-from judging.attempt import Rung
 from judging.single import seeded
 from judging.traffic import sent_bytes
 from torch import nn
@@ -14,11 +13,8 @@ CASES = {
     "no images on the last rank": {"empty": -1, "dtype": torch.float64},
     "no images on rank 0": {"empty": 0, "dtype": torch.float32},
 }
-RUNG_1 = Rung(
-    cases=("as many images on each rank",),
-    words="for as many images on each rank",
-    then="any number of images, or none, and one message.",
-)
+RUNG_1 = "for as many images on each rank"
+RUNG_2 = "any number of images, or none, and one message."
 SIZES = [[2, 2, 1], [3], [2, 2], [1], [2, 4]]  # the images in the batches of each rank
 CLASSES = 3
 RESULT = "the mean loss and the accuracy"
@@ -66,9 +62,9 @@ def batches_of(rank, world_size, empty, dtype, equal=False):
     return batches
 
 
-def run(exact_accuracy, dtype, **case):
+def run(exact_accuracy, rank, world_size, dtype, **case):
     model = seeded(Model).to(dtype)
-    batches = batches_of(dist.get_rank(), dist.get_world_size(), dtype=dtype, **case)
+    batches = batches_of(rank, world_size, dtype=dtype, **case)
     returned = exact_accuracy(model, batches)
     if isinstance(returned, (tuple, list)) and len(returned) == 2:
         returned = [float(each) for each in returned]
@@ -127,11 +123,6 @@ LOOP = "    for images, labels in batches:\n"
 MISTAKES = {
     "The mean over the ranks is": (REDUCE, ""),
     "WRONG with 2 ranks, batches": (REDUCE, f"    totals = totals / totals[2]\n{REDUCE}"),
-    "WRONG with 1 rank, batches": (
-        *(SUM, 'reduction="mean")'),
-        *("== labels).sum()", "== labels).float().mean()"),
-        *("+= len(labels)", "+= 1"),
-    ),
     "Call model.eval() first.": ("    model.eval()\n", ""),
     "Turn it off with torch.no_grad().": ("@torch.no_grad()\n", "", SUM, f"{SUM}.item()"),
     WORDS["HANG, no images"]: (LOOP, f"    if not batches:\n        return 0.0, 0.0\n{LOOP}"),

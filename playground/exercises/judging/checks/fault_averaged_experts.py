@@ -13,6 +13,7 @@ CASES = {
     "2 experts on each rank": {"here": 2, "steps": 3},
 }
 WIDTH = 3
+STARTS = True
 HINTS = """
 Average the gradients of a layer over the ranks: which parameters meet in one all_reduce? Look at
 model.shared, and then at model.experts.
@@ -57,8 +58,7 @@ class Distributed(Mixture):
     send as many tokens to an expert, so no counts have to travel.
     """
 
-    def __init__(self, here):
-        rank = dist.get_rank()
+    def __init__(self, rank, here):
         super().__init__(range(rank * here, (rank + 1) * here))
 
     def forward(self, tokens):
@@ -86,10 +86,10 @@ def part(rank, experts):
     return tokens, goals
 
 
-def run(train, here, steps):
-    model = Distributed(here)
-    train(model, *part(dist.get_rank(), dist.get_world_size() * here), steps)
-    return own_names(model, dist.get_rank(), here)
+def run(train, rank, world_size, here, steps):
+    model = Distributed(rank, here)
+    train(model, *part(rank, world_size * here), steps)
+    return own_names(model, rank, here)
 
 
 def own_names(model, rank, here):
@@ -101,10 +101,6 @@ def own_names(model, rank, here):
             name = f"expert {rank * here + int(number)}, {last}"
         found[name] = parameter
     return found
-
-
-def start(rank, world_size, here, steps):
-    return own_names(Mixture(range(rank * here, rank * here + here)), rank, here)
 
 
 def expected(rank, world_size, here, steps):

@@ -1,7 +1,6 @@
 """How fault_different_models is checked."""
 
 import torch
-import torch.distributed as dist
 from judging.single import of_all_ranks
 
 NAME = "train"
@@ -46,8 +45,7 @@ class Recorded(torch.nn.Module):
         return torch.tanh(images @ self.weight + self.bias) * self.scale
 
 
-def run(train, length):
-    rank = dist.get_rank()
+def run(train, rank, world_size, length):
     generator = torch.Generator().manual_seed(rank)
     images = torch.randn(length, 3, generator=generator)
     runs = []
@@ -129,13 +127,9 @@ WORDS = {"models: .* buffer": "The parameters are equal. A model has buffers, to
 OTHERS = MODEL.replace("seed)", "seed + dist.get_rank())")
 SEND = "    for each in model.parameters():\n        dist.broadcast(each.data, 0)\n"
 MISTAKES = {
-    "in step 1, rank 1's parameter `weight` differs": (MODEL, OTHERS),
     "The parameters are equal. A model has buffers, too.": (MODEL, OTHERS + SEND),
     "rank 0 in step 1 and rank 1 in step 1 add the same": (
         *("    torch.manual_seed(seed + dist.get_rank())\n", ""),
     ),
-    "two runs with the same seed give different": (
-        *(MODEL, MODEL.replace("manual_seed(seed)", "seed()")),
-    ),
-    "in step 2, rank 1's parameter": ("            dist.all_reduce(parameter.grad)\n", ""),
+    "two runs with the same seed give different": ("manual_seed(seed)", "seed()"),
 }

@@ -39,27 +39,22 @@ LATENESS = (
 )
 
 
-def run(found):
-    parts = ("rank", "line", "cause", "milliseconds")
-    rank, line, cause, milliseconds = what_is_found(found, FOLDER, parts)
+def run(found, rank, world_size):
+    rank, line, cause, milliseconds = what_is_found(found, FOLDER, "milliseconds")
+    units = milliseconds * 1000, milliseconds / 1e6
     refuse(
         (rank != RANK, ANOTHER),
         (line in lines_of(FOLDER, "dist.all_reduce(count)"), AT_LINE),
         (line not in lines_of(FOLDER, "read(rank, step)", "generator", "return images"), LINE),
         (cause == "computing", COMPUTES),
         (cause != "data", CAUSE),
+        (any(map(is_late, units)), UNIT),
+        (not is_late(milliseconds), LATENESS),
     )
-    units = milliseconds * 1000, milliseconds / 1e6
-    refuse((any(map(is_late, units)), UNIT), (not is_late(milliseconds), LATENESS))
 
 
 def is_late(milliseconds):
-    """Return whether this is the lateness of the rank, within 20%."""
     return abs(milliseconds - MILLISECONDS) <= 0.2 * MILLISECONDS
-
-
-def expected(rank, world_size):
-    return None
 
 
 def found(folder):

@@ -1,7 +1,5 @@
 """How fault_lost_connection is checked."""
 
-import os
-
 import torch
 import torch.distributed as dist
 from judging.single import named, step
@@ -14,6 +12,7 @@ CASES = {"limit 1": {"limit": 1.0}, "limit 0.5": {"limit": 0.5}}
 STEPS = "the number of steps"
 LEFT = "the group, which this rank"
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
+STARTS = True
 HINTS = """
 After how many steps does each rank leave the group, and which number decides this?
 
@@ -38,17 +37,13 @@ def part(rank):
     return images, images @ torch.tensor([[1.0], [2.0]])
 
 
-def run(train, limit):
+def run(train, rank, world_size, limit):
     """Call the learner's function on this rank, which joins a process group by itself."""
     model = make_model()
-    images, labels = part(int(os.environ["RANK"]))
+    images, labels = part(rank)
     steps = train(model, images, labels, limit)
     left = "has left" if not dist.is_initialized() else "has not left"
     return {STEPS: steps, **named(model), LEFT: left}
-
-
-def start(rank, world_size, limit):
-    return {STEPS: 0, **named(make_model()), LEFT: "has left"}
 
 
 def expected(rank, world_size, limit):
@@ -76,11 +71,7 @@ WHY = "all ranks have the same mean loss, so all leave the group at the same ste
 
 NOT_LEFT = f"{LEFT}: has not"
 WORDS = {NOT_LEFT: "A rank must leave the group before its program ends."}
-MEAN = "        dist.all_reduce(mean_loss)\n        mean_loss /= dist.get_world_size()\n"
 MISTAKES = {
-    "Another rank has left the group, or its process has ended": (MEAN, ""),
     "the number of steps: 8": ("        mean_loss /= dist.get_world_size()\n", ""),
-    "the number of steps: 6": (MEAN, "        dist.broadcast(mean_loss, src=0)\n"),
-    "the number of steps: 20": ("mean_loss < limit", "False"),
     WORDS[NOT_LEFT]: ("    dist.destroy_process_group()\n", ""),
 }

@@ -1,7 +1,6 @@
 """How fault_many_times_the_gradient is checked."""
 
 import torch
-import torch.distributed as dist
 from judging.single import named, step
 from torch.nn import functional as F
 
@@ -12,6 +11,7 @@ CASES = {
     "different numbers of tokens, 3 steps": {"each": 2, "more": 3, "steps": 3},
 }
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}
+STARTS = True
 HINTS = """
 After the all_reduce in Add, what do the ranks compute from the sum, and on how many of them? Of
 which loss is the sum of all ranks' gradients the gradient?
@@ -30,30 +30,21 @@ def make_model():
     return torch.nn.ModuleDict({"layer": torch.nn.Linear(4, 3), "head": torch.nn.Linear(3, 2)})
 
 
-def sizes(world_size, each, more=0):
-    """Return how many tokens each rank has. The last one has some more."""
-    return [each] * (world_size - 1) + [each + more]
-
-
 def data(world_size, each, more=0):
-    """Return the tokens of all ranks, a list, and the labels."""
+    """Return the tokens of all ranks, a list, and the labels. The last rank has some more."""
     generator = torch.Generator().manual_seed(2)
     tokens = []
-    for size in sizes(world_size, each, more):
+    for size in [each] * (world_size - 1) + [each + more]:
         tokens.append(torch.randn(5, size, 4, generator=generator))
     return tokens, torch.tensor([0, 1, 1, 0, 1])
 
 
-def run(train, each, steps, more=0):
+def run(train, rank, world_size, each, steps, more=0):
     model = make_model()
-    tokens, labels = data(dist.get_world_size(), each, more)
+    tokens, labels = data(world_size, each, more)
     count = sum(part.shape[1] for part in tokens)
-    train(model["layer"], model["head"], tokens[dist.get_rank()], labels, count, steps)
+    train(model["layer"], model["head"], tokens[rank], labels, count, steps)
     return named(model)
-
-
-def start(rank, world_size, **case):
-    return named(make_model())
 
 
 def expected(rank, world_size, each, steps, more=0):
@@ -72,17 +63,13 @@ REPAIR = (
     "        loss.backward()",
 )
 WHY = "all ranks compute the same loss. The sum over the ranks is the gradient of n losses."
-WORDS = {
-    "CRASH.*NoneType": "A rank that does not call backward() has no gradients: its grad is None."
-}
+NO_GRADIENT = "A rank that does not call backward() has no gradients: its grad is None."
+WORDS = {"CRASH.*NoneType": NO_GRADIENT}
 LOSS = "loss = loss / dist.get_world_size()"
 REDUCE = "dist.all_reduce(parameter.grad)"
 OF_LAYER = "len(parameter) != 3"
-HALVED = f"{REDUCE}; parameter.grad /= 2 - ({OF_LAYER})"
 MISTAKES = {
-    "changes by 2 times": (LOSS, "pass"),
-    "This is right: `layer.weight`": (LOSS, "pass", REDUCE, HALVED),
     "This is right: `head.weight`": (LOSS, "pass", REDUCE, f"{OF_LAYER} or {REDUCE}"),
     "The mean over the ranks is": (LOSS, "pass", REDUCE, "pass"),
-    WORDS["CRASH.*NoneType"]: ("loss.backward()", "dist.get_rank() == 0 and loss.backward()"),
+    NO_GRADIENT: ("loss.backward()", "dist.get_rank() == 0 and loss.backward()"),
 }

@@ -1,16 +1,16 @@
 """How fault_mean_of_means is checked."""
 
-import torch.distributed as dist
 from judging.single import named, seeded, step
 from judging.texts import Bigram, mean_loss, micro_batches_of
 
 NAME = "train"
-FAULT = "WRONG with 1 rank, 3 micro-batches, 1 step"
+FAULT = "WRONG with 1 rank, 3 micro-batches, 1 step ... about 1.2 times what is expected"
 CASES = {
     "3 micro-batches, 1 step": {"steps": 1},
     "different numbers of micro-batches, 3 steps": {"steps": 3, "uneven": True},
 }
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}
+STARTS = True
 HINTS = """
 One micro-batch has 2 tokens, and another one has 10. How much does a token of each of them count in
 the loss of the step?
@@ -29,14 +29,10 @@ def part(rank, uneven=False):
     return micro_batches_of(rank, 1 + (rank + 1) % 3 if uneven else 3)
 
 
-def run(train, steps, uneven=False):
+def run(train, rank, world_size, steps, uneven=False):
     model = seeded(Bigram)
-    train(model, part(dist.get_rank(), uneven), steps)
+    train(model, part(rank, uneven), steps)
     return named(model)
-
-
-def start(rank, world_size, steps, uneven=False):
-    return named(seeded(Bigram))
 
 
 def expected(rank, world_size, steps, uneven=False):
@@ -74,7 +70,7 @@ MISTAKES = {
         *(COUNT + REDUCE, ""),
         *("            total", f"{IN_LOOP}            total"),
     ),
-    "WRONG with 2 ranks, 3 micro-batches": (REDUCE, ""),
+    "It changes by about 1.9 times what is expected": (REDUCE, ""),
     "changes by 2 times": (LOSS, f"{LOSS} * dist.get_world_size()"),
     "expected, divided by 2": (LOSS, f"{LOSS} / dist.get_world_size()"),
     WORDS["(HANG|CRASH), different"]: ("total =", "dist.all_reduce(count.clone()); total ="),

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from judging.checks.fault_too_many_images import RIGHT, words_on
 from judging.single import named, of_all_ranks, step
 from torch.nn import functional as F
 
 NAME = "train"
 FAULT = "CRASH with 3 ranks, 2 ranks on each node ... rank 2: FileNotFoundError"
 CASES = {"2 ranks on each node": {"ranks": 2}, "3 ranks on each node": {"ranks": 3}}
-RIGHT = "each image is used once"
 IMAGES = 60  # a multiple of every number of ranks, so all parts are equal
 SECONDS_HALF_THERE = 0.2  # a rank that looks for the file every 0.1 s finds the first half
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}
@@ -60,10 +60,8 @@ def nodes(world_size, ranks):
     return -(-world_size // ranks)
 
 
-def run(train, ranks):
+def run(train, rank, world_size, ranks):
     """Call the learner's function on this rank of a node, in the folder of the node."""
-    rank = dist.get_rank()
-    world_size = dist.get_world_size()
     node = rank // ranks
     variables = {
         "LOCAL_RANK": rank % ranks,
@@ -84,18 +82,8 @@ def run(train, ranks):
     result = {}
     for number in range(nodes(world_size, ranks)):
         result[f"downloads on node {number}"] = len(list(top.glob(f"node{number}/downloaded*")))
-    result["the images"] = words_on(all_used)
+    result["the images"] = words_on(all_used, IMAGES)
     return result | named(model)
-
-
-def words_on(used):
-    """Return in words which images the ranks have used, or RIGHT. `used` has a list of each."""
-    for index in range(IMAGES):
-        ranks = [rank for rank, mine in enumerate(used) if index in mine]
-        if len(ranks) > 1:
-            return f"image {index} is used on ranks {ranks[0]} and {ranks[1]}"
-    lacking = sorted(set(range(IMAGES)) - set(sum(used, [])))
-    return f"image {lacking[0]} is used on no rank" if lacking else RIGHT
 
 
 def expected(rank, world_size, ranks):
@@ -121,14 +109,10 @@ WORDS = {
 FIRST = "if local_rank == 0:"
 BARRIER = "    dist.barrier()\n"
 MISTAKES = {
-    "rank 2: FileNotFoundError": (FIRST, "if rank == 0:"),
     "rank 1: FileNotFoundError": (BARRIER, ""),
-    WORDS[HALF]: (*(BARRIER, '    while not os.path.exists("images.pt"):\n        pass\n'),),
+    WORDS[HALF]: (BARRIER, '    while not os.path.exists("images.pt"):\n        pass\n'),
     "downloads on node 0: 2": (FIRST, "if True:"),
-    "image 0 is used on ranks 0 and 2": (
-        *(
-            "images[rank::world_size]), labels[rank::",
-            "images[local_rank::world_size]), labels[local_rank::",
-        ),
+    "image 0 is read on ranks 0 and 2": (
+        *("images[rank::", "images[local_rank::", "labels[rank::", "labels[local_rank::"),
     ),
 }

@@ -1,7 +1,6 @@
 """How fault_never_returns is checked."""
 
 import torch
-import torch.distributed as dist
 
 NAME = "test"
 FAULT = "HANG with 2 ranks, parts of different length ... rank 0 waits at your line ... all_reduce"
@@ -23,8 +22,7 @@ return None
 """
 
 
-def run(test, lengths, hits):
-    rank = dist.get_rank()
+def run(test, rank, world_size, lengths, hits):
     images = torch.tensor([[0.0, 1.0]]).repeat(lengths[rank], 1)
     labels = torch.zeros(lengths[rank], dtype=torch.int64)
     labels[: hits[rank]] = 1  # the model recognizes these
@@ -47,9 +45,6 @@ WORDS = {
     "WRONG.*rank [1-9] has": "Only rank 0 should return the accuracy.",
 }
 MISTAKES = {
-    "All ranks must call the same collectives": REPAIR[::-1],
     "rank 0 has 0.857": ("    dist.all_reduce(counts)\n", ""),
-    "rank 0 has 0.5535": ("[hits, len(labels)]", "[hits / max(len(labels), 1), 1]"),
-    "rank 0 has 1.0": ("dist.all_reduce(counts)", "dist.all_reduce(counts[:1])"),
     "Only rank 0 should return the accuracy.": ("if dist.get_rank() == 0:", "if True:"),
 }

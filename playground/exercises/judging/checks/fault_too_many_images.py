@@ -20,7 +20,7 @@ loader = a DataLoader with these indices as its sampler
 """
 
 
-def run(test, length):
+def run(test, rank, world_size, length):
     dataset = Recorded(length)
     counts = test(make_model(), dataset)
     read = of_all_ranks(dataset.read)
@@ -69,7 +69,6 @@ REPAIR = (
 WHY = "DistributedSampler repeats images to make the parts equal, and a range repeats none."
 SAMPLER, RANGE = REPAIR
 MISTAKES = {
-    "image 0 is read on ranks 0 and 1": (RANGE, SAMPLER),
     "image 10 of 11 is not read": (RANGE, SAMPLER.replace(")", ", drop_last=True)")),
     "every rank reads all images": (
         *(RANGE, "range(len(dataset))"),

@@ -1,7 +1,6 @@
 """How fault_wrong_gradient is checked."""
 
 import torch
-import torch.distributed as dist
 from judging.single import named, step, together
 from torch.nn import functional as F
 
@@ -13,6 +12,7 @@ CASES = {
     "no images on some ranks": {"lengths": (4, 0, 3, 0, 1), "steps": 2},
 }
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}
+STARTS = True
 HINTS = """
 How much does one image of a rank with few images count in the mean over the ranks, and how much an
 image of a rank with many?
@@ -38,14 +38,10 @@ def part(rank, lengths):
     return images, torch.full((lengths[rank],), rank % 2)
 
 
-def run(train, lengths, steps):
+def run(train, rank, world_size, lengths, steps):
     model = make_model()
-    train(model, *part(dist.get_rank(), lengths), steps)
+    train(model, *part(rank, lengths), steps)
     return named(model)
-
-
-def start(rank, world_size, lengths, steps):
-    return named(make_model())
 
 
 def expected(rank, world_size, lengths, steps):
@@ -70,12 +66,10 @@ REPAIR = (
 WHY = "the ranks add up sums and divide by all images, so each image counts the same."
 SUM = ', reduction="sum"'
 DIVIDE = "/= all_images"
-WORDS = {
-    "CRASH.*NoneType": "A parameter has no gradient until backward() has been called: its grad is "
-    "None."
-}
+NO_GRADIENT = "A parameter has no gradient until backward() has been called: its grad is None."
+WORDS = {"CRASH.*NoneType": NO_GRADIENT}
 MISTAKES = {
-    WORDS["CRASH.*NoneType"]: ("        loss.backward", "        len(labels) and loss.backward"),
+    NO_GRADIENT: ("        loss.backward", "        len(labels) and loss.backward"),
     "WRONG with 1 rank, 1 step": (DIVIDE, "/= 1"),
     "expected, divided by 2": (DIVIDE, "/= all_images * dist.get_world_size()"),
     "The ranks should have the same numbers": (

@@ -5,7 +5,6 @@ import math
 
 import torch
 import torch.distributed as dist
-from judging.attempt import Rung
 from judging.kept import Watching
 from judging.single import mean_of
 from torch import nn
@@ -15,16 +14,13 @@ NAME = "GatherLayer"
 CASES = {
     "the numbers of a linear layer": {"kind": "linear", "any_memory": True},
     "a linear layer": {"kind": "linear"},
-    "an embedding with large gradients, float16": {"kind": "embedding", "large": True},
+    "an embedding with large gradients, float16": {"kind": "embedding"},
     "a frozen linear layer": {"kind": "linear", "frozen": True},
     "inputs without a gradient": {"kind": "linear", "learn_inputs": False},
     "3 numbers, float64": {"kind": "scale"},
 }
-RUNG_1 = Rung(
-    cases=("the numbers of a linear layer",),
-    words="for the numbers of a linear layer",
-    then="the memory that stays taken, three messages, and any layer.",
-)
+RUNG_1 = "for the numbers of a linear layer"
+RUNG_2 = "the memory that stays taken, three messages, and any layer."
 TOLERANCE = {"rtol": 2e-3, "atol": 2e-3}  # for float16
 ENOUGH = "no more than the shard and the inputs"
 HINTS = """
@@ -72,21 +68,19 @@ def flat_of(layer, world_size):
     return torch.cat([numbers, zeros])
 
 
-def gradient_of(output, large=False):
+def gradient_of(output):
     """Return the gradient of an output: 1, 2, 3, ..., divided by 8.
 
-    If it is large, each number is 28800. An embedding uses a row twice at most, so the gradient of
-    a rank and the mean over the ranks fit into float16. The sum over the ranks does not.
+    In float16, each number is 28800. An embedding uses a row twice at most, so the gradient of a
+    rank and the mean over the ranks fit into float16. The sum over the ranks does not.
     """
-    if large:
+    if output.dtype == torch.float16:
         return torch.full_like(output, 28800)
     return torch.arange(1, output.numel() + 1).to(output.dtype).view(output.shape) / 8
 
 
-def run(gather_layer, kind, frozen=False, learn_inputs=True, large=False, any_memory=False):
+def run(gather_layer, rank, world_size, kind, frozen=False, learn_inputs=True, any_memory=False):
     gc.freeze()  # what is there already is never searched, so gc.collect() is fast
-    rank = dist.get_rank()
-    world_size = dist.get_world_size()
     layer, inputs = layer_of(kind, rank)
     shard = flat_of(layer, world_size).chunk(world_size)[rank].clone()
     shard.requires_grad_(not frozen)
@@ -106,7 +100,7 @@ def run(gather_layer, kind, frozen=False, learn_inputs=True, large=False, any_me
     with Watching() as memory:
         output = gather_layer.apply(inputs, shard, compute)
         until_backward = memory.kept(enough, inputs, shard, output)
-        output.backward(gradient_of(output, large))
+        output.backward(gradient_of(output))
     output = output.detach()
     afterwards = 0
     if until_backward <= enough:
@@ -127,19 +121,19 @@ def in_words(nbytes, enough, shard):
     return f"{nbytes} bytes more than the shard ({shard.nbytes} bytes) and the inputs"
 
 
-def whole(rank, world_size, kind, large=False, **others):
+def whole(rank, world_size, kind):
     """Compute with the whole layer and a rank's inputs. Returns the output and two gradients."""
     layer, inputs = layer_of(kind, rank)
     flat = flat_of(layer, world_size).requires_grad_()
     inputs.requires_grad_(inputs.is_floating_point())
     output = functional_call(layer, parts(layer, flat), (inputs,))
-    output.backward(gradient_of(output, large))
+    output.backward(gradient_of(output))
     return output.detach(), flat.grad, inputs.grad
 
 
-def expected(rank, world_size, frozen=False, learn_inputs=True, **case):
-    output, _, of_inputs = whole(rank, world_size, **case)
-    mean = mean_of([whole(other, world_size, **case)[1] for other in range(world_size)])
+def expected(rank, world_size, kind, frozen=False, learn_inputs=True, any_memory=False):
+    output, _, of_inputs = whole(rank, world_size, kind)
+    mean = mean_of([whole(other, world_size, kind)[1] for other in range(world_size)])
     return {
         "the output": output,
         "the gradient of its shard": None if frozen else mean.chunk(world_size)[rank],
@@ -150,8 +144,6 @@ def expected(rank, world_size, frozen=False, learn_inputs=True, **case):
 
 
 def limits(rank, world_size, kind, frozen=False, **others):
-    if world_size == 1:
-        return {}
     layer, _ = layer_of(kind, rank)
     shard = flat_of(layer, world_size).nbytes // world_size
     messages = 2 if frozen else 3
@@ -163,7 +155,6 @@ class GatherLayer(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, inputs, shard, compute):
-        """Return compute(inputs, flat), where flat has the shards of all ranks."""
         ctx.save_for_backward(inputs, shard)
         ctx.compute = compute
         flat = shard.new_empty(len(shard) * dist.get_world_size())
@@ -172,7 +163,6 @@ class GatherLayer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        """Return the gradients of inputs and shard, and None for compute."""
         learn_inputs, learn_shard, _ = ctx.needs_input_grad
         inputs, shard = ctx.saved_tensors
         flat = shard.new_empty(len(shard) * dist.get_world_size())
@@ -192,6 +182,7 @@ class GatherLayer(torch.autograd.Function):
 GRADIENT = "CRASH.*invalid gradient at index 1"
 NO_GRAPH = "CRASH.*does not require grad"
 INTEGERS = "CRASH.*floating point"
+INFINITE = r"shard: \[[^]]*inf"
 WORDS = {
     GRADIENT: "The gradient of `shard` has as many numbers as the shard.",
     NO_GRAPH: "autograd records nothing inside backward(), unless it computes inside `with "
@@ -203,18 +194,13 @@ WORDS = {
     "shard of the gradient.",
     "kept until backward: [0-9]": "The whole parameters, or what was computed from them, stay in "
     "memory until backward. Save only the inputs and the shard, and gather again.",
-    r"shard: \[[^]]*inf": "The sum over the ranks is too large for float16. Divide before the "
-    "reduce_scatter.",
+    INFINITE: "The sum over the ranks is too large for float16. Divide before the reduce_scatter.",
 }
-
-
 MEAN = "flat.grad / dist.get_world_size())"
 LEAF = "inputs.detach().requires_grad_(learn_inputs)"
 MISTAKES = {
     "2 times what is expected": (MEAN, "flat.grad)"),
-    "The sum over the ranks is too large for float16. Divide before the reduce_scatter.": (
-        *(MEAN, "flat.grad); of_shard /= dist.get_world_size()"),
-    ),
+    WORDS[INFINITE]: (MEAN, "flat.grad); of_shard /= dist.get_world_size()"),
     "the gradient of its inputs: [": (LEAF, "inputs"),
     WORDS[NO_GRAPH]: ("with torch.enable_grad():", "if True:"),
     WORDS[GRADIENT]: ("inputs.grad, of_shard", "inputs.grad, flat.grad"),

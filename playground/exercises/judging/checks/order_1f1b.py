@@ -1,9 +1,6 @@
 """How order_1f1b is checked."""
 
-import os
-from collections import Counter
-
-from judging.attempt import Rung
+from itertools import zip_longest
 
 JOIN = False  # so the function can use nothing but its arguments
 WORLD_SIZES = (1, 2, 3, 4, 5, 8)  # with 8 ranks, the warm-up of rank 0 has 7 forward passes
@@ -15,11 +12,9 @@ CASES = {
     "5 micro-batches, 3 at most": {"micro_batches": 5, "most": 3},
     "4 micro-batches, 1 at most": {"micro_batches": 4, "most": 1},
 }
-RUNG_1 = Rung(
-    cases=("3 micro-batches", "8 micro-batches", "1 micro-batch"),
-    words="for the lesson's 1F1B",
-    then="memory for `most` micro-batches only.",
-)
+RUNG_1 = "for the lesson's 1F1B"
+RUNG_2 = "memory for `most` micro-batches only."
+CASES_OF_RUNG_1 = 3
 HINTS = """
 First come forward passes only, then a backward and a forward pass in turn, and then the backward
 passes that are left. How many forward passes come first?
@@ -33,9 +28,7 @@ for each micro-batch: its B, and the next F if there is one left
 """
 
 
-def run(order_1f1b, micro_batches, most):
-    rank = int(os.environ["RANK"])
-    world_size = int(os.environ["WORLD_SIZE"])
+def run(order_1f1b, rank, world_size, micro_batches, most):
     order = order_1f1b(rank, world_size, micro_batches, most)
     is_list = isinstance(order, list) and all(isinstance(each, str) for each in order)
     return " ".join(order) if is_list else [order]
@@ -69,30 +62,18 @@ def order_1f1b(rank, world_size, micro_batches, most):
 
 
 def explain(trial):
-    """Return what is wrong with an order by itself, without the other ranks."""
     actual, right = trial.of_rank()
     if not isinstance(actual, str):
         return 'Return a list of strings, such as ["F0", "B0"].'
-    order, right = actual.split(), right.split()
-    count = Counter(order)
-    for each in [*order, *right]:
-        if each not in right:
-            return f"There is no {each} here: the micro-batches are 0 to {len(right) // 2 - 1}."
-        if count[each] != 1:
-            return f"{each} is {'missing' if count[each] == 0 else f'there {count[each]} times'}."
-    for number in range(len(right) // 2):
-        if order.index(f"B{number}") < order.index(f"F{number}"):
-            return f"B{number} comes before F{number}."
-    first, least = order.index("B0"), right.index("B0")
-    if first == least:
-        return None
-    return f"B0 is pass {first + 1} of rank {trial.rank}, not pass {least + 1}."
+    passes = zip_longest(actual.split(), right.split(), fillvalue="missing")
+    for number, (found, needed) in enumerate(passes, start=1):
+        if found != needed:
+            return f"Pass {number} of rank {trial.rank} is {found}, not {needed}."
 
 
 KEPT = "min(world_size - rank, most, micro_batches)"
 MISTAKES = {
-    "B0 is pass 4 of rank 0, not pass 3.": (KEPT, "micro_batches"),
-    "B0 is pass 3 of rank 0, not pass 2.": ("rank, most,", "rank,"),
-    "B0 is pass 2 of rank 0, not pass 3.": (KEPT, "1"),
-    "There is no F1 here: the micro-batches are 0 to 0.": (KEPT, "min(world_size - rank, most)"),
+    "Pass 3 of rank 0 is F2, not B0.": (KEPT, "micro_batches"),
+    "Pass 2 of rank 0 is F1, not B0.": ("rank, most,", "rank,"),
+    "WRONG with 2 ranks, 1 micro-batch": (KEPT, "min(world_size - rank, most)"),
 }

@@ -14,6 +14,7 @@ CASES = {
 }
 SHAPES = {"matrix": (3, 4), "vector": (5,), "number": ()}
 STEPS = (1, 2, 3)
+STARTS = True
 HINTS = """
 An optimizer moves a tensor against its .grad. What must the .grad of a tensor in `agreed` be, so
 that the tensor moves towards the mean of the ranks' parameters?
@@ -42,31 +43,23 @@ def gone(name, rank, step):
     return torch.randn(SHAPES[name], generator=generator)
 
 
-def run(outer_step, make_optimizer):
+def run(outer_step, rank, world_size, make_optimizer):
     agreed = first()
     parameters = {name: torch.nn.Parameter(tensor.clone()) for name, tensor in agreed.items()}
     optimizer = make_optimizer(list(agreed.values()))
     results = {}
     for step in STEPS:
         for name, parameter in parameters.items():
-            parameter.data += gone(name, dist.get_rank(), step)
+            parameter.data += gone(name, rank, step)
         outer_step(list(parameters.values()), list(agreed.values()), optimizer)
         results |= results_of(step, agreed, parameters)
     return results
 
 
 def results_of(step, agreed, parameters):
-    """Return what is compared after a step."""
     results = {f"step {step}, agreed, {name}": agreed[name].clone() for name in SHAPES}
     for name in SHAPES:
         results[f"step {step}, parameters, {name}"] = parameters[name].detach().clone()
-    return results
-
-
-def start(rank, world_size, make_optimizer):
-    results = {}
-    for step in STEPS:
-        results |= results_of(step, first(), first())
     return results
 
 

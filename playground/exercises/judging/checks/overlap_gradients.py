@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from judging.attempt import Rung
 from judging.single import gradients_of, mean_of, seeded
 from judging.traffic import Counting, sent_bytes
+from overlap_gradients import message_of
 from torch import nn
 
 
@@ -43,7 +43,6 @@ class TiedAndFrozen(nn.Module):
         self.output.weight = self.embedding.weight
 
     def forward(self, rank, at_first):
-        """Return the output of a rank. backward() calls at_first() before the first layer."""
         hidden = self.embedding(torch.randint(7, (4,)))
         hidden.register_hook(at_first)
         return self.output(self.norm(self.frozen(hidden)) * self.scale)
@@ -59,11 +58,8 @@ CASES = {
     # A message for the third layer, which no rank uses, may be the first one.
     "missing gradients": {"make": partial(Layers, ("second",), ()), "all_travel_early": False},
 }
-RUNG_1 = Rung(
-    cases=("three layers",),
-    words="for the lesson's own model",
-    then="any model, such as one with a frozen parameter, or with layers in another order.",
-)
+RUNG_1 = "for the lesson's own model"
+RUNG_2 = "any model, such as one with a frozen parameter, or with layers in another order."
 TOLERANCE = {"rtol": 2e-3, "atol": 2e-4}  # float16 has 3 digits
 STEPS = (1, 2)
 SLACK = 8  # bytes that each parameter may cost in addition
@@ -108,14 +104,13 @@ def needed_early(make, all_travel_early=True):
     return early if all_travel_early else 0
 
 
-def run(overlap_gradients, make, **case):
+def run(overlap_gradients, rank, world_size, make, **case):
     """Call the learner's function and train two steps.
 
     In step 1, rank 0 comes to backward() when the others have run theirs. Until then, no message of
     theirs can end.
     """
-    rank = dist.get_rank()
-    others = [Path(f"rank{other}") for other in range(1, dist.get_world_size())]
+    others = [Path(f"rank{other}") for other in range(1, world_size)]
     model = seeded(make)
     finish = overlap_gradients(model)
     result = {}
@@ -154,19 +149,6 @@ def limits(rank, world_size, make, **case):
         "messages": len(STEPS) * (len(trained) + 1),
         "bytes": len(STEPS) * sent_bytes("all_reduce", nbytes, world_size),
     }
-
-
-def message_of(parameter):
-    """Return the gradient divided by n, as a tensor with one axis, and a flag at its end.
-
-    A missing gradient counts as zero. The flag is above 0 if this rank has a gradient. When such
-    messages are added up over n ranks, the sum has the mean gradient. Its last number is above 0 if
-    any rank has a gradient.
-    """
-    missing = parameter.grad is None
-    gradient = torch.zeros_like(parameter) if missing else parameter.grad
-    flag = gradient.new_tensor([0.0 if missing else 1.0])
-    return torch.cat([gradient.detach().flatten(), flag]) / dist.get_world_size()
 
 
 def overlap_gradients(model):

@@ -2,7 +2,8 @@
 
 import torch
 import torch.distributed as dist
-from judging.words import digits_of, wrong_in_sum
+from judging.single import digits_of
+from judging.words import wrong_in_sum
 
 CASES = {
     "2 numbers in each chunk": {"chunk": 2, "dtype": torch.float32},
@@ -28,8 +29,8 @@ def tensor_of(rank, world_size, chunk, dtype):
     return digits_of(rank, (world_size * chunk,), dtype)
 
 
-def run(reduce_scatter, chunk, dtype):
-    tensor = tensor_of(dist.get_rank(), dist.get_world_size(), chunk, dtype)
+def run(reduce_scatter, rank, world_size, chunk, dtype):
+    tensor = tensor_of(rank, world_size, chunk, dtype)
     returned = reduce_scatter(tensor)
     return {"the returned tensor": returned, "its own tensor": tensor}
 
@@ -42,8 +43,7 @@ def expected(rank, world_size, chunk, dtype):
 
 def limits(rank, world_size, chunk, dtype):
     chunks = world_size - 1
-    # An all_to_all counts as one message, also if it has nothing to send.
-    return {"messages": max(chunks, 1), "bytes": chunks * chunk * dtype.itemsize}
+    return {"messages": chunks, "bytes": chunks * chunk * dtype.itemsize}
 
 
 def reduce_scatter(tensor):
@@ -57,24 +57,15 @@ WORDS = {"bytes;": "A rank needs one chunk of each tensor, and not the whole ten
 
 
 def explain(trial):
-    actual, right = (each["the returned tensor"] for each in trial.of_rank())
-    if getattr(actual, "shape", None) != right.shape:
-        return None
-    size = trial.world_size
-    first = trial.rank * trial.case["chunk"]
-    parts = [tensor_of(rank, size, **trial.case)[first].item() for rank in range(size)]
-    return wrong_in_sum(actual[0].item(), parts)
+    actual = trial.results[trial.rank]["the returned tensor"]
+    n = trial.world_size
+    tensors = [tensor_of(rank, n, **trial.case) for rank in range(n)]
+    return wrong_in_sum(actual, [tensor.chunk(n)[trial.rank] for tensor in tensors])
 
 
 MISTAKES = {
-    "what is expected, divided by 2": (
-        *(".sum(0)", ".sum(0).div(dist.get_world_size()).to(tensor.dtype)"),
-    ),
-    "is what rank 1 should have": (
-        *("(received, tensor)", "(received, tensor.roll(-len(tensor) // dist.get_world_size()))"),
-    ),
-    "its own tensor: [1, 2, 10": (*("return received", "tensor.copy_(received); return received"),),
-    "Rank 0's numbers are missing": (
-        *(".sum(0)", ".sum(0) - tensor.chunk(dist.get_world_size())[dist.get_rank()]"),
-    ),
+    "what is expected, divided by 2": (".sum(0)", ".double().mean(0).to(tensor.dtype)"),
+    "is what rank 1 should have": ("received, tensor)", "received, tensor.roll(len(tensor) // 2))"),
+    "its own tensor: [1, 2, 10": ("return received", "tensor.copy_(received); return received"),
+    "Rank 0's numbers are missing at position 0.": (".sum(0)", "[1:].sum(0)"),
 }

@@ -2,8 +2,8 @@
 
 import torch
 import torch.distributed as dist
-from judging.attempt import Rung
-from judging.words import digits_of, wrong_in_sum
+from judging.single import digits_of
+from judging.words import wrong_in_sum
 
 CASES = {
     "60 numbers": {"shape": (60,), "dtype": torch.float32},
@@ -11,13 +11,11 @@ CASES = {
     "3 x 4 numbers": {"shape": (3, 4), "dtype": torch.float64},
     "2 numbers": {"shape": (2,), "dtype": torch.float32},
 }
-RUNG_1 = Rung(
-    cases=("60 numbers",),
-    words="for a length that n divides",
-    then="any length and shape, in messages of one chunk.",
-)
+RUNG_1 = "for a length that n divides"
+RUNG_2 = "any length and shape, in messages of one chunk."
 ONLY = ("send", "recv")
 INSTEAD = "use batch_isend_irecv"
+STARTS = True
 HINTS = """
 Split the tensor into one chunk for each rank. First let each chunk travel around the ring and
 collect the numbers of all ranks. Then let the finished sums travel around the ring.
@@ -33,14 +31,10 @@ for step in range(n - 1): send chunk (rank - step + 1) % n, receive chunk (rank 
 """
 
 
-def run(ring_all_reduce, shape, dtype):
-    tensor = digits_of(dist.get_rank(), shape, dtype)
+def run(ring_all_reduce, rank, world_size, shape, dtype):
+    tensor = digits_of(rank, shape, dtype)
     ring_all_reduce(tensor)
     return tensor
-
-
-def start(rank, world_size, shape, dtype):
-    return digits_of(rank, shape, dtype)
 
 
 def expected(rank, world_size, shape, dtype):
@@ -81,15 +75,7 @@ WORDS = {"bytes;": "A message is one chunk of the tensor, 1/n of the numbers."}
 
 
 def explain(trial):
-    actual, right = trial.of_rank()
-    if getattr(actual, "shape", None) != right.shape:
-        return None
-    columns = torch.stack([actual, *trial.start.values()]).flatten(1).t().tolist()
-    for position, (number, *parts) in enumerate(columns):
-        words = wrong_in_sum(number, parts)
-        if words:
-            return f"{words} at position {position}."
-    return None
+    return wrong_in_sum(trial.results[trial.rank], list(trial.start.values()))
 
 
 MISTAKES = {

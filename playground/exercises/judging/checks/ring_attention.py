@@ -2,13 +2,14 @@
 
 import torch
 import torch.distributed as dist
+from judging.texts import places_of
 from torch.nn import functional as F
 
 ONLY = ("send", "recv")
 INSTEAD = "send keys and values around a ring, with batch_isend_irecv"
 CASES = {
     "tokens in zigzag": {"order": "zigzag", "each": 4},
-    "tokens in their order, 2 images, 3 heads": {"order": "plain", "each": 3, "heads": 3},
+    "tokens in their order": {"order": "plain", "each": 3},
     "ranks with different numbers of tokens": {"order": "plain", "each": 3, "more": 1},
     "large scores": {"order": "dealt", "each": 2, "scale": 3000.0},
 }
@@ -34,33 +35,16 @@ return read / total
 """
 
 
-def places_of(order, tokens, world_size):
-    """Return for each rank the places of its tokens, in ascending order."""
-    everything = torch.arange(tokens)
-    if order == "plain":
-        return list(everything.tensor_split(world_size))
-    if order == "dealt":
-        return [everything[rank::world_size] for rank in range(world_size)]
-    chunks = everything.tensor_split(2 * world_size)
-    pairs = zip(chunks[:world_size], chunks[: world_size - 1 : -1], strict=True)
-    return [torch.cat(pair) for pair in pairs]
-
-
-def whole(world_size, order, each, heads=1, more=0, scale=1.0):
-    """Return the query, key and value of all tokens, and the places."""
+def whole(world_size, order, each, more=0, scale=1.0):
     tokens = each * world_size + more
     generator = torch.Generator().manual_seed(tokens)
-    images = 2 if heads > 1 else 1
-    found = []
-    for _ in range(3):
-        found.append(torch.randn(images, heads, tokens, 2, generator=generator))
-    found[0] *= scale
-    return found, places_of(order, tokens, world_size)
+    query, key, value = torch.randn(3, 2, 3, tokens, 2, generator=generator)  # 2 images, 3 heads
+    return (scale * query, key, value), places_of(order, tokens, world_size)
 
 
-def run(ring_attention, **case):
-    tensors, places = whole(dist.get_world_size(), **case)
-    mine = places[dist.get_rank()]
+def run(ring_attention, rank, world_size, **case):
+    tensors, places = whole(world_size, **case)
+    mine = places[rank]
     return ring_attention(*[tensor[:, :, mine] for tensor in tensors], places)
 
 
@@ -75,8 +59,6 @@ def limits(rank, world_size, **case):
 
     Which one depends on the direction of the ring, and the smaller one counts.
     """
-    if world_size == 1:
-        return {}
     (_, key, value), places = whole(world_size, **case)
     bytes_of_token = (key.nbytes + value.nbytes) // key.shape[2]
     neighbours = [places[(rank + step) % world_size] for step in (1, -1)]
@@ -121,33 +103,22 @@ def pass_on(tensor, tokens):
     return received
 
 
+SIZES = "CRASH.*(its buffer has|must match the size of tensor)"
+OVERFLOW = r"WRONG, large scores.*has \[[^]]*(nan|inf)"
+NOTHING = r"WRONG.*has \[[^]]*(nan|inf)"
+MAXIMUM = "torch.maximum(maximum, scores.amax(dim=-1, keepdim=True))"
 WORDS = {
-    "CRASH.*(its buffer has|must match the size of tensor)": "Ranks may have different numbers of"
-    " tokens. places tells how many will arrive.",
+    SIZES: "Ranks may have different numbers of tokens. places tells how many will arrive.",
     "COSTLY": "After n - 1 steps, each rank has had the keys of all others. The last may stay.",
-    r"WRONG, large scores.*has \[[^]]*(nan|inf)": "exp() of a large score overflows. "
-    "Subtract the largest score so far first.",
-    r"WRONG.*has \[[^]]*(nan|inf)": "Where a token may read nothing in a block, its largest "
-    "score is -inf, and -inf - -inf is nan.",
+    OVERFLOW: "exp() of a large score overflows. Subtract the largest score so far first.",
+    NOTHING: "Where a token may read nothing in a block, its largest score is -inf, and "
+    "-inf - -inf is nan.",
 }
 MISTAKES = {
-    WORDS["CRASH.*(its buffer has|must match the size of tensor)"]: (
-        *("len(places[(rank - step - 1) % n])", "len(places[rank])"),
-    ),
+    WORDS[SIZES]: ("len(places[(rank - step - 1) % n])", "len(places[rank])"),
     WORDS["COSTLY"]: ("if step < n - 1:", "if n > 1:"),
-    WORDS[r"WRONG, large scores.*has \[[^]]*(nan|inf)"]: (
-        *("larger = torch.maximum(maximum, scores.amax(dim=-1, keepdim=True))", "larger = 0"),
-        *("(maximum - larger).exp()", "1"),
-    ),
-    WORDS[r"WRONG.*has \[[^]]*(nan|inf)"]: (
-        *("torch.maximum(maximum, scores.amax(dim=-1, keepdim=True))", "scores.amax(-1, True)"),
-    ),
-    "It differs only at [:, :, :3].": (
-        *(
-            "places[(rank - step) % n] > places[rank]",
-            "places[(rank - step) % n] < 0 * places[rank]",
-        ),
-    ),
+    WORDS[OVERFLOW]: (MAXIMUM, "0", "(maximum - larger).exp()", "1"),
+    WORDS[NOTHING]: (MAXIMUM, "scores.amax(-1, True)"),
+    "It differs only at [:, :, :3].": ("> places[rank]", "< 0 * places[rank]"),
     "It differs only at [:, :, 1:].": (" / query.shape[-1] ** 0.5", ""),
-    "It differs only at [:, :, -1].": ("(maximum - larger).exp()", "1"),
 }

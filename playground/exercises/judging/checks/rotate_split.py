@@ -2,21 +2,18 @@
 
 import torch
 import torch.distributed as dist
+from judging.texts import places_of
 
 from common.language import rotate
 from watching.facts import difference
 
 CASES = {
     "6 tokens on each rank": {"each": 6},
-    "another number of tokens, 2 texts, 3 heads, float64": {
-        "each": 5,
-        "more": 3,
-        "shape": (2, 3),
-        "dtype": torch.float64,
-    },
+    "another number of tokens, float64": {"each": 5, "more": 3, "dtype": torch.float64},
 }
 SIZE = 8
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
+LIMITS = {"messages": 0}
 HINTS = """
 Which places in the sequence have this rank's tokens? Attention compares tokens of all ranks, so a
 distance between two tokens must not depend on which ranks have them.
@@ -31,30 +28,22 @@ return the new x and the new y, joined along the last dimension
 """
 
 
-def whole(world_size, each, more=0, shape=(1, 1), dtype=torch.float32):
+def whole(world_size, each, more=0, dtype=torch.float32):
     """Return queries of all tokens, and the places of each rank's tokens."""
     tokens = each * world_size + more
     generator = torch.Generator().manual_seed(tokens)
-    heads = torch.randn(*shape, tokens, SIZE, generator=generator).to(dtype)
-    chunks = torch.arange(tokens).tensor_split(2 * world_size)
-    places = []
-    for rank in range(world_size):
-        places.append(torch.cat([chunks[rank], chunks[2 * world_size - 1 - rank]]))
-    return heads, places
+    heads = torch.randn(2, 3, tokens, SIZE, generator=generator).to(dtype)
+    return heads, places_of("zigzag", tokens, world_size)
 
 
-def run(rotate_split, **case):
-    heads, places = whole(dist.get_world_size(), **case)
-    return rotate_split(heads[:, :, places[dist.get_rank()]], heads.shape[2])
+def run(rotate_split, rank, world_size, **case):
+    heads, places = whole(world_size, **case)
+    return rotate_split(heads[:, :, places[rank]], heads.shape[2])
 
 
 def expected(rank, world_size, **case):
     heads, places = whole(world_size, **case)
     return rotate(heads, torch.arange(heads.shape[2]))[:, :, places[rank]]
-
-
-def limits(rank, world_size, **case):
-    return {"messages": 0}
 
 
 def rotate_split(heads, tokens):
@@ -72,18 +61,14 @@ def rotate_split(heads, tokens):
     return torch.cat([x * cos - y * sin, x * sin + y * cos], dim=-1)
 
 
-PLACES = "torch.cat([chunks[rank], chunks[2 * n - 1 - rank]])"
 WORDS = {
     "COSTLY": "`tokens` and the rank tell the places, so nothing has to be sent.",
     "CRASH.*must match": "If 2n does not divide `tokens`, the chunks differ in size by one.",
 }
 COSTLY, SIZES = WORDS.values()
 MISTAKES = {
-    "The token at place 9 is rotated as if its place were 3.": (
-        *(PLACES, "torch.arange(heads.shape[2])"),
-    ),
     "The token at place 9 is rotated as if its place were 6.": (
-        *(PLACES, "torch.cat([chunks[rank], chunks[n + rank]])"),
+        *("chunks[2 * n - 1 - rank]", "chunks[n + rank]"),
     ),
     "It differs only at [:, :, 1:].": ("-pairs / size)\n", "-pairs / size) * -1\n"),
     COSTLY: ("    size =", "    dist.all_gather_object([None] * n, rank)\n    size ="),
@@ -94,7 +79,6 @@ MISTAKES = {
 
 
 def explain(trial):
-    """Find out by which place the first wrong token is rotated."""
     actual, right = trial.of_rank()
     if not isinstance(actual, torch.Tensor) or actual.shape != right.shape:
         return None

@@ -8,11 +8,11 @@ import resource
 import signal
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from judging.attempt import Rung
 from judging.single import of_all_ranks
 from judging.traffic import uncounted
 from torch import nn
@@ -21,11 +21,8 @@ CASES = {
     "Adam, no random numbers": {"kind": "adam", "seeded": True},
     "SGD with momentum, a frozen bias": {"kind": "sgd"},
 }
-RUNG_1 = Rung(
-    cases=("Adam, no random numbers",),
-    words="for what the lesson saves",
-    then="random numbers, a frozen parameter, and ranks that see an old file.",
-)
+RUNG_1 = "for what the lesson saves"
+RUNG_2 = "random numbers, a frozen parameter, and ranks that see an old file."
 TOLERANCE = {"rtol": 1e-7, "atol": 1e-9}  # another number of ranks adds up in another order
 PATH = "checkpoint.pt"
 NOTES = "notes.json"
@@ -93,11 +90,10 @@ def train(model, optimizer, epoch, seeded, rank=0, world_size=1):
         optimizer.zero_grad()
         loss = (model(inputs[mine]) - targets[mine]).square().sum() / BATCH
         loss.backward()
-        if world_size > 1:
-            gradients = [each.grad for each in model.parameters() if each.requires_grad]
-            with uncounted():
-                for gradient in gradients:
-                    dist.all_reduce(gradient)
+        for parameter in model.parameters():
+            if parameter.grad is not None and world_size > 1:
+                with uncounted():
+                    dist.all_reduce(parameter.grad)
         optimizer.step()
         model.seen += len(batch)
     for group in optimizer.param_groups:
@@ -113,10 +109,9 @@ def state_of(model, optimizer):
 
 def same_epoch(epoch):
     """Raise an error if the ranks do not train the same epoch."""
-    first, *others = of_all_ranks(int(epoch))
-    for rank, other in enumerate(others, start=1):
-        if other != first:
-            words = f"rank 0 trains epoch {first}, but rank {rank} trains epoch {other}"
+    for rank, (first, other) in enumerate(pairwise(of_all_ranks(int(epoch)))):
+        if first != other:
+            words = f"rank {rank} trains epoch {first}, but rank {rank + 1} trains epoch {other}"
             raise RuntimeError(words)
 
 
@@ -136,13 +131,12 @@ def see_an_old_file():
     Path(PATH).touch()
 
 
-def first(save_and_resume, kind, seeded=False):
+def first(save_and_resume, rank, world_size, kind, seeded=False):
     """Train until the run is killed. Note in a file what became of the checkpoints.
 
     If it is seeded (see train), all ranks see the same files, too.
     """
     model, optimizer = make(kind, seed=0)
-    rank = dist.get_rank()
     only_rank_0_writes()
     if rank > 0 and not seeded:
         see_an_old_file()
@@ -168,7 +162,7 @@ def first(save_and_resume, kind, seeded=False):
                 before[f"before{epoch}"] = new
         if epoch == KILLED:
             raise Killed
-        orders.append(train(model, optimizer, epoch, seeded, rank, dist.get_world_size()))
+        orders.append(train(model, optimizer, epoch, seeded, rank, world_size))
 
     with contextlib.suppress(Killed):
         save_and_resume(PATH, model, optimizer, EPOCHS, train_epoch)
@@ -183,8 +177,7 @@ def first(save_and_resume, kind, seeded=False):
         Path(NOTES).write_text(json.dumps([state, [order.tolist() for order in orders]]))
 
 
-def again(save_and_resume, kind, seeded=False):
-    rank = dist.get_rank()
+def again(save_and_resume, rank, world_size, kind, seeded=False):
     model, optimizer = make(kind, seed=50 + rank)
     only_rank_0_writes()
     trained = []
@@ -196,7 +189,7 @@ def again(save_and_resume, kind, seeded=False):
         if not trained:
             restored.append(state_of(model, optimizer))
         trained.append(int(epoch))
-        orders.append(train(model, optimizer, epoch, seeded, rank, dist.get_world_size()))
+        orders.append(train(model, optimizer, epoch, seeded, rank, world_size))
 
     save_and_resume(PATH, model, optimizer, EPOCHS, train_epoch)
     state, earlier = json.loads(Path(NOTES).read_text())

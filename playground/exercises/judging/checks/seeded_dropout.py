@@ -2,25 +2,23 @@
 
 import torch
 import torch.distributed as dist
-from judging.attempt import Rung
 from judging.single import of_all_ranks
 
-MAY_SEED = {"p": 0.5, "shape": (20, 30), "dtype": torch.float32, "may_seed": True}
+HALF = {"p": 0.5, "shape": (20, 30), "dtype": torch.float32}
 CASES = {
-    "p = 0.5, with any seeding": MAY_SEED,
-    "p = 0.5": {"p": 0.5, "shape": (20, 30), "dtype": torch.float32},
+    "p = 0.5, with any seeding": HALF | {"may_seed": True},
+    "p = 0.5": HALF,
     "p = 0.1, float64": {"p": 0.1, "shape": (1200,), "dtype": torch.float64},
     "p = 0.75, float16": {"p": 0.75, "shape": (3, 10, 20), "dtype": torch.float16},
 }
-RUNG_1 = Rung(
-    cases=("p = 0.5, with any seeding",),
-    words="as in the lesson",
-    then="any dtype, and PyTorch's own random numbers stay as they are.",
-)
+RUNG_1 = "as in the lesson"
+RUNG_2 = "any dtype, and PyTorch's own random numbers stay as they are."
+TOLERANCE = {"rtol": 2e-3, "atol": 0}  # float16 has 3 digits
 # Seeds such as seed + 100 * rank + step are the same for two ranks in some of these steps.
 STEPS = (0, 1, 2, 3, 4, 5, 7, 10, 100, 103, 1003, 10003, 100003, 1000003)
 FIRST = 3  # the step at which the second run starts
 SEED = 7
+LIMITS = {"messages": 0}
 HINTS = """
 The lesson seeds PyTorch's random numbers once in each epoch: with which number? Here each call
 needs a seed that no other rank or step has, and random numbers of its own.
@@ -47,14 +45,14 @@ def dropped(seeded_dropout, p, shape, dtype, seed, step):
     return returned.detach().flatten() == 0
 
 
-def first(seeded_dropout, p, shape, dtype, may_seed=False):
+def first(seeded_dropout, rank, world_size, p, shape, dtype, may_seed=False):
     """Train from the beginning: note which numbers are dropped."""
     torch.manual_seed(1)
     masks = {step: dropped(seeded_dropout, p, shape, dtype, SEED, step) for step in STEPS}
-    torch.save(masks, f"rank{dist.get_rank()}.pt")
+    torch.save(masks, f"rank{rank}.pt")
 
 
-def again(seeded_dropout, p, shape, dtype, may_seed=False):
+def again(seeded_dropout, rank, world_size, p, shape, dtype, may_seed=False):
     """Start again at the step FIRST. Returns what the learner's function does, in words.
 
     If it may_seed, it may change PyTorch's own random numbers, as the lesson does.
@@ -73,10 +71,11 @@ def again(seeded_dropout, p, shape, dtype, may_seed=False):
     found["the rows"] = "all alike" if alike else "different"
     part = mask.double().mean().item()
     found["dropped"] = f"about {p:.0%}" if abs(part - p) < 0.1 else f"{part:.0%}"
-    found["the others"] = scale(returned.detach(), inputs.detach(), p)
+    factors = torch.where(returned == 0, 1 / (1 - p), returned / inputs)
+    found["the least and largest factor"] = torch.stack(factors.aminmax())
     twice = dropped(seeded_dropout, p, shape, dtype, SEED, FIRST)
     found["called twice for one step"] = same_or_not(mask, twice)
-    before = torch.load(f"rank{dist.get_rank()}.pt")
+    before = torch.load(f"rank{rank}.pt")
     found["dropped in both"] = equal_masks(before)
     other = dropped(seeded_dropout, p, shape, dtype, SEED + 54321, FIRST)
     found["with a different seed"] = same_or_not(mask, other)
@@ -100,15 +99,6 @@ def same_or_not(mask, other):
     return "the same numbers" if torch.equal(mask, other) else "different numbers"
 
 
-def scale(returned, inputs, p):
-    """Return by what the other numbers are multiplied, in words."""
-    factors = (returned / inputs)[returned != 0].double()
-    right = 1 / (1 - p)
-    if torch.allclose(factors, torch.full_like(factors, right), rtol=2e-3):
-        return f"times {right:.4g}"
-    return f"times {factors.min().item():.4g} to {factors.max().item():.4g}"
-
-
 def equal_masks(masks):
     """Return which two ranks and steps drop the same numbers, in words. All ranks call it."""
     seen = {}
@@ -123,7 +113,6 @@ def equal_masks(masks):
 
 
 def gradient_of(returned, inputs):
-    """Return what the gradient of the inputs is, in words."""
     if not returned.requires_grad:
         return "none"
     returned.backward(torch.ones_like(returned))
@@ -136,7 +125,7 @@ def expected(rank, world_size, p, shape, dtype, may_seed=False):
         "its result": kind_of(inputs_of(shape, dtype)),
         "the rows": "different",
         "dropped": f"about {p:.0%}",
-        "the others": f"times {1 / (1 - p):.4g}",
+        "the least and largest factor": torch.full((2,), 1 / (1 - p), dtype=dtype),
         "called twice for one step": "the same numbers",
         "dropped in both": "no two calls",
         "with a different seed": "different numbers",
@@ -147,12 +136,7 @@ def expected(rank, world_size, p, shape, dtype, may_seed=False):
 
 
 def runs(world_size):
-    """Return what runs: a training, and then the same one again from a later step."""
     return [(first, world_size), (again, world_size)]
-
-
-def limits(rank, world_size, **case):
-    return {"messages": 0}
 
 
 def seeded_dropout(inputs, p, seed, step):
@@ -165,7 +149,7 @@ def seeded_dropout(inputs, p, seed, step):
 
 WORDS = {
     "the rows:": "Draw a random number for each number of `inputs`.",
-    "the others:": "The numbers that stay are divided by 1 - p, so the mean stays the same.",
+    "factor: ": "The numbers that stay are divided by 1 - p, so the mean stays the same.",
     "called twice": "Seed in each call, with a number that depends only on `seed`, the rank and "
     "the step.",
     r"both: (rank \d) in .*, and \1": "The seed must depend on `step`, too.",

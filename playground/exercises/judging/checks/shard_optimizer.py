@@ -4,22 +4,11 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from judging.attempt import Rung
-from judging.single import mean_of, seeded
+from judging.checks.average_gradients import tied_and_frozen, two_layers
+from judging.single import large_of, mean_of, seeded
 from judging.traffic import sent_bytes
+from shard_optimizer import padded
 from torch import nn
-
-
-def plain():
-    return nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 4))
-
-
-def tied_and_frozen():
-    """Return a model with a tied parameter, frozen ones, and one much larger than the others."""
-    model = nn.ModuleDict({"embedding": nn.Embedding(11, 7), "output": nn.Linear(7, 11)})
-    model["output"].weight = model["embedding"].weight
-    model["frozen"] = nn.Linear(9, 9).requires_grad_(False)
-    return model
 
 
 def small():
@@ -37,16 +26,13 @@ def unused():
 SGD = partial(torch.optim.SGD, lr=1e-3, momentum=0.9)
 ADAMW = partial(torch.optim.AdamW, lr=0.1, weight_decay=0.1)
 CASES = {
-    "SGD, two layers": {"make": plain, "make_optimizer": SGD},
+    "SGD, two layers": {"make": two_layers, "make_optimizer": SGD},
     "AdamW, tied and frozen parameters": {"make": tied_and_frozen, "make_optimizer": ADAMW},
     "SGD, small parameters": {"make": small, "make_optimizer": SGD},
     "SGD, missing gradients": {"make": unused, "make_optimizer": SGD},
 }
-RUNG_1 = Rung(
-    cases=("SGD, two layers",),
-    words="for the lesson's own model",
-    then="any model, such as one with a frozen parameter, whose gradient is None.",
-)
+RUNG_1 = "for the lesson's own model"
+RUNG_2 = "any model, such as one with a frozen parameter, whose gradient is None."
 NAME = "ShardedOptimizer"
 STEPS = (1, 2, 3)
 # How many numbers an optimizer keeps for each number of a parameter.
@@ -72,17 +58,13 @@ step: find out which gradients exist on any rank (NCCL cannot send CPU tensors, 
 
 
 def gradient_of(name, parameter, rank, step):
-    """Return the gradient of a parameter on a rank in a step, or None."""
     if not parameter.requires_grad or name == "unused":
         return None
     if (name == "used_in_step_1" and step > 1) or (name == "used_on_rank_0" and rank > 0):
         return None
     gradient = torch.empty_like(parameter, requires_grad=False)
     if parameter.dtype == torch.float16 and step == 1:
-        # Two of these are too large for float16 when they are added. Their means over 1 to 5 ranks
-        # are exact in float16.
-        positions = torch.arange(parameter.numel()).view(parameter.shape)
-        return gradient.copy_(960 * (63 - positions % 4 - 2 * rank))
+        return gradient.copy_(large_of(rank, parameter.shape))
     generator = torch.Generator().manual_seed(100 * step + 10 * parameter.numel() + rank)
     numbers = 60 * torch.randint(-5, 6, parameter.shape, generator=generator)
     # Multiples of 60: their means over 1 to 5 ranks are exact, also in float16.
@@ -99,7 +81,7 @@ def bytes_of_state(optimizers):
     return nbytes
 
 
-def run(sharded_optimizer, make, make_optimizer):
+def run(sharded_optimizer, rank, world_size, make, make_optimizer):
     model = seeded(make)
     made = []
 
@@ -110,9 +92,9 @@ def run(sharded_optimizer, make, make_optimizer):
     optimizer = sharded_optimizer(model, make_and_note)
     for step in STEPS:
         for name, parameter in model.named_parameters():
-            parameter.grad = gradient_of(name, parameter, dist.get_rank(), step)
+            parameter.grad = gradient_of(name, parameter, rank, step)
         optimizer.step()
-    allowed = allowed_state(dist.get_world_size(), make, make_optimizer)
+    allowed = allowed_state(world_size, make, make_optimizer)
     # Less is right, too.
     return {**model.state_dict(), STATE: max(bytes_of_state(made), allowed)}
 
@@ -123,7 +105,7 @@ def trained(model):
 
 def bytes_of_shards(make, world_size):
     """Return the bytes of one shard of each trained parameter, with padding."""
-    return sum(-(-each.numel() // world_size) * each.itemsize for each in trained(seeded(make)))
+    return sum(-(-each.numel() // world_size) * each.itemsize for each in trained(make()))
 
 
 def allowed_state(world_size, make, make_optimizer):
@@ -146,20 +128,11 @@ def expected(rank, world_size, make, make_optimizer):
 
 
 def limits(rank, world_size, make, make_optimizer):
-    if world_size == 1:
-        return {}
     parameters = list(seeded(make).parameters())
     flat = world_size * bytes_of_shards(make, world_size)
     used = sent_bytes("all_reduce", SLACK * len(parameters), world_size)
     # An all_reduce sends what a reduce_scatter and an all_gather send together.
     return {"bytes": len(STEPS) * (sent_bytes("all_reduce", flat, world_size) + used)}
-
-
-def padded(tensor):
-    """Return a copy with one axis, with zeros at its end, so that n divides its length."""
-    flat = tensor.detach().flatten()
-    zeros = flat.new_zeros(-len(flat) % dist.get_world_size())
-    return torch.cat([flat, zeros])
 
 
 class ShardedOptimizer:
@@ -174,7 +147,6 @@ class ShardedOptimizer:
         self.optimizer = make_optimizer(self.shards)
 
     def step(self):
-        """Update the parameters with the mean gradient over all ranks."""
         has_gradient = [float(each.grad is not None) for each in self.parameters]
         # NCCL cannot send CPU tensors.
         counts = torch.tensor(has_gradient, device=self.parameters[0].device)

@@ -38,9 +38,8 @@ def whole(world_size, more, dtype=torch.float32, scale=1.0):
     return scores, labels, counts
 
 
-def run(split_cross_entropy, **case):
-    scores, labels, counts = whole(dist.get_world_size(), **case)
-    rank = dist.get_rank()
+def run(split_cross_entropy, rank, world_size, **case):
+    scores, labels, counts = whole(world_size, **case)
     return split_cross_entropy(scores.split(counts, dim=1)[rank], labels, sum(counts[:rank]))
 
 
@@ -82,10 +81,9 @@ MISTAKES = {
     OVERFLOW: (MAX, "    largest.zero_()\n"),
     COSTLY: (MAX, f"{MAX}    dist.all_reduce(scores.clone())\n"),
     NO_COLUMN: ("torch.where(own, column, 0)", "column"),
-    "WRONG with 2 ranks, 4 words on each rank": (MAX, ""),
+    "It differs by about 13% from what is expected.": (MAX, ""),
     "The ranks should have the same numbers": ("    dist.all_reduce(sums)\n", ""),
-    "rank 0 has [3.40834, 1.05014": ("total, of_label = sums", "total = sums[0]"),
-    "ranks with different numbers of words, float64": (
+    "It is about 0.86 times what is expected": (
         *("labels - first", "labels - dist.get_rank() * scores.shape[1]"),
     ),
 }

@@ -2,15 +2,11 @@
 
 import torch
 import torch.distributed as dist
-from judging.attempt import Rung
 from torch.nn import functional as F
 
 NAME = "SplitPair"
-RUNG_1 = Rung(
-    cases=("60 hidden numbers",),
-    words="for the lesson's pair",
-    then="any width, no biases, frozen inputs, and no message that is not needed.",
-)
+RUNG_1 = "for the lesson's pair"
+RUNG_2 = "any width, no biases, frozen inputs, and no message that is not needed."
 CASES = {
     "60 hidden numbers": {"hidden": 60},
     "61 hidden numbers, float64": {"hidden": 61, "dtype": torch.float64},
@@ -23,6 +19,7 @@ WIDTH = 4  # of the inputs
 CLASSES = 3  # the width of the output
 ROWS = 5
 NAMES = ("inputs", "first", "first_bias", "second", "second_bias")
+DIMENSIONS = {"first": 0, "first_bias": 0, "second": 1}  # along which a parameter is split
 HINTS = """
 Compute on each rank what the docstring says, with its shards. Which results are then only this
 rank's term of a sum? There is one in forward and one in backward. And which number must be added
@@ -39,70 +36,55 @@ backward: the six lines of the docstring, and add up the gradient of inputs over
 
 
 def whole(hidden, dtype=torch.float32, bias=True, learn_inputs=True, frozen=False):
-    """Return the five arguments of a single rank, and the gradient of the output."""
+    """Return the arguments of a single rank by name, and the gradient of the output."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(ROWS, WIDTH), (hidden, WIDTH), (hidden,), (CLASSES, hidden), (CLASSES,)]
-    tensors = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
-    gradient = torch.randn(ROWS, CLASSES, generator=generator).to(dtype)
-    for name, tensor in zip(NAMES, tensors, strict=True):
+    arguments = {}
+    for name, shape in zip(NAMES, shapes, strict=True):
+        tensor = torch.randn(shape, generator=generator).to(dtype)
         tensor.requires_grad_(learn_inputs if name == "inputs" else not frozen)
-    if not bias:
-        tensors[2] = None
-        tensors[4] = None
-    return tensors, gradient
+        arguments[name] = None if "bias" in name and not bias else tensor
+    return arguments, torch.randn(ROWS, CLASSES, generator=generator).to(dtype)
+
+
+def results_of(output, arguments):
+    found = {"the output": output}
+    for name, tensor in arguments.items():
+        found[f"the gradient of {name}"] = None if tensor is None else tensor.grad
+    return found
 
 
 def shard_of(tensor, dim, rank, world_size):
     """Return a rank's shard of a parameter, as a parameter of its own."""
-    if tensor is None:
-        return None
     shard = tensor.detach().tensor_split(world_size, dim)[rank]
     return shard.clone().requires_grad_(tensor.requires_grad)
 
 
-def run(split_pair, **case):
-    (inputs, first, first_bias, second, second_bias), gradient = whole(**case)
-    where = dist.get_rank(), dist.get_world_size()
-    arguments = [
-        inputs,
-        shard_of(first, 0, *where),
-        shard_of(first_bias, 0, *where),
-        shard_of(second, 1, *where),
-        second_bias,
-    ]
-    output = split_pair.apply(*arguments)
+def run(split_pair, rank, world_size, **case):
+    arguments, gradient = whole(**case)
+    for name, dim in DIMENSIONS.items():
+        if arguments[name] is not None:
+            arguments[name] = shard_of(arguments[name], dim, rank, world_size)
+    output = split_pair.apply(*arguments.values())
     if isinstance(output, torch.Tensor) and output.requires_grad:
         output.backward(gradient)
-    found = {"the output": output}
-    for name, tensor in zip(NAMES, arguments, strict=True):
-        found[f"the gradient of {name}"] = None if tensor is None else tensor.grad
-    return found
+    return results_of(output, arguments)
 
 
 def expected(rank, world_size, **case):
     arguments, gradient = whole(**case)
-    output = pair(*arguments)
+    inputs, first, first_bias, second, second_bias = arguments.values()
+    output = F.linear(F.relu(F.linear(inputs, first, first_bias)), second, second_bias)
     output.backward(gradient)
-    found = {"the output": output.detach()}
-    for name, tensor in zip(NAMES, arguments, strict=True):
-        found[f"the gradient of {name}"] = None if tensor is None else tensor.grad
-    for name, dim in (("first", 0), ("first_bias", 0), ("second", 1)):
-        whole_gradient = found[f"the gradient of {name}"]
-        if whole_gradient is not None:
-            shard = whole_gradient.tensor_split(world_size, dim)[rank]
-            found[f"the gradient of {name}"] = shard
+    found = results_of(output.detach(), arguments)
+    for name, dim in DIMENSIONS.items():
+        of_all = found[f"the gradient of {name}"]
+        if of_all is not None:
+            found[f"the gradient of {name}"] = of_all.tensor_split(world_size, dim)[rank]
     return found
 
 
-def pair(inputs, first, first_bias, second, second_bias):
-    hidden = F.relu(F.linear(inputs, first, first_bias))
-    return F.linear(hidden, second, second_bias)
-
-
 def limits(rank, world_size, hidden, dtype=torch.float32, learn_inputs=True, **others):
-    """Return how much a rank may send. A single rank sends nothing, whatever it calls."""
-    if world_size == 1:
-        return {}
     forward = 2 * (world_size - 1) * ROWS * CLASSES * dtype.itemsize // world_size
     backward = 2 * (world_size - 1) * ROWS * WIDTH * dtype.itemsize // world_size
     if not learn_inputs:
@@ -115,7 +97,6 @@ class SplitPair(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, inputs, first, first_bias, second, second_bias):
-        """Return the whole output, (N, out). `inputs` is (N, in), and a bias may be None."""
         hidden = F.relu(F.linear(inputs, first, first_bias))
         output = F.linear(hidden, second)  # this rank's term of the output
         dist.all_reduce(output)
@@ -124,7 +105,6 @@ class SplitPair(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        """Return the gradients of the five arguments, None for a bias that is None."""
         inputs, first, hidden, second = ctx.saved_tensors
         of_hidden = torch.where(hidden > 0, gradient @ second, 0)
         of_inputs = None

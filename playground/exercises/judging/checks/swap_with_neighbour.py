@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from judging.words import digits_of
+from judging.single import digits_of
 
 CASES = {
     "4 numbers": {"shape": (4,), "dtype": torch.float32},
@@ -10,6 +10,7 @@ CASES = {
 }
 ONLY = ("send", "recv")
 INSTEAD = "use send and recv, or isend and irecv"
+STARTS = True
 HINTS = """
 If both neighbours send first, each of them waits until the other one receives. So one of them has
 to receive first, or both have to start their messages without waiting.
@@ -29,15 +30,10 @@ def neighbour(rank, world_size):
     return other if other < world_size else rank
 
 
-def run(swap_with_neighbour, shape, dtype):
-    tensor = digits_of(dist.get_rank(), shape, dtype)
+def run(swap_with_neighbour, rank, world_size, shape, dtype):
+    tensor = digits_of(rank, shape, dtype)
     returned = swap_with_neighbour(tensor)
     return {"the returned tensor": returned, "the tensor that was sent": tensor}
-
-
-def start(rank, world_size, shape, dtype):
-    own = digits_of(rank, shape, dtype)
-    return {"the returned tensor": own, "the tensor that was sent": own}
 
 
 def expected(rank, world_size, shape, dtype):
@@ -70,6 +66,4 @@ MISTAKES = {
     "Every rank waits in send until its message is received.": ("if rank % 2 == 0:", "if True:"),
     "Rank 0 waits for a message that rank 1 has not sent.": ("if rank % 2 == 0:", "if False:"),
     "the tensor that was sent: [10": ("return received", "return tensor.copy_(received)"),
-    "the returned tensor: None": ("return received", "return None"),
-    "the returned tensor: [0": ("return tensor", "return torch.zeros_like(tensor)"),
 }

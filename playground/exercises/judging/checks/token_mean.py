@@ -26,14 +26,14 @@ for each micro-batch:
 """
 
 
-def run(token_mean, **case):
+def run(token_mean, rank, world_size, **case):
     model = seeded(Bigram)
     with uncounted():
         ddp = DistributedDataParallel(model)
         for _ in range(2):  # DDP sends more in its first steps, because it changes its buckets
             mean_loss(ddp, micro_batches_of(0, 1)).backward()
     ddp.zero_grad()
-    token_mean(ddp, micro_batches_of(dist.get_rank(), **case))
+    token_mean(ddp, micro_batches_of(rank, **case))
     return gradients_of(model)
 
 
@@ -73,10 +73,10 @@ WORDS = {
 }
 NO_TOKENS, COSTLY = WORDS.values()
 MISTAKES = {
-    "WRONG with 1 rank, 3 micro-batches": (
+    "It is about 1.2 times what is expected": (
         *(SUM, "", f"total / count{FACTOR}", "total / len(micro_batches)"),
     ),
-    "WRONG with 2 ranks, 3 micro-batches": (REDUCE, "", FACTOR, ""),
+    "It differs by about 17% from what is expected.": (REDUCE, "", FACTOR, ""),
     "It is what is expected, divided by 2": (FACTOR, ""),
     "The mean over the ranks is": ("model(rows)", "model.module(rows)"),
     NO_TOKENS: ("        total", f"{SKIP}        total"),

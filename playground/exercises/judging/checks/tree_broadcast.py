@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from judging.words import digits_of
+from judging.single import digits_of
 
 CASES = {
     "4 numbers": {"shape": (4,), "dtype": torch.float32},
@@ -11,6 +11,7 @@ CASES = {
 WORLD_SIZES = (1, 2, 3, 4, 5, 8)  # from 7 ranks on, some trees with two branches are too slow
 ONLY = ("send", "recv")
 INSTEAD = "use send and recv"
+STARTS = True
 HINTS = """
 After the first round, ranks 0 and 1 have the tensor. In the second round, both of them send. Which
 ranks should they send to, so that after the round ranks 0 to 3 have it?
@@ -26,14 +27,10 @@ while have < n:
 """
 
 
-def run(tree_broadcast, shape, dtype):
-    tensor = digits_of(dist.get_rank(), shape, dtype)
+def run(tree_broadcast, rank, world_size, shape, dtype):
+    tensor = digits_of(rank, shape, dtype)
     tree_broadcast(tensor)
     return tensor
-
-
-def start(rank, world_size, shape, dtype):
-    return digits_of(rank, shape, dtype)
 
 
 def expected(rank, world_size, shape, dtype):
