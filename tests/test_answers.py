@@ -1,13 +1,14 @@
 r"""The exercises in the docstrings end as playground/pages/answers.md says. Each is done on a copy.
 
 An entry of EDITS has a lesson, an exercise, the ranks (-: it takes no such number), flags, and how
-it is run: with 32 bits and not --double, with PyTorch's DETAIL, or with watch.py in front of it.
+it is run: with 32 bits and not --double, with PyTorch's DETAIL, with watch.py in front of it, or by
+torchrun.
 `A => B` replaces A in the code. \n is a new line, and ... in B is A. `first` names a lesson that
 runs before, with flags. Then comes what happens:
 
     loss L     the last loss is L, as in answers.md
-    same       the loss is that of the lesson, to the last digit; differs: it is not. (What lessons
-               read of a text is shorter than for answers.md, so the losses there are others.)
+    same       the loss is that of the lesson, to the last digit; differs: it is not. (Texts and
+               random images are fewer than for answers.md, so the losses there are others.)
     says W     W is printed, and is in answers.md
     prints W   W is printed
     fails W    there is an error (otherwise there is none), and W is printed and in answers.md;
@@ -19,12 +20,14 @@ an edit are in test_resumable.py, test_fsdp_checkpoints.py and test_hybrid_paral
 
 import ast
 import re
+import sys
 
 import pytest
-from conftest import DIGITS, ROOT, lesson_path, losses, ranks, run, talks
+from conftest import DIGITS, FEWER, ROOT, Job, lesson_path, losses, ranks, run, talks
 from lessons import LESSONS, small_data
 
 ANSWERS = (ROOT / "playground" / "pages" / "answers.md").read_text()
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 EDITS = r"""
 blocking_p2p 1 | 2
     zeros(4, => zeros(3,
@@ -96,6 +99,16 @@ distributed_data_parallel2 2 | 2 | --timeout 3
     parts = comm.gather(run_epoch(plain, test_loader, device)) => tested = run_epoch
     _, test_correct, => parts = comm.gather(tested(plain, test_loader, device))\n            ...
     fails Timed out waiting OR closed by peer
+distributed_data_parallel_torchrun 1 | 2 | | torchrun
+    rank, device = join(args) => ...\n    assert rank == 0
+    fails AssertionError
+    fails SIGTERM
+    prints rank : 1 (local_rank: 1) exitcode : 1
+    prints traceback : Traceback (most recent call last):
+distributed_data_parallel_torchrun 1 | 2 | | torchrun
+    rank, device = join(args) => ...\n    assert rank == 0
+    @record => # @record
+    fails To enable traceback see
 model_parallel 1 | -
     self.stage1(micro_batch).to(self.devices[1]) => self.stage1(micro_batch)
     loss 1.4064
@@ -106,6 +119,12 @@ model_parallel 2 | - | --pipelined
 overlapped_data_parallel 1 | 2
     buckets = Buckets(model, args.bucket_cap_mb)  # => model.stage1.requires_grad_(False)\n    ...
     fails cannot register a hook on a tensor that doesn't require gradient
+resnet 1 | 2 | --workers 0 --epochs 1 --accumulate 8
+    model.no_sync() => nullcontext()
+    same
+resnet 2 | 2 | --workers 0 --epochs 1 --accumulate 4
+    (loss * fraction).backward() => loss.backward()
+    differs
 profile_steps 2 | 2
     profiler.step() => pass
     fails not enough values to unpack (expected 4, got 0)
@@ -133,10 +152,22 @@ resumable 3 | 2 | --run_dir TMP/run
 sending_less 1 | 2 | --by diloco
     agreed - parameter => parameter - agreed
     loss 2.2781
+sending_less 2 | 2 | --by powersgd --epochs 10
+    matrix_approximation_rank=4 => matrix_approximation_rank=1
+    says 91.92%
+sending_less 2 | 2 | --by powersgd --epochs 10
+    matrix_approximation_rank=4 => matrix_approximation_rank=1, use_error_feedback=False
+    says 86.53%
 sharded_data 1 | 2 | --workers 1 --files TMP
     first sharded_data --make --files TMP
     manual_seed(seed + epoch) => manual_seed(seed + epoch + rank)
     loss 1.3396
+sharded_data 3 | 1 | --workers 1 --files TMP
+    first sharded_data --make --files TMP
+    self.labels = sorted => self.images = [opened(path) for path in self.images]\n        ...
+    opened(self.images[file]) => self.images[file]
+    model = make_model( => import pickle\n    print("bytes", len(pickle.dumps(train_set)))\n    ...
+    prints bytes 9408
 sharded_optimizer 1 | 2
     make_optimizer([self.shard]) => make_optimizer([self.flat])
     loss 2.31
@@ -144,6 +175,10 @@ sharded_optimizer 1 | 2
 sharded_optimizer 2 | 2
     dist.all_gather_into_tensor(self.flat, self.shard) => pass
     prints epoch 2/2  loss
+sharded_optimizer 3 | 2
+    for tensor in model.state_dict().values():\n        dist.broadcast(tensor, src=0) => pass
+    torch.manual_seed(args.seed)\n => torch.manual_seed(args.seed + rank)\n
+    differs
 manual_fully_sharded 1 | 2 | | 32 bits
     layer.register_forward_hook(self.free) => pass
     loss 1.4064
@@ -172,6 +207,11 @@ fully_sharded_export 1 | 2 | --load TMP/c.pt
     first distributed_data_parallel -s TMP/c.pt --epochs 1
     state["optimizer"] = by_name(state["optimizer"], model, optimizer) => pass
     loss 1.4028
+fully_sharded_export 2 | 2 | -s TMP/c.pt
+    full_state_dict=True, cpu => cpu
+    dist.destroy => weight = torch.load(args.savefile)["model"]["stage2.0.weight"]\n    ...
+    dist.destroy => print("saved", weight.to_local().shape)\n    ...
+    prints saved torch.Size([32, 64])
 sharded_muon 1 | 2 | --by gather
     update.full_tensor() => update.to_local()
     results.append(whole[ => results.append(whole)\n        continue\n        ...
@@ -291,6 +331,11 @@ expert_parallel 4 | 2 | --timeout 3
     order = expert.argsort() => expert = torch.zeros_like(expert)\n        ...
     fails average_gradients
     prints in backward
+language_model 1 | 2 | --timeout 5
+    text = sample( => text = "" if rank else sample(
+    fails all_gather
+    fails reduce_scatter
+    prints loss.backward()
 language_model 2 | 1 | --tied
     fully_shard(model, => fully_shard(model.stage1[0], mesh=mesh); ...
     fails is shared with a parameter already managed by another FSDP group
@@ -359,6 +404,7 @@ thousand_ranks 4 | -
 """
 FLAGS = {
     "digits": (*DIGITS, "--batch_size", 120, "--epochs", 2),  # as in answers.md
+    "fake": ("--dataset", "fake", "--device", "cpu", "--batch_size", 60, "--epochs", 2),
     "text": ("--device", "cpu", "--width", 16, "--epochs", 2),
 }
 INTRODUCTION, *SECTIONS = re.split(r"^## ", ANSWERS, flags=re.M)
@@ -379,10 +425,9 @@ def test_each_exercise_has_an_answer():
         assert len(answers_of(lesson)) - 1 == len(numbers) > 0, lesson
 
 
-# In language_model.py, to read the first twelve documents of the text.
-TWELVE = (
-    "from pydoc_data import topics\n\ntopics.topics = dict(sorted(topics.topics.items())[:12])\n"
-)
+# In language_model.py, to read the first twelve documents of the text; in resnet.py, few images.
+TWELVE = "from pydoc_data import topics\n\ntopics.topics = dict(sorted(topics.topics.items())[:12])"
+LESS = {"language_model": [("import math\n", f"import math\n{TWELVE}\n")], "resnet": [FEWER]}
 
 
 def parsed(lines):
@@ -432,20 +477,22 @@ def test_an_edit(edit, change, tmp_path):
         options["status"] = "error"
     if how == "DETAIL":  # PyTorch reads it when it is imported
         options |= {"env": {"TORCH_DISTRIBUTED_DEBUG": how}, "cold": True}
-    if lesson == "language_model":
-        pairs.append(("import math\n", f"import math\n{TWELVE}"))
-    elif small_data(lesson) == "text":
+    if small_data(lesson) == "text" and lesson != "language_model":
         options["env"] = {"DOCUMENTS": "40"}
     if before is not None:
         run(before[0], *flags, *before[1:], processes=None if "--make" in before else 2)
     flags += more.split()
-    copy = change(lesson, *pairs)
+    less = LESS.get(lesson, [])
+    copy = change(lesson, *less, *pairs)
     if how == "watch":  # the lesson behind watch.py
         done, *_ = [job.wait() for job in ranks("watch", copy, *flags, processes=int(count))]
+    elif how == "torchrun":
+        done = Job(*TORCHRUN, count, copy, *flags).wait()
+        assert done.returncode == 1
     else:
         done = run(copy, *flags, **options)
     above, *answers = answers_of(lesson)
     answer = INTRODUCTION + above + answers[int(number) - 1]
     for kind, words in expected:
         assert kind == "prints" or all(each in answer for each in words.split(" OR "))
-        check(done, kind, words, lambda: run(lesson, *flags, **options))
+        check(done, kind, words, lambda: run(change(lesson, *less), *flags, **options))

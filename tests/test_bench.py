@@ -1,25 +1,19 @@
 """bench.py: its numbers are the lessons' own, a failure is a row, and no process is left behind.
 
-Short scripts stand for most lessons. Below are the bare programs, which bench.py compares with
-lessons, and the memory of the loader.
+Short scripts stand for most lessons. The last test is of the bare programs, which bench.py compares
+with lessons.
 """
 
-import importlib
-import multiprocessing
 import os
-import re
 import signal
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import bench
 import pytest
 from conftest import ROOT, SHORT, Lesson, alive, epochs, ranks, run, single_gpu
-from torch.utils.data import DataLoader
 
-from common.data import fetch, load, whole_batch
 from watching import runs
 
 EPOCHS = """import sys
@@ -115,8 +109,7 @@ def test_a_run_that_hangs_is_ended():
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_keeps_what_there_is(number, change):
+def test_ctrl_c_keeps_what_there_is(change):
     """The first lesson is in the table, and no process is left, though torchrun has sessions."""
     path = change("bench")
     started = path.parent / "started"
@@ -128,7 +121,7 @@ def test_ctrl_c_keeps_what_there_is(number, change):
     end = time.monotonic() + 300
     while not started.exists() and time.monotonic() < end:
         time.sleep(0.1)
-    os.kill(job.process.pid, number)
+    os.kill(job.process.pid, signal.SIGTERM)  # which is handled as Ctrl-C
     done = job.wait()
     assert done.returncode == 1
     assert [row["lesson"] for row in table(done.stdout)] == ["single_gpu"]
@@ -177,25 +170,3 @@ def test_a_bare_program_prints_the_numbers_of_its_lesson(lesson, bare):
     done, *_ = [job.wait() for job in jobs]
     assert len(epochs(done.stdout)) == 1, done.stderr
     assert epochs(done.stdout) == epochs(expected.stdout)
-
-
-def growth(data_dir):
-    """Load MNIST and read it once. Returns by how much this grows, as a multiple of the images."""
-
-    def memory(field):
-        status = Path("/proc/self/status").read_text()
-        return int(re.search(rf"^{field}:\s+(\d+) kB$", status, re.M)[1]) * 1024
-
-    importlib.import_module("torchvision.datasets")  # which load() would import
-    before = memory("VmRSS")
-    train_set, test_set = load("mnist", data_dir)
-    for _ in DataLoader(train_set, 128, shuffle=True, collate_fn=whole_batch):
-        pass
-    return (memory("VmHWM") - before) / (train_set.images.nbytes + test_set.images.nbytes)
-
-
-def test_loader_takes_little_memory(mnist):
-    """load() and a pass over the DataLoader need at most 1.5 times the memory of the images."""
-    fetch("mnist", mnist)  # which unpacks the archives
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
-        assert fresh.submit(growth, mnist).result() == pytest.approx(1.25, abs=0.25)

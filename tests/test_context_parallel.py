@@ -1,11 +1,10 @@
-"""The context parallelism lesson: attention, gradients, messages and bytes.
+"""The context parallelism lesson: attention and bytes. test_pictures.py has the messages.
 
 The functions without "test" in their names run on ranks, or help them.
 """
 
 import argparse
 import contextlib
-import copy
 import io
 import re
 from functools import partial
@@ -13,13 +12,10 @@ from functools import partial
 import context_parallel as lesson
 import pytest
 import torch
-import torch.distributed as dist
 from conftest import ROOT
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 
 from common.models import Language
-from watching.messages import Messages
 from watching.ranks import call
 
 
@@ -55,39 +51,6 @@ def attend(rank):
 def test_attention_is_that_of_one_process():
     """Tokens at any positions: forward and backward, with large scores."""
     call(attend, 3)
-
-
-def sample(rank):
-    """Compare two backward passes of split tokens with those of a whole model, and count."""
-    torch.manual_seed(0)
-    rows = torch.randint(256, (3, 16))
-    labels = torch.randint(256, (3, 16))
-    counted = {}
-    for by, attention in lesson.ATTENTION.items():
-        positions = lesson.zigzag(16, 4)
-        mine = positions[rank]
-        whole = Language(16, layers=1, heads=8).double()
-        model = copy.deepcopy(whole)
-        lesson.split_tokens(model, attention, positions, dist.group.WORLD)
-        parallel = DistributedDataParallel(model)
-        for _ in range(2):  # gradients accumulate
-            F.cross_entropy(whole(rows), labels).backward()
-            with Messages() as messages:
-                F.cross_entropy(parallel(rows[:, mine]), labels[:, mine]).backward()
-        for part, right in zip(model.parameters(), whole.parameters(), strict=True):
-            torch.testing.assert_close(part.grad, right.grad, atol=1e-12, rtol=1e-10)
-        counted[by] = messages
-    size = 3 * 4 * 16 * 8  # of a rank's queries: rows, tokens, width, bytes of a number
-    # The keys and values have half of the heads. Three messages, with gradients three and four.
-    assert len(counted["ring"].of("send")) == len(counted["ring"].of("recv")) == 10
-    assert counted["ring"].sent("send") == 10 * size
-    assert len(counted["ulysses"].of("all_to_all")) == 8
-    assert counted["ulysses"].sent("all_to_all") == 6 * size * 3 / 4
-
-
-def test_gradients_and_messages():
-    """Each rank has the gradients of one process, and sends what the formulas say."""
-    call(sample, 4)
 
 
 def long_rows(rank, tokens, order, shown):

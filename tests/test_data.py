@@ -1,4 +1,4 @@
-"""The data and the models: what each rank reads, files that are missing or damaged, layers."""
+"""The data: what each rank tests on, and files that are missing or damaged."""
 
 import argparse
 import os
@@ -6,13 +6,10 @@ import shutil
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, RandomSampler
 from torchvision.datasets import MNIST
 from torchvision.transforms import Compose, Normalize, ToTensor
 
 from common.data import Images, fetch, load, loaders
-from common.models import CNN, MLP, Transformer
-from common.transformer import Block
 from watching.ranks import call
 
 # Bytes of the unpacked files.
@@ -66,37 +63,19 @@ def fetch_as_rank(rank, folder):
     return fetch(None, folder)
 
 
-def test_the_loaders_of_all_ranks(monkeypatch):
-    """Their training batches make up those of single_gpu.py, and each test image is there once.
+def test_the_test_loaders_of_all_ranks(monkeypatch):
+    """Each image is there once, and all ranks have equally many batches, as FSDP needs it."""
 
-    All ranks have equally many test batches.
-    """
-
-    def numbers(dataset, data_dir, dtype):
-        parts = (torch.arange(1500), torch.arange(2500))
-        return tuple(Images(part.to(dtype), part) for part in parts)
+    def numbers(*_):
+        return [Images(torch.arange(size), torch.arange(size)) for size in (1500, 2500)]
 
     monkeypatch.setattr("common.data.load", numbers)
-    args = argparse.Namespace(dataset="digits", data_dir=None, batch_size=120, seed=3)
-    args.device = "cpu"
-    args.double = True
-    pairs = [loaders(args, rank, 8) for rank in range(8)]
-    train_loaders = [train_loader for train_loader, _ in pairs]
-    for epoch in (0, 1):
-        for train_loader in train_loaders:
-            train_loader.sampler.set_epoch(epoch)
-        order = RandomSampler(range(1500), generator=torch.Generator().manual_seed(3 + epoch))
-        batches = BatchSampler(order, 120, drop_last=True)
-        for batch, *parts in zip(batches, *train_loaders, strict=True):
-            for rank, (images, labels) in enumerate(parts):
-                assert labels.tolist() == batch[rank::8]
-                assert images.equal(labels.double())
-    assert {len(test_loader) for _, test_loader in pairs} == {3}
-    tested = []
-    for _, test_loader in pairs:
-        for _, labels in test_loader:
-            tested += labels.tolist()
-    assert sorted(tested) == list(range(2500))
+    flags = {"dataset": None, "data_dir": None, "seed": 0, "device": "cpu", "double": False}
+    args = argparse.Namespace(batch_size=120, **flags)
+    test_loaders = [loaders(args, rank, 8)[1] for rank in range(8)]
+    assert {len(test_loader) for test_loader in test_loaders} == {3}
+    tested = [labels for test_loader in test_loaders for _, labels in test_loader]
+    assert torch.cat(tested).sort()[0].equal(torch.arange(2500))
 
 
 def test_mnist_equals_torchvisions(mnist):
@@ -147,24 +126,3 @@ def test_a_truncated_archive(mnist, tmp_path):
     damaged = copied(mnist, tmp_path, ARCHIVES) / "train-labels-idx1-ubyte.gz"
     os.truncate(damaged, damaged.stat().st_size // 2)
     assert f"{damaged} is damaged: delete it" in error_line(None, tmp_path)
-
-
-def count(network):
-    """Return the number of a network's parameters."""
-    return sum(parameter.numel() for parameter in network.parameters())
-
-
-def test_depth_and_width():
-    """Each additional layer is a linear layer of the width; the first stage has the larger half."""
-    assert [count(MLP()), count(CNN()), count(Transformer())] == [59_210, 51_902, 27_626]
-    images = torch.randn(5, 1, 28, 28)
-    for network, layers in ((MLP, 1), (MLP, 6), (CNN, 2)):
-        model = network(8, layers)
-        widths = [len(each) for each in model.parameters() if each.dim() == 2]
-        assert widths == [8] * layers + [10]
-        assert model(images).shape == (5, 10)
-        assert model.stage2(model.stage1(images)).equal(model(images))
-    model = Transformer(8, 3, tokens=7)
-    stages = (model.stage1, model.stage2)
-    assert [sum(isinstance(part, Block) for part in stage) for stage in stages] == [2, 1]
-    assert model(images).shape == (5, 10)

@@ -218,16 +218,6 @@ def test_nodes_with_different_flags(lesson, flag, zero, one):
         assert done.stdout == ""
 
 
-def test_nodes_with_different_numbers_of_ranks():
-    """They wait for ranks that will not come, and then say that -g must be the same."""
-    port = free_port()
-    both = (*DIGITS, "-n", 2, "-ip", "127.0.0.2", "--port", port, "--timeout", 3)
-    other = Lesson("manual_data_parallel", *both, "-g", 2, "-nr", 1)
-    done = run("manual_data_parallel", *both, "-g", 1, "-nr", 0, status=1)
-    told(done, COME.format(2, "127.0.0.2", port))
-    told(other.wait(), COME.format(4, "127.0.0.2", port))
-
-
 def test_ranks_of_a_launcher_with_different_flags():
     """Each rank was started by hand, one of them with another flag: said before the first step."""
     meet = launched() | {"MASTER_PORT": str(free_port())}

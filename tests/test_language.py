@@ -38,17 +38,6 @@ def test_a_python_without_the_text(monkeypatch):
         fetch("text", "no folder")
 
 
-def test_a_run_says_which_text_it_reads(capsys, monkeypatch):
-    """The version of Python and the bytes, once on each node: another version has another text."""
-    version = ".".join(str(number) for number in sys.version_info[:3])
-    size = sum(len(text.encode()) for text in topics.values())
-    line = f"text: the help texts of Python {version}, {size:,} bytes\n"
-    for local_rank, expected in (("0", line), ("1", "")):
-        monkeypatch.setenv("LOCAL_RANK", local_rank)
-        fetch("text", "no folder")
-        assert capsys.readouterr().err == expected
-
-
 def test_scores_depend_on_the_distance():
     """A query at position 7 and a key at 4 have the score of those at 103 and 100."""
     query, key = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64)

@@ -1,27 +1,11 @@
 """Lessons stand by themselves: in a project of a reader's own, with plain PyTorch."""
 
 import re
-import shutil
 
 import pytest
-from conftest import ROOT, SHORT, lesson_path, ranks, run, talks
-from lessons import TEN
+from conftest import SHORT, lesson_path, ranks, run
 
 LESSON = "distributed_data_parallel_torchrun"  # the one to copy
-
-
-@pytest.mark.parametrize("lesson", TEN)
-def test_each_of_the_ten_runs_with_common_beside_it(lesson, tmp_path):
-    """Copied into a folder of another name, it needs nothing else of this project."""
-    ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "common", tmp_path / "common", ignore=ignored)
-    copy = tmp_path / "mine" / f"my_{lesson}.py"
-    copy.parent.mkdir()
-    shutil.copy(lesson_path(lesson), copy)
-    several = "--gpus" in copy.read_text() or lesson == LESSON
-    flags = () if talks(lesson) else SHORT
-    out = run(copy, *flags, processes=2 if several else None, cwd=tmp_path).stdout
-    assert re.search(r"^rank 1.*\d" if talks(lesson) else r"^epoch 1/1  loss \d", out, re.M)
 
 
 PARSER = """    parser = argparse.ArgumentParser()

@@ -4,12 +4,11 @@ import os
 import signal
 
 import pytest
-from conftest import ROOT, SHORT, Job, epochs, one_process
+from conftest import ROOT, Job
 from nodes import (
     FLAGS,
     HOSTS,
     LIGHT,
-    PATIENT,
     STAYS,
     TRAVEL,
     Nodes,
@@ -19,8 +18,6 @@ from nodes import (
     variables,
 )
 from sshd import Sshd
-
-LESSON = "playground/distributed_data_parallel_torchrun.py"
 
 
 @pytest.fixture(scope="module")
@@ -35,15 +32,6 @@ def mpirun(sshd, kind, *command, **env):
     need(kind)
     env = {"MPIRUN": kind, "SSH": sshd.command} | env
     return Job(*sshd.nodes.enter(0), ROOT / "run" / "mpirun.sh", *command, env=env, cwd="/")
-
-
-def test_training(sshd):
-    """Two nodes with a rank each print the numbers of single_gpu.py."""
-    done = mpirun(sshd, "mpirun.openmpi", LESSON, *SHORT, *PATIENT, GPUS="1").wait()
-    assert done.returncode == 0, done.stderr
-    assert "2 ranks, gloo, cpu\n" in done.stdout
-    assert epochs(done.stdout) == one_process(*SHORT)
-    assert sshd.left() == []
 
 
 @pytest.mark.parametrize("kind", ["mpirun.openmpi", "mpiexec.hydra"])

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.quick
 RUNS = """
 data_parallel --by hand; 3; transformer
 manual_data_parallel; 3; mlp
+manual_data_parallel --bucket; 2; mlp
 overlapped_data_parallel; 3; mlp
 distributed_data_parallel; 3; mlp
 distributed_data_parallel2; 3; mlp
@@ -28,19 +29,23 @@ distributed_data_parallel_torchrun; 3; language
 resumable; 3; mlp
 model_parallel; None; mlp
 model_parallel --pipelined --micro_batches 7; None; transformer
+manual_pipeline --micro_batches 7; 3; mlp
 manual_pipeline --schedule 1F1B; 3; language
+pipeline_parallel --schedule GPipe; 2; cnn
+pipeline_parallel --schedule Interleaved1F1B; 2; mlp
 pipeline_parallel --schedule InterleavedZeroBubble; 2; mlp
 pipeline_parallel --schedule 1F1B; 3; language
 pipeline_parallel --schedule ZBVZeroBubble; 1; mlp
 pipeline_parallel --schedule DualPipeV; 2; language
 sharded_optimizer; 3; language
 manual_fully_sharded; 3; mlp
-manual_fully_sharded --keep_weights; 1; language
+manual_fully_sharded --keep_weights; 2; language
 fully_sharded_data_parallel --meta; 3; mlp
 fully_sharded_data_parallel; 2; language
 fully_sharded_checkpoints; 1; transformer
 fully_sharded_export; 2; mlp
 tensor_parallel; 4; mlp
+tensor_parallel; 2; cnn
 tensor_parallel --by dtensor; 2; mlp
 hybrid_parallel; 4; mlp
 hybrid_parallel --kind hsdp; 4; transformer
@@ -64,6 +69,7 @@ vocabulary_parallel --by dtensor; 2; language
 four_axes --mesh 2x1x2x1; 4; language
 """
 MODEL = {"mlp": (*DIGITS, "--batch_size", 120, "--epochs", 2)}  # flags that select a model
+MODEL["cnn"] = (*MODEL["mlp"], "--model", "cnn", "--width", 16)
 MODEL["transformer"] = (*MODEL["mlp"], "--model", "transformer", "--tokens", 8, "--width", 16)
 MODEL["language"] = (*MODEL["mlp"][2:], "--model", "language", "--width", 16)
 NO_PARITY = {

@@ -1,7 +1,6 @@
-"""sharded_data.py: who reads which image, and a run that stops in the middle of an epoch."""
+"""sharded_data.py: its files, and a run that stops in the middle of an epoch."""
 
 import argparse
-import itertools
 import os
 import pickle
 import re
@@ -10,7 +9,7 @@ import numpy
 import pytest
 import torch
 from conftest import DIGITS, epochs, launched, one_line, run, single_gpu
-from sharded_data import Files, add_flags, beginning, own_batches, resume, save
+from sharded_data import Files, add_flags, beginning, resume, save
 
 from common import flags
 
@@ -24,22 +23,6 @@ def files(tmp_path_factory):
     flag = ("--files", tmp_path_factory.mktemp("files"))
     run(LESSON, "--make", *FLAGS, *flag)
     return flag
-
-
-def test_what_each_rank_reads():
-    """Any number of ranks reads the same global batches, equally many images each, from any place.
-
-    1,500 images in batches of 120 are 12 whole batches.
-    """
-    one = own_batches(1500, 120, 5, 1, 0, 0, 1)
-    assert [len(batch) for batch in one] == [120] * 12
-    assert len(set(itertools.chain(*one))) == 1440
-    assert own_batches(1500, 120, 5, 2, 0, 0, 1) != one != own_batches(1500, 120, 4, 1, 0, 0, 1)
-    for ranks, done in ((2, 0), (3, 600), (4, 1320), (3, 1440)):
-        parts = [own_batches(1500, 120, 5, 1, done, rank, ranks) for rank in range(ranks)]
-        assert all(len(batch) == 120 // ranks for batch in itertools.chain(*parts))
-        together = [sorted(itertools.chain(*batch)) for batch in zip(*parts, strict=True)]
-        assert together == [sorted(batch) for batch in one[done // 120 :]]
 
 
 def test_files_of_unequal_length(tmp_path):

@@ -5,13 +5,12 @@ import signal
 import time
 
 import pytest
-from conftest import DIGITS, LONG, SHORT, each_epoch, epochs, one_process, python_path
+from conftest import DIGITS, each_epoch, epochs, one_process, python_path
 from nodes import FLAGS, HOSTS, LIGHT, PATIENT, Nodes, check_places, variables
 from slurm import Slurm, wait_for
 
 SRUN = "run/slurm_srun.sbatch"
 TORCHRUN = "run/slurm_torchrun.sbatch"
-LESSON = "playground/distributed_data_parallel_torchrun.py"
 
 
 @pytest.fixture(scope="module")
@@ -19,18 +18,6 @@ def slurm(tmp_path_factory):
     """A cluster for all tests of this file."""
     with Nodes() as nodes, Slurm(nodes, tmp_path_factory.mktemp("slurm")) as slurm:
         yield slurm
-
-
-def test_training_until_scancel(slurm):
-    """Two nodes with a rank each print the numbers of single_gpu.py. scancel ends both."""
-    flags = (*SHORT[:-1], LONG[-1], *PATIENT)
-    job, output = slurm.submit("--ntasks-per-node", 1, SRUN, LESSON, *flags)
-    text = wait_for(output, r"^epoch 1/.*\n")
-    assert "2 ranks, gloo, cpu\n" in text
-    assert epochs(text)[:1] == one_process(*SHORT)
-    assert slurm.command("scancel", job).returncode == 0
-    assert slurm.wait(job)["JobState"] == "CANCELLED"
-    assert slurm.left() == []
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """The lesson on the mean over all tokens: numbers that do not depend on how a batch is divided."""
 
 import argparse
-import functools
 import re
 
 import pytest
@@ -9,11 +8,7 @@ import token_mean as lesson
 import torch
 from conftest import epochs, run
 from parameters import largest_difference
-from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
-
-from watching.ranks import call
 
 LESSON = "token_mean"
 FLAGS = ("--double", "--width", 16, "--layers", 1, "--batch_size", 12, "--epochs", 1)
@@ -66,43 +61,6 @@ def made():
 def paragraphs(*lengths):
     """Return paragraphs of random letters, of these lengths, as the lesson makes them."""
     return [F.pad(torch.randint(1, 256, (length,)), (1, 1)) for length in lengths]
-
-
-def compare_gradients(rank):
-    """DDP and FSDP have the gradient of the mean over all tokens, also after a test."""
-    torch.manual_seed(1)
-    lists = [paragraphs(3, 40), paragraphs(100), paragraphs(1), paragraphs(9, 2, 5)]
-    whole = made()
-    rows, labels = lesson.make_rows([each for one in lists for each in one], packed=False)
-    F.cross_entropy(whole(rows), labels).backward()
-    right = lesson.whole_gradient(whole)
-    close = functools.partial(torch.testing.assert_close, atol=1e-12, rtol=0)
-    own = [lesson.make_rows(each, packed=False) for each in lists[2 * rank : 2 * rank + 2]]
-    sums = torch.zeros(3)
-    fsdp = made()
-    lesson.shard(fsdp, argparse.Namespace(device="cpu", timeout=60))
-    for model in (DistributedDataParallel(made()), fsdp):
-        optimizer = torch.optim.SGD(model.parameters())
-        for _ in range(2):
-            optimizer.zero_grad()
-            lesson.compute_gradients(model, own, sums)
-            close(lesson.whole_gradient(model), right)
-            with torch.no_grad():
-                model(rows)
-        optimizer.zero_grad()
-        lesson.mean_of_means(model, own, sums)
-        assert (lesson.whole_gradient(model) - right).norm() > 0.1 * right.norm()
-    for module in fsdp.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)  # in place of the factor
-    optimizer.zero_grad()
-    lesson.compute_gradients(fsdp, own, sums)
-    close(lesson.whole_gradient(fsdp), 2 * right)
-
-
-def test_gradients():
-    """They are those of one process, to 1e-12. Those of a mean of means are not."""
-    call(compare_gradients, 2)
 
 
 def test_packing():

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional as F
 
@@ -22,43 +21,23 @@ BYTES = 8 * 3 * 5  # of a number for each token
 RANKS = 2
 
 
-def whole_and_parts(tied, split):
-    """Return a language model, one whose vocabulary is split, rows, labels and logits."""
-    torch.manual_seed(0)
-    whole = Language(8, layers=1, tied=tied).double()
-    parts = copy.deepcopy(whole)
-    split(parts)
-    rows, labels = torch.randint(256, (2, *TOKENS))
-    labels[0, 1] = labels[2, 4] = -100
-    return whole, parts, rows, labels
-
-
 def gradient(parameter):
-    """Return the whole gradient of a parameter, split by rows or not."""
-    if isinstance(parameter, DTensor):
-        return parameter.grad.full_tensor()
-    if len(parameter) == 8:  # of a norm
-        return parameter.grad
+    """Return the whole gradient of a parameter that is split by rows."""
     chunks = [torch.empty_like(parameter.grad) for _ in range(RANKS)]
     dist.all_gather(chunks, parameter.grad)
     return torch.cat(chunks)
 
 
-def compare(whole, parts, tied):
-    """Compare the gradients of the layers that are split, and of the one between them."""
-    for model in (whole, parts):
-        assert (model.stage2[-1].output.weight is model.stage1[0].weight) == tied
-    close(gradient(parts.stage1[0].weight), whole.stage1[0].weight.grad)
-    close(gradient(parts.stage2[-1].norm.weight), whole.stage2[-1].norm.weight.grad)
-    close(gradient(parts.stage2[-1].output.weight), whole.stage2[-1].output.weight.grad)
-
-
 def by_hand(rank, tied):
-    """Compare losses and gradients, and count messages."""
+    """Compare losses and gradients with those of one process, and count messages."""
     import vocabulary_parallel as lesson
 
-    split = partial(lesson.split_vocabulary, group=None)
-    whole, parts, rows, labels = whole_and_parts(tied, split)
+    torch.manual_seed(0)
+    whole = Language(8, layers=1, tied=tied).double()
+    parts = copy.deepcopy(whole)
+    lesson.split_vocabulary(parts, group=None)
+    rows, labels = torch.randint(256, (2, *TOKENS))
+    labels[0, 1] = labels[2, 4] = -100
     weights = torch.rand(TOKENS, dtype=torch.float64)  # of the tokens' losses
     for _ in range(2):  # gradients accumulate
         logits = whole(rows)
@@ -71,11 +50,12 @@ def by_hand(rank, tied):
             (losses * weights).sum().backward()
         close(losses, right)
         assert correct.equal(logits.argmax(dim=1) == labels)
-    compare(whole, parts, tied)
+    for of in (lambda model: model.stage1[0], lambda model: model.stage2[-1].output):
+        close(gradient(of(parts).weight), of(whole).weight.grad)
+    assert (parts.stage2[-1].output.weight is parts.stage1[0].weight) == tied
     # Three numbers of each token. In backward(), only the gradients of the last layer's inputs.
     assert [message.nbytes for message in of_loss.of("all_reduce")] == [BYTES, 2 * BYTES]
     assert [message.nbytes for message in of_gradients.noted] == [8 * BYTES]
-    assert of_loss.sent() == 3 * BYTES
     # Scores that are too large for exp(), and a rank of which all scores are -inf.
     large = 1e4 * logits.detach()
     large[:, 128:] = -torch.inf
@@ -86,34 +66,8 @@ def by_hand(rank, tied):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_by_hand(tied):
-    """Split or whole, each rank has the losses and gradients of one process."""
+    """Split or whole, tied or not, each rank has the losses and gradients of one process."""
     call(by_hand, RANKS, tied)
-
-
-def by_dtensor(rank, tied):
-    """Compare the mean loss and the gradients, and count the messages of the loss."""
-    import vocabulary_parallel as lesson
-
-    mesh = dist.init_device_mesh("cpu", (RANKS,))
-    split = partial(lesson.split_vocabulary_by_dtensor, mesh=mesh)
-    whole, parts, rows, labels = whole_and_parts(tied, split)
-    right = F.cross_entropy(whole(rows), labels)
-    right.backward()
-    with loss_parallel():
-        scores = parts(rows)
-        with Messages() as of_loss:
-            loss = F.cross_entropy(scores, labels)
-        loss.backward()
-    close(loss.full_tensor(), right)
-    compare(whole, parts, tied)
-    assert [message.nbytes for message in of_loss.of("all_reduce")] == [BYTES] * 3
-    assert of_loss.sent() == 3 * BYTES
-    dist.barrier()
-
-
-def test_by_dtensor():
-    """The same from PyTorch, with as many bytes. Tied tables stay tied."""
-    call(by_dtensor, RANKS, True)
 
 
 def memory(name):
