@@ -27,6 +27,12 @@ NOTEBOOK = "blob/main/run/notebook.ipynb"
 COLAB = f"https://colab.research.google.com/github/{REPOSITORY}/{NOTEBOOK}"
 KAGGLE = f"https://www.kaggle.com/kernels/welcome?src={GITHUB}/{NOTEBOOK}"
 COMMAND = re.compile(r"(?:[A-Z_0-9]+=\S+ )*(?:python|torchrun|tensorboard|git|pip|run/\w+\.sh) ")
+# What the first page shows in place of its picture.
+FIRST_RUN = """Two processes train a model, and average its gradients ([lesson
+6](playground/manual_data_parallel.md)). Red is waiting. Zoom in, and point at anything:
+
+<div class="recording"><p><a href="recorded/each_gradient.html">Show the recorded run</a></p></div>
+"""
 # A docstring's blocks: a numbered list, another list, indented lines, or a paragraph.
 BLOCK = re.compile(
     r"(?P<list>(?:^ *\d+\. .*\n(?:^ {3,}\S.*\n)*)+)"
@@ -37,6 +43,33 @@ BLOCK = re.compile(
 )
 # Where a lesson says that a reader can stop, and where another part of it begins.
 PART = re.compile(r"# (You can stop here.*)\.|# -{10} (.*) -{10}")
+# What people type into a search, besides the words of a page. For SYMPTOMS, these pages come first.
+SYMPTOMS = {
+    "hangs": "hang stuck deadlock NCCL timeout watchdog desync py-spy",
+    "troubleshooting": "error message symptom crash NCCL timeout OOM out of memory connection"
+    " refused closed reset address already in use port NaN stuck deadlock hang uneven mismatch",
+    "stragglers": "slow rank GPU straggler late",
+}
+SEARCHED = SYMPTOMS | {
+    "distributed_data_parallel": "multi node multi GPU machines",
+    "distributed_data_parallel_torchrun": "multi node multi GPU elastic launch",
+    "resumable": "fault tolerance preemption save load elastic",
+    "resnet": "SyncBatchNorm fine-tune",
+    "finding_hangs": "deadlock stuck NCCL timeout watchdog flight recorder",
+    "sending_less": "PowerSGD compression bandwidth",
+    "sharded_data": "streaming dataset IterableDataset WebDataset",
+    "sharded_optimizer": "stage 1 ZeroRedundancyOptimizer",
+    "fully_sharded_data_parallel": "FSDP2 stage 3 ZeRO",
+    "manual_pipeline": "parallel PP bubble",
+    "tensor_parallel": "TP Megatron",
+    "hybrid_parallel": "2D DeviceMesh",
+    "mixed_precision": "bf16 fp16 AMP half loss scaling",
+    "activation_checkpointing": "gradient recompute OOM out of memory",
+    "context_parallel": "long context CP",
+    "expert_parallel": "MoE EP",
+    "language_model": "LLM GPT",
+    "four_axes": "3D 4D Megatron",
+}
 # Words of the glossary with a plain meaning, too, in which lessons often use them.
 PLAIN = {"block", "buffer", "gather", "handle", "load", "norm", "pass", "reduce", "scatter"}
 PLAIN |= {"stage", "store", "trace", "word"}
@@ -90,8 +123,15 @@ class Source:
     def parts(self) -> list[tuple[int, int, str]]:
         """Return the parts of the code: first line, last line, and a label if one can skip it."""
         labels = {self.first: ""}
-        if "Builds on:" in self.doc:  # an earlier lesson has shown most imports
-            labels |= {self.imports[0].lineno: "imports", self.imports[-1].end_lineno + 1: ""}
+        if "Builds on:" in self.doc:  # an earlier lesson has shown the imports that are not new
+            first, last = self.imports[0].lineno, self.imports[-1].end_lineno
+            new = sorted(n for n in self.lit if first <= n <= last)
+            for before, after in pairwise([first - 1, *new, last + 1]):
+                begin = before + 1
+                while self.lines[begin - 1].startswith(" "):
+                    begin += 1
+                if after - begin > 2:
+                    labels |= {begin: "imports", after: ""}
         for number, line in enumerate(self.lines, 1):
             if part := PART.match(line):
                 label = part[1] or part[2]
@@ -132,16 +172,19 @@ class Course:
     """The course's files, and what their pages say to each other."""
 
     def __init__(self):
-        self.parts, self.tasks, self.ideas = {}, {}, {}  # the first two by the name of the part
+        self.parts, self.tasks = {}, {}  # by the name of the part
+        self.ideas = {f"playground/pages/{name}": words for name, words in SYMPTOMS.items()}
         table = (COURSE / EXERCISES / "README.md").read_text(encoding="utf-8")
-        for title, text in self.chapters("playground/README.md").items():
+        self.rows = self.chapters("playground/README.md")
+        for title, text in self.rows.items():
             rows = re.findall(r"^\| \d+\. \[`\w+\.py`\]\((\S+)\) \| (.*) \|$", text, re.M)
-            if not rows:  # the tools
+            if not rows:
+                tools = text
                 continue
             self.parts[title] = [Source(COURSE / "playground" / file) for file, _ in rows]
             for lesson, (_, idea) in zip(self.parts[title], rows, strict=True):
-                words = f"{lesson.path.name} {lesson.title} {idea}".lower().replace("`", "")
-                self.ideas[lesson.page.removesuffix(".md")] = re.sub("[-_]", " ", words)
+                words = [lesson.path.name, lesson.title, idea, SEARCHED.get(lesson.path.stem, "")]
+                self.ideas[lesson.page.removesuffix(".md")] = " ".join(words)
             part = title.partition(":")[0]
             files = re.findall(r"\w+\.py", re.search(rf"^\| {part} \| (.*)", table, re.M)[1])
             self.tasks[part] = [Source(COURSE / EXERCISES / file) for file in files]
@@ -162,8 +205,17 @@ class Course:
             # Docstrings name most files without their folder.
             for name in (source.file, source.file.removeprefix("playground/"), source.path.name):
                 self.pages[name] = source.page + source.anchor
+        # A tool has no page of its own, but one that is about it.
+        for file, page in re.findall(r"^\| \[`(tools/.*?)`\].*?\((pages/\w+\.md)", tools, re.M):
+            for name in (f"playground/{file}", file, Path(file).name):
+                self.pages[name] = f"playground/{page}"
         for file in self.markdown:
             self.pages.setdefault(Path(file).name, file)
+            if file.startswith(("playground/pages/", "run/")):
+                headings = re.findall("^#+ .*", (COURSE / file).read_text(encoding="utf-8"), re.M)
+                self.ideas.setdefault(file.removesuffix(".md"), " ".join(headings))
+        for page, words in self.ideas.items():
+            self.ideas[page] = " " + re.sub("[^a-z0-9.]+", " ", words.lower())
         glossary = (COURSE / "playground/pages/glossary.md").read_text(encoding="utf-8")
         self.tips = {}
         for words, meaning in re.findall(r"^\| ([^|]+) \| ([^|]+) \| [^|]*\|$", glossary, re.M):
@@ -177,7 +229,7 @@ class Course:
             r"`([^`\n]+)`|(https?://[^\s)]*\w)|([\\*<>\[\]#$|])"
             rf"|(?<![\w-])({longest_first})(?:e?s)?(?![\w-])"
         )
-        self.explained = set()  # the meanings that a page has shown
+        self.explained, self.drawn = set(), set()  # the meanings and pictures of a page
         self.answers = self.chapters("playground/pages/answers.md")
         self.pictures = self.chapters("playground/pages/pictures.md")
 
@@ -193,7 +245,14 @@ class Course:
         """
 
         def link(match: re.Match) -> str:
-            image, words, target = match.groups()
+            image, words, target, name = match.groups()
+            if name:
+                path = os.path.normpath(Path(file).parent / name)
+                page = self.pages.get(path, self.pages.get(name))
+                own = not page or page == self.pages.get(here or file)
+                return match[0] if own else f"[{match[0]}]({relative(page, here or file)})"
+            if not target:
+                return match[0]
             target, sharp, anchor = target.partition("#")
             if "://" in target or (not target and here is None):
                 return match[0]
@@ -204,7 +263,9 @@ class Course:
                 return f"[{words}]({relative(self.pages[path], here or file)}{sharp}{anchor})"
             return f"[{words}]({GITHUB}/tree/main/{path})" if REPOSITORY else words
 
-        return re.sub(r"(!?)\[([^]]*)\]\(([^)\s]+)\)", link, text)
+        code = r"^ *```.*?^ *```|^ {4}[^\n]*"
+        code_link_name = rf"{code}|(!?)\[([^]]*)\]\(([^)\s]+)\)|`([\w./]+)`"
+        return re.sub(code_link_name, link, text, flags=re.M | re.S)
 
     def inline(self, text: str, file: str) -> str:
         """Return a paragraph of a docstring as Markdown, with links and tips for words."""
@@ -241,7 +302,7 @@ class Course:
         return result
 
     def prose(self, source: Source, text: str) -> str:
-        """Return a part of a docstring as Markdown."""
+        """Return a part of a docstring as Markdown. Pictures stand below what names them."""
         result = ""
         for match in BLOCK.finditer(text):
             block = dedent(match[0]).rstrip()
@@ -249,6 +310,7 @@ class Course:
                 continue
             if match.lastgroup in ("text", "bullets"):
                 result += self.inline(block, source.file) + "\n\n"
+                result += self.drawings(source, *re.findall(r"figures/\w+\.\w+", block))
             elif match.lastgroup == "list":
                 result += self.questions(match[0], source)
             else:
@@ -289,11 +351,13 @@ class Course:
         sections["idea"] = "\n".join(paragraphs[count:])
         return sections
 
-    def drawings(self, lesson: Source) -> str:
-        """Return the pictures that name a lesson, with their texts."""
+    def drawings(self, lesson: Source, *wanted: str) -> str:
+        """Return those of a page's pictures that have not been drawn, with their texts."""
         result = ""
         for title, text in self.pictures.items():
-            if re.search(rf"/{lesson.path.name}\)", text) and "![" in text:
+            found = "![" in text and any(f"{each})" in text for each in wanted)
+            if found and title not in self.drawn:
+                self.drawn.add(title)
                 text = self.linked(text, "playground/pages/pictures.md", lesson.file)
                 result += f'<div class="picture">\n\n**{title}**\n\n{text.strip()}\n\n</div>\n\n'
         return result
@@ -316,14 +380,12 @@ class Course:
         return "## A recorded run\n\n" + result if result else ""
 
     def title(self, source: Source, facts: str) -> str:
-        """Return the head of a page: its title up to a colon, some facts, the rest of the title."""
-        self.explained = set()
-        head, _, lead = source.title.partition(": ")
-        page = f"# {head}\n\n{{.facts}}\n{facts}\n\n"
-        if lead:
-            lead = f"{lead[0].upper()}{lead[1:]}."
-            page += "{.lead}\n" + self.inline(lead, source.file) + "\n\n"
-        return page
+        """Return the head of a page: the file's name, some facts, and what it is."""
+        self.explained, self.drawn = set(), set()
+        if REPOSITORY:
+            facts += f" · [the file on GitHub]({GITHUB}/blob/main/{source.file})"
+        lead = self.inline(f"{source.title}.", source.file)
+        return f"# {source.path.name}\n\n{{.facts}}\n{facts}\n\n{{.lead}}\n{lead}\n\n"
 
     def lesson(self, lesson: Source) -> str:
         """Return the page of a lesson."""
@@ -337,7 +399,7 @@ class Course:
         page += self.prose(lesson, sections["before"])
         page += "## Run it\n\n" + self.prose(lesson, sections["run"])
         page += "## The idea\n\n" + self.prose(lesson, sections["idea"])
-        page += self.drawings(lesson) + self.recordings(lesson)
+        page += self.drawings(lesson, f"/{lesson.path.name}") + self.recordings(lesson)
         page += f"## The code\n\n{{download}}`{lesson.file} <{lesson.path.name}>` has"
         page += f" {len(lesson.lines)} lines. Those with a new idea are lit, and what you can skip"
         page += f" is folded.\n\n{lesson.code()}" + (lesson.difference(base) if base else "")
@@ -384,38 +446,60 @@ def main() -> None:
     course = Course()
 
     def write(page: str, text: str) -> None:
+        if words := SEARCHED.get(Path(page).stem):
+            words = ", ".join(words.split())
+            text = f"---\nmyst:\n  html_meta:\n    keywords: {words}\n---\n\n{text}"
         (out / page).parent.mkdir(parents=True, exist_ok=True)
         (out / page).write_text(text, encoding="utf-8")
 
     index = course.linked((COURSE / "README.md").read_text(encoding="utf-8"), "README.md")
+    index = re.sub(r"!\[[^]]*\]\(\S*/watch\.\w+\)", FIRST_RUN, index)
     if REPOSITORY:
         links = [f"[The files]({GITHUB})", '<a href="pages.zip">these pages as one file</a>']
         links.append(f"the first ten as a notebook in [Colab]({COLAB}) or on [Kaggle]({KAGGLE})")
         title, _, text = index.partition("\n\n")
         index = f"{title}\n\n" + "{.facts}\n" + " · ".join(links) + f"\n\n{text}"
+        index = index.replace("<address of this repository>", GITHUB)
+    groups, below = {"The playground": [], "Going further": ["playground/README.md"]}, {}
     for title, lessons in course.parts.items():
         entries = []
         for number, lesson in enumerate(lessons, 1):
             write(lesson.page, course.lesson(lesson))
-            short = re.split(": |, ", lesson.title)[0].replace("`", "")
-            entries.append(f"{number}. {short} <{lesson.page}>")
-        index += tree(entries, title)
-    entries = [f"{EXERCISES}/README.md"]
+            name = lesson.path.stem.replace("_", "_\u200b")  # a long name breaks between words
+            entries.append(f"{number}. {name} </{lesson.page}>")
+        if title in groups:
+            groups[title] = entries
+            continue
+        page = f"{lessons[0].path.parent.relative_to(COURSE)}/index.md"
+        text = course.linked(course.rows[title], "playground/README.md", page)
+        part = course.tasks[title.partition(":")[0]][0].page
+        more = f"[Exercises of this part]({relative(part, page)})\n"
+        write(page, f"# {title}\n{text}{more}" + tree(entries))
+        groups["Going further"].append(page)
+    entries = []
     for part, tasks in course.tasks.items():
         write(tasks[0].page, course.exercises(part))
-        entries.append(f"{part}: {len(tasks)} <{tasks[0].page}>")
-    index += tree(entries, "Exercises")
+        entries.append(f"{part}: {len(tasks)} </{tasks[0].page}>")
+    below[f"{EXERCISES}/README.md"] = tree(entries)
+    groups["Going further"].append(f"{EXERCISES}/README.md")
+    for title, text in course.chapters("playground/pages/README.md").items():
+        if files := re.findall(r"^\| \[(\w+\.md)\]", text, re.M):
+            groups[title] = [f"playground/pages/{file}" for file in files]
+    groups["To look up"] += ["run/README.md", "playground/pages/README.md"]
+    groups["For contributors"] = [".github/CONTRIBUTING.md"]
     for source in course.common:
         page = course.title(source, f"`{source.file}`")
         write(source.page, page + course.prose(source, source.doc) + source.show())
-    others = [*course.markdown, *(source.page for source in course.common)]
-    index += tree([page for page in others if page != entries[0]], "Pages")
-    write("index.md", index)
+    others = {*course.markdown}.difference(*groups.values())
+    others = [*sorted(others), *(source.page for source in course.common)]
+    below[".github/CONTRIBUTING.md"] = tree([f"/{page}" for page in others])
     for file in course.markdown:
-        write(file, course.linked((COURSE / file).read_text(encoding="utf-8"), file))
+        text = course.linked((COURSE / file).read_text(encoding="utf-8"), file)
+        write(file, text + below.get(file, ""))
+    write("index.md", index + "".join(tree(pages, title) for title, pages in groups.items()))
     for name in RECORDINGS:
         write(f"extra/recorded/{name}.html", page_of(name))
-    pictures = COURSE.glob("playground/pages/figures/*.png")
+    pictures = COURSE.glob("playground/pages/figures/*.[ps][nv]g")
     for path in [*pictures, *(source.path for source in course.sources)]:
         (out / path.relative_to(COURSE)).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, out / path.relative_to(COURSE))

@@ -119,6 +119,7 @@ STUB = """#!/bin/sh
 echo "{program} $*"
 case "$*" in
 playground/single_gpu.py*) exec {python} "$@" --dataset digits ;;
+*/check.py*) exec {python} "$@" ;;
 esac
 """
 
@@ -139,22 +140,56 @@ def execute(made, folder):
 def test_the_notebook(course, monkeypatch, tmp_path):
     """It is what the docstrings make of it. Jupyter runs its cells, with the docstrings' commands.
 
-    test_readme.py runs these commands. Here a script takes their place, and runs only one of them.
+    test_readme.py runs these commands. Here a script takes their place, and runs only one of them,
+    and the check of an exercise, in which an answer is written.
     """
     made = notebook.make()
     assert nbformat.read(notebook.NOTEBOOK, 4) == made
+    for cell in made.cells:
+        cell.source = cell.source.replace("/tmp/", f"{tmp_path}/")
+        if cell.source.startswith("%%writefile"):
+            check = ROOT / pages.EXERCISES / "judging/checks/swap_with_neighbour.py"
+            answer = re.search(r"^def swap_.*?(?=\n\n\n)", check.read_text(), re.M | re.S)[0]
+            cell.source = cell.source.partition("def ")[0] + answer
     sources = "\n".join(cell.source for cell in made.cells)
-    for path in re.findall(r"[\w/]+/\w+\.(?:py|md|png)", sources):
+    for path in re.findall(r"playground/[\w/]+\.(?:py|md|svg)", sources):
         assert (ROOT / path).exists(), path
     commands = re.findall(r"^!((?:python|torchrun) .*?)(?: \{device\})?$", sources, re.M)
     docstrings = " ".join("".join(lesson.doc for lesson in course.lessons).split())
-    assert len(commands) > 8 and all(command in docstrings for command in commands[1:])
+    of_lessons = [command for command in commands[1:] if "check.py" not in command]
+    assert len(of_lessons) > 8 and all(command in docstrings for command in of_lessons)
     stub(monkeypatch, tmp_path)
     execute(made, ROOT / "run")
-    outputs = [output.get("text", "") for cell in made.cells for output in cell.get("outputs", ())]
-    printed = "".join(outputs).splitlines()
+    outputs = [output for cell in made.cells for output in cell.get("outputs", ())]
+    printed = "".join(output.get("text", "") for output in outputs).splitlines()
     assert [line for line in printed if line.startswith(("python ", "torchrun "))] == commands
     assert any(line.startswith("epoch 3/3  loss ") for line in printed)
+    assert any("RIGHT" in line for line in printed)  # in colour
+    shown = [output.data for output in outputs if "data" in output]
+    assert sum("image/svg+xml" in data for data in shown) == sources.count("SVG(") > 2
+    for cell in made.cells:
+        if cell.source.startswith("show("):
+            lesson = next(each for each in course.lessons if f'"{each.file}"' in cell.source)
+            code = cell.outputs[0].data["text/plain"]
+            assert all(lesson.lines[number - 1] in code for number in lesson.lit), lesson.file
+            assert lesson.title not in code, lesson.file
+
+
+def test_links_of_the_notebook(monkeypatch, tmp_path):
+    """Names of files are links to the repository, if its address is known."""
+    made = notebook.make()
+    monkeypatch.setattr(notebook, "NOTEBOOK", tmp_path / "notebook.ipynb")
+    for address in ("", "https://localhost/you/your-copy"):
+        setup = re.sub('^REPOSITORY = ".*?"', f'REPOSITORY = "{address}"', made.cells[1].source)
+        made.cells[1].source = setup
+        nbformat.write(made, notebook.NOTEBOOK)
+        made = notebook.make()
+        assert made.cells[1].source == setup
+        text = "".join(cell.source for cell in made.cells if cell.cell_type == "markdown")
+        links = re.findall(r"\]\((.*?)\)", text)
+        assert len(links) > 10 if address else not links
+        for link in links:
+            assert (ROOT / link.removeprefix(f"{address}/blob/main/")).exists(), link
 
 
 def test_the_notebook_without_the_course(monkeypatch, tmp_path):
@@ -244,7 +279,7 @@ def tab(browser):
 
 
 def test_a_lesson(tab, site, course):
-    """Lit lines, folds, tips, answers, commands to copy, a recorded run, the way to the next."""
+    """Lit lines, folds, tips, answers, commands to copy, recorded runs, the way to the next."""
     lesson = next(each for each in course.lessons if each.path.stem == "overlapped_data_parallel")
     tab.goto(f"file://{site}/{lesson.file.removesuffix('.py')}.html")
     assert tab.locator(".hll").count() == len(lesson.lit) and tab.locator(".hll").first.is_visible()
@@ -273,6 +308,12 @@ def test_a_lesson(tab, site, course):
     copied = "navigator.clipboard.readText()"
     assert tab.evaluate(copied).strip() == "python playground/manual_data_parallel.py -g 2"
 
+    tab.goto(f"file://{site}/index.html")
+    chart = tab.frame_locator("iframe").locator("svg#chart")
+    chart.get_by_text("rank 1", exact=True).wait_for()
+    assert chart.bounding_box()["y"] < 800
+
+    tab.goto(f"file://{site}/{LESSON}")
     question = tab.locator(".recording").first
     assert question.locator("iframe").count() == 0
     question.get_by_role("button", name="one for each image").click()
@@ -288,13 +329,16 @@ def test_a_lesson(tab, site, course):
 
 
 def test_search_and_colours(tab, site):
-    """The lesson of a name, an idea or a word in code comes first. A wish for dark is followed."""
+    """The page of a symptom, a name, an idea or a word in code comes first. Dark is followed."""
     for wanted, title in (
-        ("tensor parallel", "Tensor parallelism"),
-        ("deadlock", "Blocking messages"),
-        ("DDP", "DistributedDataParallel"),
-        ("zigzag", "Context parallelism"),
-        ("reduce_scatter", "Collectives"),
+        ("NCCL timeout", "Finding hangs"),
+        ("out of memory", "Troubleshooting"),
+        ("slow rank", "Which rank is slow"),
+        ("multi node", "distributed_data_parallel.py"),
+        ("FSDP2", "fully_sharded_data_parallel.py"),
+        ("tensor parallel", "tensor_parallel.py"),
+        ("zigzag", "context_parallel.py"),
+        ("reduce_scatter", "collectives.py"),
     ):
         tab.goto(f"file://{site}/{LESSON}")
         tab.fill("input[name=q]", wanted)
@@ -306,18 +350,34 @@ def test_search_and_colours(tab, site):
     light = tab.evaluate(colour)
     tab.emulate_media(color_scheme="dark")
     assert tab.evaluate(colour) != light
+    tab.goto(f"file://{site}/index.html")
+    tab.evaluate("document.body.dataset.theme = 'light'")  # as the page's own switch does
+    tab.frames[1].wait_for_function(f"{colour} === '{light}'")
+
+
+@pytest.mark.parametrize("width", [1280, 1366])
+def test_no_line_of_code_is_cut_on_a_laptop(browser, site, course, width):
+    """A lesson's code is as wide as its box, or narrower."""
+    tab = browser.new_page(viewport={"width": width, "height": 800})
+    cut = "[...document.querySelectorAll('details')].forEach(e => { e.open = true }),"
+    cut += "[...document.querySelectorAll('.highlight-python pre')]"
+    cut += ".map(e => e.scrollWidth - e.clientWidth)"
+    for lesson in course.lessons:
+        tab.goto(f"file://{site}/{lesson.file.removesuffix('.py')}.html")
+        assert {*tab.evaluate(cut)} == {0}, lesson.file
+    tab.close()
 
 
 def test_no_page_is_wider_than_a_phone(browser, site):
-    """Wide tables and outputs scroll by themselves. A tip opens at a touch."""
+    """Wide outputs and tables of numbers scroll by themselves. A tip opens at a touch."""
     phone = {"width": 390, "height": 844}
     context = browser.new_context(viewport=phone, is_mobile=True, has_touch=True)
     tab = context.new_page()
-    width = "Math.max(...[...document.querySelectorAll('html, .content')].map(e => e.scrollWidth))"
+    width = "[...document.querySelectorAll('html, .content, .sentences')].map(e => e.scrollWidth)"
     for page in sorted(site.rglob("*.html")):
         if "recorded" not in page.parts:
             tab.goto(f"file://{page}")
-            assert tab.evaluate(width) <= 390, page
+            assert max(tab.evaluate(width)) <= 390, page
     tab.goto(f"file://{site}/{LESSON}")
     tab.locator("abbr", has_text="global batch").first.tap()
     shown = "getComputedStyle(document.activeElement, '::after').content"

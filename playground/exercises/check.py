@@ -89,13 +89,13 @@ def is_program(name):
     return 'NotImplementedError("your turn")' not in task_of(name).read_text(encoding="utf-8")
 
 
-def your_turn(name):
-    """Return what there is to do, in one line."""
+def your_turn(name, file=None):
+    """Return what there is to do, in one line. The file is the answer's, or another one."""
+    file = shown(file or answer_to(name))
     if is_program(name):
-        return f"your turn: repair the function in {shown(answer_to(name))}"
+        return f"your turn: repair the function in {file}"
     is_class = re.search(r"^class ", task_of(name).read_text(encoding="utf-8"), re.M)
-    what = "class" if is_class else "function"
-    return f"your turn: write the {what} in {shown(answer_to(name))}"
+    return f"your turn: write the {'class' if is_class else 'function'} in {file}"
 
 
 def begin(name):
@@ -247,7 +247,7 @@ def show(name, args):
     verdicts = judge.verdicts_on(name, file, args.function, args.seconds, args.ranks)
     if key:
         keep(name, key, judge.in_one_line(name, verdicts))
-    lines = judge.report(name, verdicts, args.trace) or [your_turn(name)]
+    lines = judge.report(name, verdicts, args.trace) or [your_turn(name, args.file)]
     is_right = judge.first_fault(verdicts) is None
     if is_right and key and after(name):
         lines.append(f"next: python {shown(__file__)} {after(name)}")
