@@ -412,8 +412,9 @@ INTRODUCTION, *SECTIONS = re.split(r"^## ", ANSWERS, flags=re.M)
 
 def answers_of(lesson):
     """Return what answers.md has about a lesson: what stands above the answers, and the answers."""
-    [section] = [section for section in SECTIONS if section.startswith(f"`{lesson}.py`\n")]
-    return [" ".join(part.split()) for part in re.split(r"^\d\. ", section, flags=re.M)]
+    found = [section for section in SECTIONS if section.startswith(f"`{lesson}.py`\n")]
+    assert found, f"answers.md has no section `{lesson}.py`"
+    return [" ".join(part.split()) for part in re.split(r"^\d\. ", found[0], flags=re.M)]
 
 
 def test_each_exercise_has_an_answer():

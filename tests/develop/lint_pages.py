@@ -87,6 +87,12 @@ def faults_of_lessons():
         listed += [lesson for _, lesson in rows]
     if sorted(listed) != sorted(DOCSTRINGS):
         yield "playground/README.md does not list each lesson once"
+    front = PAGES[Path("README.md")]
+    for lesson in LESSONS:
+        if f"({PATHS[lesson].relative_to(ROOT)})" not in front:
+            yield f"README.md has no link to {lesson}.py"
+    if f"[{len(LESSONS) - 10}\nmore]" not in front:
+        yield f"README.md does not say that there are {len(LESSONS) - 10} scripts after the ten"
     for lesson, following in zip(listed, [*listed[1:], None], strict=True):
         text = DOCSTRINGS.get(lesson, "")
         if len(text.splitlines()) > 50:

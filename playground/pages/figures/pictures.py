@@ -37,13 +37,12 @@ STARTING = ("overlap", "sending_less")  # these start their own ranks
 def count(names: list[str]) -> dict[str, dict]:
     """Return the counts of some pictures. Those with equally many ranks share the processes."""
     counts = {}
-    for world_size in (2, 4, 16):
+    for world_size in sorted({getattr(PICTURES[name], "RANKS", 0) for name in names} - {0}):
         functions = {}
         for name in names:
-            if getattr(PICTURES[name], "RANKS", None) == world_size:
+            if getattr(PICTURES[name], "RANKS", 0) == world_size:
                 functions[name] = PICTURES[name].count
-        if functions:
-            counts |= call(counts_of, world_size, functions)[0]
+        counts |= call(counts_of, world_size, functions)[0]
     for name in STARTING:
         if name in names:
             counts[name] = PICTURES[name].count()
