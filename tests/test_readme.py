@@ -133,7 +133,7 @@ def test_console_block(block, request):
 def test_the_table_of_equal_losses():
     """Each command of README.md's table prints the digits beside it."""
     text = (ROOT / "README.md").read_text()
-    flags = re.search(r"With `(--double .*)`:\n\n\| trained by", text)[1].split()
+    flags = re.search(r"Add `(--double .*)` to each:\n\n\| trained by", text)[1].split()
     rows = re.findall(r"^\| .* \| `(.*)` \| \*\*(\d\.\d{12})\*\* \|$", text, re.M)
     assert len(rows) == 5
     for command, digits in rows:

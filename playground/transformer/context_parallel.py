@@ -22,9 +22,9 @@ rank 1, which computes 8,192. With `--order zigzag`, the default, each rank has 
 and some late ones (`playground/pages/figures/context.svg`, with four ranks).
 
 With `--by ulysses`, three all_to_alls give each rank all tokens of some heads, and a fourth sends
-the results back (`playground/pages/figures/split.svg`). It sends less than the ring, here three
-quarters, but the number of ranks must divide the heads of the keys and values. The ring does
-without this, and could compute while it sends.
+the results back (`playground/pages/figures/split.svg`). Two ranks then send three quarters of the
+ring's bytes, and more ranks a smaller part. But their number must divide the heads of the keys and
+values. The ring needs no such heads, and could compute while it sends.
 
 Try breaking it, in a copy beside it, with `--double`, and compare the losses:
   1. Write `parallel = model`, without DDP. Is there an error?

@@ -47,7 +47,7 @@ def draw_plans(rows: list[dict], limit: float, path: str) -> None:
         names.append(f"{plan.data}{checkpointing}:\n{', '.join(axes)}")
     ranks = plan.pp * plan.dp * plan.cp * plan.tp
     computing = rows[0]["parts"]["computing"] / rows[0]["step"]
-    title = f"On {ranks} GPUs, the first plan computes for {computing:.0%} of its step"
+    title = f"On {ranks} GPUs, the fastest plan computes for {computing:.0%} of its step"
     figure, [[memory, step]] = new_figure(title, 1, 2, 2.2 + 0.6 * len(rows), sharey=True)
     places = range(len(rows))
     drawn = {}

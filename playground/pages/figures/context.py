@@ -63,7 +63,7 @@ def draw(counts: dict, path: Path) -> None:
         _draw_work(panels[1, column], count)
     panels[0, 0].set_ylabel("queries")
     names = {f"rank {rank}": COLOURS[rank] for rank in range(RANKS)}
-    add_legend(figure, names | {"pale: computed, but masked": "#B4B4B466"})
+    add_legend(figure, names | {"faint: computed, but masked": "#B4B4B466"})
     save(figure, path)
 
 

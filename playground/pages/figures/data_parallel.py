@@ -78,7 +78,7 @@ def draw(counts: dict, path: Path) -> None:
         axes.text(column - 0.2, 7.1, f"rank {rank}", ha="right", va="center", weight="bold")
         down((middle, 6.55), (middle, 5.85))
         box(
-            axes, (column, 4.8), (width, 1), GREY, f"the same model: w = {counts['sent'][rank]:.4f}"
+            axes, (column, 4.8), (width, 1), GREY, f"same model: w = {counts['sent'][rank]:.4f}"
         )
         down((middle, 4.75), (middle, 4.05))
         gradient = f"its gradient of w: {counts['own gradient'][rank]:.4f}"

@@ -58,7 +58,7 @@ def draw(counts: dict, path: Path) -> None:
     gap = max(arriving) / 6
     left = {"tokens": 0.0, "experts": 4.3, "outputs": 10.0}
     width = {"tokens": 0.5, "experts": 1.9, "outputs": 0.5}
-    title = f"One expert gets {max(arriving):,} tokens, and another one {min(arriving):,}"
+    title = f"One expert gets {max(arriving):,} tokens, and another {min(arriving):,}"
     figure, [[axes]] = new_figure(title, 1, 1, 6.2)
     at_rank = {}  # for each rank and expert, the lower end of the band at the tokens
     at_expert = {}

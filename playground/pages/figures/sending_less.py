@@ -81,7 +81,7 @@ def draw(counts: dict, path: Path) -> None:
         for way in ("DDP", "diloco"):
             reached = zip(runs[way]["seconds"], runs[way]["test"], strict=True)
             seconds[way] = min(second for second, test in reached if test >= goal)
-        text = "{}: after {DDP:.0f} s, DDP is where DiLoCo is after {diloco:.0f} s"
+        text = "{}: DDP needs {DDP:.0f} s for what DiLoCo has after {diloco:.0f} s"
         panel.set_title(text.format(ranks, **seconds), loc="left")
         panel.text(0.01, 0.03, "\u2199 better", transform=panel.transAxes)
         panel.set(xscale="log", yscale="log", ylabel="% wrong in the test")
