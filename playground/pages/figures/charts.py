@@ -22,11 +22,11 @@ PARTS = {  # of what a plan holds, and of its step, with the names of judge() in
     "activations": ("activations", PALE_GREEN),
     "computing": ("computing", BLUE),
     "again": ("computing again", SKY),
-    "bubble": ("bubble", GREY),
-    "pp": ("waiting for pp", VERMILLION),
-    "dp": ("waiting for dp", ORANGE),
-    "cp": ("waiting for cp", YELLOW),
-    "tp": ("waiting for tp", PINK),
+    "bubble": ("bubble of the pipeline", GREY),
+    "pp": ("waiting for pp (pipeline)", VERMILLION),
+    "dp": ("waiting for dp (data)", ORANGE),
+    "cp": ("waiting for cp (context)", YELLOW),
+    "tp": ("waiting for tp (tensor)", PINK),
 }
 
 
@@ -48,7 +48,7 @@ def draw_plans(rows: list[dict], limit: float, path: str) -> None:
     ranks = plan.pp * plan.dp * plan.cp * plan.tp
     computing = rows[0]["parts"]["computing"] / rows[0]["step"]
     title = f"On {ranks} GPUs, the fastest plan computes for {computing:.0%} of its step"
-    figure, [[memory, step]] = new_figure(title, 1, 2, 2.2 + 0.6 * len(rows), sharey=True)
+    figure, [[memory, step]] = new_figure(title, 1, 2, 2.5 + 0.6 * len(rows), sharey=True)
     places = range(len(rows))
     drawn = {}
     for axes, group, unit in ((memory, "held", 1e9), (step, "parts", 1)):
@@ -65,5 +65,5 @@ def draw_plans(rows: list[dict], limit: float, path: str) -> None:
     memory.axvline(limit / 1e9, color=INK, linestyle="--", linewidth=1)
     memory.set_xlabel("GB on a GPU (dashed: its limit)")
     step.set_xlabel("seconds of a step")
-    add_legend(figure, drawn, columns=3)
+    add_legend(figure, drawn, columns=2)
     save(figure, path)

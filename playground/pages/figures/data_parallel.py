@@ -77,9 +77,7 @@ def draw(counts: dict, path: Path) -> None:
             down((place + 0.5, 8.95), (column + number + 0.5, 7.65))
         axes.text(column - 0.2, 7.1, f"rank {rank}", ha="right", va="center", weight="bold")
         down((middle, 6.55), (middle, 5.85))
-        box(
-            axes, (column, 4.8), (width, 1), GREY, f"same model: w = {counts['sent'][rank]:.4f}"
-        )
+        box(axes, (column, 4.8), (width, 1), GREY, f"same model: w = {counts['sent'][rank]:.4f}")
         down((middle, 4.75), (middle, 4.05))
         gradient = f"its gradient of w: {counts['own gradient'][rank]:.4f}"
         box(axes, (column, 3), (width, 1), "none", gradient)

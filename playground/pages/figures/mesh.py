@@ -47,14 +47,14 @@ def count() -> list[dict]:
 
 def draw(counts: list, path: Path) -> None:
     """Draw the ranks of each mesh in a grid, and arrows as wide as the bytes that they send."""
-    titles = {"tp": "tp across, FSDP down", "hsdp": "FSDP across, copies down"}
+    titles = {"tp": "\u2194 tensor parallel, \u2195 FSDP", "hsdp": "\u2194 FSDP, \u2195 replicas"}
     travels = {
         "tp": ("activations, their gradients", PINK),
         "dp": ("parameters, gradients", BLUE),
         "shard": ("parameters, gradients", BLUE),
         "replicate": ("gradients only", ORANGE),
     }
-    title = "Only the bytes along tp grow with the batch"
+    title = "With a larger batch, only tensor parallelism sends more"
     figure, panels = new_figure(title, 1, len(counts), 4.2)
     most = 0
     for picture in counts:
@@ -79,10 +79,9 @@ def draw(counts: list, path: Path) -> None:
             amount = f"{picture['sent'][down][rank] / 1000:.0f}\nkB"
             beside = 0.68 if column == 0 else 1.62  # on the inner side of its arrow
             panel.text(beside, -0.45, amount, ha="left" if column == 0 else "right", va="center")
-        heading = f"{titles[picture['kind']]}\n{picture['images']:,} images"
-        panel.set_title(heading)
+        panel.set_title(f"{titles[picture['kind']]}\n{picture['images']:,} images", fontsize=11)
         panel.set_xlim(-0.1, 2.4)
-        panel.set_ylim(-1.95, 1.3)
+        panel.set_ylim(-1.95, 1.15)
         panel.set_aspect("equal")
         panel.axis("off")
     add_legend(figure, dict(travels.values()))

@@ -63,9 +63,10 @@ def count() -> list[dict]:
 def draw(counts: list, path: Path) -> None:
     """Draw two panels. In each, the ranks of the second stage have a box that is partly filled."""
     [(_, weight_rows)] = counts[-1]["term"]  # the last rank has the last rows
-    title = "tp and FSDP split a weight, dp and cp the tokens"
-    figure, panels = new_figure(title, 1, 2, 4.6)
-    titles = ("a weight and its gradient", "the input of its layer")
+    title = "Tensor parallelism (tp) and FSDP split a weight,\n"
+    title += "data (dp) and context parallelism (cp) the tokens"
+    figure, panels = new_figure(title, 1, 2, 5)
+    titles = ("a weight: rows \u2192", "its input: tokens \u2192, texts \u2193")
     for panel, title in zip(panels[0], titles, strict=True):
         panel.set_title(title, weight="bold")
         for rank, has in enumerate(counts):
@@ -92,7 +93,7 @@ def draw(counts: list, path: Path) -> None:
         panel.set_xlim(-0.45, 2.15)
         panel.set_ylim(-3.7, 1.5)
         panel.axis("off")
-    colours = {"computes with this half": SKY, "keeps this shard": BLUE, "computes these": GREEN}
+    colours = {"computes with these rows": SKY, "keeps these": BLUE, "computes these tokens": GREEN}
     add_legend(figure, colours)
     save(figure, path)
 

@@ -199,8 +199,8 @@ def draw(counts: dict, path: Path) -> None:
         panel.set_ylim(-0.1, RANKS)
         panel.set_title(f"{schedule}: {waiting[schedule]:.0%} waiting (bubble)", loc="left")
         panel.margins(x=0.01)
-    panel.set_xlabel("time; the numbers are those of micro-batches")
-    names = {"forward": BLUE, "backward": ORANGE, "paler: 2nd stage": SKY}
+    panel.set_xlabel("time (1: a rank's forward pass); in the boxes: the number of the micro-batch")
+    names = {"forward": BLUE, "backward, or in two parts:": ORANGE}
     names |= {"gradients of activations": PINK, "gradients of parameters": GREEN}
-    add_legend(figure, names, columns=3)
+    add_legend(figure, names | {"paler: a rank's second stage": SKY}, columns=2)
     save(figure, path)
