@@ -174,8 +174,9 @@ def flops_per_token(model):
     return of_layers + of_attention
 
 
-def measured_peak(device, dtype, size=1024):
+def measured_peak(device, dtype):
     """Return how many operations a rank can do in a second, in a product of large matrices."""
+    size = 1024 if device.type == "cpu" else 8192  # a GPU needs large ones to be busy
     factor = torch.randn(size, size, device=device, dtype=dtype)
     seconds = []
     for _ in range(10):
@@ -191,10 +192,13 @@ def sample(model, device, args):
     generator = torch.Generator().manual_seed(args.seed)
     text = list(b"The ")
     for _ in range(args.sample):
-        rows = torch.tensor([text[-ROW:]], device=device)
+        known = text[-ROW:]
+        # No token sees those behind it, so zeros may fill the row. For each new length of rows, a
+        # GPU would first have to prepare its kernels.
+        rows = torch.tensor([known + [0] * (ROW - len(known))], device=device)
         with torch.no_grad():
             # NEW: every rank calls the model, because FSDP gathers each layer from all ranks.
-            logits = model(rows)[0, :, -1]  # scores for the byte that comes next
+            logits = model(rows)[0, :, len(known) - 1]  # scores for the byte that comes next
         chances = logits.float().softmax(dim=0).cpu()
         text.append(torch.multinomial(chances, 1, generator=generator).item())
     return re.sub(rb"[^\n -~]", b"?", bytes(text)).decode()  # no control characters

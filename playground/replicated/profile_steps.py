@@ -76,7 +76,7 @@ def train(args):
     warmup = min(5, len(train_loader) // 2)
     active = min(10, len(train_loader) - warmup)
     schedule = torch.profiler.schedule(wait=0, warmup=warmup, active=active, repeat=1)
-    with torch.profiler.profile(schedule=schedule) as profiler:
+    with torch.profiler.profile(schedule=schedule, acc_events=True) as profiler:
         # NEW: fit() hands this function to run_epoch() in place of the optimizer.
         step = partial(make_step, model, optimizer, AVERAGE.get(args.average), profiler)
         fit(model, step, train_loader, test_loader, device, args)

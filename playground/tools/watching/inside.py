@@ -167,10 +167,14 @@ def group_of(name, description):
 def last_calls():
     """Return the last three collectives of this rank: their number, group, name, shapes and state.
 
-    PyTorch's recorder keeps them, but no public function reads it where the backend is gloo. It
-    does not keep send and recv.
+    PyTorch's recorder keeps them, but no public function reads it. That of gloo does not keep send
+    and recv.
     """
-    recorded = json.loads(torch._C._distributed_c10d._dump_fr_trace_json())
+    read = torch._C._distributed_c10d
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        recorded = json.loads(read._dump_nccl_trace_json())
+    else:
+        recorded = json.loads(read._dump_fr_trace_json())
     calls = []
     for entry in recorded.get("entries", [])[-3:]:
         shapes = ", ".join("x".join(map(str, shape)) for shape in entry["input_sizes"])
