@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Tries the lessons on this machine's NVIDIA GPUs, in ten minutes at most, and writes a page of
-# Markdown: the versions, the tests that fail, and the speed of single_gpu.py and of a bare loop.
+# Markdown: the versions, the tests that fail, the speed of single_gpu.py and of a bare loop, and of
+# what the GPU could compute, how much language_model.py uses (MFU).
 #   run/gpu.sh          # writes gpu.md, and what the tests print to gpu.log
 #   run/gpu.sh my.md    # writes my.md and my.log
 # Its status is 1 if a test fails, and 2 if PyTorch finds no GPU.
@@ -9,9 +10,9 @@ page=$(realpath -m "${1:-$(dirname "${BASH_SOURCE[0]}")/../gpu.md}")
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # --- EDIT ---
-PYTHON=${PYTHON:-}   # runs the tests, and needs tests/all.txt; empty: that of .venv
-JOBS=${JOBS:-4}      # tests at a time
-LIMIT=${LIMIT:-400}  # seconds for the tests, which are then interrupted
+PYTHON=${PYTHON:-}     # runs the tests, and needs tests/all.txt; empty: that of .venv
+JOBS=${JOBS:-$(nproc)} # tests at a time
+LIMIT=${LIMIT:-380}    # seconds for the tests, which are then interrupted
 # ------------
 
 if [ -z "$PYTHON" ]; then
@@ -48,12 +49,16 @@ data=$(timeout 30 "$PYTHON" -c 'from common.data import *; print(fetch(None, DAT
 data=${data:-digits}
 lesson=$(speed playground/single_gpu.py --device cuda --dataset "$data" --epochs 5)
 bare=$(speed tests/programs/bare.py single_gpu "$data" data 128 5 cuda)
+model=(playground/language/language_model.py --width 2048 --layers 12 --heads 16)
+model+=(--batch_size 512 --rows 64 --epochs 2 --sample 1 --device cuda)
+language=$(timeout 75 "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 1 \
+    "${model[@]}" 2>&1 | tee -a "$log" | sed -n 's/.* s  \(.*MFU [0-9.]*%\) .*/\1/p') || true
 
 echo "Running the tests ($LIMIT s at most) ..." >&2
 driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null || echo unknown)
 status=0
 timeout --signal INT --kill-after 30 "$LIMIT" "$PYTHON" -m pytest tests/test_gpu.py \
-    --verbose -n "$JOBS" >>"$log" 2>&1 || status=$?
+    --verbose -n "$JOBS" --dist worksteal >>"$log" 2>&1 || status=$?
 count() { grep -c "^\[gw.* $1 " "$log" || true; }
 {
     echo "# The lessons on GPUs"
@@ -66,6 +71,7 @@ count() { grep -c "^\[gw.* $1 " "$log" || true; }
     echo "| driver | ${driver%%$'\n'*} |"
     echo "| single_gpu.py on $data | ${lesson:-failed} images/s |"
     echo "| a bare loop on $data | ${bare:-failed} images/s |"
+    echo "| language_model.py, 0.6 billion parameters | $(tail -n 1 <<<"${language:-failed}") |"
     echo "| tests in test_gpu.py | $(sed -n 's/.*workers \[\([0-9]*\) items\].*/\1/p' "$log") |"
     for outcome in PASSED FAILED SKIPPED ERROR; do
         echo "| ${outcome,,} | $(count $outcome) |"

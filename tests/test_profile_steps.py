@@ -56,10 +56,14 @@ def test_a_trace_of_a_cpu():
 
 
 def test_a_trace_of_a_gpu():
-    """The kernels are what is computed and sent; data counts while the GPU does neither."""
+    """The kernels are what is computed and sent; data counts while the GPU does neither.
+
+    A step lasts until the first kernel of the next one, and not as long as Python needs for it.
+    """
     events = [
-        event("ProfilerStep#1", 0, 10, "user_annotation"),
-        event("ProfilerStep#1", 0, 10, "gpu_user_annotation"),
+        event("ProfilerStep#1", -2, 1, "user_annotation"),
+        event("ProfilerStep#2", 10, 17, "gpu_user_annotation"),
+        event("ProfilerStep#1", 0, 8, "gpu_user_annotation"),
         event("Optimizer.step#Adam.step", 1, 2, "user_annotation"),
         event(LOADER, 0, 3, "user_annotation"),
         event("aten::linear", 0, 10),

@@ -4,10 +4,11 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, lesson_path, one_line
+from conftest import ROOT, epochs, lesson_path, one_line, one_process
 from lessons import LESSONS
 
 
@@ -116,6 +117,7 @@ ON_GPUS = """#!/bin/sh
 case "$*" in
 *is_available*) echo "| GPUs | 2 of them |" ;;
 *fetch*) echo digits ;;
+*language_model.py*) echo "epoch 2/2  loss 5.9  7.51 s  61,077 tokens/s  MFU 42.4%  perplexity 9" ;;
 *single_gpu.py*) echo "epoch 5/5  loss 1.5  0.01 s  1,234 images/s" ;;
 *bare.py*) printf '0.02 s  %s images/s\\n' 999 1,300 998 ;;
 *pytest*)
@@ -139,12 +141,22 @@ def test_a_page_about_gpus(checkout):
         "| GPUs | 2 of them |",
         "| single_gpu.py on digits | 1234 images/s |",
         "| a bare loop on digits | 1300 images/s |",
+        "| language_model.py, 0.6 billion parameters | 61,077 tokens/s  MFU 42.4% |",
         "| tests in test_gpu.py | 3 |",
         "| failed | 1 |",
         "The tests were interrupted after 1 s.",
         "- FAILED: `test_gpu.py::test_b[ddp --model cnn-2]`",
     ):
         assert f"{row}\n" in page, page
+
+
+def test_ranks_that_share_a_gpu():
+    """Each is a node of one rank. Here the GPU is the CPU. One process has the same loss."""
+    flags = ("--dataset", "digits", "--batch_size", "120", "--epochs", "1", "--double")
+    lesson = "playground/distributed_data_parallel.py"
+    env = {"PYTHON": sys.executable, "DEVICE": "cpu"}
+    done = script(ROOT / "run" / "one_gpu.sh", "2", lesson, *flags, **env)
+    assert epochs(done.stdout) == one_process(*flags, apart=1e-12), done.stderr
 
 
 def test_which_lessons_start_their_ranks():
@@ -165,6 +177,7 @@ def test_which_lessons_start_their_ranks():
     ("name", "env"),
     [
         ("mpirun.sh", {}),
+        ("one_gpu.sh", {}),
         ("two_nodes_ssh.sh", {}),
         ("torchrun_node.sh", {"NODE0": "localhost"}),
         ("torchrun_node.sh", {}),

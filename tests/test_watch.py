@@ -102,12 +102,17 @@ def test_who_waits_for_whom(tmp_path):
         assert re.search(f"<text [^>]*>{re.escape(words)}</text>", shown)
 
 
-def test_no_line_of_the_script_comes_between(tmp_path, monkeypatch):
-    """All tables are one text for the terminal, to which the ranks write, too."""
+@pytest.mark.parametrize("gpu", [False, True])
+def test_no_line_of_the_script_comes_between(gpu, tmp_path, monkeypatch):
+    """All tables are one text for the terminal, to which the ranks write, too. A GPU has no times.
+
+    The CPU's times would say that no rank waits.
+    """
     empty = {"calls": [], "noted": [], "lines": [], "borders": [], "held": {}, "part": "all of it"}
     records = []
     for rank in range(2):
         record = empty | {"script": str(WATCHED), "rank": rank, "computing": [[0, 5000]]}
+        record["gpu"] = gpu
         records.append(tmp_path / f"{rank}.record")
         records[-1].write_text(json.dumps(record))
     terminal = mock.Mock()
@@ -115,7 +120,10 @@ def test_no_line_of_the_script_comes_between(tmp_path, monkeypatch):
     show.show_records(records, "")
     [text] = filter(None, [call.args[0] for call in terminal.write.call_args_list])
     assert text.startswith("\nwatch: watched.py, all of it, 5.00 ms\n")
-    assert f"\nrank 1  |{'c' * 70}|\n" in text and text.endswith("long for another one.\n")
+    if gpu:
+        assert text.endswith("profile_steps.py shows them.\n") and "waits" not in text
+    else:
+        assert f"\nrank 1  |{'c' * 70}|\n" in text and text.endswith("long for another one.\n")
 
 
 def in_browser(page):

@@ -155,7 +155,7 @@ def note_hangs(rank, folder, seconds):
         with open(f"{folder}/stacks{rank}.txt", "w") as file:
             faulthandler.dump_traceback(file)  # of all threads of Python
         # NEW: no public function reads the recorder. These two are private, so they may change.
-        # (They are in torch 2.9 to 2.15. The one for NCCL has not been tried here.)
+        # (They are in torch 2.9 to 2.15.)
         if dist.get_backend() == "nccl":
             calls = torch._C._distributed_c10d._dump_nccl_trace_json()
         else:
@@ -205,7 +205,7 @@ def main():
     add("--fault", choices=FAULTS, default="early", help="what goes wrong; default: early")
     add("--timeout", type=flags.positive, default=10, help="seconds to wait for another rank")
     add("--out", type=flags.new_folder, metavar="DIR", default="traces", help="folder of the notes")
-    add("--device", type=flags.device, default="cpu", help="cpu, or GPUs, which the ranks may share")
+    add("--device", type=flags.device, default="cpu", help="cpu, or GPUs, which ranks may share")
     args = parser.parse_args()
     parser.check_no_launcher()
     for rank in range(RANKS):  # remove the notes of an earlier run

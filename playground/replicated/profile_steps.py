@@ -44,6 +44,7 @@ import sys
 import time
 from datetime import timedelta
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -173,10 +174,17 @@ def step_times(trace):
     """
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]  # with a duration
     on_gpu = any(event.get("cat") == "kernel" for event in events)
+    kind = "gpu_user_annotation" if on_gpu else "user_annotation"
+    steps = [e for e in events if e.get("cat") == kind and e["name"].startswith("ProfilerStep")]
+    if on_gpu:
+        # A GPU computes later than Python asks it to, and may be idle between two steps. So a step
+        # lasts from its first kernel to the first one of the next step.
+        steps.sort(key=lambda step: step["ts"])
+        for step, following in pairwise(steps):
+            step["dur"] = following["ts"] - step["ts"]
+        steps = steps[:-1] or steps
     rows = []
-    for step in events:
-        if not re.match("user_annotation ProfilerStep", f"{step.get('cat')} {step['name']}"):
-            continue
+    for step in steps:
         data = covered(events, step, r"user_annotation enumerate\(DataLoader\)")
         if on_gpu:
             messages = covered(events, step, "kernel nccl")

@@ -189,7 +189,8 @@ def held_by(optimizer):
 def read_trace(path):
     """Return when this rank computed, its calls, and when the message of each was complete.
 
-    Times are lists [begin, end] in microseconds, on the clock of this node.
+    Times are lists [begin, end] in microseconds, on the clock of this node. They are those of the
+    CPU, also if "gpu" says that a GPU computed.
     """
     trace = json.loads(Path(path).read_text())
     base = trace.get("baseTimeNanoseconds", 0) / 1000
@@ -216,7 +217,8 @@ def read_trace(path):
     begins = [call["span"][0] for call in calls]
     inner = [span for span in computing if bisect(begins, span[0]) == bisect(begins, span[1])]
     find_ends(calls, carried)
-    return {"computing": inner, "calls": calls}
+    on_gpu = any(event.get("cat") == "kernel" for event in events)
+    return {"computing": inner, "calls": calls, "gpu": on_gpu}
 
 
 def find_ends(calls, carried):

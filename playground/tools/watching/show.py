@@ -160,20 +160,27 @@ def show_records(paths, page, all_ended_well=True):
     tables = {
         "messages": rows_of_calls(records, number),
         "bytes that the ranks hold": rows_of_bytes(records),
-        "milliseconds" + (" of a step" if trains else ""): rows_of_times(records),
     }
+    on_gpu = any(record["gpu"] for record in records)
+    if not on_gpu:
+        tables["milliseconds" + (" of a step" if trains else "")] = rows_of_times(records)
     for caption, rows in tables.items():
         if len(rows) > 1:
             text += ["", caption, *in_columns(rows)]
-    text += ["", *letters(records, begin, end)]
-    waits = longest_waits(records)
-    text += ["", "who waits for whom" + (" in a step, on average" if trains else "")]
+    waits = []
+    if on_gpu:
+        text += ["", "A GPU computes later than Python asks it to, so there are no times here."]
+        text.append("playground/replicated/profile_steps.py shows them.")
+    else:
+        waits = longest_waits(records)
+        text += ["", *letters(records, begin, end)]
+        text += ["", "who waits for whom" + (" in a step, on average" if trains else "")]
     for wait in waits:
         longest, *meanwhile = wait["text"]
         text += [coloured(longest, "red"), *(f"    {line}" for line in meanwhile)]
     if not all_ended_well:
         text.append("A rank did not end well: with --hang 3, watch.py shows where each one waits.")
-    elif not waits and not missing:
+    elif not on_gpu and not waits and not missing:
         text.append("No rank waits long for another one.")
     # At once, so that no line of the script comes between two of these.
     print("\n".join(text) + "\n", end="", flush=True)
