@@ -12,7 +12,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # --- EDIT ---
 PYTHON=${PYTHON:-}     # runs the tests, and needs tests/all.txt; empty: that of .venv
 JOBS=${JOBS:-$(nproc)} # tests at a time
-LIMIT=${LIMIT:-380}    # seconds for the tests, which are then interrupted
+LIMIT=${LIMIT:-350}    # seconds for the tests, which are then interrupted
 # ------------
 
 if [ -z "$PYTHON" ]; then

@@ -54,7 +54,7 @@ if not os.path.exists("playground"):
 # This installs only what is missing, and leaves PyTorch as it is.
 !python -m pip install -q -r requirements.txt
 
-# Several processes need as many GPUs, or the CPU.
+# Several processes need as many GPUs, or the CPU. (run/one_gpu.sh lets them share a GPU.)
 gpus = torch.cuda.device_count()
 device = "--device cpu" if gpus == 1 else ""
 print(gpus, "GPUs", device)"""
