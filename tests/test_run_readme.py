@@ -15,7 +15,7 @@ TEXT = (ROOT / "run" / "README.md").read_text()
 BLOCKS = re.findall(r"^```console\n(.*?)^```$", TEXT, re.M | re.S)
 LAUNCHERS = TEXT[TEXT.index("## Which launcher when") : TEXT.index("### Which lesson")]
 ROWS = re.findall(r"^    (\S.*)$", re.sub(r" *\\\n +", " ", LAUNCHERS), re.M)
-SCRIPTS = [row for row in ROWS if ".sh " in row and "qsub" not in row]
+SCRIPTS = [row for row in ROWS if ".sh " in row and "qsub" not in row and "one_gpu" not in row]
 PYTHON = f"""#!/bin/sh
 [ "$1" != -c ] || exec {sys.executable} "$@"
 echo "on $(hostname): $*"
@@ -68,7 +68,7 @@ def cluster(tmp_path_factory):
 def test_a_command_starts_its_lesson_on_both_nodes(command, cluster):
     """Each script comes as far as starting Python with the lesson on each node.
 
-    test_slurm.py and test_pbs.py have those that a scheduler starts.
+    Those of a scheduler are in test_slurm.py and test_pbs.py, one_gpu.sh in test_run_scripts.py.
     """
     if "run/mpirun.sh" in command:
         need("mpirun.openmpi")
