@@ -233,6 +233,15 @@ manual_pipeline 2 | 2 | --timeout 3 --schedule F0,B0,F1,B1 F0,F1,B0,B1
 pipeline_parallel 1 | 2
     , target=labels)\n        return self.schedule.eval => )\n        return self.schedule.eval
     fails loss_fn and target required for last stage
+placements 1 | 2
+    (tensor_parallel, [R, S1, S0]) => (tensor_parallel, [R, S0, S1])
+    says tensor R (S1) S0 (R) S1 R all_gather, all_reduce all_gather, all_reduce
+placements 2 | 2
+    "softmax(a, 1)": => "softmax(a, 0)": lambda a: a.softmax(0),\n    ...
+    says softmax(a, 0) R R all_gather S1 R all_reduce
+placements 3 | 2
+    loss.backward()  # each => loss.backward()\n    dist.all_reduce(w.grad)  # each
+    prints dist.all_reduce(loss) 3.0 3.0
 tensor_parallel 1 | 2
     F.linear(AddGradients.apply(inputs), => F.linear(inputs,
     loss 1.5168

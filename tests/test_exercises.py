@@ -218,6 +218,16 @@ from manual_pipeline import one_forward_one_backward
 def order_1f1b(rank, world_size, micro_batches, most):
     return one_forward_one_backward(rank, world_size, micro_batches)
 """,
+    "redistribute": """
+import placements
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+def redistribute(local, old, new):
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    by_name = {name: placement for placement, name in placements.NAMES.items()}
+    tensor = DTensor.from_local(local, mesh, [by_name[old]])
+    return placements.move(tensor, by_name[new]).to_local()
+""",
     "split_pair": """
 from tensor_parallel import AddGradients, AddTerms
 from torch.nn import functional as F

@@ -62,6 +62,7 @@ SEARCHED = SYMPTOMS | {
     "fully_sharded_data_parallel": "FSDP2 stage 3 ZeRO",
     "manual_pipeline": "parallel PP bubble",
     "tensor_parallel": "TP Megatron",
+    "placements": "DTensor Shard Replicate Partial redistribute",
     "hybrid_parallel": "2D DeviceMesh",
     "mixed_precision": "bf16 fp16 AMP half loss scaling",
     "activation_checkpointing": "gradient recompute OOM out of memory",

@@ -19,9 +19,9 @@ message in between. Then an all_reduce adds up the terms (`playground/pages/figu
                                          [1 1]    all_reduce:           y = [5 6]
                                          [2 0]
 
-`backward()` needs a second all_reduce, where the pair begins. All ranks read the same images, so
-each shard gets the gradient that it would get in a single process, and nothing is averaged. Every
-pair waits for these messages, so keep the ranks in one node (https://arxiv.org/abs/1909.08053).
+The gradient of x is such a sum, too, so `backward()` needs an all_reduce where the pair begins. All
+ranks read the same images, so nothing is averaged. Every pair waits for these messages, so keep the
+ranks in one node (https://arxiv.org/abs/1909.08053).
 
 Shards made by hand are plain parameters, which PyTorch takes for whole ones. `clip_grad_norm_`
 finds a different norm on each rank, without an error: add up the shards' squares over all ranks,
@@ -37,7 +37,7 @@ Try breaking it, in a copy beside it, with `--double`. Compare the losses, and w
   3. In `fit()`, write `set_epoch(epoch + rank)`. Is there an error?
   4. Write `plan[first + "x"]`, and use `--by dtensor`. Then misspell the other key as well.
 Now write it yourself: `split_pair.py` in `playground/exercises/`.
-Builds on: model_parallel.py
+Builds on: placements.py
 The next lesson, `hybrid_parallel.py`, combines tensor parallelism with FSDP.
 """
 
@@ -279,10 +279,13 @@ def fit(model, optimizer, train_loader, test_loader, device, args):
         _, test_correct, test_images = run_epoch(plain, test_loader, device)
         if rank == 0:
             digits = 12 if args.double else 4
+            peak = ""  # of the memory that this rank's tensors have taken on its GPU
+            if args.device != "cpu":
+                peak = f"  {torch.accelerator.max_memory_allocated() / 2**20:,.0f} MiB"
             print(
                 f"{title}  loss {loss / images:.{digits}f}"
                 f"  train {correct / images:.2%}  test {test_correct / test_images:.2%}"
-                f"  {seconds:.2f} s  {speed:,.0f} {args.unit}/s",
+                f"  {seconds:.2f} s  {speed:,.0f} {args.unit}/s{peak}",
                 flush=True,
             )
 

@@ -16,13 +16,12 @@ these three layers by columns and the output layer by rows: a pair, as in `tenso
 Between the pairs, a block adds the pair's input to its output and computes a LayerNorm, and every
 rank does so for all tokens.
 
-With `--sequence`, each rank does so for its own tokens only, which is called sequence parallelism.
-A pair then begins with an all_gather, which gives every rank all tokens. It ends with a
-reduce_scatter, which adds up the terms of all ranks, and gives each rank the sums for its own
-tokens (https://arxiv.org/abs/2205.05198). The two are the halves of an all_reduce, as in
-`collectives.py`. Here, `--sequence` saves only a tenth, because the first layer of a pair keeps its
-input, which is all tokens. Megatron-LM saves more: it keeps a rank's own tokens, and gathers the
-others again in `backward()`.
+With `--sequence`, each rank does so for its own tokens only, which is called sequence parallelism
+(https://arxiv.org/abs/2205.05198). In the letters of `placements.py`, tokens are then S1 between
+the pairs, and not R. So a pair begins with an all_gather of all tokens (S1 to R) and ends with a
+reduce_scatter of the ranks' terms (P to S1). Here, `--sequence` saves only a tenth, because the
+first layer of a pair keeps its input, which is all tokens. Megatron-LM saves more: it keeps a
+rank's own tokens, and gathers the others again in `backward()`.
 
 With `--by dtensor`, PyTorch's DTensor does the same, and `state_dict()` works: for shards made by
 hand it raises an error. `tensor_parallel.py` says why, and how to clip gradients. Here, also add up
@@ -275,7 +274,6 @@ def train(args):
 
 def split_by_dtensor(model, mesh, sequence):
     """Let PyTorch split the blocks, and with --sequence the tokens."""
-    # How tokens lie between the pairs: each rank has a shard along dimension 1, or all of them.
     between = Shard(1) if sequence else Replicate()
     # NEW: gives each rank all tokens, as BeginPair does. Without it, query, key and value would
     # send a message each.
@@ -291,8 +289,8 @@ def split_by_dtensor(model, mesh, sequence):
             for row in ("attention.output", mlp_row):
                 plan[f"{name}.{row}"] = RowwiseParallel(output_layouts=between)  # as EndPair
             if sequence:
-                # NEW: tells DTensor that each rank has a part of the gradients of these layers. It
-                # adds up the parts when the optimizer reads them.
+                # NEW: the gradients of these layers become P. DTensor adds up the terms when the
+                # optimizer reads them.
                 plan[f"{name}.norm1"] = SequenceParallel()
                 plan[f"{name}.norm2"] = SequenceParallel()
     if sequence:
@@ -407,10 +405,13 @@ def fit(model, optimizer, train_loader, test_loader, device, args):
         _, test_correct, test_images = run_epoch(plain, test_loader, device)
         if rank == 0:
             digits = 12 if args.double else 4
+            peak = ""  # of the memory that this rank's tensors have taken on its GPU
+            if args.device != "cpu":
+                peak = f"  {torch.accelerator.max_memory_allocated() / 2**20:,.0f} MiB"
             print(
                 f"{title}  loss {loss / images:.{digits}f}"
                 f"  train {correct / images:.2%}  test {test_correct / test_images:.2%}"
-                f"  {seconds:.2f} s  {speed:,.0f} {args.unit}/s",
+                f"  {seconds:.2f} s  {speed:,.0f} {args.unit}/s{peak}",
                 flush=True,
             )
 
