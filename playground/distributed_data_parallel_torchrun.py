@@ -3,7 +3,8 @@ r"""torchrun starts the ranks, and passes each its rank in environment variables
 Run it on one node (`--standalone` makes torchrun choose a free port):
     torchrun --standalone --nproc-per-node 2 playground/distributed_data_parallel_torchrun.py
 
-It prints the same numbers as `single_gpu.py`, up to rounding (times differ):
+It prints the same numbers as `single_gpu.py`, up to rounding (times differ; on a GPU, the peak of
+its memory follows):
     2 ranks, gloo, cpu
     epoch 1/3  loss 0.3960  train 88.26%  test 93.96%  1.43 s  41,881 images/s
 
@@ -147,10 +148,13 @@ def fit(model, optimizer, train_loader, test_loader, device, args):
         _, test_correct, test_images = run_epoch(plain, test_loader, device)
         if rank == 0:
             digits = 12 if args.double else 4
+            peak = ""  # of the memory that this rank's tensors have taken on its GPU
+            if args.device != "cpu":
+                peak = f"  {torch.accelerator.max_memory_allocated() / 2**20:,.0f} MiB"
             print(
                 f"{title}  loss {loss / images:.{digits}f}"
                 f"  train {correct / images:.2%}  test {test_correct / test_images:.2%}"
-                f"  {seconds:.2f} s  {speed:,.0f} {args.unit}/s",
+                f"  {seconds:.2f} s  {speed:,.0f} {args.unit}/s{peak}",
                 flush=True,
             )
 

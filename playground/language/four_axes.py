@@ -406,10 +406,13 @@ def fit(model, optimizer, train_loader, test_loader, device, args):
         _, test_correct, test_images = run_epoch(plain, test_loader, device)
         if rank == 0:
             digits = 12 if args.double else 4
+            peak = ""  # of the memory that this rank's tensors have taken on its GPU
+            if args.device != "cpu":
+                peak = f"  {torch.accelerator.max_memory_allocated() / 2**20:,.0f} MiB"
             print(
                 f"{title}  loss {loss / images:.{digits}f}"
                 f"  train {correct / images:.2%}  test {test_correct / test_images:.2%}"
-                f"  {seconds:.2f} s  {speed:,.0f} {args.unit}/s",
+                f"  {seconds:.2f} s  {speed:,.0f} {args.unit}/s{peak}",
                 flush=True,
             )
 
