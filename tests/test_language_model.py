@@ -1,7 +1,8 @@
-"""language_model.py: what it counts as a token's operations, its steps, its text, and its traps."""
+"""language_model.py: a token's operations, its steps, its optimizer, its text, and resuming."""
 
 import argparse
 import re
+import shutil
 
 import language_model
 import pytest
@@ -39,6 +40,21 @@ def test_the_learning_rate():
     assert factors[-1] == pytest.approx(0.1)
 
 
+def test_matrices_decay():
+    """With gradients of zeros, a step shrinks them, and only them."""
+    flags = {"model": "language", "width": 16, "layers": 1, "heads": None, "double": True}
+    model = make_model(argparse.Namespace(**flags, tied=False))
+    before = {name: each.detach().clone() for name, each in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    language_model.make_optimizer(model, argparse.Namespace(lr=0.5, weight_decay=0.1)).step()
+    factors = {}
+    for name, parameter in model.named_parameters():
+        factors[name] = 1 if "norm" in name else 0.95
+        assert torch.allclose(parameter, before[name] * factors[name], rtol=1e-12), name
+    assert set(factors.values()) == {1, 0.95}
+
+
 def test_two_ranks_write_the_text_of_one():
     """Tied, checkpointed, in micro-batches of different sizes, clipped: the same digits."""
     flags = (*SHORT, "--tied", "--checkpoint", "--clip", 0.5)
@@ -49,3 +65,19 @@ def test_two_ranks_write_the_text_of_one():
     text = re.findall(r"^    \|.*$", one, re.M)
     assert text[0].startswith("    | The ")
     assert re.findall(r"^    \|.*$", two, re.M) == text
+
+
+def test_a_resumed_run_ends_like_any_other(tmp_path):
+    """The same digits and text, by one rank in place of two. Flags that differ are refused."""
+    flags = (*SHORT, "--weight_decay", 0.1, "--run_dir", tmp_path, "--epochs")
+    whole = run(LESSON, *flags, 2, processes=2, env=FEW).stdout
+    shutil.rmtree(tmp_path / "epoch-0002")
+    resumed = run(LESSON, *flags, 2, processes=1, env=FEW).stdout
+    assert f"{tmp_path}/epoch-0001: 1 of 2 epochs are done" in resumed
+    expected = epochs(whole)[1]
+    assert epochs(resumed) == [expected | {"loss": pytest.approx(expected["loss"], abs=1e-10)}]
+    lines = re.findall(r"^    \|.*$", whole, re.M)
+    written = re.findall(r"^    \|.*$", resumed, re.M)
+    assert written == lines[-len(written) :]
+    refused = run(LESSON, *flags, 3, processes=1, status=1, env=FEW)
+    assert "epoch-0002 was written with --epochs 2: use" in refused.stderr

@@ -4,18 +4,21 @@ Run it (about seven minutes on two cores; with `--precision full`, one or two):
     torchrun --standalone --nproc-per-node 2 playground/language/language_model.py
 
 It prints for each epoch (with the text of Python 3.11; the line continues):
-    epoch 5/5  loss 1.2514  train 64.26%  test 66.45% ...
+    epoch 5/5  loss 1.2522  train 64.23%  test 66.58% ...
 This is followed by what the model writes then, byte by byte:
-    | The same inGroupI), so *key, an attributes the defixit* will variable is a remory if the
-    | descaritbines.  If a new exception is await* revocal string comparison objects long the
+    | The same inGation which the obj and to rals
+    |    as "__revalues__" and ":" and "givments are a treable, ???collection the
 
 It learns from help texts of Python. Its tokens are bytes, and at each token it predicts the next
 one. Most of what trains it has been a lesson: layers are sharded and compute in bfloat16, blocks
-keep only their input (`--checkpoint`), gradients are clipped. `prepare` puts them together. (To
-save and resume a run, add what `fully_sharded_checkpoints.py` has.) New is what surrounds them:
+keep only their input (`--checkpoint`), gradients are clipped. `prepare` puts them together. With
+`--run_dir`, each epoch ends with a sharded checkpoint, and the same command resumes from the newest
+one. New is what surrounds them:
 - A step of a large model takes millions of tokens. So each rank computes `--rows` rows at a time, a
   micro-batch, and adds up their gradients.
 - The learning rate rises in the first steps, while Adam's averages are still rough, and then falls.
+- With `--weight_decay 0.1`, a usual value, each step also shrinks the matrices (by default: 0).
+  Vectors, such as those of the norms, do not decay.
 - The perplexity is exp(the test's loss), in the end 3.44: the model is as uncertain as if it had to
   choose among 3.44 bytes at random.
 - Tokens per second (the throughput) depend on the model and the machine. The model FLOPs
@@ -51,6 +54,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
@@ -66,6 +71,9 @@ from common.models import make_model
 from common.transformer import Block
 
 DTYPES = {"bfloat16": torch.bfloat16, "full": None}  # None: as it is
+# The numbers depend on these flags, so a run must be resumed with the same ones.
+MUST_AGREE = ("heads", "precision", "batch_size", "epochs", "lr", "weight_decay", "constant")
+MUST_AGREE += ("clip", "seed", "double")
 
 
 class Checkpointed(torch.nn.Module):
@@ -139,6 +147,51 @@ def warm_up_and_decay(step, steps):
     return 0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2
 
 
+def make_optimizer(model, args):
+    """Return AdamW, with which only matrices decay."""
+    # NEW: a norm's vector of factors is near 1 and not near 0, so it must not shrink.
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    groups = [
+        {"params": matrices, "weight_decay": args.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=args.lr, eps=1e-6, fused=True)
+
+
+def collect(args, epoch, model, optimizer, scheduler):
+    """Return what a checkpoint has: the shards of this rank, and what all ranks know."""
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state, "epoch": epoch}
+    # NEW: to save, dcp calls scheduler.state_dict(), and to load, scheduler.load_state_dict().
+    state["scheduler"] = scheduler
+    state["flags"] = {flag: getattr(args, flag) for flag in MUST_AGREE}
+    return state
+
+
+def resume(args, model, optimizer, scheduler):
+    """Load the newest checkpoint, if there is one. Returns how many epochs are done."""
+    newest = [None]
+    if dist.get_rank() == 0:
+        newest = complete(args.run_dir)[-1:] or [None]
+    dist.broadcast_object_list(newest)
+    [path] = newest
+    if path is None:
+        return 0
+    state = collect(args, None, model, optimizer, scheduler)
+    dcp.load(state, checkpoint_id=path)
+    for flag, value in state["flags"].items():
+        if value != getattr(args, flag):
+            was = f"{path} was written with --{flag} {value}"
+            raise ValueError(f"{was}: use the same flags, or a different --run_dir")
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+    if dist.get_rank() == 0:
+        print(f"{path}: {state['epoch']} of {args.epochs} epochs are done", flush=True)
+    return state["epoch"]
+
+
 def train(args):
     """Train a language model, and let it write after each epoch."""
     rank, device = join(args)
@@ -146,14 +199,22 @@ def train(args):
     torch.manual_seed(args.seed)  # the same on all ranks, because each keeps a shard
     model = make_model(args)
     prepare(model, args)
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
+    optimizer = make_optimizer(model, args)
     if args.constant:
         scheduler = ConstantLR(optimizer, factor=1.0)
     else:
         steps = args.epochs * len(train_loader)
         scheduler = LambdaLR(optimizer, partial(warm_up_and_decay, steps=steps))
-    step = partial(update, model, optimizer, scheduler, args)
-    fit(model, step, train_loader, test_loader, device, args)
+    parts = (model, optimizer, scheduler)
+    done = resume(args, *parts) if args.run_dir else 0
+    step = partial(update, *parts, args)
+    dtype = DTYPES[args.precision] or next(model.parameters()).dtype
+    args.peak = args.peak or measured_peak(device, dtype)
+    for epoch in range(done, args.epochs):
+        fit_epoch(epoch, model, step, train_loader, test_loader, device, args)
+        if args.run_dir:
+            folder = f"{args.run_dir}/epoch-{epoch + 1:04}"
+            dcp.save(collect(args, epoch + 1, *parts), checkpoint_id=folder)
     dist.barrier()  # DTensor keeps the group, and without this Python may abort at exit
     dist.destroy_process_group()
 
@@ -207,34 +268,31 @@ def sample(model, device, args):
 # You can stop here: what follows measures, prints, and checks the flags.
 
 
-def fit(model, step, train_loader, test_loader, device, args):
-    """Train, test and write, and print for each epoch a line, how fast it was, and the text."""
+def fit_epoch(epoch, model, step, train_loader, test_loader, device, args):
+    """Train for an epoch, test and write. Prints a line, how fast it was, and the text."""
     rank = dist.get_rank()
-    needed = flops_per_token(model)
-    dtype = DTYPES[args.precision] or next(model.parameters()).dtype
-    peak = args.peak or measured_peak(device, dtype)
-    for epoch in range(args.epochs):
-        train_loader.sampler.set_epoch(epoch)  # a new order, the same on all ranks
-        start = time.perf_counter()
-        title = f"epoch {epoch + 1}/{args.epochs}"
-        # Only rank 0 shows a bar, and only in a terminal.
-        bar = tqdm(train_loader, title, leave=False, disable=None if rank == 0 else True)
-        loss, correct, tokens = run_epoch(model, bar, device, step)
-        seconds = time.perf_counter() - start
-        test_loss, test_correct, test_tokens = run_epoch(model, test_loader, device)
-        text = sample(model, device, args)
-        if rank == 0:
-            digits = 12 if args.double else 4
-            used = needed * tokens / seconds / dist.get_world_size()  # by a rank in a second
-            print(
-                f"{title}  loss {loss / tokens:.{digits}f}"
-                f"  train {correct / tokens:.2%}  test {test_correct / test_tokens:.2%}"
-                f"  {seconds:.2f} s  {tokens / seconds:,.0f} tokens/s  MFU {used / peak:.1%}"
-                f"  perplexity {math.exp(test_loss / test_tokens):.2f}",
-                textwrap.indent(text, "    | ", lambda line: True),
-                sep="\n",
-                flush=True,
-            )
+    train_loader.sampler.set_epoch(epoch)  # a new order, the same on all ranks
+    start = time.perf_counter()
+    title = f"epoch {epoch + 1}/{args.epochs}"
+    # Only rank 0 shows a bar, and only in a terminal.
+    bar = tqdm(train_loader, title, leave=False, disable=None if rank == 0 else True)
+    loss, correct, tokens = run_epoch(model, bar, device, step)
+    seconds = time.perf_counter() - start
+    test_loss, test_correct, test_tokens = run_epoch(model, test_loader, device)
+    text = sample(model, device, args)
+    if rank == 0:
+        digits = 12 if args.double else 4
+        needed = flops_per_token(model) * tokens
+        used = needed / seconds / dist.get_world_size()  # by a rank in a second
+        print(
+            f"{title}  loss {loss / tokens:.{digits}f}"
+            f"  train {correct / tokens:.2%}  test {test_correct / test_tokens:.2%}"
+            f"  {seconds:.2f} s  {tokens / seconds:,.0f} tokens/s  MFU {used / args.peak:.1%}"
+            f"  perplexity {math.exp(test_loss / test_tokens):.2f}",
+            textwrap.indent(text, "    | ", lambda line: True),
+            sep="\n",
+            flush=True,
+        )
 
 
 def run_epoch(model, loader, device, step=None):
@@ -274,6 +332,10 @@ def add_flags(parser):
     add("--tied", action="store_true", help="one table: the output layer uses the embedding's")
     add("--clip", type=flags.rate, default=1.0, help="largest norm of the gradients; 0: any")
     add("--constant", action="store_true", help="a constant learning rate")
+    decay = "by what fraction of the learning rate a step shrinks the matrices"
+    add("--weight_decay", type=flags.rate, default=0.0, help=decay)
+    folder = "folder for sharded checkpoints; resumes from its newest"
+    add("--run_dir", type=flags.new_folder, help=folder)
     add("--peak", type=flags.rate, default=0.0, help="operations per second of a rank; 0: measure")
     add("--sample", type=flags.positive, default=200, help="bytes to write after each epoch")
 
@@ -289,8 +351,15 @@ def check_flags(parser, args, world_size):
         args.precision = "full" if args.double else "bfloat16"
 
 
-# ---------- Unchanged from distributed_data_parallel_torchrun.py ----------
-# You know what follows: join() and main(). If you copy this lesson, copy it, too.
+# ---------- Unchanged from fully_sharded_checkpoints.py ----------
+# You know what follows: complete(), join() and main(). If you copy this lesson, copy it, too.
+
+
+def complete(run_dir):
+    """Return the folders of complete checkpoints, the newest one last."""
+    # The file .metadata is written last, so a folder without it is not complete.
+    files = sorted(Path(run_dir).glob(f"epoch-{'[0-9]' * 4}/.metadata"))
+    return [str(file.parent) for file in files]
 
 
 def join(args):

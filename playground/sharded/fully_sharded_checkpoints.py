@@ -150,7 +150,7 @@ def resume(args, model, optimizer):
 
 def complete(run_dir):
     """Return the folders of complete checkpoints, the newest one last."""
-    # NEW: dcp writes the file .metadata last, so a folder without it is not complete.
+    # NEW: the file .metadata is written last, so a folder without it is not complete.
     files = sorted(Path(run_dir).glob(f"epoch-{'[0-9]' * 4}/.metadata"))
     return [str(file.parent) for file in files]
 

@@ -24,8 +24,8 @@ four layers in `forward()` and again in `backward()`, and 4 reduce_scatters. In 
 1.5 times the bytes of DDP's all_reduce, and with gloo about twice as many (`sharding.md`).
 
 For users of DDP: a test sends messages, too, because `forward()` gathers layers, so all ranks must
-make it, with equally many batches. `no_sync()` is `set_requires_gradient_sync(False)`. FSDP1, which
-is `FullyShardedDataParallel`, calls `--keep_weights` the sharding strategy SHARD_GRAD_OP.
+make it, with equally many batches. `sharding.md` says what else changes, what replaces the
+arguments of the older `FullyShardedDataParallel`, and how to shard a model of Hugging Face's.
 
 Try breaking it, in a copy beside it:
   1. Make the optimizer before `shard(model, args)`. How far do the parameters move?
@@ -177,10 +177,13 @@ def fit(model, optimizer, train_loader, test_loader, device, args):
         _, test_correct, test_images = run_epoch(plain, test_loader, device)
         if rank == 0:
             digits = 12 if args.double else 4
+            peak = ""  # of the memory that this rank's tensors have taken on its GPU
+            if args.device != "cpu":
+                peak = f"  {torch.accelerator.max_memory_allocated() / 2**20:,.0f} MiB"
             print(
                 f"{title}  loss {loss / images:.{digits}f}"
                 f"  train {correct / images:.2%}  test {test_correct / test_images:.2%}"
-                f"  {seconds:.2f} s  {speed:,.0f} {args.unit}/s",
+                f"  {seconds:.2f} s  {speed:,.0f} {args.unit}/s{peak}",
                 flush=True,
             )
 
