@@ -20,7 +20,7 @@ Messages take longer than computing here, because the model is so small. With `-
 gradients travel in one message, which takes less time than many short ones:
     python playground/manual_data_parallel.py -g 2 --bucket
     epoch 1/3  loss 0.3960  train 88.26%  test 93.96%  1.07 s  55,998 images/s
-To see each message of a step, write `playground/tools/watch.py` in front of the script.
+In front of it, `tools/watch.py` shows messages, `tools/first_difference.py` where runs differ.
 
 On two nodes, each command on its own node:
     python playground/manual_data_parallel.py -n 2 -g 2 -nr 0 -ip <ip of node 0>

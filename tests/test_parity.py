@@ -1,18 +1,19 @@
 """Every training lesson arrives at the numbers of single_gpu.py, from any number of processes.
 
-In float64 the printed losses must agree to 1e-10 and the parameters to 1e-12, because then only
-rounding differs in float32. test_readme.py compares what the lessons print in float32.
+In float64 the printed losses must agree to 1e-10, and the parameters and gradients of each step as
+first_difference.py compares them, because then only rounding differs in float32. test_readme.py
+compares what the lessons print in float32.
 """
 
 import functools
 import tempfile
 from pathlib import Path
 
+import first_difference
 import pytest
 import torch
 from conftest import DIGITS, epochs, run, single_gpu, talks
 from lessons import LESSONS
-from parameters import largest_difference
 
 pytestmark = pytest.mark.quick
 # What is trained: a lesson with its flags, the processes (None: it takes no such flag), the model.
@@ -79,12 +80,10 @@ NO_PARITY = {
     "token_mean",  # has batches of paragraphs. test_token_mean.py compares its runs
 }
 V_SHAPED = {"ZBVZeroBubble", "DualPipeV"}
-FLAT_SHARDS = {"sharded_optimizer", "manual_fully_sharded"}
-SPLIT_LAYERS = {"tensor_parallel", "sequence_parallel", "vocabulary_parallel"}
 
 
-def with_parameters(lesson, *flags, folder, processes=None):
-    """Run a lesson in float64. Its ranks write their parameters to the folder.
+def noted(lesson, *flags, folder, processes=None):
+    """Run a lesson in float64. Its ranks note their steps in the folder.
 
     Returns the epoch lines.
     """
@@ -92,7 +91,7 @@ def with_parameters(lesson, *flags, folder, processes=None):
         flags += ("--run_dir", folder / "run")
     if lesson == "profile_steps":
         flags += ("--out", folder / "traces")
-    env = {"PARAMETERS": str(folder), "DOCUMENTS": "40"}
+    env = {"NOTES": str(folder), "DOCUMENTS": "40"}
     if lesson == "sharded_data":
         flags += ("--files", folder / "files")
         run(lesson, "--make", "--double", *flags, env=env)
@@ -101,10 +100,10 @@ def with_parameters(lesson, *flags, folder, processes=None):
 
 @functools.cache
 def expected(model):
-    """Return the epoch lines and the parameters of single_gpu.py. It runs once for each model."""
+    """Return the epoch lines and the steps of single_gpu.py. It runs once for each model."""
     with tempfile.TemporaryDirectory() as folder:
-        lines = with_parameters("single_gpu", *MODEL[model], folder=Path(folder))
-        return lines, torch.load(Path(folder) / "rank0.pt")
+        lines = noted("single_gpu", *MODEL[model], folder=Path(folder))
+        return lines, first_difference.read(Path(folder))
 
 
 def test_all_training_lessons_are_here():
@@ -115,23 +114,18 @@ def test_all_training_lessons_are_here():
 
 @pytest.mark.parametrize("row", RUNS.strip().splitlines())
 def test_float64(row, tmp_path):
-    """The same losses, accuracies and parameters."""
+    """The same losses, accuracies, parameters and gradients."""
     command, processes, model = row.split("; ")
     lesson, *own = command.split()
     if V_SHAPED.intersection(own) and torch.__version__.startswith("2.9."):
         pytest.skip("PyTorch 2.9 cannot run this schedule")
     flags = (*MODEL[model], *own)
     processes = None if processes == "None" else int(processes)
-    lines = with_parameters(lesson, *flags, folder=tmp_path, processes=processes)
-    right, parameters = expected(model)
+    lines = noted(lesson, *flags, folder=tmp_path, processes=processes)
+    right, steps = expected(model)
     assert lines == [line | {"loss": pytest.approx(line["loss"], abs=1e-10)} for line in right]
-    by_hand = "dtensor" not in flags
-    if lesson in SPLIT_LAYERS and by_hand:
-        return  # each rank has shards of some parameters only, so only losses are compared
-    if lesson == "expert_parallel":
-        return  # it has routers in addition
-    flat = lesson in FLAT_SHARDS
-    assert largest_difference(tmp_path, parameters, flat) < 1e-12
+    status, words = first_difference.compare(steps, first_difference.read(tmp_path))
+    assert status == 0, words
 
 
 def test_the_flags_matter():

@@ -104,17 +104,15 @@ def _run(words, env, cwd, writers):
 
         shortest = sorted(topics.topics.items(), key=lambda item: len(item[1]))
         topics.topics = dict(shortest[: int(env["DOCUMENTS"])])
-    write_parameters = None
-    if "PARAMETERS" in env:
-        sys.path.append(str(SUPPORT))
-        from parameters import remember
+    if "NOTES" in env:  # the folder for what first_difference.py compares
+        sys.path.append(str(SUPPORT.parents[1] / "playground" / "tools"))
+        from watching.steps import Notes
 
-        write_parameters = remember(Path(env["PARAMETERS"]))
+        sys.path.pop()
+        Notes(Path(env["NOTES"]), 1000)
     status = 1
     try:
         runpy.run_path(words[0], run_name="__main__")
-        if write_parameters is not None:
-            write_parameters()
         status = 0
     except SystemExit as end:
         if isinstance(end.code, str):

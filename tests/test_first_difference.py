@@ -1,0 +1,126 @@
+"""first_difference.py: the words on planted faults, and none where there is no fault.
+
+test_parity.py compares the other lessons with single_gpu.py by the same function, in float64.
+"""
+
+import sys
+
+import first_difference
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import ROOT, SHORT, ranks, run
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+
+from watching.ranks import call
+from watching.steps import Notes
+
+TOOL = "first_difference"
+INPUTS = "See the sampler (seed, rank, set_epoch), the batch size, and what makes the inputs."
+# Each fault, and a part of what is said about it.
+FAULTS = {
+    "none": ("equal up to rounding: 4 steps",),
+    "seed": ("step 1, value of 0.weight and 3 more, on rank 1 of 2", "start differently"),
+    "sampler": ("step 2, gradient", "ranks [6, 6]. Of these, [0, 6] are not", INPUTS),
+    "labels": ("step 1, gradient", "see labels and loss. It is so on rank 1"),
+    "sum": ("step 1, gradient", "on all 2 ranks, alike", "2 times", "average over the ranks"),
+    "micro-batches": ("It is 2 times", "So is the loss: is each micro-batch's divided"),
+    "scaled": ("It is 2 times", "So is the loss: is it scaled"),
+    "unequal": ("counts some inputs more than others: 0.6 to 3 on rank 0, 0.6 to 3 on rank 1",),
+    "one message": ("gradient of 2.bias, on all 2 ranks, which differ", "mean would be right"),
+    "zero_grad": ("step 2, gradient", "zero_grad() is missing"),
+    "lr": ("step 1, lr of group 0, on rank 1: 0.02, in the first run 0.01",),
+    "changed": ("step 3, value of 2.weight, on rank 1 of 2", "See the optimizer's step"),
+    "nan, fsdp": (
+        "in the shards of all ranks together",
+        "as are inputs, outputs or loss on rank 1.",
+    ),
+    "scaled, fsdp": ("It is 2 times", "So is the loss: is it scaled"),
+    "dropout": ("but not outputs", "By design, Dropout may differ."),
+    "wide": ("error: another model: 0.weight has 45 numbers, in the first run 40",),
+    "early": ("error: a run ended early: 4 steps, and the ranks' [3, 3]",),
+}
+
+
+def train(rank, fault, size, folder):
+    """Train a small model by hand, or by FSDP, with a fault on rank 1 or on all ranks."""
+    Notes(folder, 100)
+    torch.manual_seed(rank if fault == "seed" else 0)
+    kind = nn.Dropout(0.5) if fault == "dropout" else nn.Tanh()
+    model = nn.Sequential(nn.Linear(5, 9 if fault == "wide" else 8), kind, nn.Linear(8, 3))
+    if fault == "wide":
+        model[2] = nn.Linear(9, 3)
+    model.double()
+    if "fsdp" in fault:
+        fully_shard(model)
+    faulty = rank == 1
+    optimizer = torch.optim.Adam(model.parameters(), 0.02 if fault == "lr" and faulty else 0.01)
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(60, 5, generator=generator).double()
+    labels = torch.randint(3, (60,), generator=generator)
+    for step in range(3 if fault == "early" else 4):
+        start = 12 * step + 12 * (fault == "sampler" and faulty and step == 1)
+        own = torch.arange(start, start + 12).chunk(size)[rank]
+        targets = labels[own].roll(1) if fault == "labels" and faulty else labels[own]
+        parts = (own[:3], own[3:]) if fault == "micro-batches" else (own,)
+        if fault == "unequal":
+            parts = (own[:1], own[1:])
+        if fault != "zero_grad":
+            optimizer.zero_grad()
+        for part in parts:
+            loss = F.cross_entropy(model(images[part]), targets[torch.isin(own, part)])
+            factor = {"unequal": 0.5, "scaled": 2}.get(fault.partition(",")[0], 1)
+            factor = float("nan") if fault.startswith("nan") and faulty else factor
+            (factor * loss).backward()
+        for number, parameter in enumerate(model.parameters() if "fsdp" not in fault else ()):
+            if size > 1 and not (fault == "one message" and number == 3):
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= 1 if fault == "sum" else size
+        optimizer.step()
+        if fault == "changed" and faulty and step == 1:
+            model[2].weight.data[0, 0] += 1e-6
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The notes of the run of one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    call(train, 1, "none", 1, folder)
+    return first_difference.read(folder)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_words_on_a_fault(fault, alone, tmp_path):
+    """Two ranks with a fault, and one process without."""
+    call(train, 2, fault, 2, tmp_path)
+    status, words = first_difference.compare(alone, first_difference.read(tmp_path))
+    assert status == (fault != "none")
+    for part in FAULTS[fault]:
+        assert part in words, words
+
+
+def test_in_front_of_lessons(tmp_path, capsys, monkeypatch):
+    """The lesson starts its ranks, or a launcher does. In float32, only rounding differs."""
+    run(TOOL, "note", tmp_path / "one", ROOT / "playground/single_gpu.py", *SHORT)
+    lesson = ROOT / "playground/distributed_data_parallel.py"
+    done = run(TOOL, "note", tmp_path / "two", lesson, *SHORT, "-g", 2)
+    assert "loss 2.1236  train 42.64%" in done.stdout
+    by_launcher = ROOT / "playground/distributed_data_parallel_torchrun.py"
+    three = ("note", tmp_path / "three", by_launcher, *SHORT)
+    for job in ranks(TOOL, *three, processes=3):
+        assert job.wait().returncode == 0
+    for folder in ("two", "three"):
+        argv = ["first_difference.py", "compare", str(tmp_path / "one"), str(tmp_path / folder)]
+        monkeypatch.setattr(sys, "argv", argv)
+        with pytest.raises(SystemExit) as end:
+            first_difference.main()
+        assert end.value.code == 0
+        assert capsys.readouterr().out.startswith("equal up to rounding: 12 steps")
+
+
+def test_an_empty_folder(tmp_path):
+    """One line says that there is nothing to compare."""
+    with pytest.raises(SystemExit, match="error: .* has no step of an optimizer of rank 0"):
+        first_difference.read(tmp_path)
