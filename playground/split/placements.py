@@ -5,19 +5,20 @@ Run it:
 
 A DTensor is one tensor that several ranks hold together. Its placement says what each rank has: all
 of it (R, replicate), a shard of its rows or columns (S0, S1), or a term, where the tensor is the
-sum of all terms (P, partial). For [[1, 2], [3, 4]], it prints first:
+sum of all terms (P, partial). The lesson first prints [[1, 2], [3, 4]] with each placement:
             R                 S0        S1          P
     rank 0  [[1, 2], [3, 4]]  [[1, 2]]  [[1], [3]]  [[2, 3], [4, 5]]
     rank 1  [[1, 2], [3, 4]]  [[3, 4]]  [[2], [4]]  [[-1, -1], [-1, -1]]
 
-You write the program of a single process, and each operation sends what its placements require. The
-sum of the rows of P is P again, because the terms can be added up later. But the ReLU of a sum is
-not the sum of the ReLUs, so `relu` makes an all_reduce first. In the same columns, these lines show
-how the result is placed, and what was sent:
+You write the program of a single process, and each operation sends what its placements require. If
+each rank adds up its own rows (S0), it has a term of the sum, so the result is P, and nothing is
+sent. But the ReLU of a sum is not the sum of the ReLUs, so `relu` of P makes an all_reduce first.
+In the same columns, these lines show how the result is placed, and what was sent:
     a.sum(0)       R   P              S0             P
     relu(a)        R   S0             S1             R all_reduce
 
-Many kinds of parallelism are choices of placements. Here is y = ReLU(x a) b in four of them:
+Many kinds of parallelism are choices of placements, and of moves between them, which `redistribute`
+makes. Here is y = ReLU(x a) b in four of them:
     parallelism  x      a      b      y   forward                     backward
     data         S0     R (P)  R (P)  S0  -                           2 all_reduce
     tensor       R (P)  S1     S0     R   all_reduce                  all_reduce
@@ -25,13 +26,17 @@ Many kinds of parallelism are choices of placements. Here is y = ReLU(x a) b in 
     FSDP         S0     S0     S0     S0  2 all_gather                2 reduce_scatter
 
 R (P) is a replicated tensor whose gradient is P, because each rank has used it with its own rows of
-x, or its own columns of a. An all_reduce makes the gradient R, too. DDP does this for parameters.
+x, or its own columns of a. It stays P until it is moved to R, by an all_reduce: `compute_gradients`
+does this with the parameters, as DDP does, which also divides by n. In `backward()`, `redistribute`
+itself makes a reduce_scatter where it made an all_gather, and the reverse, and nothing for P to R.
 
-Autograd itself sees only one rank. If you add up a loss with `dist.all_reduce`, each rank gets its
-own term of the gradient, without an error. DTensor knows that w is R, and adds up the terms:
+Autograd itself sees only one rank. Say that the loss is the sum of w x over two ranks, with x = 1
+on one and x = 2 on the other, so the gradient of w is 3. If you add up the loss by
+`dist.all_reduce`, each rank gets its own term of the gradient, without an error. If w is a DTensor
+that is R, the terms are added up:
     gradient of w                    rank 0  rank 1
     dist.all_reduce(loss)            1.0     2.0     PyTorch warns
-    loss.redistribute                3.0     3.0
+    DTensor.from_local(w)            3.0     3.0
 
 Try breaking it, in a copy beside it. Predict the lines that change before you run it:
   1. For tensor parallelism, write the placements [R, S0, S1]. Is y still right? What is sent?
@@ -87,13 +92,13 @@ def move(tensor, placement):
     return tensor
 
 
-# These moves send nothing (a rank only drops some rows), an all_gather, a reduce_scatter and an
-# all_reduce.
+# They send, in this order: nothing (a rank only drops some rows), an all_gather, a reduce_scatter,
+# an all_reduce.
 MOVES = [(R, S0), (S0, R), (P, S0), (P, R)]
 
 OPERATIONS = {
     "a + a": lambda a: a + a,
-    "a * a": lambda a: a * a,  # of P, one factor becomes R: its product with a term is a term
+    "a * a": lambda a: a * a,  # if a is P, one factor becomes R, and R times a term is a term
     "a.sum(0)": lambda a: a.sum(0),  # a vector, so what was sharded by columns is now S0
     "relu(a)": lambda a: a.relu(),
     "softmax(a, 1)": lambda a: a.softmax(1),  # needs whole rows
@@ -120,7 +125,7 @@ def sequence_parallel(x, a, b):
 
 def fully_sharded(x, a, b):
     """As data_parallel, but each rank keeps only some rows of the parameters."""
-    # (FSDP also frees them after use, and gathers them again in backward().)
+    # (FSDP also frees them after use, and gathers them once more in backward().)
     hidden = (x @ move(a, R)).relu()
     return hidden @ move(b, R)
 
@@ -144,11 +149,11 @@ def all_reduce_in_loss(x, mesh):
     return w.grad
 
 
-def redistribute_in_loss(x, mesh):
+def from_local_in_loss(x, mesh):
     """Add up the loss with DTensors."""
     w = torch.ones(1, requires_grad=True)
-    # NEW: from_local's backward() returns a gradient that is placed as w is, which is R. Here it
-    # gets P, and makes an all_reduce.
+    # NEW: in backward(), from_local returns the gradient of w as w was placed, which is R. What it
+    # gets is P, because each rank has used w with its own part of x, so it makes an all_reduce.
     loss = (DTensor.from_local(w, mesh, [R]) * DTensor.from_local(x, mesh, [S0])).sum()
     move(loss, R).backward()
     return w.grad
@@ -157,16 +162,16 @@ def redistribute_in_loss(x, mesh):
 def leave_dtensor(x, mesh, grad_placements):
     """Compute the loss of this rank from plain tensors."""
     w = place(torch.ones(1), R, mesh).requires_grad_()
-    # NEW: DTensor does not see how plain tensors are used, so tell `to_local` how the gradient will
-    # be placed. If you do not, it is taken for R, as w is, and each rank's term for the whole.
+    # NEW: DTensor does not see how plain tensors are used. So tell `to_local` if the gradient on
+    # each rank will be a term. Otherwise it is taken for the whole gradient, because w is R.
     loss = (w.to_local(grad_placements=grad_placements) * x).sum()
     loss.backward()
-    return w.grad.full_tensor()  # move(w.grad, R).to_local()
+    return w.grad.full_tensor()  # the same as move(w.grad, R).to_local()
 
 
 WAYS = {
     "dist.all_reduce(loss)": all_reduce_in_loss,
-    "loss.redistribute": redistribute_in_loss,
+    "DTensor.from_local(w)": from_local_in_loss,
     "w.to_local()": partial(leave_dtensor, grad_placements=None),
     "w.to_local(grad_placements=[P])": partial(leave_dtensor, grad_placements=[P]),
 }
@@ -181,6 +186,14 @@ def watch(function, *inputs):
         name = call.__name__.removesuffix("_tensor").removesuffix("_into")
         calls.append(name if times == 1 else f"{times} {name}")
     return result, ", ".join(sorted(calls))
+
+
+def compute_gradients(y, inputs):
+    """Return the gradients of a loss, and keep them in .grad, placed as their tensors are."""
+    gradients = torch.autograd.grad(y.square().sum(), inputs)
+    for tensor, gradient in zip(inputs, gradients, strict=True):
+        tensor.grad = move(gradient, tensor.placements[0])  # NEW: P becomes R, by an all_reduce
+    return gradients
 
 
 def talk(args):
@@ -261,14 +274,6 @@ def show_kinds(tensors, mesh):
             words.append(own if own == found else f"{own} ({found})")
         rows.append([*words, NAMES[y.placements[0]], forward or "-", backward or "-"])
     show(rows)
-
-
-def compute_gradients(y, inputs):
-    """Return the gradients of a loss, and keep them in .grad, placed as their tensors are."""
-    gradients = torch.autograd.grad(y.square().sum(), inputs)
-    for tensor, gradient in zip(inputs, gradients, strict=True):
-        tensor.grad = move(gradient, tensor.placements[0])
-    return gradients
 
 
 def show_gradients(x, mesh):
