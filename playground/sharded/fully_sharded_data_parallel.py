@@ -25,7 +25,7 @@ four layers in `forward()` and again in `backward()`, and 4 reduce_scatters. In 
 
 For users of DDP: a test sends messages, too, because `forward()` gathers layers, so all ranks must
 make it, with equally many batches. `sharding.md` says what else changes, what replaces the
-arguments of the older `FullyShardedDataParallel`, and how to shard a model of Hugging Face's.
+arguments of the older `FullyShardedDataParallel`, and how to shard a model from Hugging Face.
 
 Try breaking it, in a copy beside it:
   1. Make the optimizer before `shard(model, args)`. How far do the parameters move?

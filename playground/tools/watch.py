@@ -5,7 +5,7 @@ Write watch.py in front of the script, which needs no change:
     torchrun --standalone --nproc-per-node 2 playground/tools/watch.py my_script.py --its_flags
 
 The script may start its ranks by mp.spawn, or be started by torchrun, srun or mpirun. On several
-nodes, each node shows its own ranks. On GPUs it shows messages and bytes, but no times.
+nodes, each shows its own ranks. On GPUs it shows no times. (Only --hang was tried on one.)
 
 A script that trains is recorded for a few steps, after the first ones, which are slower. A step
 ends when the optimizer has changed the parameters. A script without an optimizer is recorded from
