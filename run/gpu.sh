@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Tries the lessons on this machine's NVIDIA GPUs, in ten minutes at most, and writes a page of
-# Markdown: the versions, the tests that fail, the speed of single_gpu.py and of a bare loop, and of
-# what the GPU could compute, how much language_model.py uses (MFU).
+# Markdown: the versions, the tests that fail, the speed of single_gpu.py and of a bare loop, how much
+# of what the GPU could compute language_model.py uses (MFU), and which kernels attention chooses.
 #   run/gpu.sh          # writes gpu.md, and what the tests print to gpu.log
 #   run/gpu.sh my.md    # writes my.md and my.log
 # Its status is 1 if a test fails, and 2 if PyTorch finds no GPU.
@@ -12,7 +12,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # --- EDIT ---
 PYTHON=${PYTHON:-}     # runs the tests, and needs tests/all.txt; empty: that of .venv
 JOBS=${JOBS:-$(nproc)} # tests at a time
-LIMIT=${LIMIT:-350}    # seconds for the tests, which are then interrupted
+LIMIT=${LIMIT:-310}    # seconds for the tests, which are then interrupted
 # ------------
 
 if [ -z "$PYTHON" ]; then
@@ -51,8 +51,9 @@ lesson=$(speed playground/single_gpu.py --device cuda --dataset "$data" --epochs
 bare=$(speed tests/programs/bare.py single_gpu "$data" data 128 5 cuda)
 model=(playground/language/language_model.py --width 2048 --layers 12 --heads 16)
 model+=(--batch_size 512 --rows 64 --epochs 2 --sample 1 --device cuda)
-language=$(timeout 75 "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 1 \
+language=$(timeout 60 "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 1 \
     "${model[@]}" 2>&1 | tee -a "$log" | sed -n 's/.* s  \(.*MFU [0-9.]*%\) .*/\1/p') || true
+attention=$(timeout 45 "$PYTHON" tests/programs/attention.py cuda 2>>"$log") || true
 
 echo "Running the tests ($LIMIT s at most) ..." >&2
 driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null || echo unknown)
@@ -72,6 +73,7 @@ count() { grep -c "^\[gw.* $1 " "$log" || true; }
     echo "| single_gpu.py on $data | ${lesson:-failed} images/s |"
     echo "| a bare loop on $data | ${bare:-failed} images/s |"
     echo "| language_model.py, 0.6 billion parameters | $(tail -n 1 <<<"${language:-failed}") |"
+    echo "${attention:-| attention | failed |}"
     echo "| tests in test_gpu.py | $(sed -n 's/.*workers \[\([0-9]*\) items\].*/\1/p' "$log") |"
     for outcome in PASSED FAILED SKIPPED ERROR; do
         echo "| ${outcome,,} | $(count $outcome) |"

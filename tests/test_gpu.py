@@ -40,7 +40,18 @@ TWO_EPOCHS = (*DIGITS, "--epochs", 2)
 SMALL_TEXT = ("--dataset", "text", "--batch_size", 120, "--epochs", 1, "--width", 16)
 THREE_EPOCHS = (*DIGITS, *CPU, "--double", "--epochs", 3)
 IN_ONE_PROCESS = ("single_gpu", "data_parallel", "model_parallel")  # on several GPUs
-ROWS = {  # a lesson with its flags, and on how many GPUs it runs
+ROWS = {  # a lesson with its flags, and on how many GPUs it runs; those that take longest first
+    "language_model --checkpoint": (1, 2),
+    "vocabulary_parallel": (1, 2),
+    "vocabulary_parallel --by dtensor": (1, 2),
+    "token_mean --micro_batches 2": (1, 2),
+    "token_mean --by fsdp --packed": (1, 2),
+    "four_axes": (4,),
+    "four_axes --mesh 1x1x1x1": (1,),
+    "four_axes --mesh 1x2x1x1 --clip 0.1": (2,),
+    "four_axes --mesh 1x1x2x1": (2,),
+    "four_axes --mesh 1x1x1x2 --clip 0.1": (2,),
+    "four_axes --mesh 2x1x1x1 --tied": (2,),
     "single_gpu --model cnn": (1,),
     "data_parallel": (2,),
     "data_parallel --by hand --model cnn": (1, 2),
@@ -84,17 +95,6 @@ ROWS = {  # a lesson with its flags, and on how many GPUs it runs
     "context_parallel": (1, 2),
     "context_parallel --by ulysses": (2,),
     "expert_parallel --balance 0.1": (1, 2),
-    "language_model --checkpoint": (1, 2),
-    "vocabulary_parallel": (1, 2),
-    "vocabulary_parallel --by dtensor": (1, 2),
-    "token_mean --micro_batches 2": (1, 2),
-    "token_mean --by fsdp --packed": (1, 2),
-    "four_axes": (4,),
-    "four_axes --mesh 1x1x1x1": (1,),
-    "four_axes --mesh 1x2x1x1 --clip 0.1": (2,),
-    "four_axes --mesh 1x1x2x1": (2,),
-    "four_axes --mesh 1x1x1x2 --clip 0.1": (2,),
-    "four_axes --mesh 2x1x1x1 --tied": (2,),
 }
 TABLES = (  # lessons that print what ranks hold and send: the same with NCCL
     "collectives",

@@ -119,6 +119,7 @@ case "$*" in
 *fetch*) echo digits ;;
 *language_model.py*) echo "epoch 2/2  loss 5.9  7.51 s  61,077 tokens/s  MFU 42.4%  perplexity 9" ;;
 *single_gpu.py*) echo "epoch 5/5  loss 1.5  0.01 s  1,234 images/s" ;;
+*attention.py*) echo "| attention, bfloat16 | 1 ms by cudnn_attention |" ;;
 *bare.py*) printf '0.02 s  %s images/s\\n' 999 1,300 998 ;;
 *pytest*)
     echo "4 workers [3 items]"
@@ -142,6 +143,7 @@ def test_a_page_about_gpus(checkout):
         "| single_gpu.py on digits | 1234 images/s |",
         "| a bare loop on digits | 1300 images/s |",
         "| language_model.py, 0.6 billion parameters | 61,077 tokens/s  MFU 42.4% |",
+        "| attention, bfloat16 | 1 ms by cudnn_attention |",
         "| tests in test_gpu.py | 3 |",
         "| failed | 1 |",
         "The tests were interrupted after 1 s.",

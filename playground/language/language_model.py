@@ -284,11 +284,14 @@ def fit_epoch(epoch, model, step, train_loader, test_loader, device, args):
         digits = 12 if args.double else 4
         needed = flops_per_token(model) * tokens
         used = needed / seconds / dist.get_world_size()  # by a rank in a second
+        memory = ""  # the peak of what this rank's tensors have taken on its GPU
+        if args.device != "cpu":
+            memory = f"  {torch.accelerator.max_memory_allocated() / 2**20:,.0f} MiB"
         print(
             f"{title}  loss {loss / tokens:.{digits}f}"
             f"  train {correct / tokens:.2%}  test {test_correct / test_tokens:.2%}"
             f"  {seconds:.2f} s  {tokens / seconds:,.0f} tokens/s  MFU {used / args.peak:.1%}"
-            f"  perplexity {math.exp(test_loss / test_tokens):.2f}",
+            f"  perplexity {math.exp(test_loss / test_tokens):.2f}{memory}",
             textwrap.indent(text, "    | ", lambda line: True),
             sep="\n",
             flush=True,
