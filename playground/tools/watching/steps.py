@@ -17,11 +17,6 @@ COUNT, STRANGE, SQUARES, SUM, PLACES = range(5)  # what sums_of() returns
 NOTHING = [0.0] * 5
 
 
-def weights(count):
-    """Return numbers that look random, and are the same everywhere."""
-    return (torch.arange(count).double() * 0.6180339887498949 % 1 - 0.5) * 12**0.5
-
-
 def sums_of(tensor):
     """Return five sums over this rank's part of a tensor. The last one depends on the order."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -31,7 +26,9 @@ def sums_of(tensor):
     numbers = local.cpu().double().flatten()
     finite = numbers.isfinite()
     numbers = numbers.where(finite, 0)
-    sums = [(~finite).sum(), numbers @ numbers, numbers.sum(), numbers @ weights(len(numbers))]
+    # These look random, and are the same everywhere.
+    weights = (torch.arange(len(numbers)).double() * 0.6180339887498949 % 1 - 0.5) * 12**0.5
+    sums = [(~finite).sum(), numbers @ numbers, numbers.sum(), numbers @ weights]
     return [len(numbers), *map(float, sums)]
 
 
@@ -42,20 +39,13 @@ def batches(values):
 
 
 def append(examples, tensor):
-    """Append to the notes of each example: how many numbers, a sum as PLACES, and the norm."""
+    """Append the sums of its row to the notes of each example."""
     for example, row in zip(examples, tensor.detach().cpu(), strict=True):
-        numbers = row.double().flatten()
-        places = numbers @ weights(len(numbers))
-        example.append([len(numbers), places.item(), numbers.norm().item()])
+        example.append(sums_of(row))
 
 
 class Notes:
-    """Writes a line to the file of this rank before each step of an optimizer.
-
-    Args:
-        folder: of the files, one for each rank.
-        most: how many steps are noted.
-    """
+    """Writes a line to this rank's file in a folder before a step of an optimizer, `most` times."""
 
     def __init__(self, folder, most):
         self.folder = folder
@@ -64,7 +54,7 @@ class Notes:
         self.eps = 0.0  # of the coarsest dtype: the distance from 1 to the next number
         self.models = weakref.WeakSet()  # the outermost modules that have been called
         self.inside = weakref.WeakSet()  # the modules in them
-        self.calls = []  # of a model since the last step: its examples
+        self.examples = []  # that a model has got since the last step
         self.depth = 0  # of steps, because an optimizer may call another one
         modules.register_module_forward_pre_hook(self.before_forward)
         modules.register_module_forward_hook(self.after_forward, with_kwargs=True)
@@ -79,14 +69,14 @@ class Notes:
 
     def after_forward(self, module, args, kwargs, output):
         """Note the input and the output of each example, and later the loss's gradient there."""
-        if module not in self.models or not module.training or not torch.is_grad_enabled():
+        learns = module.training and torch.is_grad_enabled()
+        if module not in self.models or not learns or self.most == 0:
             return
-        examples = []
-        self.calls.append(examples)
         inputs = batches([args, kwargs])
         if not inputs or inputs[0].requires_grad:
             return  # these are activations, and no examples
-        examples += [[] for _ in inputs[0]]
+        examples = [[] for _ in inputs[0]]
+        self.examples += examples
         append(examples, inputs[0])
         for tensor in batches(output):
             if tensor.requires_grad and len(tensor) == len(examples):
@@ -102,61 +92,47 @@ class Notes:
             return
         self.most -= 1
         joined = dist.is_available() and dist.is_initialized()
+        rank, size = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
+        row = {"ranks": size, "examples": self.examples, **self.tensors_of(optimizer)}
         if self.file is None:
-            path = self.folder / f"rank{dist.get_rank() if joined else 0}.jsonl"
-            self.file = open(path, "w")  # noqa: SIM115, it stays open
-        row = {"ranks": dist.get_world_size() if joined else 1, "calls": self.calls}
-        self.file.write(json.dumps(row | self.tensors_of(optimizer)) + "\n")
+            self.file = open(self.folder / f"rank{rank}.jsonl", "w")  # noqa: SIM115, it stays open
+        self.file.write(json.dumps(row, default=str) + "\n")
         self.file.flush()  # the process may be killed
-        self.calls = []
+        self.examples = []
 
     def after_step(self, optimizer, args, kwargs):
         """Note the end of a step."""
         self.depth -= 1
 
     def tensors_of(self, optimizer):
-        """Return the sums of all tensors, the optimizer's settings, and what differs by design."""
-        row = {"value of": {}, "gradient of": {}, "settings": {}}
+        """Return the sums of all tensors, the optimizer's settings, and the kinds of modules."""
+        row = {"value of": {}, "gradient of": {}, "settings": {}, "kinds": []}
         names = {}
-        designed = set()
         for model in self.models:
+            row["kinds"] += {type(module).__name__ for module in model.modules()}
             for name, parameter in model.named_parameters():
                 name = WRAPPERS.sub("", name)
                 names[parameter] = max(names.get(parameter, ""), name, key=len)
-            kinds = {type(module).__name__ for module in model.modules()}
-            designed |= {kind for kind in kinds if kind.startswith(("Dropout", "BatchNorm"))}
         for index, group in enumerate(optimizer.param_groups):
             for key, value in group.items():
-                numbers = value if isinstance(value, tuple) else [value]
-                if all(type(number) in (int, float) for number in numbers):
+                if type(value) in (int, float, tuple):
                     row["settings"][f"{key} of group {index}"] = value
             for place, parameter in enumerate(group["params"]):
                 name = names.setdefault(parameter, f"number {place} of group {index}")
                 row["value of"][name] = sums_of(parameter)
-                row["gradient of"][name] = self.gradient_of(parameter)
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                # Of a Partial one, the ranks have the terms of a sum.
+                terms = any(each.is_partial() for each in getattr(gradient, "placements", ()))
+                row["gradient of"][name] = None if terms else sums_of(gradient)
                 self.eps = max(self.eps, torch.finfo(parameter.dtype).eps)
         for parameter, name in names.items():
-            if name not in row["value of"] and sums_of(parameter)[COUNT]:
-                row["value of"][name] = sums_of(parameter)
-        return row | {"eps": self.eps, "designed": sorted(designed)}
-
-    def gradient_of(self, parameter):
-        """Return the sums of a gradient. None: the ranks have the terms of a sum."""
-        if parameter.grad is None:
-            return [sums_of(parameter)[COUNT], *NOTHING[1:]]
-        if any(each.is_partial() for each in getattr(parameter.grad, "placements", ())):
-            return None
-        return sums_of(parameter.grad)
+            sums = sums_of(parameter)
+            if sums[COUNT]:  # it is not freed
+                row["value of"].setdefault(name, sums)
+        return row | {"eps": self.eps}
 
 
-class NotedSteps:
-    """What mp.spawn gets in place of a function: it calls the function, and notes its steps."""
-
-    def __init__(self, function, *options):
-        self.function = function
-        self.options = options  # those of Notes
-
-    def __call__(self, *args):
-        """Run the function as a rank."""
-        Notes(*self.options)
-        self.function(*args)
+def noted(function, folder, most, *args):
+    """Run a function as a rank, and note its steps. mp.spawn gets this in place of the function."""
+    Notes(folder, most)
+    function(*args)
