@@ -34,7 +34,7 @@ FAULTS = {
     "changed": ("step 3, value of 2.weight, on rank 1 of 2", "See the optimizer's step"),
     "nan, fsdp": ("in the shards of all ranks together", "by inf", "On rank 1, the outputs are"),
     "scaled, fsdp": ("It is 2 times", "another scale"),
-    "dropout": ("but not outputs", "By design, Dropout may differ."),
+    "dropout": ("but not the outputs", "By design, Dropout may differ."),
     "wide": ("error: another model: 0.weight has 45 numbers, in the first run 40",),
     "early": ("error: a run ended early: 4 steps, and the ranks' [3, 3]",),
 }

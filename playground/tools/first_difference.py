@@ -41,13 +41,16 @@ STARTS = "The models start differently: seed all alike, or send those of rank 0.
 STEP = "The gradients were equal. See the optimizer's step, and what follows it."
 INPUTS = """The ranks have {} inputs, {} that the first run has not. It has {}, {} that no rank has.
   See the sampler (seed, rank, set_epoch), batch size, skipped steps, and what makes the inputs."""
-OUTPUTS = "inputs and parameters are equal, but not outputs: see precision, messages in forward()."
+OUTPUTS = """the inputs are equal, but not the outputs.
+  See buffers, precision, which slice of a parameter a rank has, messages in forward()."""
 LABELS = """the outputs are equal, but not the loss's gradient there.
   See labels, loss, weights, and means of unequal parts."""
 SCALED = """the loss's gradient at the outputs has another scale, if the ranks take a mean.
   See the loss: a factor, a sum in place of a mean, the number of micro-batches."""
 RIGHT = """the loss's gradient at the outputs is right.
   See the average over the ranks, other messages, clipping, zero_grad(), losses on parameters."""
+MISSING = """The optimizer's parameters have no gradient, or one of zeros.
+  See requires_grad, detach(), and whether the optimizer was made before the model was sharded."""
 UNKNOWN = "See the loss, the labels, and the messages."
 
 
@@ -71,6 +74,8 @@ def note(folder, most, script, flags):
 
 def read(folder):
     """Return the notes of each rank, a list of steps."""
+    if not folder.is_dir():
+        sys.exit(f"error: there is no folder {folder}")
     run = []
     while not run or len(run) < run[0][0]["ranks"]:
         path = folder / f"rank{len(run)}.jsonl"
@@ -122,6 +127,7 @@ def gather(rows, kind, names):
 def pairs_of(one, two):
     """Return {(name, rank): its sums in both runs}. Rank None: of the shards of all ranks."""
     left = one.keys() - two.keys(), two.keys() - one.keys()
+    most = sum(len(two[name]) for name in left[1])  # flat shards have at most so much padding
     if all(left):
         for run, names in zip((one, two), left, strict=True):
             run[REST] = {0: add(chain(*(run.pop(name).values() for name in names)))}
@@ -138,7 +144,7 @@ def pairs_of(one, two):
             copies = max(1, round(copies)) / max(1, round(1 / copies))
             shards = [each / copies for each in shards]
             both = {None: (whole, shards)}
-            if abs(shards[COUNT] - whole[COUNT]) > 0.05 * whole[COUNT]:  # padding adds less
+            if abs(shards[COUNT] - whole[COUNT]) > (most if name == REST else 0.05 * whole[COUNT]):
                 if name == REST and found:
                     continue  # some are whole on each rank, and some are not
                 counts = f"{shards[COUNT]:.0f} numbers, in the first run {whole[COUNT]:.0f}"
@@ -193,16 +199,20 @@ def why_loss(ones, twos, limit):
     return UNKNOWN
 
 
-def why_gradient(ones, twos, wrong, limit):
+def why_gradient(ones, twos, wrong, pairs, limit):
     """Return words on gradients that differ."""
     size = len(twos)
     means = {}
-    for (name, _), (_, b) in wrong.items():
+    for (name, _), (_, b) in pairs.items():
         means[name] = add([means.get(name, NOTHING), [each / size for each in b]])
     # The squares of a sum are not the sum of the squares.
-    apart = [far(a, [*a[:SUM], *means[name][SUM:]]) for (name, _), (a, _) in wrong.items()]
-    if max(apart) < limit and all(rank is not None for _, rank in wrong):
-        return "Each rank has its own, whose mean would be right: a message is missing."
+    if not any(b[SQUARES] or b[STRANGE] for _, b in wrong.values()):
+        return MISSING
+    for word, times in (("mean", 1), ("sum", size)):
+        both = [(a, [times * each for each in means[name]]) for (name, _), (a, _) in wrong.items()]
+        apart = [far(a, [*a[:SUM], *b[SUM:]]) for a, b in both]
+        if max(apart) < limit and all(rank is not None for _, rank in wrong):
+            return f"Each rank has its own, whose {word} would be right: a message is missing."
     words = why_loss(ones, twos, limit)
     factor = common_factor([*wrong.values()], limit)
     if factor:
@@ -250,7 +260,8 @@ def compare(first, second):
                 why = STARTS if number == 1 else STEP
                 if kind == "gradient of":
                     wrong = {key: pairs[key] for key in found}
-                    why = why_gradient(ones, twos, wrong, max(1e4 * eps, JUMP * known, 1e-6))
+                    tolerance = max(1e4 * eps, JUMP * known, 1e-6)
+                    why = why_gradient(ones, twos, wrong, pairs, tolerance)
                 kinds = sorted({each for row in rows for each in row["kinds"]})
                 designed = [each for each in kinds if each.startswith(DESIGNED)]
                 if designed and why != STARTS:
