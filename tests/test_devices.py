@@ -15,7 +15,7 @@ from common.flags import accelerator
 
 STOPPED = 42  # the exit status of a lesson that would train now; @record turns 0 into a return
 TALKING = [lesson for lesson in LESSONS if talks(lesson)]
-ON_CPU = ("finding_hangs", "thousand_ranks")  # by default, on any machine
+ON_CPU = ("survivors", "finding_hangs", "thousand_ranks")  # by default, on any machine
 
 
 @pytest.fixture
@@ -58,6 +58,7 @@ def chosen(main, monkeypatch):
         path = lesson.__file__
         stubs = {"fetch": lambda dataset, *_: dataset or "digits", "launch": stop}
         stubs["download"] = lambda args: None
+        stubs["open_store"] = lambda args: torch.distributed.HashStore()
         stubs["check_files"] = lambda parser, args: None  # of sharded_data.py
         if "mp.spawn(" in lesson_path(path).read_text():
             monkeypatch.setattr(lesson.mp, "spawn", stop)
@@ -86,7 +87,7 @@ def test_apples_gpu(monkeypatch):
 def test_the_device(lesson, machine, main, chosen):
     """A lesson uses the GPU if there is one whose driver works, and the CPU otherwise.
 
-    The p2p lessons need two GPUs, and two lessons take them only if they are told to. If no GPU
+    The p2p lessons need two GPUs, and three lessons take them only if they are told to. If no GPU
     works, --device cuda ends with status 2 and one line.
     """
     flags = () if lesson in TALKING else ("--batch_size", 120)

@@ -12,7 +12,7 @@ from pathlib import Path
 import first_difference
 import pytest
 import torch
-from conftest import DIGITS, epochs, run, single_gpu, talks
+from conftest import DIGITS, epochs, free_port, run, single_gpu, talks
 from lessons import LESSONS
 
 pytestmark = pytest.mark.quick
@@ -28,6 +28,7 @@ distributed_data_parallel; 3; mlp
 distributed_data_parallel2; 3; mlp
 distributed_data_parallel_torchrun; 3; language
 resumable; 3; mlp
+survivors; 3; mlp
 model_parallel; None; mlp
 model_parallel --pipelined --micro_batches 7; None; transformer
 manual_pipeline --micro_batches 7; 3; mlp
@@ -57,6 +58,7 @@ sharded_data --workers 1; 2; language
 mixed_precision --precision full --sharded; 3; language
 activation_checkpointing --checkpoint second --sharded; 2; language
 sequence_parallel --sequence; 4; transformer
+sequence_parallel --sequence; 2; transformer
 sequence_parallel --by dtensor; 2; transformer
 sequence_parallel --by dtensor --sequence; 2; language
 sequence_parallel; 2; language
@@ -89,6 +91,8 @@ def noted(lesson, *flags, folder, processes=None):
     """
     if lesson == "resumable":
         flags += ("--run_dir", folder / "run")
+    if lesson == "survivors":
+        flags += ("--port", free_port())
     if lesson == "profile_steps":
         flags += ("--out", folder / "traces")
     env = {"NOTES": str(folder), "DOCUMENTS": "40"}

@@ -148,7 +148,7 @@ def test_every_console_block_is_found():
 
 def can_run(command):
     """Whether one machine without a GPU and without internet access can run a command alone."""
-    others = ("<", "NODE0=", "RANK=", " cuda", "--pretrained")
+    others = ("<", "NODE0=", "RANK=", " cuda", "--pretrained", "--join")
     return not any(word in command for word in others)
 
 
@@ -156,6 +156,7 @@ def shape(line):
     """Mask what less data or another machine changes: an epoch's numbers, times, shares."""
     line = re.sub(r"^(\d+ +\d+ +\d+ +cpu) +\d+ +\S+$", r"\1", line.strip())
     line = re.sub(r"process \d+ on \S+,", "process # on #,", line)
+    line = re.sub(r"^process \d+:", "process #:", line)
     if "epoch" in line:
         line = re.sub(r"\d[\d,.]*", "#", line.replace("mnist", "digits"))
     line = re.sub(r"[\d,]+ \+ [\d,]+", "# + #", line)  # tokens and padding of a text
@@ -169,6 +170,8 @@ def less_data(lesson, words):
     flags = [] if "--epochs" in words else ["--epochs", "1"]
     if "--dataset" not in words:
         flags += ["--dataset", small_data(lesson)]
+    if lesson == "survivors":
+        flags += ["--port", free_port()]
     return [*flags, "--workers", "0"] if "resnet" in lesson else flags
 
 

@@ -54,6 +54,7 @@ SEARCHED = SYMPTOMS | {
     "distributed_data_parallel": "multi node multi GPU machines",
     "distributed_data_parallel_torchrun": "multi node multi GPU elastic launch",
     "resumable": "fault tolerance preemption save load elastic",
+    "survivors": "fault tolerance elastic torchft shrink failure",
     "resnet": "SyncBatchNorm fine-tune",
     "finding_hangs": "deadlock stuck NCCL timeout watchdog flight recorder",
     "sending_less": "PowerSGD compression bandwidth",

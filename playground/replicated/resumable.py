@@ -27,12 +27,6 @@ a CPU. All stop after the same step, rank 0 saves, and all leave with status 0. 
 in the middle of the epoch. Try it with `kill` and the process id that rank 0 prints. How to tell
 Slurm, and how long it waits, is in `run/README.md`.
 
-On one or two nodes, run this on each (NODES=1:2 means at least one node, and at most two):
-    NODE0=<ip> NODES=1:2 RESTARTS=3 \
-        run/torchrun_node.sh playground/replicated/resumable.py
-A node that joins or leaves restarts all ranks. `--run_dir` must then be a folder that all nodes
-share, and the ranks must be able to divide `--batch_size`, with one node and with two.
-
 Try breaking it, in a copy beside it:
   1. Run it with restarts, `--epochs 30` and `--run_dir runs/killed`. Rank 0 prints its process id:
      in a second terminal, type `kill -9` and this number. Compare the last line with that of a run
@@ -42,7 +36,7 @@ Try breaking it, in a copy beside it:
      with `--epochs 30`, and `kill` rank 0.
 Now write it yourself: `save_and_resume.py` in `playground/exercises/`.
 Builds on: distributed_data_parallel_torchrun.py
-The next lesson, `resnet.py`, trains a larger model on colour images.
+The next lesson, `survivors.py`, trains on without a restart when a rank dies.
 """
 
 import argparse
