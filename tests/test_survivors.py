@@ -20,7 +20,7 @@ def waiting(change, tmp_path):
 
     Those that are asked to form another group do that first.
     """
-    gate = tmp_path / "go on"
+    gate = tmp_path / "gate"
 
     def copied(*pairs):
         wait = f"""\
@@ -34,7 +34,7 @@ def waiting(change, tmp_path):
     return copied
 
 
-def processes(job, text):
+def processes(text):
     """Return the ids of the processes that a run has started, in the order of their numbers."""
     return [int(pid) for pid in re.search(r"^processes (.*)", text, re.M)[1].split()]
 
@@ -50,7 +50,7 @@ def assert_right(out):
 @pytest.mark.quick
 @pytest.mark.parametrize(("ranks", "kill"), [(1, ()), (3, ()), (2, (0, 25)), (3, (1, 13))])
 def test_the_numbers_of_one_process(ranks, kill):
-    """With 1 to 3 ranks, and if one dies in a step of training, or in the test (13)."""
+    """With 1 to 3 ranks, and if one dies in a step of training, or in the test (25)."""
     flags = ("--kill", *kill) if kill else ()
     done = run("survivors", *FLAGS, *flags, "--port", free_port(), processes=ranks)
     assert_right(done.stdout)
@@ -75,7 +75,7 @@ def test_one_is_killed_and_one_joins(moment, waiting, request):
     count = 2 if own else 3
     text = read_until(job, rf"rank \d of {count} from step 0", count)
     if not own:
-        os.kill(processes(job, text)[1], signal.SIGKILL)
+        os.kill(processes(text)[1], signal.SIGKILL)
     new = Lesson(copy, "--join", *where, **nodes.get("new", {}))
     text += read_until(job, r"rank \d of 3 from step", 2)
     gate.touch()
@@ -88,11 +88,11 @@ def test_one_is_killed_and_one_joins(moment, waiting, request):
 
 
 def test_one_is_paused(waiting):
-    """The others train on without it. When it continues, it is taken in, and spoils nothing."""
+    """The others continue without it. When it continues, it is taken in, and spoils nothing."""
     copy, gate = waiting()
     job = Lesson(copy, *FLAGS, "--port", free_port(), "--timeout", 3)
     text = read_until(job, r"rank \d of 3 from step 0", 3)
-    paused = processes(job, text)[0]
+    paused = processes(text)[0]
     os.kill(paused, signal.SIGSTOP)
     gate.touch()
     text += read_until(job, r"rank \d of 2 from step", 2)
@@ -109,7 +109,7 @@ def test_what_cannot_go_on():
     text = read_until(job, r"rank \d of 3 from step 0", 3)
     done = run("survivors", *FLAGS, "--port", port, status=1)
     assert done.stderr.strip().endswith(f"cannot listen at --port {port}: use a free one.")
-    for pid in processes(job, text):
+    for pid in processes(text):
         os.kill(pid, signal.SIGKILL)
     done = job.wait()
     assert done.returncode == 1 and "terminated with signal SIGKILL" in done.stderr

@@ -36,7 +36,7 @@ Try breaking it, in a copy beside it:
      with `--epochs 30`, and `kill` rank 0.
 Now write it yourself: `save_and_resume.py` in `playground/exercises/`.
 Builds on: distributed_data_parallel_torchrun.py
-The next lesson, `survivors.py`, trains on without a restart when a rank dies.
+The next lesson, `survivors.py`, continues without a restart when a rank dies.
 """
 
 import argparse

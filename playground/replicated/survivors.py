@@ -1,6 +1,6 @@
-r"""Survivors: when a rank is killed, the others train on, and new ranks can join at any time.
+r"""Survivors: when a rank is killed, the others continue, and new ranks can join at any time.
 
-Run it. Process 1 of three kills itself before step 17, and the others train on:
+Run it. Process 1 of three kills itself before step 17, and the others continue:
     python playground/replicated/survivors.py --kill 1 17 \
         --double --dataset digits --batch_size 120 --epochs 2
 
@@ -17,9 +17,9 @@ Add a rank from another terminal, or with `-ip <ip of the first machine>` from a
     python playground/replicated/survivors.py --join
 
 In data parallelism, each rank has all that a run consists of: the parameters, Adam's averages, and
-the order of all images. So when a rank dies, only the step that was being computed is lost.
-In the other ranks, `all_reduce` raises an error. They leave their process group, form a new one,
-and compute the step again, each with a larger part of the batch. No process starts again, and no
+the order of all images. So when a rank dies, only the step that was being computed is lost. In the
+other ranks, `all_reduce` raises an error. They leave their process group, form a new one, and
+compute the step again, each with a larger part of the batch. No process starts again, and no
 checkpoint is read. Each new group begins with the state of the rank that has done the most steps.
 
 No rank can tell a dead process from a slow one, but all must agree on the members of the next

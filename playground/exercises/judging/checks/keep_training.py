@@ -108,7 +108,8 @@ class Member:
         """Form the next group."""
         self.number += 1
         if self.number == len(self.groups):
-            raise Forbidden("regroup() is called, although no rank was killed since the last call")
+            words = "regroup() is called, although no rank was killed since the last call"
+            raise Forbidden(f"{words}: have all ranks done the same steps?")
         self.form()
         if self.name == "b":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -187,8 +188,6 @@ WORDS = {
     "of the rank that has done the most. The step that has failed is computed again.",
     "joins.*optimizer": "Is the optimizer's state sent, too, and by the rank that has done the "
     "most steps?",
-    "regroup.. is called": "A message also fails if another rank has ended: have all done the same "
-    "steps?",
     "HANG": "While an `except` block runs, its error keeps the old group open, so other ranks wait "
     "for this one. Call regroup() after the block.",
 }
@@ -198,6 +197,9 @@ MISTAKES = {
     WORDS["HANG"]: (
         *("with contextlib.suppress(RuntimeError):", "try:"),
         *("        regroup()  # behind", "        except RuntimeError:\n            regroup()  #"),
+    ),
+    "have all ranks done the same steps?": (
+        *("model_state, optimizer_state, step =", "model_state, optimizer_state, _ ="),
     ),
     "the steps computed": (
         *("                optimizer.step()\n                step += 1\n", ""),
