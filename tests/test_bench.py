@@ -55,7 +55,6 @@ def test_two_lessons_have_the_same_losses():
     expected = single_gpu(*flags)[-1]
     for row in (one, several):
         assert float(row["loss"]) == pytest.approx(expected["loss"], abs=2e-12)
-        assert row["test"] == f"{expected['test']:.2f}%"
         assert 200 < float(row["MiB"].replace(",", "")) < 5000
     assert "MiB on a GPU" not in one
 
@@ -69,7 +68,8 @@ def test_what_fails_is_a_row(benched, monkeypatch):
         "silent": "",
     }
     monkeypatch.setattr(bench, "RUNS", [*scripts, "torchrun N broken"])
-    status, [good, *failed] = benched(scripts)
+    # With one rank, because the words of two may end up in one line.
+    status, [good, *failed] = benched(scripts, "-g", 1)
     assert status == 1
     assert (good["loss"], good["per s"], good["error"]) == ("0.5", "2,000", "")
     assert [row["error"] for row in failed] == [
@@ -78,7 +78,7 @@ def test_what_fails_is_a_row(benched, monkeypatch):
         "status 0 without a word",
         "error: broken on purpose",
     ]
-    assert failed[-1]["lesson"] == "torchrun 2 broken"
+    assert failed[-1]["lesson"] == "torchrun 1 broken"
     assert benched(scripts, "--only", "good")[0] == 0
 
 

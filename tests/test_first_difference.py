@@ -22,7 +22,7 @@ TOOL = "first_difference"
 FAULTS = {
     "none": ("equal up to rounding: 4 steps",),
     "seed": ("step 1, value of 0.weight and 3 more, on rank 1 of 2", "start differently"),
-    "sampler": ("step 2, gradient", "have [6, 6] inputs, [0, 6] that", "See the sampler"),
+    "sampler": ("step 2, gradient", "ranks have 6, 6, of which 0, 6 are not", "See the sampler"),
     "labels": ("step 1, gradient", "On rank 1, the outputs are equal", "See labels"),
     "sum": ("step 1, gradient", "on all 2 ranks, alike", "2 times", "average over the ranks"),
     "micro-batches": ("It is 2 times", "another scale", "number of micro-batches"),
@@ -34,9 +34,11 @@ FAULTS = {
     "changed": ("step 3, value of 2.weight, on rank 1 of 2", "See the optimizer's step"),
     "nan, fsdp": ("in the shards of all ranks together", "by inf", "On rank 1, the outputs are"),
     "scaled, fsdp": ("It is 2 times", "another scale"),
+    "left out": ("another model or optimizer: no rank trains 2.bias",),
+    "stuck": ("step 2, value of 2.bias, on rank 1 of 2", "not changed in the last step"),
     "dropout": ("but not the outputs", "By design, Dropout may differ."),
     "wide": ("error: another model: 0.weight has 45 numbers, in the first run 40",),
-    "early": ("error: a run ended early: 4 steps, and the ranks' [3, 3]",),
+    "early": ("error: the first run has 4 steps, the ranks of the other one [3, 3]",),
 }
 
 
@@ -52,7 +54,8 @@ def train(rank, fault, size, folder):
     if "fsdp" in fault:
         fully_shard(model)
     faulty = rank == 1
-    optimizer = torch.optim.Adam(model.parameters(), 0.02 if fault == "lr" and faulty else 0.01)
+    trained = list(model.parameters())[: 3 if fault == "left out" else 4]
+    optimizer = torch.optim.Adam(trained, 0.02 if fault == "lr" and faulty else 0.01)
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(60, 5, generator=generator).double()
     labels = torch.randint(3, (60,), generator=generator)
@@ -74,7 +77,10 @@ def train(rank, fault, size, folder):
             if size > 1 and not (fault == "one message" and number == 3):
                 dist.all_reduce(parameter.grad)
                 parameter.grad /= 1 if fault == "sum" else size
+        bias = model[2].bias.detach().clone()
         optimizer.step()
+        if fault == "stuck" and faulty:
+            model[2].bias.data = bias
         if fault == "changed" and faulty and step == 1:
             model[2].weight.data[0, 0] += 1e-6
 

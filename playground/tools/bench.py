@@ -5,14 +5,8 @@ r"""Runs the lessons with the same flags, one after another, and shows what each
     python playground/tools/bench.py --only single_gpu tensor_parallel -g 4 --width 3072
 
 Flags that --help does not list go to each lesson. With the same flags, the lessons print the same
-losses, up to rounding, and --double shows twelve digits of them:
-    | lesson                             |           loss |   train |   test | ...
-    |------------------------------------|----------------|---------|--------| ...
-    | single_gpu                         | 1.406419734911 |  72.43% | 85.19% | ...
-    | manual_data_parallel -g 2          | 1.406419734911 |  72.43% | 85.19% | ...
-    | manual_data_parallel -g 2 --bucket | 1.406419734911 |  72.43% | 85.19% | ...
-
-These are the numbers of the last epoch. Further columns have
+losses, up to rounding, and --double shows twelve digits of them. Each has a row with
+    loss            that of the last epoch
     per s           how many images, or tokens of a language model, are trained on in a second: the
                     median of all epochs but the first
     seconds         from the command to its end
@@ -111,12 +105,9 @@ def row(line, runs):
     for each in runs:
         if each.status or not each.epochs:
             return {"lesson": line, "error": each.last_words}
-    last = runs[-1].epochs[-1]
     cells = {
         "lesson": line,
-        "loss": last["loss"],
-        "train": f"{last['train']:.2f}%",
-        "test": f"{last['test']:.2f}%",
+        "loss": runs[-1].epochs[-1]["loss"],
         "per s": f"{speed(runs):,.0f}",
         "seconds": f"{median(each.seconds for each in runs):.1f}",
         "MiB": f"{median(each.memory for each in runs):,.0f}",

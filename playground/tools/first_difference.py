@@ -39,7 +39,9 @@ JUMP = 30  # rounding grows, but not by so much from one step to the next
 DESIGNED = ("Dropout", "BatchNorm")
 STARTS = "The models start differently: seed all alike, or send those of rank 0."
 STEP = "The gradients were equal. See the optimizer's step, and what follows it."
-INPUTS = """The ranks have {} inputs, {} that the first run has not. It has {}, {} that no rank has.
+STUCK = "It has not changed in the last step. See the optimizer's step, and what follows it."
+INPUTS = """The first run has {} inputs, of which {} are on no rank.
+  The ranks have {}, of which {} are not in the first run.
   See the sampler (seed, rank, set_epoch), batch size, skipped steps, and what makes the inputs."""
 OUTPUTS = """the inputs are equal, but not the outputs.
   See buffers, precision, which slice of a parameter a rank has, messages in forward()."""
@@ -124,7 +126,7 @@ def gather(rows, kind, names):
     return found
 
 
-def pairs_of(one, two):
+def pairs_of(one, two, ranks):
     """Return {(name, rank): its sums in both runs}. Rank None: of the shards of all ranks."""
     left = one.keys() - two.keys(), two.keys() - one.keys()
     most = sum(len(two[name]) for name in left[1])  # flat shards have at most so much padding
@@ -133,7 +135,9 @@ def pairs_of(one, two):
             run[REST] = {0: add(chain(*(run.pop(name).values() for name in names)))}
     found = {}
     for name, a in one.items():
-        b = two.get(name, {0: NOTHING})
+        if name not in two:
+            sys.exit(f"error: another model or optimizer: no rank trains {name}")
+        b = two[name]
         if None in (*a.values(), *b.values()):
             continue
         both = {rank: (a.get(rank, a[min(a)]), sums) for rank, sums in b.items()}
@@ -141,8 +145,8 @@ def pairs_of(one, two):
             whole, shards = add(a.values()), add(b.values())
             whole[PLACES] = shards[PLACES] = 0.0  # a shard has places of its own
             copies = (shards[COUNT] or 1) / (whole[COUNT] or 1)
-            copies = max(1, round(copies)) / max(1, round(1 / copies))
-            shards = [each / copies for each in shards]
+            copies, parts = (min(max(1, round(each)), ranks) for each in (copies, 1 / copies))
+            shards = [each / copies * parts for each in shards]
             both = {None: (whole, shards)}
             if abs(shards[COUNT] - whole[COUNT]) > (most if name == REST else 0.05 * whole[COUNT]):
                 if name == REST and found:
@@ -171,9 +175,9 @@ def why_loss(ones, twos, limit):
     if {size for size, _ in known}.isdisjoint(size for size, _ in found):
         return UNKNOWN  # a rank has a part of each input, or activations
     if known.keys() != found.keys() or len({found[x] / known[x] for x in known}) > 1:
-        totals = [own.total() for own in ranks]
-        others = [(own - known).total() for own in ranks]
-        return INPUTS.format(totals, others, known.total(), (known - found).total())
+        others = [own - known for own in ranks]
+        counts = (", ".join(str(own.total()) for own in each) for each in (ranks, others))
+        return INPUTS.format(known.total(), (known - found).total(), *counts)
     complete = {mark(each[0]): each for row in ones for each in row["examples"] if len(each) == 3}
     where = {OUTPUTS: [], LABELS: [], SCALED: [], RIGHT: []}
     for rank, row in enumerate(twos):
@@ -230,7 +234,9 @@ def place(pairs, found, size):
     elif len(ranks) == size > 1:
         copies = [b for (name, _), (_, b) in pairs.items() if name == names[0]]
         alike = all(far(copies[0], each) < 1e-6 for each in copies)
-        where = f"on all {size} ranks, {'alike' if alike else 'which differ'}"
+        where = f"on all {size} ranks"
+        if len(copies) == size:
+            where += ", alike" if alike else ", which differ"
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     (key, far_apart), *_ = found.items()
     one, two = (sums[SQUARES] ** 0.5 for sums in pairs[key])
@@ -247,10 +253,12 @@ def compare(first, second):
     known = 0.0
     unclear = ""
     ignored = set()
+    last = {}  # the second run's values one step before
     for number, rows in enumerate(zip(*first, *second, strict=False), 1):
         ones, twos = rows[: len(first)], rows[len(first) :]
         for kind, limit in limits.items():
-            pairs = pairs_of(gather(ones, kind, [{}] * len(ones)), gather(twos, kind, names))
+            both = gather(ones, kind, [{}] * len(ones)), gather(twos, kind, names)
+            pairs = pairs_of(*both, max(len(ones), len(twos)))
             squares = {name: a[SQUARES] for (name, _), (a, _) in pairs.items()}
             total = sum(squares.values())
             left_out = ignored if kind == "value of" else ()
@@ -258,6 +266,8 @@ def compare(first, second):
             found = {x: size for x, size in sizes.items() if size > max(limit, JUMP * known)}
             if found:
                 why = STARTS if number == 1 else STEP
+                if all(pairs[key][1] == last.get(key) for key in found):
+                    why = STUCK
                 if kind == "gradient of":
                     wrong = {key: pairs[key] for key in found}
                     tolerance = max(1e4 * eps, JUMP * known, 1e-6)
@@ -268,6 +278,8 @@ def compare(first, second):
                     why += f"\n  By design, {' and '.join(designed)} may differ. Try without."
                 line = f"first difference: step {number}, {kind} {place(pairs, found, len(twos))}"
                 return 1, f"{line}\n  {why}\n  Before, the runs agreed to {known:.1e}."
+            if kind == "value of":
+                last = {key: b for key, (_, b) in pairs.items()}
             known = max([known, *sizes.values()])
             if known > 1e3 * eps and not unclear:
                 unclear = f"step {number}, {kind} {max(sizes, key=sizes.get)[0]}"
@@ -279,9 +291,10 @@ def compare(first, second):
                 if value != right:
                     line = f"step {number}, {key}, on rank {rank}"
                     return 1, f"first difference: {line}: {value}, in the first run {right}"
-    lengths = [len(rows) for rows in second]
-    if set(lengths) != {len(first[0])}:
-        sys.exit(f"error: a run ended early: {len(first[0])} steps, and the ranks' {lengths}")
+    steps = len(first[0])
+    of_ranks = [len(rows) for rows in second]
+    if set(of_ranks) != {steps}:
+        sys.exit(f"error: the first run has {steps} steps, the ranks of the other one {of_ranks}")
     if unclear:
         grown = f"no sudden difference, but it has grown to {known:.1e}, since {unclear}"
         return 3, f"{grown}\n  Rounding grows so, and a small fault may. Compare in float64."
