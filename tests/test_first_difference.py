@@ -25,6 +25,7 @@ FAULTS = {
     "sampler": ("step 2, gradient", "ranks have 6, 6, of which 0, 6 are not", "See the sampler"),
     "labels": ("step 1, gradient", "On rank 1, the outputs are equal", "See labels"),
     "sum": ("step 1, gradient", "on all 2 ranks, alike", "2 times", "average over the ranks"),
+    "divided": ("on all 2 ranks, alike", "expected, divided by 2", "average over the ranks"),
     "micro-batches": ("It is 2 times", "another scale", "number of micro-batches"),
     "scaled": ("It is 2 times", "On ranks 0 and 1", "another scale", "See the loss"),
     "unequal": ("On ranks 0 and 1, the outputs are equal", "means of unequal parts"),
@@ -76,7 +77,7 @@ def train(rank, fault, size, folder):
         for number, parameter in enumerate(model.parameters() if "fsdp" not in fault else ()):
             if size > 1 and not (fault == "one message" and number == 3):
                 dist.all_reduce(parameter.grad)
-                parameter.grad /= 1 if fault == "sum" else size
+                parameter.grad /= {"sum": 1, "divided": size * size}.get(fault, size)
         bias = model[2].bias.detach().clone()
         optimizer.step()
         if fault == "stuck" and faulty:

@@ -212,10 +212,12 @@ def why_gradient(ones, twos, wrong, pairs, limit):
     # The squares of a sum are not the sum of the squares.
     if not any(b[SQUARES] or b[STRANGE] for _, b in wrong.values()):
         return MISSING
+    whole = all(rank is not None for _, rank in wrong)
+    differ = any(far(means[name], b) > 1e-6 for (name, _), (_, b) in wrong.items())
     for word, times in (("mean", 1), ("sum", size)):
         both = [(a, [times * each for each in means[name]]) for (name, _), (a, _) in wrong.items()]
         apart = [far(a, [*a[:SUM], *b[SUM:]]) for a, b in both]
-        if max(apart) < limit and all(rank is not None for _, rank in wrong):
+        if whole and differ and max(apart) < limit:
             return f"Each rank has its own, whose {word} would be right: a message is missing."
     words = why_loss(ones, twos, limit)
     factor = common_factor([*wrong.values()], limit)
