@@ -148,13 +148,6 @@ from overlapped_data_parallel import EachGradient
 def overlap_gradients(model):
     return partial(EachGradient(model).finish, model)
 """,
-    "exact_accuracy": """
-import torch
-from distributed_data_parallel import run_epoch
-def exact_accuracy(model, batches):
-    loss, recognized, images = run_epoch(model, batches, torch.device("cpu"))
-    return loss / images, recognized / images
-""",
     "save_and_resume": """
 import argparse
 import os

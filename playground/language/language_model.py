@@ -12,8 +12,8 @@ This is followed by what the model writes then, byte by byte:
 It learns from help texts of Python. Its tokens are bytes, and at each token it predicts the next
 one. Most of what trains it has been a lesson: layers are sharded and compute in bfloat16, blocks
 keep only their input (`--checkpoint`), gradients are clipped. `prepare` puts them together. With
-`--run_dir`, each epoch ends with a sharded checkpoint, and the same command resumes from the newest
-one. New is what surrounds them:
+`--run_dir`, each epoch ends with a sharded checkpoint (all of them stay), and the same command
+resumes from the newest one. New is what surrounds them:
 - A step of a large model takes millions of tokens. So each rank computes `--rows` rows at a time, a
   micro-batch, and adds up their gradients.
 - The learning rate rises in the first steps, while Adam's averages are still rough, and then falls.
