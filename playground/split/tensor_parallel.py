@@ -164,7 +164,7 @@ def train(args):
         split_by_dtensor(model, pairs, args)
     model = model.to(device)  # NEW: only now, so the whole model need not fit on a GPU
     # Adam's fused code refuses DTensors beside plain tensors, such as those of layers left whole.
-    fused = args.by == "hand"
+    fused = len({type(parameter) for parameter in model.parameters()}) == 1
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=fused)
     fit(model, optimizer, train_loader, test_loader, device, args)
     show_shards(model)
