@@ -21,6 +21,7 @@ TOOL = "first_difference"
 # Each fault, and a part of what is said about it.
 FAULTS = {
     "none": ("equal up to rounding: 4 steps",),
+    "none, compiled": ("equal up to rounding: 4 steps",),
     "seed": ("step 1, value of 0.weight and 3 more, on rank 1 of 2", "start differently"),
     "sampler": ("step 2, gradient", "ranks have 6, 6, of which 0, 6 are not", "See the sampler"),
     "labels": ("step 1, gradient", "On rank 1, the outputs are equal", "See labels"),
@@ -30,14 +31,15 @@ FAULTS = {
     "scaled": ("It is 2 times", "On ranks 0 and 1", "another scale", "See the loss"),
     "unequal": ("On ranks 0 and 1, the outputs are equal", "means of unequal parts"),
     "one message": ("gradient of 2.bias, on all 2 ranks, which differ", "mean would be right"),
+    "zeros": ("step 1, gradient", "or one of zeros", "zero_grad()"),
     "zero_grad": ("step 2, gradient", "is right", "zero_grad()"),
-    "lr": ("step 1, lr of group 0, on rank 1: 0.02, in the first run 0.01",),
+    "lr": ("step 1, lr, on rank 1: [0.02], in the first run [0.01]",),
     "changed": ("step 3, value of 2.weight, on rank 1 of 2", "See the optimizer's step"),
     "nan, fsdp": ("in the shards of all ranks together", "by inf", "On rank 1, the outputs are"),
     "scaled, fsdp": ("It is 2 times", "another scale"),
-    "left out": ("another model or optimizer: no rank trains 2.bias",),
+    "left out": ("other optimizers: the second run has no 2.bias",),
     "stuck": ("step 2, value of 2.bias, on rank 1 of 2", "not changed in the last step"),
-    "dropout": ("but not the outputs", "By design, Dropout may differ."),
+    "dropout": ("equal inputs have other outputs", "By design, Dropout may differ."),
     "wide": ("error: another model: 0.weight has 45 numbers, in the first run 40",),
     "early": ("error: the first run has 4 steps, the ranks of the other one [3, 3]",),
 }
@@ -52,6 +54,8 @@ def train(rank, fault, size, folder):
     if fault == "wide":
         model[2] = nn.Linear(9, 3)
     model.double()
+    if "compiled" in fault:
+        model.compile(backend="aot_eager")
     if "fsdp" in fault:
         fully_shard(model)
     faulty = rank == 1
@@ -78,6 +82,8 @@ def train(rank, fault, size, folder):
             if size > 1 and not (fault == "one message" and number == 3):
                 dist.all_reduce(parameter.grad)
                 parameter.grad /= {"sum": 1, "divided": size * size}.get(fault, size)
+        if fault == "zeros":
+            optimizer.zero_grad()
         bias = model[2].bias.detach().clone()
         optimizer.step()
         if fault == "stuck" and faulty:
@@ -102,7 +108,7 @@ def test_the_words_on_a_fault(fault, alone, tmp_path):
         status, words = first_difference.compare(alone, first_difference.read(tmp_path))
     except SystemExit as error:
         status, words = 1, error.code
-    assert status == (fault != "none")
+    assert status == (not fault.startswith("none"))
     for part in FAULTS[fault]:
         assert part in words, words
 
@@ -126,7 +132,8 @@ def test_in_front_of_lessons(tmp_path, capsys, monkeypatch):
         assert capsys.readouterr().out.startswith("equal up to rounding: 12 steps")
 
 
-def test_an_empty_folder(tmp_path):
-    """One line says that there is nothing to compare."""
+def test_no_step(tmp_path):
+    """One line says that there is nothing to compare: a step that is cut off does not count."""
+    (tmp_path / "rank0.jsonl").write_text('{"ranks": 1')
     with pytest.raises(SystemExit, match="error: .* has no step of an optimizer of rank 0"):
         first_difference.read(tmp_path)

@@ -37,22 +37,25 @@ from watching.steps import COUNT, NOTHING, PLACES, SQUARES, STRANGE, SUM, Notes,
 REST = "what neither name nor start tells apart"
 JUMP = 30  # rounding grows, but not by so much from one step to the next
 DESIGNED = ("Dropout", "BatchNorm")
-STARTS = "The models start differently: seed all alike, or send those of rank 0."
-STEP = "The gradients were equal. See the optimizer's step, and what follows it."
+STARTS = "The models start differently. See the seed, what rank 0 sends, and slices of parameters."
+STEP = "As far as noted, the gradients were equal. See the optimizer's step, and what follows it."
 STUCK = "It has not changed in the last step. See the optimizer's step, and what follows it."
 INPUTS = """The first run has {} inputs, of which {} are on no rank.
   The ranks have {}, of which {} are not in the first run.
   See the sampler (seed, rank, set_epoch), batch size, skipped steps, and what makes the inputs."""
-OUTPUTS = """the inputs are equal, but not the outputs.
-  See buffers, precision, which slice of a parameter a rank has, messages in forward()."""
+OUTPUTS = """equal inputs have other outputs.
+  See buffers, further inputs, precision, messages in forward(), slices of parameters, changes of
+  parameters before the step, and whether ranks that split a layer have the same inputs."""
 LABELS = """the outputs are equal, but not the loss's gradient there.
   See labels, loss, weights, and means of unequal parts."""
 SCALED = """the loss's gradient at the outputs has another scale, if the ranks take a mean.
-  See the loss: a factor, a sum in place of a mean, the number of micro-batches."""
+  See the loss (a sum, unequal parts, the number of micro-batches, another factor), clipping, and
+  whether a GradScaler takes the factor back in the step."""
 RIGHT = """the loss's gradient at the outputs is right.
   See the average over the ranks, other messages, clipping, zero_grad(), losses on parameters."""
 MISSING = """The optimizer's parameters have no gradient, or one of zeros.
-  See requires_grad, detach(), and whether the optimizer was made before the model was sharded."""
+  See requires_grad, detach(), zero_grad(), and whether the optimizer was made before sharding."""
+OWN = "Each rank has its own, whose {} would be right: a message is missing, or sent in the step."
 UNKNOWN = "See the loss, the labels, and the messages."
 
 
@@ -81,9 +84,12 @@ def read(folder):
     run = []
     while not run or len(run) < run[0][0]["ranks"]:
         path = folder / f"rank{len(run)}.jsonl"
-        if not path.exists() or not path.stat().st_size:
+        lines = (
+            path.read_text().split("\n")[:-1] if path.exists() else []
+        )  # the last may be cut off
+        if not lines:
             sys.exit(f"error: {folder} has no step of an optimizer of rank {len(run)}")
-        run.append([json.loads(line) for line in path.read_text().splitlines()])
+        run.append(list(map(json.loads, lines)))
     return run
 
 
@@ -136,7 +142,7 @@ def pairs_of(one, two, ranks):
     found = {}
     for name, a in one.items():
         if name not in two:
-            sys.exit(f"error: another model or optimizer: no rank trains {name}")
+            sys.exit(f"error: another model, or other optimizers: the second run has no {name}")
         b = two[name]
         if None in (*a.values(), *b.values()):
             continue
@@ -178,11 +184,14 @@ def why_loss(ones, twos, limit):
         others = [own - known for own in ranks]
         counts = (", ".join(str(own.total()) for own in each) for each in (ranks, others))
         return INPUTS.format(known.total(), (known - found).total(), *counts)
-    complete = {mark(each[0]): each for row in ones for each in row["examples"] if len(each) == 3}
+    # Those with a backward pass have three parts.
+    learned = [[x for x in row["examples"] if len(x) == 3] for row in (*ones, *twos)]
+    right, owns = learned[: len(ones)], learned[len(ones) :]
+    complete = {mark(each[0]): each for each in chain(*right)}
+    more = sum(map(len, owns)) / len(owns) / (sum(map(len, right)) / len(right) or 1)
     where = {OUTPUTS: [], LABELS: [], SCALED: [], RIGHT: []}
-    for rank, row in enumerate(twos):
-        own = [each for each in row["examples"] if len(each) == 3 and mark(each[0]) in complete]
-        both = [(complete[mark(each[0])], each) for each in own]
+    for rank, own in enumerate(owns):
+        both = [(complete[mark(each[0])], each) for each in own if mark(each[0]) in complete]
         outputs, slopes = ([(x[part], y[part]) for x, y in both] for part in (1, 2))
         if not both or outputs[0][0][COUNT] != outputs[0][1][COUNT]:
             continue  # it has only a part of each output
@@ -192,7 +201,7 @@ def why_loss(ones, twos, limit):
             words = OUTPUTS
         elif factor is None:
             words = LABELS
-        elif abs(factor * found.total() / known.total() / len(twos) - 1) > limit:
+        elif abs(factor * more - 1) > limit:
             words = SCALED
         else:
             words = RIGHT
@@ -210,15 +219,15 @@ def why_gradient(ones, twos, wrong, pairs, limit):
     for (name, _), (_, b) in pairs.items():
         means[name] = add([means.get(name, NOTHING), [each / size for each in b]])
     # The squares of a sum are not the sum of the squares.
-    if not any(b[SQUARES] or b[STRANGE] for _, b in wrong.values()):
-        return MISSING
     whole = all(rank is not None for _, rank in wrong)
     differ = any(far(means[name], b) > 1e-6 for (name, _), (_, b) in wrong.items())
     for word, times in (("mean", 1), ("sum", size)):
         both = [(a, [times * each for each in means[name]]) for (name, _), (a, _) in wrong.items()]
         apart = [far(a, [*a[:SUM], *b[SUM:]]) for a, b in both]
         if whole and differ and max(apart) < limit:
-            return f"Each rank has its own, whose {word} would be right: a message is missing."
+            return OWN.format(word)
+    if not any(b[SQUARES] or b[STRANGE] for _, b in wrong.values()):
+        return MISSING
     words = why_loss(ones, twos, limit)
     factor = common_factor([*wrong.values()], limit)
     if factor:
@@ -272,7 +281,7 @@ def compare(first, second):
                     why = STUCK
                 if kind == "gradient of":
                     wrong = {key: pairs[key] for key in found}
-                    tolerance = max(1e4 * eps, JUMP * known, 1e-6)
+                    tolerance = min(max(1e4 * eps, JUMP * known, 1e-6), 0.05)
                     why = why_gradient(ones, twos, wrong, pairs, tolerance)
                 kinds = sorted({each for row in rows for each in row["kinds"]})
                 designed = [each for each in kinds if each.startswith(DESIGNED)]
@@ -283,23 +292,25 @@ def compare(first, second):
             if kind == "value of":
                 last = {key: b for key, (_, b) in pairs.items()}
             known = max([known, *sizes.values()])
-            if known > 1e3 * eps and not unclear:
+            if known > min(1e3 * eps, 0.01) and not unclear:
                 unclear = f"step {number}, {kind} {max(sizes, key=sizes.get)[0]}"
         # Adam makes a full step even of a gradient that is only rounding.
         ignored = {x for x in squares if squares[x] < (100 * eps) ** 2 * total}
-        for rank, row in enumerate(twos):
-            for key, value in row["settings"].items():
-                right = ones[0]["settings"].get(key, value)
-                if value != right:
-                    line = f"step {number}, {key}, on rank {rank}"
-                    return 1, f"first difference: {line}: {value}, in the first run {right}"
+        for key, right in ones[0]["settings"].items():
+            settings = [row["settings"].get(key, []) for row in twos]
+            others = [[value for value in values if value not in right] for values in settings]
+            ranks = [rank for rank, values in enumerate(others) if values]
+            if ranks:
+                line = f"step {number}, {key}, on {ranks_in_words(ranks)}: {others[ranks[0]]}"
+                return 1, f"first difference: {line}, in the first run {right}"
     steps = len(first[0])
     of_ranks = [len(rows) for rows in second]
     if set(of_ranks) != {steps}:
         sys.exit(f"error: the first run has {steps} steps, the ranks of the other one {of_ranks}")
     if unclear:
         grown = f"no sudden difference, but it has grown to {known:.1e}, since {unclear}"
-        return 3, f"{grown}\n  Rounding grows so, and a small fault may. Compare in float64."
+        then = "Compare in float64." if eps > 1e-15 else "See small constants."
+        return 3, f"{grown}\n  Rounding grows so, and a small fault may. {then}"
     return 0, f"equal up to rounding: {number} steps, the largest difference is {known:.1e}"
 
 

@@ -3,6 +3,7 @@
 import json
 import re
 import weakref
+from collections import Counter
 from functools import partial
 
 import torch
@@ -52,7 +53,7 @@ class Notes:
         self.most = most
         self.file = None
         self.eps = 0.0  # of the coarsest dtype: the distance from 1 to the next number
-        self.models = weakref.WeakSet()  # the outermost modules that have been called
+        self.models = weakref.WeakKeyDictionary()  # the outermost modules, as they were called
         self.inside = weakref.WeakSet()  # the modules in them
         self.examples = []  # that a model has got since the last step
         self.depth = 0  # of steps, because an optimizer may call another one
@@ -63,12 +64,16 @@ class Notes:
 
     def before_forward(self, module, args):
         """Find the outermost modules."""
+        if torch.compiler.is_compiling():
+            return
         if module not in self.inside and next(module.parameters(), None) is not None:
-            self.models.add(module)
+            self.models[module] = None
             self.inside.update(set(module.modules()) - {module})
 
     def after_forward(self, module, args, kwargs, output):
         """Note the input and the output of each example, and later the loss's gradient there."""
+        if torch.compiler.is_compiling():
+            return
         learns = module.training and torch.is_grad_enabled()
         if module not in self.models or not learns or self.most == 0:
             return
@@ -113,10 +118,14 @@ class Notes:
             for name, parameter in model.named_parameters():
                 name = WRAPPERS.sub("", name)
                 names[parameter] = max(names.get(parameter, ""), name, key=len)
+        used = Counter()
+        for parameter, name in names.items():  # layers that are called one by one may share names
+            names[parameter] = name + "'" * used[name]
+            used[name] += 1
         for index, group in enumerate(optimizer.param_groups):
             for key, value in group.items():
                 if type(value) in (int, float, tuple):
-                    row["settings"][f"{key} of group {index}"] = value
+                    row["settings"].setdefault(key, []).append(value)
             for place, parameter in enumerate(group["params"]):
                 name = names.setdefault(parameter, f"number {place} of group {index}")
                 row["value of"][name] = sums_of(parameter)
