@@ -3,7 +3,6 @@
 import json
 import re
 import weakref
-from collections import Counter
 from functools import partial
 
 import torch
@@ -53,7 +52,7 @@ class Notes:
         self.most = most
         self.file = None
         self.eps = 0.0  # of the coarsest dtype: the distance from 1 to the next number
-        self.models = weakref.WeakKeyDictionary()  # the outermost modules, as they were called
+        self.models = weakref.WeakSet()  # the outermost modules that have been called
         self.inside = weakref.WeakSet()  # the modules in them
         self.examples = []  # that a model has got since the last step
         self.depth = 0  # of steps, because an optimizer may call another one
@@ -67,7 +66,7 @@ class Notes:
         if torch.compiler.is_compiling():
             return
         if module not in self.inside and next(module.parameters(), None) is not None:
-            self.models[module] = None
+            self.models.add(module)
             self.inside.update(set(module.modules()) - {module})
 
     def after_forward(self, module, args, kwargs, output):
@@ -118,16 +117,14 @@ class Notes:
             for name, parameter in model.named_parameters():
                 name = WRAPPERS.sub("", name)
                 names[parameter] = max(names.get(parameter, ""), name, key=len)
-        used = Counter()
-        for parameter, name in names.items():  # layers that are called one by one may share names
-            names[parameter] = name + "'" * used[name]
-            used[name] += 1
         for index, group in enumerate(optimizer.param_groups):
             for key, value in group.items():
                 if type(value) in (int, float, tuple):
                     row["settings"].setdefault(key, []).append(value)
             for place, parameter in enumerate(group["params"]):
                 name = names.setdefault(parameter, f"number {place} of group {index}")
+                while name in row["value of"]:
+                    name += "'"  # layers that are called one by one may have the same names
                 row["value of"][name] = sums_of(parameter)
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 # Of a Partial one, the ranks have the terms of a sum.
