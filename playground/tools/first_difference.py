@@ -218,11 +218,11 @@ def why_gradient(ones, twos, wrong, pairs, limit):
     means = {}
     for (name, _), (_, b) in pairs.items():
         means[name] = add([means.get(name, NOTHING), [each / size for each in b]])
-    # The squares of a sum are not the sum of the squares.
     whole = all(rank is not None for _, rank in wrong)
     differ = any(far(means[name], b) > 1e-6 for (name, _), (_, b) in wrong.items())
     for word, times in (("mean", 1), ("sum", size)):
         both = [(a, [times * each for each in means[name]]) for (name, _), (a, _) in wrong.items()]
+        # The squares of a sum are not the sum of the squares, so they are left out.
         apart = [far(a, [*a[:SUM], *b[SUM:]]) for a, b in both]
         if whole and differ and max(apart) < limit:
             return OWN.format(word)
