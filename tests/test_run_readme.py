@@ -23,7 +23,7 @@ echo "on $(hostname): $*"
 
 
 def start(command, prefix=(), **env):
-    """Start a command line as somebody would who has activated the environment."""
+    """Start a command line as in a shell in which the environment is activated."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     env = {"PATH": path, "PYTHON": sys.executable} | env
     return Job(*prefix, "bash", "-c", command, env=env, cwd=ROOT)

@@ -76,7 +76,7 @@ def check_log(log):
 
 @pytest.mark.parametrize("script", [SRUN, TORCHRUN])
 def test_the_time_limit(script, run, slurm):
-    """A minute before it, the ranks save and leave. The next job goes on, without being told."""
+    """A minute before it, the ranks save and leave. The next job resumes with the same command."""
     submit, log = run
     words = ("--job-name", "one-run", "--dependency", "singleton", script)
     start = time.monotonic()
@@ -93,7 +93,7 @@ def test_the_time_limit(script, run, slurm):
 
 
 def test_a_job_of_higher_priority(run, slurm):
-    """It preempts the run, which saves at SIGTERM, and later goes on in the same job."""
+    """It preempts the run, which saves at SIGTERM, and later resumes in the same job."""
     submit, log = run
     job, output = submit("--requeue", "--open-mode", "append", SRUN)
     wait_for(output, r"^epoch 1/.*\n")

@@ -102,7 +102,7 @@ def test_one_is_paused(waiting):
     assert_right(text + done.stdout)
 
 
-def test_what_cannot_go_on():
+def test_what_cannot_continue():
     """All ranks are killed; there is no run to join; the port is taken. The last line says it."""
     port = free_port()
     job = Lesson("survivors", *FLAGS, "--port", port, "--epochs", 100_000)

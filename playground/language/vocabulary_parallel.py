@@ -65,40 +65,7 @@ from common.models import make_model
 
 
 # Here and below, `group` has the ranks that split the vocabulary. None means all ranks, as in this
-# lesson. AddGradients and AddTerms are those of tensor_parallel.py, for the ranks of a group.
-class AddGradients(torch.autograd.Function):
-    """Nothing in forward(), an all_reduce of the gradients in backward()."""
-
-    @staticmethod
-    def forward(ctx, tokens, group):
-        """Return the tokens themselves."""
-        ctx.group = group
-        return tokens
-
-    @staticmethod
-    def backward(ctx, gradient):
-        """Return the sum of the gradients of all ranks, because every rank has used the tokens."""
-        total = gradient.clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
-
-
-class AddTerms(torch.autograd.Function):
-    """An all_reduce of the terms in forward(), nothing in backward()."""
-
-    @staticmethod
-    def forward(ctx, terms, group):
-        """Return the sum of the terms of all ranks."""
-        total = terms.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx, gradient):
-        """Return the gradient itself, because each term of a sum gets the gradient of the sum."""
-        return gradient, None
-
-
+# lesson.
 def keep_rows(parameter, group):
     """Return this rank's rows of a parameter, as a new parameter. All ranks have equally many."""
     chunks = parameter.detach().unflatten(0, (dist.get_world_size(group), -1))
@@ -245,15 +212,6 @@ def split_vocabulary_by_dtensor(model, mesh):
         scores.output.weight = embedding.weight
 
 
-def refuse_state(layer, *_):
-    """Refuse state_dict(), because all ranks' shards have the same names, as replicas have."""
-    if dist.get_world_size(layer.group) > 1:
-        wrong = "a layer is split, and a checkpoint would take its shards for replicas"
-        raise RuntimeError(
-            f"{wrong}: torch.save [*model.parameters()] of each rank, or use DTensors"
-        )
-
-
 def mean_loss(scores, labels):
     """Return the mean loss of all tokens, and for each, whether its label has the largest score."""
     if isinstance(scores, DTensor):
@@ -286,6 +244,40 @@ def run_epoch(model, loader, device, optimizer=None):
         sums[1] += correct.sum()
         sums[2] += labels.numel()
     return sums.tolist()  # all ranks have the same sums
+
+
+# These two are those of tensor_parallel.py, for the ranks of a group.
+class AddGradients(torch.autograd.Function):
+    """Nothing in forward(), an all_reduce of the gradients in backward()."""
+
+    @staticmethod
+    def forward(ctx, tokens, group):
+        """Return the tokens themselves."""
+        ctx.group = group
+        return tokens
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """Return the sum of the gradients of all ranks, because every rank has used the tokens."""
+        total = gradient.clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class AddTerms(torch.autograd.Function):
+    """An all_reduce of the terms in forward(), nothing in backward()."""
+
+    @staticmethod
+    def forward(ctx, terms, group):
+        """Return the sum of the terms of all ranks."""
+        total = terms.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """Return the gradient itself, because each term of a sum gets the gradient of the sum."""
+        return gradient, None
 
 
 # You can stop here: what follows prints what each rank keeps, and checks the flags.
@@ -325,8 +317,18 @@ def check_flags(parser, args, world_size):
         parser.error(f"{world_size} ranks cannot split {VOCABULARY} words: use 2, 4 or 8 ranks")
 
 
-# ---------- Unchanged from distributed_data_parallel_torchrun.py ----------
-# You know what follows: join(), fit() and main(). If you copy this lesson, copy it, too.
+# ---------- Unchanged from sequence_parallel.py ----------
+# You know what follows: refuse_state(), join(), fit() and main(). If you copy this lesson, copy it,
+# too.
+
+
+def refuse_state(layer, *_):
+    """Refuse state_dict(), because all ranks' shards have the same names, as replicas have."""
+    if dist.get_world_size(layer.group) > 1:
+        wrong = "a layer is split, and a checkpoint would take its shards for replicas"
+        raise RuntimeError(
+            f"{wrong}: torch.save [*model.parameters()] of each rank, or use DTensors"
+        )
 
 
 def join(args):

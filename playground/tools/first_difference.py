@@ -309,7 +309,7 @@ def compare(first, second):
         sys.exit(f"error: the first run has {steps} steps, the ranks of the other one {of_ranks}")
     if unclear:
         grown = f"no sudden difference, but it has grown to {known:.1e}, since {unclear}"
-        then = "Compare in float64." if eps > 1e-15 else "See small constants."
+        then = "Compare in float64." if eps > 1e-15 else "Look for a small epsilon."
         return 3, f"{grown}\n  Rounding grows so, and a small fault may. {then}"
     return 0, f"equal up to rounding: {number} steps, the largest difference is {known:.1e}"
 
