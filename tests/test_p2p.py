@@ -4,10 +4,14 @@ The last rank and the first are neighbours in the ring, and both are even. What 
 compared by test_readme.py, and their calls by test_pictures.py.
 """
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import run
+from conftest import lesson_path, run
 
 from watching.ranks import call
 
@@ -18,6 +22,17 @@ def test_cures_of_a_deadlock():
     for rank in range(3):
         for cure in ("nonblocking", "batched"):
             assert f"rank {rank}: {cure}: received {(rank - 1) % 3}\n" in out
+
+
+def test_a_line_is_written_at_once():
+    """Otherwise lines of two ranks mix where Python keeps no output back, as in many containers."""
+    ours, theirs = os.pipe2(os.O_DIRECT)  # what is written at once is read at once
+    command = [sys.executable, lesson_path("blocking_p2p"), "-g", "2"]
+    subprocess.run(command, stdout=theirs, env=os.environ | {"PYTHONUNBUFFERED": "1"}, check=True)
+    os.close(theirs)
+    parts = list(iter(lambda: os.read(ours, 4096), b""))
+    os.close(ours)
+    assert len(parts) > 4 and all(part.count(b"\n") == 1 and part[-1:] == b"\n" for part in parts)
 
 
 def ring(rank):
