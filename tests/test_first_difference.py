@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 from watching.ranks import call
-from watching.steps import Notes
+from watching.steps import Notes, sums_of
 
 TOOL = "first_difference"
 # Each fault, and a part of what is said about it.
@@ -130,6 +130,20 @@ def test_in_front_of_lessons(tmp_path, capsys, monkeypatch):
             first_difference.main()
         assert end.value.code == 0
         assert capsys.readouterr().out.startswith("equal up to rounding: 12 steps")
+
+
+def test_the_names_of_stages():
+    """Two stages count their layers from 0, and their norms all start alike."""
+    layers = [nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3)) for _ in range(4)]
+    stages = nn.Sequential(*layers), nn.Sequential(*layers[:2]), nn.Sequential(*layers[2:])
+    whole, *ranks = [
+        [{"value of": {name: sums_of(each) for name, each in stage.named_parameters()}}]
+        for stage in stages
+    ]
+    names = first_difference.names_of([whole], ranks)
+    for offset, own in zip((0, 2), names, strict=True):
+        assert own == {name: f"{int(name[0]) + offset}{name[1:]}" for name in own}
+        assert own.keys() == ranks[offset // 2][0]["value of"].keys()
 
 
 def test_no_step(tmp_path):

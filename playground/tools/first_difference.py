@@ -84,9 +84,8 @@ def read(folder):
     run = []
     while not run or len(run) < run[0][0]["ranks"]:
         path = folder / f"rank{len(run)}.jsonl"
-        lines = (
-            path.read_text().split("\n")[:-1] if path.exists() else []
-        )  # the last may be cut off
+        # The last line may be cut off.
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []
         if not lines:
             sys.exit(f"error: {folder} has no step of an optimizer of rank {len(run)}")
         run.append(list(map(json.loads, lines)))
@@ -114,13 +113,37 @@ def mark(sums):
     return sums[COUNT], f"{sums[PLACES]:.9g}"
 
 
+def splits(name):
+    """Return the ways to split a tensor's name into those of a module and of its tensor."""
+    parts = ("", *name.split("."))
+    return [(parts[:place], parts[place:]) for place in range(len(parts) - 1, 0, -1)]
+
+
 def names_of(first, second):
     """Return for each rank of the second run {its name of a tensor: the name in the first run}."""
     starts = ChainMap(*(rows[0]["value of"] for rows in first))
-    alike = Counter(map(mark, starts.values()))
-    known = {mark(sums): name for name, sums in starts.items() if alike[mark(sums)] == 1}
+    marks = {name: mark(sums) for name, sums in starts.items()}
+    alike = Counter(marks.values())
+    known = {each: name for name, each in marks.items() if alike[each] == 1}
     owns = [rows[0]["value of"] for rows in second]
-    return [{name: known.get(mark(own[name]), name) for name in own} for own in owns]
+    return [names_on({name: mark(own[name]) for name in own}, known, marks) for own in owns]
+
+
+def names_on(own, known, marks):
+    """Return {a rank's name of a tensor: the name in the first run}, by how the tensors start."""
+    found = {name: known[each] for name, each in own.items() if each in known}
+    modules = {}  # the names of modules that have such tensors
+    for name, there in found.items():
+        for (module, rest), (other, same) in zip(splits(name), splits(there), strict=False):
+            if rest == same:
+                modules[module] = other
+    for name in own.keys() - found.keys():  # tensors of ones or zeros, such as those of norms
+        for module, rest in splits(name):
+            there = ".".join(modules.get(module, ("",)) + rest)[1:]
+            if marks.get(there) == own[name]:
+                found[name] = there
+                break
+    return found
 
 
 def gather(rows, kind, names):
@@ -184,6 +207,8 @@ def why_loss(ones, twos, limit):
         others = [own - known for own in ranks]
         counts = (", ".join(str(own.total()) for own in each) for each in (ranks, others))
         return INPUTS.format(known.total(), (known - found).total(), *counts)
+    if not all(row["examples"] for row in twos):
+        return UNKNOWN  # a stage of a pipeline gets activations, and returns some
     # Those with a backward pass have three parts.
     learned = [[x for x in row["examples"] if len(x) == 3] for row in (*ones, *twos)]
     right, owns = learned[: len(ones)], learned[len(ones) :]
