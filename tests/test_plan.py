@@ -19,9 +19,6 @@ PAGE = (ROOT / "playground" / "pages" / "planning.md").read_text()
 VARIABLES = dict(re.findall(r'^    (\w+)="(.*)"$', PAGE, re.M))
 CLUSTER = plan.Cluster(8, 8, 68e9, 989e12, 0.45, within=360e9, between=46e9)
 ONE = plan.Plan("ddp", pp=1, dp=4, cp=1, tp=1, micro=2, count=1, again=0)
-TINY = "--parameters 125248 --layers 2 --width 64 --heads 4 --kv_heads 2 --vocabulary 256"
-TINY += " --sequence 128 --half 4 --batch_size 32 --nodes 4 --gpus 1 --flops 2e10"
-TINY += " --memory 1e9 --within 1.25e7 --between 1.25e7"
 quick = pytest.mark.quick
 
 
@@ -180,24 +177,6 @@ def test_bytes_are_those_that_watch_counts():
 
 
 @quick
-def test_slow_links_and_steps():
-    """Messages take the bytes of a ring at the speed of the slowest link. A bubble is (pp-1)/m."""
-    model = language()
-    slow = CLUSTER._replace(nodes=4, gpus=1, between=12.5e6, flops=1e9, efficiency=1)
-    row = plan.judge(model, slow, ONE._replace(micro=8))
-    expected = 2 * 3 / 4 * 4 * model.parameters / 12.5e6
-    assert row["messages"] == pytest.approx(expected, rel=0.01)
-    split = plan.judge(model, slow, ONE._replace(dp=1, tp=4, micro=8))
-    assert split["messages"] == pytest.approx(split["sent"]["tp"] / 12.5e6, rel=0.01)
-    assert split["step"] == plan.judge(model, slow, split["plan"], hide=False)["step"]
-    staged = ONE._replace(pp=2, dp=32, micro=1, count=8)
-    row = plan.judge(model._replace(vocabulary=1), CLUSTER, staged)  # hardly an output layer
-    busy = row["parts"]["computing"] + row["parts"]["pp"]
-    assert row["parts"]["bubble"] == pytest.approx(busy / 8, rel=1e-2)
-    assert row["step"] == sum(row["parts"].values())
-
-
-@quick
 def test_all_wait_for_the_slowest_stage():
     """The last one has the output layer, unless it has a block less than others."""
     at_once = CLUSTER._replace(within=1e18, between=1e18)
@@ -216,19 +195,6 @@ def test_a_group_on_two_nodes():
     assert plan.ring(slow, 1e9, 4, 1) < 0.01
     apart = plan.ring(slow._replace(gpus=6), 1e9, 4, 1)
     assert apart == pytest.approx(0.75 * 1e9 / 2e6, rel=1e-3)  # two GPUs send to the other node
-
-
-@quick
-@pytest.mark.parametrize("flags", ["", TINY, f"{TINY} --cp 2 --pp 1"])
-def test_columns(flags, capsys):
-    """They fit a terminal of 80 columns, and those that are 0 in all rows are left out."""
-    _, heads, *lines = printed(flags, capsys).splitlines()
-    assert max(map(len, [heads, *lines])) <= 80
-    names = heads.removesuffix(" lost to").split()
-    cells = [line.split(maxsplit=len(names))[:-1] for line in lines]
-    for name, *column in zip(names, *cells, strict=True):
-        assert set(column) != {"0"}, name
-    assert {"data", "mesh", "micro", "state", "kept", "sends", "step", "tok/s"} <= set(names)
 
 
 @quick
