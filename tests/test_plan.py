@@ -13,7 +13,7 @@ import sys
 import plan
 import pytest
 from conftest import ROOT, lesson_path, ranks
-from test_readme import docstring
+from lessons import docstring
 
 PAGE = (ROOT / "playground" / "pages" / "planning.md").read_text()
 VARIABLES = dict(re.findall(r'^    (\w+)="(.*)"$', PAGE, re.M))

@@ -3,32 +3,19 @@
 `test_run_readme.py` does the same for run/README.md.
 """
 
-import ast
 import re
 import shlex
 import subprocess
 
 import pytest
 from conftest import FEWER, ROOT, Lesson, epochs, free_port, lesson_path, ranks, single_gpu, talks
-from lessons import LESSONS, small_data
+from lessons import LESSONS, described_commands, docstring, small_data
 from torch.distributed.run import parse_args
 
 PAGES = ROOT / "playground" / "pages"
 MEASURED = (PAGES / "measured.md").read_text()
 TEXTS = [path.read_text() for path in (ROOT / "README.md", *sorted(PAGES.glob("*.md")))]
 BLOCKS = re.findall(r"^```console\n(.*?)^```$", "".join(TEXTS), re.M | re.S)
-
-
-def docstring(lesson):
-    """Return what a lesson says about itself."""
-    return ast.get_docstring(ast.parse(lesson_path(lesson).read_text()))
-
-
-def described_commands(lesson):
-    """Return the commands in a lesson's docstring that start it, each in one line."""
-    text = re.sub(r" *\\\n +", " ", docstring(lesson))
-    found = re.findall(rf"^ +((?:\w+=\S+ )*(?:python|torchrun) .*\b{lesson}\.py.*)$", text, re.M)
-    return [command.partition("  #")[0].strip() for command in found]
 
 
 # What a lesson's docstring names first. (A learner's copy of a lesson names another file.)

@@ -6,13 +6,12 @@ It prints a line for each fault, and its status is 1 if there is one. Whether co
 shown is checked by test_readme.py, which runs them.
 """
 
-import ast
 import re
 import sys
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
-from lessons import LESSONS, PATHS, ROOT
+from lessons import LESSONS, PATHS, ROOT, docstring
 
 PAGES = {}
 for pattern in ("*.md", "playground/**/*.md", "run/*.md", "tests/*.md", ".github/*.md"):
@@ -20,9 +19,7 @@ for pattern in ("*.md", "playground/**/*.md", "run/*.md", "tests/*.md", ".github
         PAGES[path.relative_to(ROOT)] = path.read_text()
 LIST = PAGES[Path("playground/README.md")]
 TESTS_README = PAGES[Path("tests/README.md")]
-DOCSTRINGS = {}
-for lesson in LESSONS:
-    DOCSTRINGS[lesson] = ast.get_docstring(ast.parse(PATHS[lesson].read_text()))
+DOCSTRINGS = {lesson: docstring(lesson) for lesson in LESSONS}
 FILES = set()
 for folder in ("common", "playground", "tests"):
     FILES |= {path.name for path in (ROOT / folder).rglob("*.py")}

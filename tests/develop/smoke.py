@@ -7,34 +7,24 @@ It uses nothing that only Linux has, so it tells whether the lessons run on anot
 prints a line for each lesson, and its status is the number of lessons that have failed.
 """
 
-import ast
 import importlib.util
 import os
-import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
-from lessons import LESSONS, PATHS, ROOT, small_data
-
-COMMAND = r"^    ((?:[A-Z_]+=\S+ )*(?:python|torchrun) .*)$"
-NEEDS = ("--pretrained",)  # a download
+from lessons import LESSONS, PATHS, ROOT, described_commands, small_data
 
 
 def first_command(lesson):
     """Return the words of a short run of a lesson, and its variables.
 
-    It is the first command of the docstring that needs nothing, on the CPU.
+    It is the first command of the docstring that needs no download, on the CPU.
     """
-    text = PATHS[lesson].read_text()
-    docstring = ast.get_docstring(ast.parse(text))
-    in_one_line = re.sub(r" *\\\n +", " ", docstring)
-    for command in re.findall(COMMAND, in_one_line, re.M):
-        if not any(flag in command for flag in NEEDS):
-            break
-    words = shlex.split(command, comments=True)
+    command = next(each for each in described_commands(lesson) if "--pretrained" not in each)
+    words = shlex.split(command)
     variables = {}
     while "=" in words[0]:
         name, _, value = words.pop(0).partition("=")
@@ -43,6 +33,7 @@ def first_command(lesson):
     if words.pop(0) == "torchrun":
         program += ["-m", "torch.distributed.run"]
     words += ["--device", "cpu"]
+    text = PATHS[lesson].read_text()
     trains = "flags.training(" in text or "flags.ranks(" in text
     if trains and "--dataset" not in words:
         words += ["--dataset", small_data(lesson)]

@@ -1,5 +1,7 @@
-"""Where the lessons and the other scripts of the course are."""
+"""Where the lessons are, and what their docstrings say."""
 
+import ast
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -9,6 +11,18 @@ PARTS = ("", "replicated", "sharded", "split", "transformer", "language", "tools
 FOLDERS = [PLAYGROUND / name for name in PARTS]
 PATHS = {path.stem: path for folder in FOLDERS for path in sorted(folder.glob("*.py"))}
 LESSONS = sorted(PATHS.keys() - TOOLS)
+
+
+def docstring(lesson: str) -> str:
+    """Return what a lesson says about itself."""
+    return ast.get_docstring(ast.parse(PATHS[lesson].read_text()))
+
+
+def described_commands(lesson: str) -> list[str]:
+    """Return the commands in a lesson's docstring that start it, each in one line."""
+    text = re.sub(r" *\\\n +", " ", docstring(lesson))
+    found = re.findall(rf"^ +((?:\w+=\S+ )*(?:python|torchrun) .*\b{lesson}\.py.*)$", text, re.M)
+    return [command.partition("  #")[0].strip() for command in found]
 
 
 def small_data(lesson: str) -> str:
