@@ -18,6 +18,7 @@ import pytest
 from lessons import PATHS, ROOT
 from nodes import HOSTS, Nodes
 from preloaded import Script
+from sshd import Sshd
 
 from watching import runs
 from watching.ranks import free_port  # tests import it from here, too
@@ -340,6 +341,13 @@ def nodes():
     """Two nodes with a network of their own. Skips where they can't be made."""
     with Nodes() as nodes:
         yield nodes
+
+
+@pytest.fixture(scope="module")
+def sshd(tmp_path_factory):
+    """Two nodes with ssh servers, for all tests of a file. Skips where they can't be made."""
+    with Nodes() as nodes, Sshd(nodes, tmp_path_factory.mktemp("sshd")) as sshd:
+        yield sshd
 
 
 def losses(out):

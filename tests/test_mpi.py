@@ -5,26 +5,7 @@ import signal
 
 import pytest
 from conftest import ROOT, Job
-from nodes import (
-    FLAGS,
-    HOSTS,
-    LIGHT,
-    STAYS,
-    TRAVEL,
-    Nodes,
-    check_places,
-    need,
-    read_until,
-    variables,
-)
-from sshd import Sshd
-
-
-@pytest.fixture(scope="module")
-def sshd(tmp_path_factory):
-    """Two nodes with ssh servers for all tests of this file."""
-    with Nodes() as nodes, Sshd(nodes, tmp_path_factory.mktemp("sshd")) as sshd:
-        yield sshd
+from nodes import FLAGS, HOSTS, LIGHT, STAYS, TRAVEL, check_places, need, read_until, variables
 
 
 def mpirun(sshd, kind, *command, **env):

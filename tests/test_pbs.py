@@ -10,7 +10,6 @@ import sys
 
 from conftest import LONG, ROOT, SHORT, Job, epochs, one_process
 from nodes import LIGHT, PATIENT, check_places, read_until
-from sshd import Sshd
 
 SCRIPT = ROOT / "run" / "pbs.sh"
 LESSON = "playground/distributed_data_parallel.py"
@@ -25,27 +24,26 @@ def start(sshd, lesson, ranks):
     return Job(*sshd.nodes.enter(0), "bash", SCRIPT, env=env, cwd="/")
 
 
-def test_a_job_for_each_kind_of_lesson(nodes, tmp_path):
+def test_a_job_for_each_kind_of_lesson(sshd):
     """A lesson that starts its ranks, one on each node, prints the numbers of single_gpu.py.
 
     When one of them is killed, the job ends, and no process stays. torchrun starts two ranks on
     each node, and qdel, which sends SIGTERM, ends them.
     """
-    with Sshd(nodes, tmp_path) as sshd:
-        job = start(sshd, " ".join(map(str, [LESSON, *SHORT[:-1], LONG[-1], *PATIENT])), 1)
-        text = re.sub("^node[01]: ", "", read_until(job, "^node0: epoch 1/.*\n"), flags=re.M)
-        table = re.findall(r"^\d +(\d) +\d +cpu +(\d+) +(\S+)$", text, re.M)
-        assert [(rank, host) for rank, _, host in table] == [("0", "node0"), ("1", "node1")], text
-        assert epochs(text) == one_process(*SHORT)
-        os.kill(int(table[1][1]), signal.SIGKILL)
-        done = job.wait()
-        assert done.returncode == 1
-        assert "terminated with signal SIGKILL" in done.stdout
-        assert "--port 12007 " in done.stderr
-        assert sshd.left() == []
-        flags = ("--device", "cpu", "--sleep")
-        job = start(sshd, " ".join([LIGHT, *flags]), 2)
-        check_places(read_until(job, r"^node\d: rank \d waits$", 4), *flags)
-        job.process.terminate()
-        assert job.wait().returncode == 143
-        assert sshd.left() == []
+    job = start(sshd, " ".join(map(str, [LESSON, *SHORT[:-1], LONG[-1], *PATIENT])), 1)
+    text = re.sub("^node[01]: ", "", read_until(job, "^node0: epoch 1/.*\n"), flags=re.M)
+    table = re.findall(r"^\d +(\d) +\d +cpu +(\d+) +(\S+)$", text, re.M)
+    assert [(rank, host) for rank, _, host in table] == [("0", "node0"), ("1", "node1")], text
+    assert epochs(text) == one_process(*SHORT)
+    os.kill(int(table[1][1]), signal.SIGKILL)
+    done = job.wait()
+    assert done.returncode == 1
+    assert "terminated with signal SIGKILL" in done.stdout
+    assert "--port 12007 " in done.stderr
+    assert sshd.left() == []
+    flags = ("--device", "cpu", "--sleep")
+    job = start(sshd, " ".join([LIGHT, *flags]), 2)
+    check_places(read_until(job, r"^node\d: rank \d waits$", 4), *flags)
+    job.process.terminate()
+    assert job.wait().returncode == 143
+    assert sshd.left() == []

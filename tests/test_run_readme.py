@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, Job, epochs
-from nodes import ADDRESSES, HOSTS, Nodes, need
-from sshd import Sshd
+from nodes import ADDRESSES, HOSTS, need
 from test_readme import COMMANDS, agree, masked
 
 TEXT = (ROOT / "run" / "README.md").read_text()
@@ -55,13 +54,12 @@ def test_console_block(block):
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
+def cluster(sshd):
     """Two nodes with ssh servers, and a Python that prints what it is to run."""
-    folder = tmp_path_factory.mktemp("cluster")
-    (folder / "python").write_text(PYTHON)
-    (folder / "python").chmod(0o755)
-    with Nodes() as nodes, Sshd(nodes, folder) as sshd:
-        yield nodes, {"SSH": sshd.command, "PYTHON": str(folder / "python")}
+    python = sshd.folder / "python"
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+    return sshd.nodes, {"SSH": sshd.command, "PYTHON": str(python)}
 
 
 @pytest.mark.parametrize("command", SCRIPTS)

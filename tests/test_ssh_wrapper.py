@@ -11,8 +11,7 @@ import sys
 
 import pytest
 from conftest import ROOT, Job
-from nodes import FLAGS, HOSTS, LIGHT, STAYS, TRAVEL, Nodes, check_places, read_until, variables
-from sshd import Sshd
+from nodes import FLAGS, HOSTS, LIGHT, STAYS, TRAVEL, check_places, read_until, variables
 
 SCRIPT = ROOT / "run" / "two_nodes_ssh.sh"
 STUBBORN = f"""\
@@ -28,13 +27,6 @@ def launch(flags):
 if __name__ == "__main__":
     launch(sys.argv[1:])
 """
-
-
-@pytest.fixture(scope="module")
-def sshd(tmp_path_factory):
-    """Two nodes with ssh servers for all tests of this file."""
-    with Nodes() as nodes, Sshd(nodes, tmp_path_factory.mktemp("sshd")) as sshd:
-        yield sshd
 
 
 @pytest.fixture(autouse=True)
