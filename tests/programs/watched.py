@@ -18,13 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 
-def early(rank):
-    """Rank 1 leaves the loop one step before the others."""
-    for _ in range(3 if rank == 1 else 4):
-        dist.all_reduce(torch.ones(4))
-    dist.barrier()
-
-
 class Slow:
     """A data set that does not answer, as on a network disk."""
 
