@@ -17,7 +17,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 NODES=${NODES:-2}                   # number of nodes
 GPUS=${GPUS:-2}                     # processes on each node
 BANDWIDTH=${BANDWIDTH:-}            # limit of what a node sends, as in 100mbit; empty: no limit
-DELAY=${DELAY:-}                    # time that a message takes, as in 20ms; empty: none
 PYTHON=${PYTHON:-.venv/bin/python}  # runs the lesson
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # threads of each process: the nodes share the cores
 # ------------
@@ -53,13 +52,12 @@ for ((node = 0; node < NODES; node++)); do
     ip link set port$node master switch up
 done
 mount --bind /run/hosts /etc/hosts
-shape=(tbf rate "$BANDWIDTH" burst 256kb latency 50ms)
-[ -z "$DELAY" ] || shape=(netem delay "$DELAY" ${BANDWIDTH:+rate "$BANDWIDTH"})
 for ((node = 0; node < NODES; node++)); do
     ip -n node$node address add 10.77.0.$((node + 1))/24 dev eth0
     ip -n node$node link set lo up
     ip -n node$node link set eth0 up
-    [ -z "$BANDWIDTH$DELAY" ] || tc -n node$node qdisc add dev eth0 root "${shape[@]}"
+    [ -z "$BANDWIDTH" ] ||
+        tc -n node$node qdisc add dev eth0 root tbf rate "$BANDWIDTH" burst 256kb latency 50ms
 done
 
 for ((node = 0; node < NODES; node++)); do
