@@ -166,7 +166,6 @@ def save_and_resume(path, model, optimizer, epochs, train_epoch):
             shutil.copyfile(folder / f"epoch-{epoch + 1:06}.pt", f"{path}.new")
             os.replace(f"{path}.new", path)
 """,
-    "accumulate_gradients": "from resnet import accumulate_gradients",
     "shard_optimizer": "from sharded_optimizer import ShardedOptimizer",
     "gather_layer": """
 import torch

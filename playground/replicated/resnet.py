@@ -32,7 +32,6 @@ Try breaking it, in a copy beside it:
      the losses change? Compare the seconds.
   2. Replace `(loss * fraction).backward()` with `loss.backward()`, and run it with
      `--accumulate 4`. What does Adam make of gradients that are four times as large?
-Now write it yourself: `accumulate_gradients.py` in `playground/exercises/`.
 Builds on: distributed_data_parallel_torchrun.py
 The next lesson, `profile_steps.py`, measures where the time of a step goes.
 """
