@@ -32,7 +32,6 @@ Try breaking it, in a copy beside it, with `--epochs 1`:
   2. With `--micro_batches 4`, count the tokens in the loop, for each micro-batch. What has changed?
   3. With `--packed`, leave out `keep_apart(model)`. What do a paragraph's first tokens see then?
 
-Now write `exercises/token_mean.py`, and repair `exercises/fault_mean_of_means.py`.
 Builds on: resnet.py
 The next lesson, `vocabulary_parallel.py`, splits the layers that have a row for each word.
 """
