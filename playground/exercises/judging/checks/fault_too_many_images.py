@@ -1,7 +1,8 @@
 """How fault_too_many_images is checked."""
 
-from judging.checks.fault_same_order import Recorded, make_model
+import torch
 from judging.single import of_all_ranks
+from torch.utils.data import Dataset
 
 NAME = "test"
 FAULT = "WRONG with 2 ranks, 11 images ... image 0 is read on ranks 0 and 1"
@@ -18,6 +19,30 @@ leaves some out. A DataLoader takes any list of indices as its sampler.
 indices = rank r, r + n, r + 2n, ... below len(dataset)
 loader = a DataLoader with these indices as its sampler
 """
+
+
+class Recorded(Dataset):
+    """Images that note which of them are read."""
+
+    def __init__(self, length):
+        generator = torch.Generator().manual_seed(length)
+        self.images = torch.randn(length, 3, generator=generator)
+        self.labels = torch.arange(length) % 2
+        self.read = []
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, index):
+        if not 0 <= index < len(self):
+            raise IndexError(f"there is no image {index}: the last one is {len(self) - 1}")
+        self.read.append(int(index))
+        return self.images[index], self.labels[index]
+
+
+def make_model():
+    torch.manual_seed(1)
+    return torch.nn.Linear(3, 2, bias=False)
 
 
 def run(test, rank, world_size, length):
