@@ -2,12 +2,8 @@
 
     python playground/exercises/evidence/make.py
 
-A folder here has a program. It gets
-    log.txt         what the ranks have printed, and their errors
-    stack0.txt      where rank 0 was in the hang, or in the middle of the run, and so on for the
-                    other ranks. faulthandler, a module of Python, has written it
-    recorder0.json  which collectives rank 0 had called by then. PyTorch's flight recorder keeps
-                    them in memory. The function that reads them is private, so it may change
+README.md of the exercises tells what a folder has. faulthandler, a module of Python, writes the
+stacks. The function that reads PyTorch's flight recorder is private, so it may change.
 """
 
 import faulthandler
