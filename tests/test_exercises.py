@@ -308,8 +308,9 @@ def test_anything_ends(tmp_path):
 def test_ctrl_c(tmp_path):
     """It ends the check and all that it has started."""
     file = tmp_path / "anything.py"
-    words = ["tree_broadcast", "--file", file, "--function", "has_children", "--seconds", 1000]
-    file.write_text(ANYTHING.replace('raise ValueError("ten children")', "time.sleep(1000)"))
+    words = ["tree_broadcast", "--file", file, "--seconds", 1000]
+    waits = ANYTHING.replace('raise ValueError("ten children")', "time.sleep(1000)")
+    file.write_text(waits.replace("has_children", "tree_broadcast"))
     job = Job(CHECK, *words, "--ranks", 2, env={"TMPDIR": str(tmp_path)}, cold=False)
     end = time.monotonic() + 300
     while len(job.pids()) < 19 and time.monotonic() < end:  # 9 of each rank, and the check

@@ -242,9 +242,9 @@ def show(name, args):
 
     file = args.file or answer_to(name)
     key = None
-    if not (args.file or args.function or args.seconds or args.ranks):
+    if not (args.file or args.seconds or args.ranks):
         key = key_of(name)
-    verdicts = judge.verdicts_on(name, file, args.function, args.seconds, args.ranks)
+    verdicts = judge.verdicts_on(name, file, seconds=args.seconds, sizes=args.ranks)
     if key:
         keep(name, key, judge.in_one_line(name, verdicts))
     lines = judge.report(name, verdicts, args.trace) or [your_turn(name, args.file)]
@@ -291,8 +291,7 @@ def main():
     add("--hint", type=int, choices=[1, 2, 3], help="a direction, the API, the shape of the answer")
     add("--answer", action="store_true", help="show a solution")
     add("--reset", action="store_true", help="start again with the task; your answer is kept")
-    add("--file", help="check a function in another file")
-    add("--function", help="the name of this function")
+    add("--file", help="check the function in another file")
     add("--ranks", type=int, nargs="+", help="check it with these numbers of ranks only")
     add("--seconds", type=float, help="for which the ranks of a case may wait (default: 8)")
     args = parser.parse_args()
