@@ -48,7 +48,7 @@ MAY_IMPORT = {  # the parts of the course that stand below each folder
     "playground/split": {"common"},
     "playground/transformer": {"common"},
     "playground/language": {"common"},
-    "playground/tools": {"figures"},  # plan.py draws
+    "playground/tools": set(),
     "playground/pages/figures": {"common", "figures", *LESSONS},
     "playground/exercises": {"check", "judging"},
     "playground/exercises/judging": {"common", "figures", "check", "judging"},

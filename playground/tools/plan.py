@@ -10,11 +10,9 @@ Each formula names the lesson that counts it, or a paper. Seconds are as good as
 import argparse
 import math
 import signal
-import sys
 from collections.abc import Iterator
 from decimal import Decimal
 from itertools import product
-from pathlib import Path
 from typing import NamedTuple
 
 FULL = 4  # bytes of a parameter in a shard, of Adam's averages, and of gradients that are sent
@@ -376,7 +374,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=first_line, usage=argparse.SUPPRESS)
     add = parser.add_argument
     add("--batch_size", type=int, default=1024, help="sequences in a step, over all ranks")
-    add("--plot", metavar="FILE", help="draw the first eight")
 
     add = parser.add_argument_group("the model").add_argument
     add("--model", choices=MODELS, default="llama-7b", help="its sizes, unless other flags say so")
@@ -444,14 +441,6 @@ def main(words: list[str] | None = None) -> None:
             reason += f": try --batch_size {max(1, args.batch_size // ranks) * ranks}"
         parser.error(reason)
     print(*table([describe(model, cluster, row) for row in rows]), sep="\n")
-    if args.plot:
-        try:
-            sys.path.append(str(Path(__file__).resolve().parents[1] / "pages"))
-            from figures.charts import draw_plans
-
-            draw_plans(rows[:8], cluster.memory, args.plot)
-        except (ImportError, OSError, ValueError) as error:
-            parser.error(f"--plot: {error} (it needs playground/pages/figures/requirements.txt)")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ GREEN = "#009E73"
 SKY = "#56B4E9"
 PINK = "#CC79A7"
 VERMILLION = "#D55E00"
-YELLOW = "#F0E442"
 COLOURS = [BLUE, ORANGE, GREEN, PINK]  # of four ranks
 PALE = "#BBDDF2"  # a lighter SKY
 PALE_ORANGE = "#F7D58A"
@@ -91,19 +90,16 @@ def add_legend(figure: Figure, colours: dict[str, str], columns: int | None = No
     figure.legend(handles=patches, loc="outside lower center", **look)
 
 
-def save(figure: Figure, path: str | Path) -> None:
-    """Write a figure. Drawn again from the same numbers, an SVG has the same bytes."""
-    if Path(path).suffix != ".svg":
-        figure.savefig(path, dpi=150, transparent=False)
-    else:
-        text = io.StringIO()
-        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
-        small = text.getvalue()
-        for pattern, new in SMALLER.items():
-            small = re.sub(pattern, new, small)
-        while re.search(SAME_LOOK, small):
-            small = re.sub(SAME_LOOK, r"\2", small)
-        Path(path).write_text(small)
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure as an SVG. Drawn again from the same numbers, it has the same bytes."""
+    text = io.StringIO()
+    figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    small = text.getvalue()
+    for pattern, new in SMALLER.items():
+        small = re.sub(pattern, new, small)
+    while re.search(SAME_LOOK, small):
+        small = re.sub(SAME_LOOK, r"\2", small)
+    path.write_text(small)
     plt.close(figure)
 
 
