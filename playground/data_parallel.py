@@ -57,7 +57,7 @@ class Replicas(nn.Module):
 
     Args:
         module: the model, on the first of the devices. Its buffers (tensors that are not trained,
-            such as the averages of batch norm) are copied once, and never back.
+            such as the averages of batch norm) are copied to the replicas, and never back.
         devices: where the replicas compute, one for each part of a batch.
     """
 
@@ -136,7 +136,7 @@ def main():
 
 
 # ---------- Unchanged from single_gpu.py ----------
-# You know what follows: loaders(), fit() and run_epoch(). If you copy this lesson, copy it, too.
+# You know what follows: loaders(), fit() and run_epoch(). If you copy this lesson, copy this, too.
 
 
 def loaders(args):
@@ -147,7 +147,7 @@ def loaders(args):
     # collate_fn out, and set num_workers. Pinned memory is copied to a GPU while Python continues.
     options = {"collate_fn": whole_batch, "pin_memory": args.device != "cpu"}
     sampler = RandomSampler(train_set, generator=torch.Generator())
-    # The last, incomplete batch of an epoch is left out (drop_last): 96 images of MNIST.
+    # An epoch's last, incomplete batch is left out (drop_last): 96 images if batches have 128.
     train_loader = DataLoader(
         train_set, args.batch_size, sampler=sampler, drop_last=True, **options
     )
@@ -177,7 +177,7 @@ def fit(model, optimizer, train_loader, test_loader, device, args):
 
 
 def run_epoch(model, loader, device, optimizer=None):
-    """Train, or only test without optimizer. Returns sums: loss, correct, number of images."""
+    """Train, or with no optimizer, test. Returns sums: loss, correct, number of images."""
     model.train(optimizer is not None)
     # The sums stay on the device. Reading them in each step would make Python wait for the GPU.
     sums = torch.zeros(3, dtype=torch.float64, device=device)

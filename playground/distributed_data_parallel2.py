@@ -1,4 +1,4 @@
-"""DDP with detectron2's helpers, for projects that use them: launch starts ranks, comm sends.
+"""DDP with detectron2's helpers, for projects that use them: launch for ranks, comm for messages.
 
 Run it (`playground/pages/installing.md` has the commands that install detectron2):
     python playground/distributed_data_parallel2.py -g 2
@@ -176,9 +176,9 @@ def visible_gpus(args):
         numbers = visible.split(",")
     else:
         numbers = [str(number) for number in range(torch.cuda.device_count())]
-    # NEW: launch uses NCCL if it sees a GPU, so --device cpu hides them all. And launch joins the
-    # group before it selects GPUs. NCCL then chooses the right ones only if this node shows as many
-    # as it has ranks.
+    # NEW: launch uses NCCL if it sees a GPU, so --device cpu hides them all. It joins the group
+    # before it selects GPUs, so NCCL has to guess each rank's, and is right if there are as many as
+    # ranks.
     needed = args.gpus if args.device == "cuda" else 0
     return ",".join(numbers[:needed])
 
@@ -220,7 +220,8 @@ def main():
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     try:
         start(args)
-    except mp.ProcessRaisedException as error:  # the traceback of the rank that failed first
+    except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+        # The error tells how the rank failed that failed first.
         if "in init_process_group" in str(error):  # ranks are missing, or the port is taken
             ranks = args.nodes * args.gpus
             error = f"{error}\nAll {ranks} ranks must connect to node 0: start every node, with the"
@@ -236,11 +237,11 @@ def main():
 
 
 # ---------- Unchanged from single_gpu.py ----------
-# You know what follows: run_epoch(). If you copy this lesson, copy it, too.
+# You know what follows: run_epoch(). If you copy this lesson, copy this, too.
 
 
 def run_epoch(model, loader, device, optimizer=None):
-    """Train, or only test without optimizer. Returns sums: loss, correct, number of images."""
+    """Train, or with no optimizer, test. Returns sums: loss, correct, number of images."""
     model.train(optimizer is not None)
     # The sums stay on the device. Reading them in each step would make Python wait for the GPU.
     sums = torch.zeros(3, dtype=torch.float64, device=device)

@@ -23,8 +23,11 @@ Use torchrun, also from a notebook, unless a larger program must start the ranks
 as `distributed_data_parallel.py` does. torchrun may warn that it sets `OMP_NUM_THREADS` to 1: each
 process then uses one core of a CPU. To use more, put OMP_NUM_THREADS=4 in front of the command.
 
-This is the lesson to copy into a project of your own. Nearly all later lessons repeat its functions
-below a line that names it.
+If a rank fails, a wrong flag is named in the first line, and other errors at the end of torchrun's
+report, as `Root Cause`.
+
+This is the lesson to copy into a project of your own: the end of README.md says what to replace.
+Nearly all later lessons repeat its functions below a line that names it.
 
 Try breaking it, in a copy beside it:
   1. Write `assert rank == 0` after `rank, device = join(args)`. What does torchrun report, and what
@@ -86,7 +89,7 @@ def main():
     args = parser.parse_args()
     parser.check_torchrun(args)  # NEW: an error of one line if torchrun has not started this
     check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
-    # fetch() lets one process of a node download. Without a group, no timeout runs meanwhile.
+    # fetch() lets one process of a node download. Without a group, the others do not time out.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 
@@ -160,7 +163,7 @@ def fit(model, optimizer, train_loader, test_loader, device, args):
 
 
 def run_epoch(model, loader, device, optimizer=None):
-    """Train, or only test without optimizer. Returns sums over all ranks: loss, correct, images."""
+    """Train, or with no optimizer, test. Returns sums over all ranks: loss, correct, images."""
     model.train(optimizer is not None)
     # The sums stay on the device. Reading them in each step would make Python wait for the GPU.
     sums = torch.zeros(3, dtype=torch.float64, device=device)

@@ -20,7 +20,7 @@ Messages take longer than computing here, because the model is so small. With `-
 gradients travel in one message, which takes less time than many short ones:
     python playground/manual_data_parallel.py -g 2 --bucket
     epoch 1/3  loss 0.3960  train 88.26%  test 93.96%  1.07 s  55,998 images/s
-In front of it, `tools/watch.py` shows messages, `tools/first_difference.py` where runs differ.
+`tools/watch.py` shows its messages, and `tools/first_difference.py` where two runs first differ.
 
 On two nodes, each command on its own node:
     python playground/manual_data_parallel.py -n 2 -g 2 -nr 0 -ip <ip of node 0>
@@ -59,8 +59,8 @@ from common.models import make_model
 def send_weights(model):
     """Give all ranks the parameters (also called weights) of rank 0.
 
-    A model may also have tensors that are not trained, its buffers, such as the running averages of
-    batch norm. They would have to be sent, too.
+    A model may also have tensors that are not trained, also called buffers, such as the running
+    averages of batch norm. They would have to be sent, too.
     """
     for parameter in model.parameters():
         # NEW: rank 0 sends, and the other ranks receive into their own parameters. detach() shares
@@ -152,8 +152,8 @@ def join(local_rank, args):
             device_id=gpu,  # with it, NCCL connects the GPUs now, and not at the first message
         )
     except dist.DistError as error:  # ranks are missing, or the port is taken
-        start = f"All {world_size} ranks must connect to {address}: start every node, with the same"
-        error.add_note(f"{start} -n, -g and -ip, and the same free --port.")
+        hint = f"All {world_size} ranks must connect to {address}: start every node, with the same"
+        error.add_note(f"{hint} -n, -g and -ip, and the same free --port.")
         raise
     row = f"{args.nr:<6}{rank:<6}{local_rank:<12}{device!s:<8}{os.getpid():<8}{platform.node()}"
     everyone = [None] * world_size
@@ -189,7 +189,7 @@ def fit(model, optimizer, train_loader, test_loader, device, args, average):
 
 
 def run_epoch(model, loader, device, optimizer=None, average=None):
-    """Train, or only test without optimizer. Returns sums over all ranks: loss, correct, images."""
+    """Train, or with no optimizer, test. Returns sums over all ranks: loss, correct, images."""
     model.train(optimizer is not None)
     # The sums stay on the device. Reading them in each step would make Python wait for the GPU.
     sums = torch.zeros(3, dtype=torch.float64, device=device)
@@ -232,8 +232,8 @@ def main():
         # Starts args.gpus processes. Each is a new Python, which imports this file, and so finds
         # the function train. Then one calls train(0, args), another train(1, args) and so on.
         mp.spawn(train, (args,), args.gpus)
-    except mp.ProcessRaisedException as error:
-        sys.exit(str(error))  # the traceback of the rank that failed first
+    except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+        sys.exit(str(error))  # how the rank failed that failed first
     except KeyboardInterrupt:
         sys.exit(130)
     finally:

@@ -37,8 +37,8 @@ Try breaking it, in a copy beside it:
   2. In `run_epoch()`, split logits and labels with `tensor_split`, and add up the mean losses of
      the micro-batches. How many times too large are the gradients, and why does Adam hardly react?
 Builds on: single_gpu.py
-The next lesson, `overlapped_data_parallel.py`, is in `replicated/`, since the ten end here. It
-sends gradients while `backward()` computes others.
+The next lesson, `overlapped_data_parallel.py`, is the first one in `replicated/`. It sends
+gradients while `backward()` computes others.
 """
 
 import sys
@@ -136,7 +136,7 @@ def main():
 
 
 # ---------- Unchanged from single_gpu.py ----------
-# You know what follows: loaders(), fit() and run_epoch(). If you copy this lesson, copy it, too.
+# You know what follows: loaders(), fit() and run_epoch(). If you copy this lesson, copy this, too.
 
 
 def loaders(args):
@@ -147,7 +147,7 @@ def loaders(args):
     # collate_fn out, and set num_workers. Pinned memory is copied to a GPU while Python continues.
     options = {"collate_fn": whole_batch, "pin_memory": args.device != "cpu"}
     sampler = RandomSampler(train_set, generator=torch.Generator())
-    # The last, incomplete batch of an epoch is left out (drop_last): 96 images of MNIST.
+    # An epoch's last, incomplete batch is left out (drop_last): 96 images if batches have 128.
     train_loader = DataLoader(
         train_set, args.batch_size, sampler=sampler, drop_last=True, **options
     )
@@ -177,7 +177,7 @@ def fit(model, optimizer, train_loader, test_loader, device, args):
 
 
 def run_epoch(model, loader, device, optimizer=None):
-    """Train, or only test without optimizer. Returns sums: loss, correct, number of images."""
+    """Train, or with no optimizer, test. Returns sums: loss, correct, number of images."""
     model.train(optimizer is not None)
     # The sums stay on the device. Reading them in each step would make Python wait for the GPU.
     sums = torch.zeros(3, dtype=torch.float64, device=device)

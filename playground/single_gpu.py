@@ -22,7 +22,7 @@ float64, and nearly all lessons then print the same twelve digits.
     epoch 2/2  loss 1.406419734911  train 72.43%  test 85.19%  0.01 s  155,457 images/s
 
 Try breaking it, in a copy (`cp playground/single_gpu.py playground/broken.py`):
-  1. Comment out the line with `manual_seed` in `fit()`. Compare the losses.
+  1. Comment out the line with `manual_seed` in `fit()`, and run it twice. Do the losses differ?
   2. Comment out `optimizer.zero_grad()`. Which gradients does each step use then? Compare the
      losses.
 
@@ -65,7 +65,7 @@ def loaders(args):
     # collate_fn out, and set num_workers. Pinned memory is copied to a GPU while Python continues.
     options = {"collate_fn": whole_batch, "pin_memory": args.device != "cpu"}
     sampler = RandomSampler(train_set, generator=torch.Generator())
-    # NEW: the last, incomplete batch of an epoch is left out (drop_last): 96 images of MNIST.
+    # NEW: an epoch's last, incomplete batch is left out (drop_last): 96 images if batches have 128.
     train_loader = DataLoader(
         train_set, args.batch_size, sampler=sampler, drop_last=True, **options
     )
@@ -95,7 +95,7 @@ def fit(model, optimizer, train_loader, test_loader, device, args):
 
 
 def run_epoch(model, loader, device, optimizer=None):
-    """Train, or only test without optimizer. Returns sums: loss, correct, number of images."""
+    """Train, or with no optimizer, test. Returns sums: loss, correct, number of images."""
     model.train(optimizer is not None)
     # The sums stay on the device. Reading them in each step would make Python wait for the GPU.
     sums = torch.zeros(3, dtype=torch.float64, device=device)

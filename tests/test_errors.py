@@ -74,7 +74,7 @@ tensor_parallel 2; --model transformer; sequence_parallel.py & mlp or cnn
 hybrid_parallel 4; --mesh 3x2; --mesh 3x2 needs 6 ranks, not 4
 hybrid_parallel 4; --mesh 0x4; --mesh: 0 must be 1 or more
 hybrid_parallel 3; --mesh 1x3; a tp group of 3 & --width 64: use 63
-hybrid_parallel 7; ; 7 ranks cannot divide --batch_size 120: use 119
+hybrid_parallel 7; ; 7 ranks cannot divide --batch_size 120: use --batch_size 119
 hybrid_parallel 2; --model transformer; sequence_parallel.py & mlp or cnn
 sequence_parallel 3; ; 3 ranks cannot split --heads 4: use 3
 sequence_parallel 8; --heads 8 --sequence; split 28 tokens & --sequence out
@@ -97,13 +97,13 @@ four_axes 2; --model cnn; has no vocabulary & use --model language
 expert_parallel 3; ; 3 ranks cannot divide --experts 4: use 3
 expert_parallel 2; --experts 1; --experts 1: use 2
 expert_parallel 2; --model mlp; has no tokens & use --model transformer
-token_mean 7; ; 7 ranks cannot divide --batch_size 120: use 119
+token_mean 7; ; 7 ranks cannot divide --batch_size 120: use --batch_size 119
 token_mean 2; --model mlp; --model mlp reads images & use language
 token_mean 30; --micro_batches 5; 4 paragraphs in a step & use --micro_batches 4
 activation_checkpointing 2; --model mlp; has no blocks & transformer
 mixed_precision 2; --double --precision bfloat16; leave out --precision
 mixed_precision 2; --clip -1; --clip & 0 or more
-sharded_data 7; ; 7 ranks cannot divide --batch_size 120: use 119
+sharded_data 7; ; 7 ranks cannot divide --batch_size 120: use --batch_size 119
 sharded_data 2; --files /none; not all files are in /none/digits & python & --files /none --make
 sharded_muon 2; --layers 1; no layer between & use --layers 2
 fully_sharded_checkpoints 3; --async_save; --async_save & --run_dir

@@ -355,7 +355,7 @@ def check_flags(parser, args, world_size):
 
 
 # ---------- Unchanged from fully_sharded_checkpoints.py ----------
-# You know what follows: complete(), join() and main(). If you copy this lesson, copy it, too.
+# You know what follows: complete(), join() and main(). If you copy this lesson, copy this, too.
 
 
 def complete(run_dir):
@@ -393,7 +393,7 @@ def main():
     args = parser.parse_args()
     parser.check_torchrun(args)  # an error of one line if torchrun has not started this
     check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
-    # fetch() lets one process of a node download. Without a group, no timeout runs meanwhile.
+    # fetch() lets one process of a node download. Without a group, the others do not time out.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 

@@ -291,7 +291,7 @@ def main():
 
 
 # ---------- Unchanged from language_model.py ----------
-# You know what follows: Checkpointed(). If you copy this lesson, copy it, too.
+# You know what follows: Checkpointed(). If you copy this lesson, copy this, too.
 
 
 class Checkpointed(torch.nn.Module):

@@ -13,7 +13,8 @@ which take 16,777,216 bytes in one process. With two ranks, it prints:
 have a row for each word of the vocabulary. At every token, the output layer gives each word a score
 (logit). Here the words are the 256 bytes. With 128,000 words, the scores of 8,192 tokens take 4.2
 GB in float32, and their gradient takes as much again. So the ranks split both layers by rows:
-- The embedding. A rank has zeros for the words of other ranks, and an all_reduce adds up.
+- The embedding. A rank takes zeros for the words of other ranks, and an all_reduce adds up
+  what the ranks have found.
 - The output layer. A rank computes the scores of its own words, and no rank ever has all scores. In
   `backward()`, an all_reduce adds up the gradient of the layer's input.
 
@@ -387,7 +388,7 @@ def main():
     args = parser.parse_args()
     parser.check_torchrun(args)  # an error of one line if torchrun has not started this
     check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
-    # fetch() lets one process of a node download. Without a group, no timeout runs meanwhile.
+    # fetch() lets one process of a node download. Without a group, the others do not time out.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 

@@ -268,7 +268,7 @@ def check_flags(parser, args, world_size):
 
 
 # ---------- Unchanged from distributed_data_parallel_torchrun.py ----------
-# You know what follows: join() and fit(). If you copy this lesson, copy it, too.
+# You know what follows: join() and fit(). If you copy this lesson, copy this, too.
 
 
 def join(args):

@@ -259,7 +259,7 @@ def fit(model, optimizer, train_loader, test_loader, device, args):
 
 
 def run_epoch(model, loader, device, optimizer=None):
-    """Train, or only test without optimizer. Returns sums over all ranks: loss, correct, images."""
+    """Train, or with no optimizer, test. Returns sums over all ranks: loss, correct, images."""
     model.train(optimizer is not None)
     # The sums stay on the device. Reading them in each step would make Python wait for the GPU.
     sums = torch.zeros(3, dtype=torch.float64, device=device)
@@ -293,7 +293,7 @@ def main():
     args = parser.parse_args()
     parser.check_torchrun(args)  # an error of one line if torchrun has not started this
     check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
-    # fetch() lets one process of a node download. Without a group, no timeout runs meanwhile.
+    # fetch() lets one process of a node download. Without a group, the others do not time out.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 

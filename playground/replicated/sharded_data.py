@@ -320,7 +320,7 @@ def join(args):
 
 
 def run_epoch(model, loader, device, optimizer=None):
-    """Train, or only test without optimizer. Returns sums over all ranks: loss, correct, images."""
+    """Train, or with no optimizer, test. Returns sums over all ranks: loss, correct, images."""
     model.train(optimizer is not None)
     # The sums stay on the device. Reading them in each step would make Python wait for the GPU.
     sums = torch.zeros(3, dtype=torch.float64, device=device)

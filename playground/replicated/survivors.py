@@ -1,6 +1,6 @@
 r"""Survivors: when a rank is killed, the others continue, and new ranks can join at any time.
 
-Run it. Process 1 of three kills itself before step 17, and the others continue:
+Run it. Of processes 0, 1 and 2, process 1 kills itself before step 17, and the others continue:
     python playground/replicated/survivors.py --kill 1 17 \
         --double --dataset digits --batch_size 120 --epochs 2
 
@@ -26,7 +26,8 @@ No rank can tell a dead process from a slow one, but all must agree on the membe
 group. So the groups are numbered, and a store, which is a server of keys and values, holds the
 newest number. Each process that is alive signs in there. Half a second later (--grace), the first
 of them closes the list. A process that finds itself left out asks for another group. (If a step
-takes longer than --grace, processes may miss each other and train apart: right, but no faster.)
+takes longer than --grace, processes may miss each other, and each trains alone: the losses stay
+right, but it is no faster.)
 
 The run ends with the command that started it, which holds the store, or with the last of its
 processes. So long runs still need checkpoints. If a rank stops without closing its connections, as
@@ -36,7 +37,7 @@ gone. With NCCL, PyTorch by default ends the process instead; torchft handles th
 are added up by hand because DDP is tied to the group in which it was made. (With DDP, make it anew
 in each group.)
 
-Try breaking it, in a copy beside it:
+Try breaking it, in a copy beside it, with `--epochs 30` if you pause or join:
   1. Pause process 0, the first number behind `processes`, for 15 seconds (`kill -STOP`, then `kill
      -CONT`). Which processes train meanwhile? Then let rank 0 always send its state, and pause it
      again. What is lost?
@@ -171,7 +172,7 @@ def train(local_rank, args):
         try:
             for tensor in tensors:
                 dist.all_reduce(tensor)
-        except RuntimeError as error:  # NEW: a rank is dead, or has not answered for --timeout
+        except RuntimeError as error:  # NEW: a rank is dead, is silent, or has left the group
             say(f"step {progress['step']} failed: {error}")
             ask_for_next(store, group)
             # NEW: no parameter has changed yet, so the step can be computed again. But regroup only

@@ -206,7 +206,7 @@ def check_flags(parser, args, world_size):
 
 
 # ---------- Unchanged from fully_sharded_data_parallel.py ----------
-# You know what follows: join(), run_epoch() and main(). If you copy this lesson, copy it, too.
+# You know what follows: join(), run_epoch() and main(). If you copy this lesson, copy this, too.
 
 
 def join(args):
@@ -230,7 +230,7 @@ def join(args):
 
 
 def run_epoch(model, loader, device, optimizer=None):
-    """Train, or only test without optimizer. Returns sums over all ranks: loss, correct, images."""
+    """Train, or with no optimizer, test. Returns sums over all ranks: loss, correct, images."""
     model.train(optimizer is not None)
     # The sums stay on the device. Reading them in each step would make Python wait for the GPU.
     sums = torch.zeros(3, dtype=torch.float64, device=device)
@@ -259,7 +259,7 @@ def main():
     args = parser.parse_args()
     parser.check_torchrun(args)  # an error of one line if torchrun has not started this
     check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
-    # fetch() lets one process of a node download. Without a group, no timeout runs meanwhile.
+    # fetch() lets one process of a node download. Without a group, the others do not time out.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 

@@ -4,7 +4,8 @@ Run it:
     torchrun --standalone --nproc-per-node 2 playground/sharded/fully_sharded_data_parallel.py
 
 It prints the same numbers as `single_gpu.py`, up to rounding (with `--double` all twelve digits
-agree), and then what rank 0 holds: 8 bytes for each of 59,210 parameters. DDP would hold 16:
+agree), and then what rank 0 of two holds: 8 bytes for each of 59,210 parameters. DDP
+would hold 16:
     epoch 1/3  loss 0.3960  train 88.26%  test 93.96%  12.11 s  4,947 images/s
     rank 0 holds   118,420 bytes of the parameters' shards
     rank 0 holds         0 bytes of whole layers
@@ -12,13 +13,13 @@ agree), and then what rank 0 holds: 8 bytes for each of 59,210 parameters. DDP w
     rank 0 holds   236,840 bytes of optimizer state
 
 Just before a layer computes, the ranks gather it whole, and afterwards they free it. In
-`backward()`, they also average its gradients. `fully_shard(layer)` (FSDP2) adds hooks for this, as
+`backward()`, they also average its gradients. `fully_shard(layer)` adds hooks for this, as
 `ShardedLayer` in `manual_fully_sharded.py` does. It replaces each parameter with a DTensor, a
 tensor that knows which rank has which shard, so the optimizer must be made afterwards. A last call,
 with the whole model, shards the rest, and lets both passes gather the next layer while one
 computes. At the start, each rank makes the whole model for a moment, with `--meta` only rank 0.
 
-For 7 billion parameters on 8 GPUs, each holds 14 GB, where DDP needs 112, plus the layers that are
+For 7 billion parameters on 8 GPUs, DDP needs 112 GB on each, and FSDP 14, plus the layers that are
 computing (`playground/pages/figures/fsdp.svg`). The price is messages: 8 all_gathers in a step, for
 four layers in `forward()` and again in `backward()`, and 4 reduce_scatters. In a ring, these take
 1.5 times the bytes of DDP's all_reduce, and with gloo about twice as many (`sharding.md`).
@@ -67,7 +68,7 @@ def shard(model, args):
     for layer in model.layers:  # NEW: each layer is gathered by one message of its own
         # Free it after forward(), or keep it until backward().
         fully_shard(layer, mesh=mesh, reshard_after_forward=not args.keep_weights)
-    # NEW: last, the whole model. By default, what no layer has stays whole after forward().
+    # NEW: last, the whole model. By default, parameters outside the layers stay whole after it.
     fully_shard(model, mesh=mesh)
 
 
@@ -189,7 +190,7 @@ def fit(model, optimizer, train_loader, test_loader, device, args):
 
 
 def run_epoch(model, loader, device, optimizer=None):
-    """Train, or only test without optimizer. Returns sums over all ranks: loss, correct, images."""
+    """Train, or with no optimizer, test. Returns sums over all ranks: loss, correct, images."""
     model.train(optimizer is not None)
     # The sums stay on the device. Reading them in each step would make Python wait for the GPU.
     sums = torch.zeros(3, dtype=torch.float64, device=device)
@@ -223,7 +224,7 @@ def main():
     args = parser.parse_args()
     parser.check_torchrun(args)  # an error of one line if torchrun has not started this
     check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
-    # fetch() lets one process of a node download. Without a group, no timeout runs meanwhile.
+    # fetch() lets one process of a node download. Without a group, the others do not time out.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 

@@ -233,7 +233,7 @@ def lists_of(args, world_size):
 
 
 def run_epoch(model, loader, device, optimizer=None):
-    """Train, or only test without optimizer. Returns sums over all ranks: loss, correct, images."""
+    """Train, or with no optimizer, test. Returns sums over all ranks: loss, correct, images."""
     model.train(optimizer is not None)
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     for images, labels in loader:
@@ -310,7 +310,7 @@ def check_flags(parser, args, world_size):
 
 
 # ---------- Unchanged from distributed_data_parallel_torchrun.py ----------
-# You know what follows: join(), fit() and main(). If you copy this lesson, copy it, too.
+# You know what follows: join(), fit() and main(). If you copy this lesson, copy this, too.
 
 
 def join(args):
@@ -369,7 +369,7 @@ def main():
     args = parser.parse_args()
     parser.check_torchrun(args)  # an error of one line if torchrun has not started this
     check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
-    # fetch() lets one process of a node download. Without a group, no timeout runs meanwhile.
+    # fetch() lets one process of a node download. Without a group, the others do not time out.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 

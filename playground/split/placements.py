@@ -33,7 +33,7 @@ itself makes a reduce_scatter where it made an all_gather, and the reverse, and 
 Autograd itself sees only one rank. Say that the loss is the sum of w x over two ranks, with x = 1
 on one and x = 2 on the other, so the gradient of w is 3. If you add up the loss by
 `dist.all_reduce`, each rank gets its own term of the gradient, without an error. If w is a DTensor
-that is R, the terms are added up:
+that is R, the terms are added up (after `to_local()`, only if `grad_placements` says that it is P):
     gradient of w                    rank 0  rank 1
     dist.all_reduce(loss)            1.0     2.0     PyTorch warns
     DTensor.from_local(w)            3.0     3.0
@@ -64,7 +64,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # find common/ from any folder
 from common import flags
 
-# NEW: the placements. A DTensor has one for each axis of its mesh, which here has a single axis.
+# NEW: the placements. A DTensor has one for each axis of its mesh, a grid of ranks. Here the mesh
+# has a single axis.
 R = Replicate()  # each rank has the whole tensor
 S0 = Shard(0)  # each rank has some rows
 S1 = Shard(1)  # each rank has some columns
@@ -314,7 +315,7 @@ def main():
 
 
 # ---------- Unchanged from distributed_data_parallel_torchrun.py ----------
-# You know what follows: join(). If you copy this lesson, copy it, too.
+# You know what follows: join(). If you copy this lesson, copy this, too.
 
 
 def join(args):

@@ -25,11 +25,11 @@ ranks in one node (https://arxiv.org/abs/1909.08053).
 
 Shards made by hand are plain parameters, which PyTorch takes for whole ones. `clip_grad_norm_`
 finds a different norm on each rank, without an error: add up the shards' squares over all ranks,
-and count parameters that are not split only once. `torch.distributed.checkpoint` would save only
-one rank's shard of each parameter. So `state_dict()` raises an error here, and each rank can save
-its own parameters. With `--by dtensor`, PyTorch splits the same layers, and their parameters become
-DTensors, which know what they are shards of. With the MLP, both are then right. (The CNN's
-convolutions stay plain parameters, and `clip_grad_norm_` refuses the mixture.)
+and count whole parameters once. `torch.distributed.checkpoint` would save only one rank's shard of
+each parameter. So `state_dict()` raises an error here, and each rank can save its own parameters.
+With `--by dtensor`, PyTorch splits the same layers, and their parameters become DTensors, which
+know what they are shards of. With the MLP, both are then right. (The CNN's convolutions stay plain
+parameters, and `clip_grad_norm_` refuses the mixture.)
 
 Try breaking it, in a copy beside it, with `--double`. Compare the losses, and what the ranks keep:
   1. In ColumnLinear, replace `AddGradients.apply(inputs)` with `inputs`. What goes wrong?
@@ -291,7 +291,7 @@ def fit(model, optimizer, train_loader, test_loader, device, args):
 
 
 def run_epoch(model, loader, device, optimizer=None):
-    """Train, or only test without optimizer. Returns sums over all ranks: loss, correct, images."""
+    """Train, or with no optimizer, test. Returns sums over all ranks: loss, correct, images."""
     model.train(optimizer is not None)
     # The sums stay on the device. Reading them in each step would make Python wait for the GPU.
     sums = torch.zeros(3, dtype=torch.float64, device=device)
@@ -320,7 +320,7 @@ def main():
     args = parser.parse_args()
     parser.check_torchrun(args)  # an error of one line if torchrun has not started this
     check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
-    # fetch() lets one process of a node download. Without a group, no timeout runs meanwhile.
+    # fetch() lets one process of a node download. Without a group, the others do not time out.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 

@@ -38,7 +38,8 @@ REST = "what neither name nor start tells apart"
 JUMP = 30  # rounding grows, but not by so much from one step to the next
 DESIGNED = ("Dropout", "BatchNorm")
 STARTS = "The models start differently. See the seed, what rank 0 sends, and slices of parameters."
-STEP = "As far as noted, the gradients were equal. See the optimizer's step, and what follows it."
+STEP = """As far as noted, the gradients were equal.
+  See the last step of the optimizer, and what changes parameters between it and this one."""
 STUCK = "It has not changed in the last step. See the optimizer's step, and what follows it."
 INPUTS = """The first run has {} inputs, of which {} are on no rank.
   The ranks have {}, of which {} are not in the first run.
@@ -55,7 +56,7 @@ RIGHT = """the loss's gradient at the outputs is right.
   See the average over the ranks, other messages, clipping, zero_grad(), losses on parameters."""
 MISSING = """The optimizer's parameters have no gradient, or one of zeros.
   See requires_grad, detach(), zero_grad(), and whether the optimizer was made before sharding."""
-OWN = "Each rank has its own, whose {} would be right: a message is missing, or sent in the step."
+OWN = "Each rank has its own, whose {} would be right: a message is missing, or is sent in step()."
 UNKNOWN = "See the loss, the labels, and the messages."
 
 
