@@ -145,7 +145,7 @@ def test_with_and_without_a_launcher(main):
     done = main(f"{DDP}_torchrun", env=by_hand)
     one_line(done, "LOCAL_RANK, MASTER_ADDR, MASTER_PORT not set: start it with torchrun")
     one_line(main("blocking_p2p", env=by_hand), "-n 2 needs -ip")
-    one_line(main(f"{DDP}_torchrun", "--batch_size", 7, env=launched(3)), "use 6")
+    one_line(main(f"{DDP}_torchrun", "--batch_size", 7, env=launched(3)), "use --batch_size 6")
 
 
 def test_files_and_folders_that_can_not_be_written(tmp_path, main):

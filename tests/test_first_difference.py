@@ -34,7 +34,7 @@ FAULTS = {
     "zeros": ("step 1, gradient", "or one of zeros", "zero_grad()"),
     "zero_grad": ("step 2, gradient", "is right", "zero_grad()"),
     "lr": ("step 1, lr, on rank 1: [0.02], in the first run [0.01]",),
-    "changed": ("step 3, value of 2.weight, on rank 1 of 2", "See the optimizer's step"),
+    "changed": ("step 3, value of 2.weight, on rank 1 of 2", "the last step of the optimizer"),
     "nan, fsdp": ("in the shards of all ranks together", "by inf", "On rank 1, the outputs are"),
     "scaled, fsdp": ("It is 2 times", "another scale"),
     "left out": ("other optimizers: the second run has no 2.bias",),
