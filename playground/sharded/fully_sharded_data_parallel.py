@@ -4,8 +4,7 @@ Run it:
     torchrun --standalone --nproc-per-node 2 playground/sharded/fully_sharded_data_parallel.py
 
 It prints the same numbers as `single_gpu.py`, up to rounding (with `--double` all twelve digits
-agree), and then what rank 0 of two holds: 8 bytes for each of 59,210 parameters. DDP
-would hold 16:
+agree), and then what rank 0 of two holds: 8 bytes for each of 59,210 parameters (with DDP 16):
     epoch 1/3  loss 0.3960  train 88.26%  test 93.96%  12.11 s  4,947 images/s
     rank 0 holds   118,420 bytes of the parameters' shards
     rank 0 holds         0 bytes of whole layers
@@ -13,11 +12,11 @@ would hold 16:
     rank 0 holds   236,840 bytes of optimizer state
 
 Just before a layer computes, the ranks gather it whole, and afterwards they free it. In
-`backward()`, they also average its gradients. `fully_shard(layer)` adds hooks for this, as
-`ShardedLayer` in `manual_fully_sharded.py` does. It replaces each parameter with a DTensor, a
-tensor that knows which rank has which shard, so the optimizer must be made afterwards. A last call,
-with the whole model, shards the rest, and lets both passes gather the next layer while one
-computes. At the start, each rank makes the whole model for a moment, with `--meta` only rank 0.
+`backward()`, they also average its gradients. `fully_shard(layer)`, also called FSDP2, adds hooks
+for this, as `ShardedLayer` in `manual_fully_sharded.py` does. It replaces each parameter with a
+DTensor, a tensor that knows which rank has which shard, so the optimizer must be made afterwards. A
+last call, with the whole model, shards the rest, and lets both passes gather the next layer while
+one computes. At the start, each rank makes the whole model for a moment, with `--meta` only rank 0.
 
 For 7 billion parameters on 8 GPUs, DDP needs 112 GB on each, and FSDP 14, plus the layers that are
 computing (`playground/pages/figures/fsdp.svg`). The price is messages: 8 all_gathers in a step, for
