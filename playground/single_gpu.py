@@ -22,7 +22,7 @@ float64, and nearly all lessons then print the same twelve digits.
     epoch 2/2  loss 1.406419734911  train 72.43%  test 85.19%  0.01 s  155,457 images/s
 
 Try breaking it, in a copy (`cp playground/single_gpu.py playground/broken.py`):
-  1. Comment out the line with `manual_seed` in `fit()`, and run it twice. Do the losses differ?
+  1. Comment out the line with `manual_seed` in `fit()`, and run it twice. Which losses differ?
   2. Comment out `optimizer.zero_grad()`. Which gradients does each step use then? Compare the
      losses.
 
