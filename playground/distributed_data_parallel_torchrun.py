@@ -23,8 +23,8 @@ Use torchrun, also from a notebook, unless a larger program must start the ranks
 as `distributed_data_parallel.py` does. torchrun may warn that it sets `OMP_NUM_THREADS` to 1: each
 process then uses one core of a CPU. To use more, put OMP_NUM_THREADS=4 in front of the command.
 
-If a rank fails, a wrong flag is named in the first line, and other errors at the end of torchrun's
-report, as `Root Cause`.
+If a rank fails, a wrong flag is named before torchrun's report, and any other error at its end, as
+`Root Cause`.
 
 This is the lesson to copy into a project of your own: the end of README.md says what to replace.
 Nearly all later lessons repeat its functions below a line that names it.

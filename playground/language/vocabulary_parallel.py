@@ -319,8 +319,8 @@ def check_flags(parser, args, world_size):
 
 
 # ---------- Unchanged from sequence_parallel.py ----------
-# You know what follows: refuse_state(), join(), fit() and main(). If you copy this lesson, copy it,
-# too.
+# You know what follows: refuse_state(), join(), fit() and main(). If you copy this lesson, copy
+# this, too.
 
 
 def refuse_state(layer, *_):

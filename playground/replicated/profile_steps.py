@@ -218,8 +218,8 @@ def covered(events, step, pattern):
 
 
 # ---------- Unchanged from distributed_data_parallel_torchrun.py ----------
-# You know what follows: join(), fit(), check_flags() and main(). If you copy this lesson, copy it,
-# too.
+# You know what follows: join(), fit(), check_flags() and main(). If you copy this lesson, copy
+# this, too.
 
 
 def join(args):

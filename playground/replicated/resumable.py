@@ -250,7 +250,7 @@ def add_flags(parser):
 
 # ---------- Unchanged from distributed_data_parallel_torchrun.py ----------
 # You know what follows: join(), run_epoch(), check_flags() and main(). If you copy this lesson,
-# copy it, too.
+# copy this, too.
 
 
 def join(args):

@@ -295,7 +295,7 @@ def main():
 
 
 # ---------- Unchanged from distributed_data_parallel_torchrun.py ----------
-# You know what follows: join(), run_epoch() and check_flags(). If you copy this lesson, copy it,
+# You know what follows: join(), run_epoch() and check_flags(). If you copy this lesson, copy this,
 # too.
 
 

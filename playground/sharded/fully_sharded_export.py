@@ -220,7 +220,7 @@ def check_flags(parser, args, world_size):
 
 # ---------- Unchanged from fully_sharded_checkpoints.py ----------
 # You know what follows: join(), shard(), fit_epoch(), run_epoch() and main(). If you copy this
-# lesson, copy it, too.
+# lesson, copy this, too.
 
 
 def join(args):

@@ -146,7 +146,7 @@ def add_flags(parser):
 
 # ---------- Unchanged from distributed_data_parallel_torchrun.py ----------
 # You know what follows: join(), fit(), run_epoch(), check_flags() and main(). If you copy this
-# lesson, copy it, too.
+# lesson, copy this, too.
 
 
 def join(args):

@@ -238,7 +238,7 @@ def check_flags(parser, args, world_size):
 
 
 # ---------- Unchanged from distributed_data_parallel_torchrun.py ----------
-# You know what follows: join(), fit(), run_epoch() and main(). If you copy this lesson, copy it,
+# You know what follows: join(), fit(), run_epoch() and main(). If you copy this lesson, copy this,
 # too.
 
 

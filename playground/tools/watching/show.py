@@ -489,15 +489,15 @@ def main():
         ranks = read_notes(folder)
         stuck = [notes for notes in ranks if notes["alive"] and notes["still"] > seconds]
         new = [notes for notes in stuck if (notes["path"], notes["since"]) not in shown]
-        # A rank that came to its place just now has not noted its last calls yet.
-        arriving = any(notes["alive"] and notes["still"] < 2 for notes in ranks)
+        # A rank that has just reached its place has not noted its last calls yet.
+        moving = any(notes["alive"] and notes["still"] < 2 for notes in ranks)
         interrupted = (folder / "ask").exists()
         interrupted |= any(path.stat().st_size for path in folder.glob("*.interrupted"))
         if interrupted and not was_interrupted:
             was_interrupted = True
             show_ranks(ranks, "interrupted. The ranks of this node:", script)
             (folder / "ask").unlink(missing_ok=True)
-        elif new and not was_interrupted and (not arriving or new[0]["still"] > seconds + 3):
+        elif new and not was_interrupted and (not moving or new[0]["still"] > seconds + 3):
             reason = f"no progress of rank {new[0]['rank']} for {new[0]['still']:.0f} s."
             show_ranks(ranks, f"{reason} The ranks of this node:", script)
             shown |= {(notes["path"], notes["since"]) for notes in ranks}
