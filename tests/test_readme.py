@@ -159,7 +159,7 @@ def less_data(lesson, words):
         flags += ["--dataset", small_data(lesson)]
     if lesson == "survivors":
         # On a busy machine, survivors may notice a death more than half a second apart.
-        flags += ["--port", free_port(), "--grace", "2"]
+        flags += ["--port", free_port(), "--grace", "2", "--timeout", "60"]
     return [*flags, "--workers", "0"] if "resnet" in lesson else flags
 
 
