@@ -45,18 +45,28 @@ def calls(rows):
 
 
 def test_who_waits_in_which_call():
-    """Both ranks make the calls of the picture. One waits while the other sleeps."""
+    """Both ranks make the calls of the picture, in which one waits while the other sleeps.
+
+    In a new run, on a busy machine, other calls may take long, too.
+    """
     again = count(["waits"])["waits"]
-    assert again.keys() == COUNTS["waits"].keys()
-    long = {}
-    for exchange, rows in COUNTS["waits"].items():
-        assert calls(again[exchange]) == calls(rows)
-        long[exchange] = {(row[0], row[1]) for row in rows if row[3] - row[2] > 0.4}
-    assert long["rank 0 is late"] == {(0, "asleep"), (1, "recv")}
-    assert long["rank 1 is late"] == {(0, "send"), (1, "asleep")}
     both = {(0, "asleep"), (0, "computing"), (1, "computing")}
-    assert long["blocking"] == both | {(1, "recv")}
-    assert long["nonblocking"] == both
+    expected = {
+        "rank 0 is late": {(0, "asleep"), (1, "recv")},
+        "rank 1 is late": {(0, "send"), (1, "asleep")},
+        "blocking": both | {(1, "recv")},
+        "nonblocking": both,
+    }
+    assert again.keys() == COUNTS["waits"].keys() == expected.keys()
+    for exchange, rows in COUNTS["waits"].items():
+        assert long_calls(rows) == expected[exchange]
+        assert long_calls(again[exchange]) >= expected[exchange]
+        assert calls(again[exchange]) == calls(rows)
+
+
+def long_calls(rows):
+    """Return the ranks and calls that took long."""
+    return {(rank, call) for rank, call, start, end in rows if end - start > 0.1}
 
 
 def test_the_messages_of_a_traced_step(monkeypatch):
