@@ -1,7 +1,6 @@
 """Checks the exercises: it runs what you have written on several ranks, and gives a verdict.
 
     python playground/exercises/check.py                          # all exercises and their state
-    python playground/exercises/check.py --next                   # the next one that is not right
     python playground/exercises/check.py ring_all_reduce          # one of them
     python playground/exercises/check.py ring_all_reduce --trace  # who sent what to whom
     python playground/exercises/check.py --watch                  # each time that you save a file
@@ -26,7 +25,6 @@ The list runs only the answers that have changed, because answers/verdicts.json 
 """
 
 import argparse
-import ast
 import hashlib
 import json
 import os
@@ -213,22 +211,6 @@ def after(name):
     return None
 
 
-def show_next():
-    """Print the task of the first exercise that is not right. Returns whether all are right."""
-    for name in ORDER:
-        state = state_of(name)
-        if not state.startswith("RIGHT"):
-            begin(name)
-            task = ast.get_docstring(ast.parse(task_of(name).read_text(encoding="utf-8")))
-            line = f"{shown(answer_to(name))}: {state}"
-            if state == "your turn":
-                line = your_turn(name)
-            print(f"{line}\n\n{task}")
-            return False
-    print("All exercises are right.")
-    return True
-
-
 def show(name, args):
     """Print the verdict on one exercise. Returns whether it is right."""
     if not args.file:
@@ -285,7 +267,6 @@ def main():
     )
     add = parser.add_argument
     add("exercise", nargs="?", help="its name or its file; none: all exercises")
-    add("--next", action="store_true", help="show the next exercise that is not right")
     add("--watch", action="store_true", help="check an exercise whenever you save your answer")
     add("--trace", action="store_true", help="show who sends what to whom, step by step")
     add("--hint", type=int, choices=[1, 2, 3], help="a direction, the API, the shape of the answer")
@@ -317,8 +298,6 @@ def main():
             watch([name] if name else ORDER, args)
         if name:
             right = show(name, args)
-        elif args.next:
-            right = show_next()
         else:
             right = show_all()
     except KeyboardInterrupt:
