@@ -1,7 +1,8 @@
 r"""Four axes: pipeline, FSDP, context and tensor parallelism of a language model, on one mesh.
 
-Run it on a mesh of 2 x 2 x 1 x 2 ranks, and then with context parallelism, and one table (tied) for
-the embedding and the output layer. On two cores, the first command takes about three minutes:
+Run it on a mesh of 2 x 2 x 1 x 2 ranks, along the axes pp (pipeline), dp (FSDP), cp (context) and
+tp (tensor parallelism). The second command has context parallelism, and one table (tied) for the
+embedding and the output layer. On two cores, the first command takes about three minutes:
     torchrun --standalone --nproc-per-node 8 playground/language/four_axes.py
     torchrun --standalone --nproc-per-node 4 \
         playground/language/four_axes.py --mesh 2x1x2x1 --tied --clip 1
@@ -24,12 +25,14 @@ ranks along both have the same parameters, but different tokens. This is where g
     an RMSNorm                    no, in one stage    by FSDP          no, all ranks have the same
       in SplitBlock(sequence=True)  the same          by FSDP          summed: each has some tokens
 
-Two more sums are of activations. Over cp, the ring adds up the gradients of keys and values. Over
-tp, BeginPair adds up that of an RMSNorm's output, so all ranks compute the same of its weight.
+Two more sums are of activations' gradients. Over cp, the ring adds up those of keys and values.
+Over tp, BeginPair adds up that of an RMSNorm's output, so all ranks compute the same gradient of
+the RMSNorm's weight.
 
 On the ranks of a tp group, shards have the same name, so `torch.distributed.checkpoint` would take
-them for replicas of one tensor. `state_dict()` raises an error, therefore. A folder for each rank
-along tp would do: save `dict(model.named_parameters())` in the group of the ranks with this tp.
+them for replicas of one tensor. Therefore `state_dict()` raises an error. To save them, write a
+folder for each index along tp: make a group of the ranks that have this index, and pass it to
+`dcp.save(dict(model.named_parameters()), ...)` as `process_group`.
 
 Try breaking it, in a copy beside it, with `--double`, and compare the losses:
   1. With `--mesh 1x1x2x1`, train with `self.own(rows).roll(-1, dims=1)` in place of `own(labels)`,
@@ -324,7 +327,7 @@ def add_flags(parser):
     add("--mesh", help="ranks along pp, dp, cp and tp, as in 2x2x1x2, the default of 8 ranks")
     add("--micro_batches", type=flags.positive, default=4, help="of a dp rank's part of a batch")
     add("--tied", action="store_true", help="the output layer has the embedding's table")
-    add("--clip", type=flags.rate, default=0.0, help="the largest norm of the gradients; 0: any")
+    add("--clip", type=flags.number, default=0.0, help="the largest norm of the gradients; 0: any")
 
 
 def check_flags(parser, args, world_size):

@@ -10,16 +10,16 @@ This is followed by what the model writes then, byte by byte:
     |    as "__revalues__" and ":" and "givments are a treable, ???collection the
 
 It learns from help texts of Python. Its tokens are bytes, and at each token it predicts the next
-one. Most of what trains it has been a lesson: layers are sharded and compute in bfloat16, blocks
-keep only their input (`--checkpoint`), gradients are clipped. `prepare` puts them together. With
-`--run_dir`, each epoch ends with a sharded checkpoint (all of them stay), and the same command
-resumes from the newest one. New is what surrounds them:
+one. Most parts of its training have had a lesson of their own: layers are sharded and compute in
+bfloat16, blocks keep only their input (`--checkpoint`), gradients are clipped. `prepare` puts the
+first three together. With `--run_dir`, each epoch ends with a sharded checkpoint (none is deleted),
+and the same command resumes from the newest one. These parts are new:
 - A step of a large model takes millions of tokens. So each rank computes `--rows` rows at a time, a
   micro-batch, and adds up their gradients.
 - The learning rate rises in the first steps, while Adam's averages are still rough, and then falls.
 - With `--weight_decay 0.1`, a usual value, each step also shrinks the matrices (by default: 0).
   Vectors, such as those of the norms, do not decay.
-- The perplexity is exp(the test's loss), in the end 3.44: the model is as uncertain as if it had to
+- The perplexity is exp(test loss), 3.44 at the end: the model is as uncertain as if it had to
   choose among 3.44 bytes at random.
 - Tokens per second (the throughput) depend on the model and the machine. The model FLOPs
   utilization (MFU) can be compared between them: the operations that the model needs, divided by
@@ -81,7 +81,7 @@ class Checkpointed(torch.nn.Module):
 
     def __init__(self, block):
         super().__init__()
-        self.block = block
+        self.block = block  # adds "block." to names: resume with --checkpoint as it was before
 
     def forward(self, tokens):
         """Return what the block returns."""
@@ -103,7 +103,8 @@ def prepare(model, args):
             # NEW: the compiler comes second, so that it sees what checkpoint() computes again. It
             # compiles each block alone, because all of them can use the same compiled code.
             if args.checkpoint:
-                layer = stage[position] = Checkpointed(layer)
+                layer = Checkpointed(layer)
+                stage[position] = layer
             if args.compile:
                 layer.compile()
             # NEW: FSDP comes last. Its hooks gather the parameters before compiled code runs.
@@ -173,9 +174,10 @@ def resume(args, model, optimizer, scheduler):
     """Load the newest checkpoint, if there is one. Returns how many epochs are done."""
     newest = [None]
     if dist.get_rank() == 0:
-        newest = complete(args.run_dir)[-1:] or [None]
+        folders = complete(args.run_dir)
+        newest = [folders[-1] if folders else None]
     dist.broadcast_object_list(newest)
-    [path] = newest
+    path = newest[0]
     if path is None:
         return 0
     state = collect(args, None, model, optimizer, scheduler)
@@ -330,16 +332,17 @@ def add_flags(parser):
     add = parser.add_argument
     add("--rows", type=flags.positive, default=8, help="rows that a rank computes at a time")
     add("--precision", choices=DTYPES, help="full: convert nothing; default: bfloat16")
-    add("--checkpoint", action="store_true", help="blocks keep only their input for backward()")
+    keep = "blocks keep only their input for backward(); resume a run as it was started"
+    add("--checkpoint", action="store_true", help=keep)
     add("--compile", action="store_true", help="torch.compile; on a CPU, it needs a C++ compiler")
     add("--tied", action="store_true", help="one table: the output layer uses the embedding's")
-    add("--clip", type=flags.rate, default=1.0, help="largest norm of the gradients; 0: any")
+    add("--clip", type=flags.number, default=1.0, help="largest norm of the gradients; 0: any")
     add("--constant", action="store_true", help="a constant learning rate")
     decay = "by what fraction of the learning rate a step shrinks the matrices"
-    add("--weight_decay", type=flags.rate, default=0.0, help=decay)
+    add("--weight_decay", type=flags.number, default=0.0, help=decay)
     folder = "folder for sharded checkpoints; resumes from its newest"
     add("--run_dir", type=flags.new_folder, help=folder)
-    add("--peak", type=flags.rate, default=0.0, help="operations per second of a rank; 0: measure")
+    add("--peak", type=flags.number, default=0.0, help="a rank's operations per second; 0: measure")
     add("--sample", type=flags.positive, default=200, help="bytes to write after each epoch")
 
 

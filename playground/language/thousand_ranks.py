@@ -18,7 +18,8 @@ holds, keeps for `backward()`, and gives to collectives. The last column is what
     reduce_scatter  tp      130    4,362.1       3,816.8
 Along dp, 33 layers are gathered twice, and the embedding once. Along tp, a block gathers and
 scatters its tokens four times, and the ends of the model twice. A last line has small all_reduces.
-The rank of the second command holds less than others: of 32,000 words, 1,000 ranks get 32 each.
+Rank 1,023 of the second command holds less than others: the first 1,000 ranks get 32 of the 32,000
+words each, and the last 24 ranks get none.
 
 Which mesh should train your model on 1,024 GPUs? `playground/tools/plan.py` compares them by
 formulas, for seconds, too. Before you rent the GPUs, a dry run finds what does not divide, much of
@@ -30,8 +31,8 @@ PyTorch's own, and run as they would there, with three replacements:
   out the shape of its result, and computes nothing.
 
 So bytes are counted, and seconds are not. (With a small model, four real ranks counted the same.)
-Not counted either is what takes memory for a moment only: gathered layers, whole gradients, copies
-of scores. Some operations keep other tensors on a GPU.
+Memory that is needed only for a moment is not counted either: gathered layers, whole gradients,
+copies of scores. And on a GPU, some operations keep different tensors than on a CPU.
 
 Try breaking it, in a copy beside it:
   1. Run it with `--mesh 32x32`, a plan that does not work. Where does it stop, and why?
@@ -299,7 +300,7 @@ class Checkpointed(torch.nn.Module):
 
     def __init__(self, block):
         super().__init__()
-        self.block = block
+        self.block = block  # adds "block." to names: resume with --checkpoint as it was before
 
     def forward(self, tokens):
         """Return what the block returns."""

@@ -70,13 +70,14 @@ from common.models import make_model
 def keep_rows(parameter, group):
     """Return this rank's rows of a parameter, as a new parameter. All ranks have equally many."""
     chunks = parameter.detach().unflatten(0, (dist.get_world_size(group), -1))
-    return torch.nn.Parameter(chunks[dist.get_rank(group)].clone())
+    shard = chunks[dist.get_rank(group)].clone()
+    return torch.nn.Parameter(shard, requires_grad=parameter.requires_grad)
 
 
 def own_words(words, count, group):
     """Find words, int64, among the `count` words of this rank.
 
-    Returns the position of each among them (0 if another rank has it), and whether it is one.
+    Returns two tensors: each word's position among them, or 0, and whether this rank has the word.
     """
     first = dist.get_rank(group) * count
     own = (words >= first) & (words < first + count)

@@ -27,8 +27,9 @@ yours hangs, look in this order (`playground/pages/hangs.md` has what each of th
 A script that you can start again on one machine needs no change. Write `watch.py` in front of it,
 which prints the lines and the calls of all ranks after five seconds without progress:
     python playground/tools/watch.py --hang 5 playground/replicated/finding_hangs.py --fault early
-A program that runs for days, or on several nodes, must write them down itself: copy `note_hangs()`.
-For one that hangs already, `pip install py-spy`. Then `py-spy dump --pid 4242` prints its stack.
+A program that runs for days, or on several nodes, must write them down itself: copy `note_hangs()`
+and `ENDED`, and start the thread as `talk()` does. For a program that hangs already,
+`pip install py-spy`. Then `py-spy dump --pid 4242` prints its stack.
 
 Try breaking it, in a copy beside it:
   1. In `loader`, give DataLoader `num_workers=1, multiprocessing_context="fork"`. Where is rank 1?
@@ -134,7 +135,7 @@ def killed(rank, args):
 
 
 def shard(rank, args):
-    """Rank 1 has one batch less, and FSDP sends messages for each. Its stack and call differ."""
+    """Rank 1 has one batch less. FSDP (see sharded/) sends for each. Its stack and call differ."""
     model = fully_shard(nn.Linear(4, 4))
     batches = 3 if rank == 1 else 4
     for _ in range(batches):
@@ -148,7 +149,8 @@ FAULTS = {f.__name__: f for f in (early, root, test, peer, shapes, loader, kille
 def note_hangs(rank, folder, seconds):
     """Write every so many seconds where this rank is, and which collectives it has called last.
 
-    Start it as a thread, after init_process_group(). In a long run, 300 seconds are enough.
+    Start it as a thread, after init_process_group(), and set ENDED before the group is destroyed.
+    Choose less than the group's timeout. In a long run, 300 seconds are enough.
     """
     while not ENDED.wait(seconds):
         # NEW: each rank has two files of its own, which have its last stacks and its last calls.

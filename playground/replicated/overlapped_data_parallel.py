@@ -22,7 +22,7 @@ one message. (DDP works with buckets, too: `playground/pages/figures/overlap.svg
 
 Overlap pays on GPUs, because messages and computing run on different hardware. On CPUs, gloo's
 threads use the same cores as `backward()`, so "each" gains little, and on busy cores nothing. The
-buckets gain more, because they need only half as many messages.
+buckets gain more, because they need three messages for the eight gradients.
 
 All ranks must start the same messages in the same order. Here they do, because every parameter gets
 a gradient, and `backward()` completes the gradients in the same order on all ranks.
@@ -81,7 +81,7 @@ class EachGradient:
 def train(local_rank, args):
     """As one of the ranks, train, and then compare three ways to average the gradients."""
     rank, device = join(local_rank, args)
-    # As distributed_data_parallel_torchrun.py has it. From here on, lessons import it from common/.
+    # loaders() of distributed_data_parallel_torchrun.py. Most later lessons import it, too.
     train_loader, test_loader = loaders(args, rank, dist.get_world_size())
     torch.manual_seed(args.seed + rank)
     model = make_model(args).to(device)
@@ -152,7 +152,7 @@ def add_flags(parser):
     # DDP's first bucket has 1 MiB, and the others 25. The default model has only 0.2 MiB of
     # gradients. In a single bucket, they would be complete only when backward() ends.
     size = "MiB of gradients in a bucket"
-    parser.add_argument("--bucket_cap_mb", type=flags.rate, default=0.01, help=size)
+    parser.add_argument("--bucket_cap_mb", type=flags.number, default=0.01, help=size)
 
 
 # You can stop here: what follows only measures and prints.

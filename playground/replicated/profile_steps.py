@@ -77,6 +77,7 @@ def train(args):
     warmup = min(5, len(train_loader) // 2)
     active = min(10, len(train_loader) - warmup)
     schedule = torch.profiler.schedule(wait=0, warmup=warmup, active=active, repeat=1)
+    # acc_events=True only avoids a false warning of older versions of PyTorch.
     with torch.profiler.profile(schedule=schedule, acc_events=True) as profiler:
         # NEW: fit() hands this function to run_epoch() in place of the optimizer.
         step = partial(make_step, model, optimizer, AVERAGE.get(args.average), profiler)

@@ -18,11 +18,11 @@ It prints (numbers differ a little, and random images cannot be recognized):
 Gradient accumulation saves memory, because only the activations of one micro-batch are kept at a
 time. DDP needs to average the gradients only once in a step, after the last micro-batch.
 
-In training, batch norm uses the mean over the images that one rank processes at a time, so the
-losses change a little with the number of ranks and of micro-batches. For the test, it keeps running
-averages in buffers, which are tensors without a gradient: before each step, DDP copies those of
-rank 0 to all ranks, so these averages come from the images of rank 0 alone. (nn.SyncBatchNorm, on
-GPUs, uses the images of all ranks.)
+In training, batch norm uses the mean and the variance of the images that one rank processes at a
+time, so the losses change a little with the number of ranks and of micro-batches. For the test, it
+keeps running averages in buffers, which are tensors without a gradient. Before each step, DDP
+copies those of rank 0 to all ranks, so they come from the images of rank 0 alone.
+(nn.SyncBatchNorm, on GPUs, uses the images of all ranks.)
 
 To use GPUs 1, 6 and 3 of a node, put CUDA_VISIBLE_DEVICES=1,6,3 in front of torchrun, and start
 three ranks, with a `--batch_size` that three ranks can divide, such as 126.
@@ -247,7 +247,7 @@ def add_flags(parser):
     add("--epochs", type=flags.positive, default=3)
     add("--batch_size", type=flags.positive, default=128, help="images in a step, over all ranks")
     add("--accumulate", type=flags.positive, default=1, help="micro-batches, to save memory")
-    add("--lr", type=flags.rate, default=1e-3, help="Adam's learning rate")
+    add("--lr", type=flags.number, default=1e-3, help="Adam's learning rate")
     add("--pretrained", action="store_true", help="begin with parameters trained on ImageNet")
     add("--dataset", choices=["cifar10", "fake"], default="cifar10", help="fake: random images")
     folder = os.path.expanduser

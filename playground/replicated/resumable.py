@@ -32,8 +32,8 @@ Try breaking it, in a copy beside it:
      in a second terminal, type `kill -9` and this number. Compare the last line with that of a run
      without the kill.
   2. Comment out `optimizer.load_state_dict(...)`, and resume a run. Why do the losses differ?
-  3. Let each rank obey its own flag: make `anyone_asked()` `return asked`, and nothing else. Run it
-     with `--epochs 30`, and `kill` rank 0.
+  3. Replace the body of `anyone_asked()` with `return asked`, so that each rank obeys its own flag.
+     Run it with `--epochs 30`, and `kill` rank 0.
 Now write it yourself: `save_and_resume.py` in `playground/exercises/`.
 Builds on: distributed_data_parallel_torchrun.py
 The next lesson, `survivors.py`, continues without a restart when a rank dies.
@@ -62,7 +62,7 @@ from common.data import fetch, loaders
 from common.models import make_model
 
 CHECKPOINTS = f"epoch-{'[0-9]' * 6}.pt"  # with six digits, the order of names is that of epochs
-FEW = 10  # steps until the ranks look again at their flags: a message, and a wait for the GPU
+FEW = 10  # steps between two looks at the flags: each look is a message, and waits for the GPU
 asked = False  # this rank's flag: has a signal asked it to stop?
 
 
@@ -145,7 +145,8 @@ def fit(model, optimizer, train_loader, test_loader, device, args, folder, progr
         start = time.perf_counter()
         title = f"epoch {epoch + 1}/{args.epochs}"
         bar = tqdm(train_loader, title, leave=False, disable=None if rank == 0 else True)
-        # NEW: pass over the batches that the model has seen. sharded_data.py does not read them.
+        # NEW: skip the batches that the model has seen. Their images are read all the same.
+        # sharded_data.py does not read them.
         batches = itertools.islice(bar, done, None)
         while progress["step"] < steps:
             sums = run_epoch(model, itertools.islice(batches, FEW), device, optimizer)

@@ -9,14 +9,16 @@ By default this is DDP, so it prints the same numbers as `single_gpu.py`, up to 
 In each step, DDP sends as many bytes as the gradients have: 236,840 for the default model. At 10
 megabits a second this takes 0.19 s, while computing takes about a millisecond. There are two ways
 to send less. The ranks may send seldom: each trains alone for many steps (`--every`), and then they
-agree on their parameters. Or they still send in each step, but only an approximation of the
-gradients, by a communication hook of DDP. This simulates two such nodes (`run/README.md`):
+agree on their parameters (`--by local`, and `diloco`, which has a second optimizer for this). Or
+they still send in each step, but only an approximation of the gradients, by a communication hook, a
+function that DDP calls for each bucket (`--by bf16`, which rounds them, and `powersgd`, which sends
+products of small matrices). This simulates two such nodes (`run/README.md`):
     GPUS=1 BANDWIDTH=10mbit run/rehearse_two_nodes.sh \
         playground/replicated/sending_less.py --epochs 1
 
 On them, an epoch of MNIST takes, with these flags at the end of the command:
                                    seconds    MB sent    test
-                                   93.2       111.7      93.96%
+    (no flag)                      93.2       111.7      93.96%
     --by local                     2.2        2.4        93.38%
     --by bf16                      46.8       56.2       93.85%
     --by powersgd                  10.5       11.8       93.62%
@@ -67,7 +69,7 @@ def local_sgd(optimizer, agree, every, steps_of_epoch):
     """
     steps = itertools.cycle(range(1, steps_of_epoch + 1))
 
-    def after_step(*_):
+    def after_step(*_):  # *_: what PyTorch passes to the hook, which is not needed here
         step = next(steps)
         if step % every == 0 or step == steps_of_epoch:
             agree()  # NEW: agree on parameters, not on gradients
@@ -200,8 +202,8 @@ def add_flags(parser):
     ways = ["ddp", "local", "bf16", "powersgd", "diloco"]
     add("--by", choices=ways, default="ddp", help="how the ranks agree")
     add("--every", type=flags.positive, default=50, help="steps between messages (local, diloco)")
-    add("--outer_lr", type=flags.rate, default=0.7, help="rate of DiLoCo's outer optimizer")
-    add("--outer_momentum", type=flags.rate, default=0.9, help="momentum of the outer optimizer")
+    add("--outer_lr", type=flags.number, default=0.7, help="rate of DiLoCo's outer optimizer")
+    add("--outer_momentum", type=flags.number, default=0.9, help="momentum of the outer optimizer")
     add("--sgd", action="store_true", help="plain SGD in place of Adam")
 
 

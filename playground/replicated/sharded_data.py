@@ -85,7 +85,8 @@ class Files(Dataset):
 
     def __getitem__(self, number):
         """Read one image, (1, 28, 28), and its label, ()."""
-        file = bisect.bisect_right(self.starts, number) - 1  # the last file that starts before it
+        # The last file that starts at this number or before it.
+        file = bisect.bisect_right(self.starts, number) - 1
         row = number - self.starts[file]
         image = opened(self.images[file])[row]
         label = opened(self.labels[file])[row]

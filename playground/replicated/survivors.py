@@ -33,9 +33,9 @@ The run ends with the command that started it, which holds the store, or with th
 processes. So long runs still need checkpoints. If a rank stops without closing its connections, as
 when its machine fails, the others wait for --timeout seconds, and several times as long if that
 happens while a group forms. The lesson sends by gloo, whose calls raise an error when a rank has
-gone. With NCCL, PyTorch by default ends the process instead; torchft handles that. The gradients
-are added up by hand because DDP is tied to the group in which it was made. (With DDP, make it anew
-in each group.)
+gone. With NCCL, PyTorch by default ends the process instead, and the library torchft handles that.
+The gradients are added up by hand because DDP is tied to the group in which it was made. (With DDP,
+make it anew in each group.)
 
 Try breaking it, in a copy beside it, with `--epochs 30` if you pause or join:
   1. Pause process 0, the first number behind `processes`, for 15 seconds (`kill -STOP`, then `kill
@@ -78,9 +78,10 @@ def agree(keys, me, args):
     keys.append("signed in", f"{me} ")
     time.sleep(args.grace)
     signed_in = keys.get("signed in")
-    # NEW: compare_set() sets a key only if it has the second value, here "", which means that it is
-    # missing. It returns what the key has then. So the first process that calls it makes the list,
-    # and all others receive the same one. (That of the first group is there from the beginning.)
+    # NEW: compare_set(key, expected, new) sets a key only if it has the expected value. Here "" is
+    # expected, which means that there is no such key yet. It returns the value that the key has
+    # then. So the first process that calls it makes the list, and all others receive the same one.
+    # (The list of the first group is there from the beginning.)
     members = keys.compare_set("members", "", signed_in)
     return sorted(int(number) for number in members.split())
 
@@ -312,7 +313,7 @@ def main():
     add = parser.add_argument
     add("-ip", "--ip", default="127.0.0.1", help="address of the run's first machine, for --join")
     add("--port", type=flags.port, default=8888, help="port of the store")
-    add("--grace", type=flags.rate, default=0.5, help="seconds to sign in; a step must be shorter")
+    add("--grace", type=flags.number, default=0.5, help="seconds to sign in, longer than a step")
     add("--kill", type=int, nargs=2, metavar=("PROCESS", "STEP"), help="this process dies there")
     parser.set_defaults(device="cpu", timeout=10)
     args = parser.parse_args()

@@ -11,7 +11,8 @@ The second command prints where it resumes (four processes on two cores):
     epoch 4/5  loss 0.0952  train 97.09%  test 96.52%  34.88 s  1,717 images/s
 
 After each epoch, all ranks write their shards to a folder, so none needs memory for the whole
-model. All nodes must see this folder. The last three stay. `dcp` is `torch.distributed.checkpoint`.
+model. All nodes must see this folder. The last three checkpoints are kept. (`dcp` in the code is
+`torch.distributed.checkpoint`.)
 When a run resumes, each rank looks up which files contain its new shards, so the number of ranks
 may differ. The flags on which the numbers depend must stay the same.
 
@@ -74,11 +75,11 @@ def save(args, epoch, model, optimizer, group):
 
 def load(path, model, optimizer):
     """Load a checkpoint, however many ranks wrote it. Returns its epoch, and the flags."""
-    # NEW: dcp.load() writes into the shards of a dict, so here the dict has those of this rank.
-    # Do not call get_state_dict() before training, except to load: Adam has no state yet, so it
-    # makes a step with zero gradients. Adam counts this step, and loading corrects the count.
+    # NEW: dcp.load() writes into the tensors of a dict, so fill it with this rank's shards. For an
+    # Adam without state, get_state_dict() makes a step with zero gradients, which creates the state
+    # but counts as a step. Loading corrects the count. So before training, call it only to load.
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    # NEW: Adam has saved nothing for parameters that had got no gradient. Ask for nothing, either.
+    # NEW: a parameter that never got a gradient has no state in the checkpoint. Do not ask for it.
     saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     averages = optimizer_state["state"]
     without = [name for name in averages if f"optimizer.state.{name}.step" not in saved]
@@ -127,10 +128,11 @@ def resume(args, model, optimizer):
     """Load the newest checkpoint, if there is one. Returns how many epochs are done."""
     newest = [None]
     if dist.get_rank() == 0:
-        newest = complete(args.run_dir)[-1:] or [None]
+        folders = complete(args.run_dir)
+        newest = [folders[-1] if folders else None]
     # NEW: rank 0 chooses for all ranks, because nodes may see a new folder at different times.
     dist.broadcast_object_list(newest)
-    [path] = newest
+    path = newest[0]
     if path is None:
         return 0
     try:

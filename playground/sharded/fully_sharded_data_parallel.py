@@ -21,11 +21,11 @@ one computes. At the start, each rank makes the whole model for a moment, with `
 For 7 billion parameters on 8 GPUs, DDP needs 112 GB on each, and FSDP 14, plus the layers that are
 computing (`playground/pages/figures/fsdp.svg`). The price is messages: 8 all_gathers in a step, for
 four layers in `forward()` and again in `backward()`, and 4 reduce_scatters. In a ring, these take
-1.5 times the bytes of DDP's all_reduce, and with gloo about twice as many (`sharding.md`).
+1.5 times the bytes of DDP's all_reduce, and with gloo about twice as many.
 
-For users of DDP: a test sends messages, too, because `forward()` gathers layers, so all ranks must
-make it, with equally many batches. `sharding.md` says what else changes, what replaces the
-arguments of the older `FullyShardedDataParallel`, and how to shard a model from Hugging Face.
+For users of DDP: `forward()` gathers layers by messages, so all ranks must also test, with equally
+many batches. `playground/pages/sharding.md` says what else changes, what replaces the arguments of
+the older `FullyShardedDataParallel`, and how to shard a model from Hugging Face.
 
 Try breaking it, in a copy beside it:
   1. Make the optimizer before `shard(model, args)`. How far do the parameters move?
@@ -67,7 +67,7 @@ def shard(model, args):
     for layer in model.layers:  # NEW: each layer is gathered by one message of its own
         # Free it after forward(), or keep it until backward().
         fully_shard(layer, mesh=mesh, reshard_after_forward=not args.keep_weights)
-    # NEW: last, the whole model. By default, parameters outside the layers stay whole after it.
+    # NEW: last, the whole model. By default, the rest stays whole from forward() to backward().
     fully_shard(model, mesh=mesh)
 
 

@@ -22,7 +22,8 @@ model and optimizer can load. For `--load`, rank 0 reads such a file, and sends 
 
 `--export` writes only the parameters, as safetensors, which many programs read. Those of
 `--model language` get the names of Llama in Hugging Face's transformers, so `LlamaForCausalLM` can
-load them. `--load` takes this folder, too, and begins to train these parameters anew.
+load them. `--load` takes this folder, too. It has no optimizer state and no epoch, so training
+begins at epoch 1, with these parameters.
 
 Try breaking it, in a copy beside it:
   1. Leave out the line with `by_name`, and load a file that DDP has written. Is there an error?

@@ -20,8 +20,8 @@ and norms keep Adam.
 Adam treats each number separately, so shards are enough for it, and for Muon's momentum. But an
 iteration has three products of whole matrices. With `--by dtensor`, a product gathers its matrix.
 So the two 64 x 64 matrices of the default model take 2 x 5 x 3 = 30 all_gathers in a step (see them
-with `playground/tools/watch.py`). The bytes are a mean over n ranks, as a multiple of the bytes of
-both matrices:
+with `playground/tools/watch.py`). What a rank sends is a mean over the n ranks, in units of the
+bytes of both matrices:
     --by       calls in a step                a rank sends    a rank computes
     torch      30 all_gather, 2 all_reduce    7.5 (n-1)/n     1/n
     dtensor    30 all_gather, 2 all_reduce    15 (n-1)/n      1/n
@@ -258,7 +258,7 @@ def add_flags(parser):
     add = parser.add_argument
     ways = ["torch", "dtensor", "gather", "owner"]
     add("--by", choices=ways, default="owner", help="which ranks orthogonalize a matrix")
-    add("--muon_lr", type=flags.rate, default=0.02, help="Muon's learning rate (--lr is Adam's)")
+    add("--muon_lr", type=flags.number, default=0.02, help="Muon's learning rate (--lr is Adam's)")
 
 
 def check_flags(parser, args, world_size):

@@ -21,7 +21,8 @@ All parameters become parts of one flat tensor of n shards, and each rank update
 step, a reduce_scatter gives each rank the mean gradient of its shard, the rank's optimizer updates
 the shard, and an all_gather sends the new shards to all ranks. In a ring, the two send as many
 bytes as DDP's all_reduce. With gloo, on CPUs, a reduce_scatter alone sends as many, so both send
-1.5 times as many (`sharding.md`). PyTorch's own ZeRO 1 is `ZeroRedundancyOptimizer`.
+1.5 times as many (`playground/pages/sharding.md`). PyTorch's own ZeRO 1 is
+`ZeroRedundancyOptimizer`.
 
 Try breaking it, in a copy beside it:
   1. Write `make_optimizer([self.flat])`. What is trained now? Which line of the output shows it?
@@ -63,10 +64,11 @@ def flatten(tensors):
 class ShardedOptimizer:
     """Updates all parameters of a model, but keeps only this rank's shard of the optimizer state.
 
-    Every parameter must get a gradient in each step, and the optimizer must update each number
-    separately, as SGD and Adam do, with one weight decay for all. A scheduler takes
-    `self.optimizer`. Clip inside step(): sum the squares of `self.shard.grad` over the ranks.
-    Before step(), each rank has the gradients of its own images only.
+    All parameters have one weight decay, and each must get a gradient in every step. The optimizer
+    must update each number separately, as SGD and Adam do. Give a scheduler `self.optimizer`.
+
+    Before step(), a rank's gradients are those of its own images, so clip inside step(), after the
+    reduce_scatter: `self.shard.grad` has the mean. For its norm, add up the squares over the ranks.
     """
 
     def __init__(self, model, make_optimizer):
@@ -85,7 +87,7 @@ class ShardedOptimizer:
         self.optimizer.register_state_dict_pre_hook(self.refuse)
 
     def refuse(self, _):
-        """Refuse the optimizer's state_dict(), which a checkpoint would take for a replica."""
+        """Refuse state_dict(): it has this rank's shard only, so a file would lack the others."""
         raise RuntimeError("this is one shard of the state: ZeroRedundancyOptimizer can save all")
 
     def zero_grad(self):
@@ -102,8 +104,8 @@ class ShardedOptimizer:
         dist.reduce_scatter_tensor(self.shard.grad, gradients)  # NEW: the mean, for this shard only
         self.optimizer.step()
         self.shard.grad = None  # frees its memory
-        # NEW: self.shard is the part of self.flat that belongs to this rank. An all_gather may read
-        # this part of its own output.
+        # NEW: self.shard is this rank's part of self.flat. An all_gather may work in place: its
+        # input may be this part of its output.
         dist.all_gather_into_tensor(self.flat, self.shard)
 
 

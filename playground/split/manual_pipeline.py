@@ -19,8 +19,9 @@ sends the output to the next rank. In the backward pass, gradients travel back.
 A schedule is a list of passes. Two functions return such lists, and `Pipeline` computes any list.
 With GPipe, the default, all forward passes come first, so a rank keeps the activations of all
 micro-batches. 1F1B (one forward, one backward) computes each backward pass as early as possible, so
-rank r of p keeps the activations of at most p - r micro-batches. With both, the ranks wait equally
-long: the bubble (`model_parallel.py`). `playground/pages/figures/schedules.svg` shows both.
+rank r of p keeps the activations of at most p - r micro-batches. With both schedules, a rank waits
+for the same part of the time, the bubble (`model_parallel.py`). Both are in the picture
+`playground/pages/figures/schedules.svg`.
 
 A pipeline gains time if each rank has a core of its own and large layers. An epoch with
 `--width 512 --layers 8 --batch_size 2048` took 6.3 s on 2 cores, 9.5 s in `single_gpu.py` on one.

@@ -24,9 +24,9 @@ you know. The others change the bubble (`model_parallel.py`), or what a rank kee
   (https://arxiv.org/abs/2401.10241).
 - `ZBVZeroBubble` splits them, too. Its stages run from rank 0 to the last rank and back, as a V, so
   the last rank passes activations on to itself.
-- `DualPipeV` is a V that pairs the forward passes of one stage with the backward passes of the
-  other, to compute one while messages of the other travel. PyTorch computes them in turn
-  (https://arxiv.org/abs/2412.19437).
+- `DualPipeV` is a V that pairs a forward pass of one stage with a backward pass of the other, so
+  that one can compute while messages of the other travel (https://arxiv.org/abs/2412.19437). By
+  default, PyTorch computes the two one after the other.
 
 Try breaking it, in a copy beside it:
   1. In `Pipeline.forward()`, leave out `, target=labels` of `step()`. Which rank fails, and why
@@ -68,8 +68,8 @@ def make_1f1b(layers, device, micro_batches):
     # NEW: sends and receives activations, and in the backward pass their gradients.
     stage = PipelineStage(module, rank, world_size, device)
     # NEW: computes the passes of all micro-batches, and on the last rank the loss of each, here the
-    # mean over its images. The sum of their gradients is divided by the number of micro-batches.
-    # Because these have equal sizes, this is the gradient of the mean over the batch.
+    # mean over its images. Then it divides the gradients by the number of micro-batches. With
+    # micro-batches of equal size, this gives the gradient of the mean over the batch.
     schedule = Schedule1F1B(stage, micro_batches, F.cross_entropy)
     return Pipeline([stage], schedule)
 

@@ -26,9 +26,11 @@ makes. Here is y = ReLU(x a) b in four of them:
     FSDP         S0     S0     S0     S0  2 all_gather                2 reduce_scatter
 
 R (P) is a replicated tensor whose gradient is P, because each rank has used it with its own rows of
-x, or its own columns of a. It stays P until it is moved to R, by an all_reduce: `compute_gradients`
-does this with the parameters, as DDP does, which also divides by n. In `backward()`, `redistribute`
-itself makes a reduce_scatter where it made an all_gather, and the reverse, and nothing for P to R.
+x, or its own columns of a. It stays P until an all_reduce moves it to R, in `compute_gradients`.
+(DDP does this for the parameters, and divides by n. Tensor parallelism does it for the input of a
+pair of layers.) In `backward()`, `redistribute` itself makes an all_gather where it made a
+reduce_scatter, and nothing for P to R. Where it made an all_gather, it makes a reduce_scatter,
+because the gradient here is P. (If it is R, each rank only keeps its shard.)
 
 Autograd itself sees only one rank. Say that the loss is the sum of w x over two ranks, with x = 1
 on one and x = 2 on the other, so the gradient of w is 3. If you add up the loss by

@@ -28,8 +28,8 @@ finds a different norm on each rank, without an error: add up the shards' square
 and count whole parameters once. `torch.distributed.checkpoint` would save only one rank's shard of
 each parameter. So `state_dict()` raises an error here, and each rank can save its own parameters.
 With `--by dtensor`, PyTorch splits the same layers, and their parameters become DTensors, which
-know what they are shards of. With the MLP, both are then right. (The CNN's convolutions stay plain
-parameters, and `clip_grad_norm_` refuses the mixture.)
+know what they are shards of. With the MLP, `clip_grad_norm_` and checkpoints are then right. (The
+CNN's convolutions stay plain parameters, and `clip_grad_norm_` refuses the mixture.)
 
 Try breaking it, in a copy beside it, with `--double`. Compare the losses, and what the ranks keep:
   1. In ColumnLinear, replace `AddGradients.apply(inputs)` with `inputs`. What goes wrong?

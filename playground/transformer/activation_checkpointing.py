@@ -85,8 +85,9 @@ def build(args, which):
     for stage in (model.stage1, model.stage2):
         for position, layer in enumerate(stage):
             if layer in chosen:
-                # NEW: wrap modules that keep much more than their input, as linear layers do not.
-                # Wrap small ones, because backward() needs all activations of a module at once.
+                # NEW: wrap modules that keep much more than their input. (A linear layer keeps
+                # nothing else.) Wrap each block, and not the whole model, because backward() has
+                # all activations of a wrapped module in memory at once.
                 stage[position] = Checkpointed(layer)
     return model
 

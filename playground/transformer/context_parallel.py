@@ -15,16 +15,18 @@ The activations of a long sequence may not fit on one GPU. So each rank has all 
 its own tokens. Norms, MLPs and the loss treat each token by itself. For attention, the keys and
 values of all tokens travel around a ring of ranks, while the queries stay.
 
-Attention is causal: a token reads itself and those before it. So there are 8,256 scores, one for
-each such pair of a query and a key. A rank computes rectangles of scores, and masks some of them.
+Attention is causal: a token reads itself and those before it. So each head has 8,256 scores for a
+row, one for each such pair of a query and a key. A rank computes rectangles of scores, and masks
+some of them.
 With `--order plain`, rank 0 has the first half of the tokens, computes 4,096 scores, and waits for
 rank 1, which computes 8,192. With `--order zigzag`, the default, each rank has some early tokens
 and some late ones (`playground/pages/figures/context.svg`, with four ranks).
 
 With `--by ulysses`, three all_to_alls give each rank all tokens of some heads, and a fourth sends
 the results back (`playground/pages/figures/split.svg`). Two ranks then send three quarters of the
-ring's bytes, and more ranks a smaller part. But their number must divide the heads of the keys and
-values. The ring needs no such heads, and could compute while it sends.
+ring's bytes, and with more ranks an even smaller part. But Ulysses needs a number of ranks that
+divides the heads of the keys and values. The ring works with any number of heads, and could compute
+while it sends.
 
 Try breaking it, in a copy beside it, with `--double`, and compare the losses:
   1. Write `parallel = model`, without DDP. Is there an error?
@@ -174,9 +176,9 @@ class RingAttention(torch.autograd.Function):
         world_size = dist.get_world_size(ctx.group)
         mine = ctx.positions[rank]
         scale = query.shape[-1] ** -0.5
-        # Below, dx is the gradient of x; that of o, `do`, is `gradient`; L is that of forward(). A
-        # query q reads o with the weights p_j = exp(s_j - L). dk_j and dv_j are sums over all
-        # queries. These are the terms of one query:
+        # Below, dx is the gradient of x. That of o, do, is the argument `gradient`. L is as in
+        # forward(). A query q reads o with the weights p_j = exp(s_j - L). dk_j and dv_j are sums
+        # over all queries. These are the terms of one query:
         #     o = sum_j p_j v_j      gives  dp_j = do . v_j  and  dv_j = p_j do
         #     p = softmax(s)         gives  ds_j = p_j (dp_j - c)  with  c = sum_j p_j dp_j
         #     dp_j = do . v_j        gives  c = do . sum_j p_j v_j = do . o

@@ -11,11 +11,11 @@ It prints, on a CPU (the dtype of a layer is that of its output):
 In float32 (`--precision full`), the loss is 0.5944. On GPUs, products of matrices are much faster
 in 16 bits, and most activations take half of the memory. On a CPU, the speed depends on its kind.
 
-bfloat16 has the range of float32, but only two to three digits: 1 + 0.001 is 1. So a small step of
-the optimizer often changes nothing. The parameters stay in float32, and each layer computes with
-converted copies (autocast). float16 has one digit more, and a small range, from 6e-8 to 65,504: a
-gradient of 1e-9 is 0. So `--precision float16` needs a `GradScaler`, which multiplies the loss by a
-large factor.
+bfloat16 has the range of float32, but only two to three digits: 1 + 0.001 is 1. A small step of the
+optimizer would often change nothing, so the parameters stay in float32, and each layer computes
+with converted copies (autocast). float16 has one digit more, and a small range, from 6e-8 to
+65,504: a gradient of 1e-9 is 0. So `--precision float16` needs a `GradScaler`, which multiplies the
+loss by a large factor.
 
 With FSDP, a policy (`mp_policy`) takes the place of autocast. It converts whole layers, LayerNorm
 included:
@@ -190,7 +190,7 @@ def show_norms(model):
     norm = clip_grad_norm_(model.parameters(), math.inf)  # changes no gradient
     gradients = [parameter.grad for parameter in model.parameters()]
     if isinstance(norm, DTensor):
-        # NEW: the norm over all ranks. (With torch 2.9, to_local() has only this rank's part.)
+        # The norm over all ranks. (With torch 2.9, to_local() has only this rank's part.)
         norm = norm.full_tensor()
         gradients = [gradient.to_local() for gradient in gradients]
     if dist.get_rank() == 0:
@@ -204,7 +204,7 @@ def add_flags(parser):
     add = parser.add_argument
     add("--precision", choices=DTYPES, help="full: convert nothing; default: bfloat16")
     add("--sharded", action="store_true", help="FSDP with a policy, in place of DDP with autocast")
-    add("--clip", type=flags.rate, default=0.0, help="largest norm of the gradients; 0: any")
+    add("--clip", type=flags.number, default=0.0, help="largest norm of the gradients; 0: any")
 
 
 def check_flags(parser, args, world_size):

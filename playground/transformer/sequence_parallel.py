@@ -13,7 +13,7 @@ command, these are 10,224,640 bytes; with the second:
 A head of attention uses its own columns of query, key and value, and no others. So the ranks split
 these three layers by columns and the output layer by rows: a pair, as in `tensor_parallel.py`
 (`playground/pages/figures/split.svg`, on the left). The two layers of the MLP are another pair.
-Between the pairs, a block adds the pair's input to its output and computes a LayerNorm, and every
+Between the pairs, a block adds the pair's output to the tokens and computes a LayerNorm, and every
 rank does so for all tokens.
 
 With `--sequence`, each rank does so for its own tokens only, which is called sequence parallelism
@@ -23,9 +23,10 @@ reduce_scatter of the ranks' terms (P to S1). Here, `--sequence` saves only a te
 first layer of a pair keeps its input, which is all tokens. Megatron-LM saves more: it keeps a
 rank's own tokens, and gathers the others again in `backward()`.
 
-With `--by dtensor`, PyTorch's DTensor does the same, and `state_dict()` works: for shards made by
-hand it raises an error. `tensor_parallel.py` says why, and how to clip gradients. Here, also add up
-squares with `--by dtensor`: some parameters stay plain.
+With `--by dtensor`, PyTorch's DTensor does the same, and `state_dict()` works. (By hand, it raises
+an error. `tensor_parallel.py` says why, and how to clip gradients.) Some parameters stay plain
+tensors, so `clip_grad_norm_` refuses the mixture: add up the squares here, too. With `--sequence`,
+first move the gradients that are P to R.
 
 Try breaking it, in a copy beside it, with `--double`, and compare the losses:
   1. With `--sequence`, leave out the line with `register_hook`. Is there an error?
@@ -77,7 +78,8 @@ def cut(tensor, dim, group):
 
 def keep_shard(parameter, dim, group):
     """Return this rank's shard of a parameter, as a new parameter."""
-    return torch.nn.Parameter(cut(parameter.detach(), dim, group)[dist.get_rank(group)].clone())
+    shard = cut(parameter.detach(), dim, group)[dist.get_rank(group)].clone()
+    return torch.nn.Parameter(shard, requires_grad=parameter.requires_grad)
 
 
 def all_reduce(terms, group):
@@ -244,7 +246,8 @@ def split_by_hand(model, sequence, group):
     for parameter in partial_gradients:
         # NEW: add up the parts. If a bias's gradients from four tokens are 1, 2, 3 and 4, rank 0
         # has 3, rank 1 has 7, and the hook returns 10.
-        parameter.register_hook(partial(all_reduce, group=group))
+        if parameter.requires_grad:
+            parameter.register_hook(partial(all_reduce, group=group))
     model.stage1.insert(1, OwnTokens(group))
     model.stage2.insert(len(model.stage2) - 1, AllTokens(group))
 
@@ -289,8 +292,8 @@ def split_by_dtensor(model, mesh, sequence):
             for row in ("attention.output", mlp_row):
                 plan[f"{name}.{row}"] = RowwiseParallel(output_layouts=between)  # as EndPair
             if sequence:
-                # NEW: the gradients of these layers become P. DTensor adds up the terms when the
-                # optimizer reads them.
+                # NEW: the gradients of these layers become P. DTensor adds up the terms each time
+                # the optimizer reads them, which Adam does three times in a step.
                 plan[f"{name}.norm1"] = SequenceParallel()
                 plan[f"{name}.norm2"] = SequenceParallel()
     if sequence:
