@@ -248,14 +248,6 @@ def test_ctrl_c(lesson):
     assert (done.returncode, said.strip()) == (130, "")
 
 
-def wait_for_line(job, start):
-    """Read a lesson's output up to a line with this start."""
-    for line in job.process.stdout:
-        if line.startswith(start):
-            return
-    raise AssertionError(job.process.stderr.read())
-
-
 def test_no_orphans_when_the_starter_dies():
     """The end of the process that started the ranks ends them."""
     job = Lesson(DDP, *LONG, "-g", 2)

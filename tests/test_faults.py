@@ -24,8 +24,8 @@ from conftest import (
     run,
     wait_for_epoch,
 )
-from nodes import ADDRESSES
-from test_errors import COME, told, wait_for_line
+from nodes import ADDRESSES, read_until
+from test_errors import COME, told
 
 DDP = "distributed_data_parallel"
 RESUMABLE = "resumable"
@@ -81,7 +81,7 @@ def test_a_node_without_the_others(nodes):
 def test_the_link_is_cut_for_good(nodes):
     """When the link is cut during training, both nodes end after --timeout."""
     zero, one = on_both(nodes, DDP, *LONG, "--timeout", 10)
-    wait_for_line(zero, "epoch 3/")
+    read_until(zero, "^epoch 3/")
     nodes.link("down")
     for done in ends(nodes, zero, one):
         told(done, "RuntimeError: ")
@@ -94,7 +94,7 @@ def test_a_slow_link_is_gone_for_8_seconds(nodes, tmp_path):
     flags = (*SHORT, "--epochs", 3)
     wait = f"while epoch == 2 and not Path('{tmp_path}/down').exists(): time.sleep(0.1)"
     zero, one = on_both(nodes, each_epoch(DDP, wait, tmp_path), *flags)
-    wait_for_line(zero, "epoch 2/")
+    read_until(zero, "^epoch 2/")
     nodes.link("down")
     (tmp_path / "down").touch()
     time.sleep(8)
@@ -106,7 +106,7 @@ def test_a_rank_is_killed(nodes):
     """Its own node names the rank and the signal. The other node has lost its connection."""
     zero, one = on_both(nodes, DDP, *LONG, ranks=2)
     pids = zero.ranks(4)
-    wait_for_line(zero, "epoch 1/")
+    read_until(zero, "^epoch 1/")
     os.kill(pids[0], signal.SIGKILL)
     done = ends(nodes, zero, one)
     # A rank on the same node may find its connection closed before the kill is noticed.
@@ -118,7 +118,7 @@ def test_a_rank_is_killed(nodes):
 def test_a_whole_node_is_lost(nodes):
     """All processes of node 1 are killed at once, as by a power failure. Node 0 ends."""
     zero, one = on_both(nodes, DDP, *LONG)
-    wait_for_line(zero, "epoch 1/")
+    read_until(zero, "^epoch 1/")
     for pid in nodes.pids(1):
         os.kill(pid, signal.SIGKILL)
     one.wait()
@@ -129,7 +129,7 @@ def test_a_whole_node_is_lost(nodes):
 def test_ctrl_c_on_one_node(nodes):
     """The other node reports that a rank has ended, and where to look."""
     zero, one = on_both(nodes, DDP, *LONG, cold=True)
-    wait_for_line(zero, "epoch 1/")
+    read_until(zero, "^epoch 1/")
     os.killpg(one.process.pid, signal.SIGINT)
     assert one.wait().returncode == 130
     [done] = ends(nodes, zero)

@@ -22,6 +22,7 @@ from conftest import (
     ranks,
     run,
 )
+from nodes import read_until
 
 from watching import show
 from watching.advice import advice_on
@@ -274,9 +275,7 @@ def test_ctrl_c(to_all):
     """
     flags = (*DIGITS, "-g", 2, "--epochs", 10_000)
     job = Lesson("watch", lesson_path("distributed_data_parallel"), *flags)
-    for line in job.process.stdout:
-        if re.search(r"epoch \d\d+/", line):  # the tables may stand before it, in the same line
-            break
+    read_until(job, r"epoch \d\d+/")  # the tables may stand before it, in the same line
     end = os.killpg if to_all else os.kill
     end(job.process.pid, signal.SIGINT)
     done = job.wait()
