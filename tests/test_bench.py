@@ -7,12 +7,12 @@ with lessons.
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import bench
 import pytest
 from conftest import ROOT, SHORT, Lesson, alive, epochs, ranks, run, single_gpu
+from nodes import until
 
 from watching import runs
 
@@ -103,10 +103,7 @@ def test_a_run_that_hangs_is_ended():
     done = runs.run(["python", "-c", HANGS], limit=5)
     assert done.status == -signal.SIGKILL
     assert done.last_words == "error: it took longer than 5 s"
-    end = time.monotonic() + 60
-    while alive(int(done.out)):
-        assert time.monotonic() < end
-        time.sleep(0.1)
+    until(lambda: not alive(int(done.out)))
 
 
 def test_ctrl_c_keeps_what_there_is(change):
@@ -118,9 +115,7 @@ def test_ctrl_c_keeps_what_there_is(change):
     (path.parents[1] / "distributed_data_parallel_torchrun.py").write_text(wait)
     words = ("single_gpu", "distributed_data_parallel_torchrun")
     job = Lesson(path, "--only", *words, cold=True)
-    end = time.monotonic() + 300
-    while not started.exists() and time.monotonic() < end:
-        time.sleep(0.1)
+    until(started.exists)
     os.kill(job.process.pid, signal.SIGTERM)  # which is handled as Ctrl-C
     done = job.wait()
     assert done.returncode == 1

@@ -9,12 +9,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from conftest import ROOT, Job, lesson_path
 from lessons import FOLDERS
+from nodes import until
 
 FOLDER = ROOT / "playground" / "exercises"
 CHECK = FOLDER / "check.py"
@@ -312,9 +312,7 @@ def test_ctrl_c(tmp_path):
     waits = ANYTHING.replace('raise ValueError("ten children")', "time.sleep(1000)")
     file.write_text(waits.replace("has_children", "tree_broadcast"))
     job = Job(CHECK, *words, "--ranks", 2, env={"TMPDIR": str(tmp_path)}, cold=False)
-    end = time.monotonic() + 300
-    while len(job.pids()) < 19 and time.monotonic() < end:  # 9 of each rank, and the check
-        time.sleep(0.1)
+    until(lambda: len(job.pids()) >= 19)  # 9 of each rank, and the check
     os.kill(job.process.pid, signal.SIGINT)
     done = job.wait()
     assert done.returncode == 130

@@ -110,6 +110,14 @@ def read_until(job, pattern: str, count: int = 1) -> str:
     raise AssertionError(text + job.process.stderr.read())
 
 
+def until(condition, told=lambda: None, seconds: float = 600) -> None:
+    """Wait until a function returns true. If that takes too long, fail with what told() returns."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, told()
+        time.sleep(0.1)
+
+
 class Nodes:
     """node0 (10.77.0.1) and node1 (10.77.0.2), connected by a virtual cable from eth0 to eth0.
 

@@ -4,11 +4,10 @@ import os
 import re
 import shutil
 import subprocess
-import time
 from pathlib import Path
 
 from lessons import ROOT
-from nodes import ADDRESSES, HOSTS, need
+from nodes import ADDRESSES, HOSTS, need, until
 
 SETTINGS = """\
 ClusterName=playground
@@ -131,14 +130,6 @@ class Slurm:
     def left(self):
         """Return the command lines of processes that stay on the nodes and are no daemons."""
         return self.nodes.left(self.own)  # it waits, because slurmstepd ends after its ranks
-
-
-def until(condition, told, seconds=600):
-    """Wait until a function returns true. If that takes too long, fail with what told() returns."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, told()
-        time.sleep(0.2)
 
 
 def wait_for(output, pattern, count=1):

@@ -5,10 +5,9 @@ The client needs neither a password nor files in the user's home.
 
 import shutil
 import subprocess
-import time
 from pathlib import Path
 
-from nodes import ADDRESSES, HOSTS, need, sh
+from nodes import ADDRESSES, HOSTS, need, sh, until
 
 SERVER = """\
 HostKey {folder}/host_key
@@ -71,10 +70,7 @@ class Sshd:
         with log.open("w") as file:
             server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=file)
         self.servers.append(server)
-        end = time.monotonic() + 120
-        while "Server listening on 0.0.0.0" not in log.read_text():
-            assert server.poll() is None and time.monotonic() < end, log.read_text()
-            time.sleep(0.05)
+        until(lambda: "Server listening on 0.0.0.0" in log.read_text(), log.read_text, 120)
 
     def __exit__(self, *_):
         for server in self.servers:
