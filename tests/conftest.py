@@ -240,10 +240,11 @@ def ranks(name, *flags, processes=2, env=None, **options):
 def run(name, *flags, processes=None, status=0, timeout=300, **options):
     """Run a lesson to its end, in so many processes; None: it takes no such flag.
 
-    Checks the largest status of a process that was started; "error": any but 0. Returns it with the
-    stdout of the first and the stderr of all.
+    It may stand behind watch.py, as the first of the flags. Checks the largest status of a process
+    that was started; "error": any but 0. Returns it with the stdout of the first and the stderr of
+    all.
     """
-    if processes and by_torchrun(name):
+    if processes and by_torchrun(flags[0] if name == "watch" else name):
         jobs = ranks(name, *flags, processes=processes, **options)
     else:
         jobs = [Lesson(name, *flags, *(("-g", processes) if processes else ()), **options)]

@@ -23,7 +23,7 @@ import re
 import sys
 
 import pytest
-from conftest import DIGITS, FEWER, ROOT, Job, lesson_path, losses, ranks, run, talks
+from conftest import DIGITS, FEWER, ROOT, Job, lesson_path, losses, run, talks
 from lessons import LESSONS, small_data
 
 ANSWERS = (ROOT / "playground" / "pages" / "answers.md").read_text()
@@ -503,13 +503,12 @@ def test_an_edit(edit, change, tmp_path):
     flags += more.split()
     less = LESS.get(lesson, [])
     copy = change(lesson, *less, *pairs)
-    if how == "watch":  # the lesson behind watch.py
-        done, *_ = [job.wait() for job in ranks("watch", copy, *flags, processes=int(count))]
-    elif how == "torchrun":
+    if how == "torchrun":
         done = Job(*TORCHRUN, count, copy, *flags).wait()
         assert done.returncode == 1
     else:
-        done = run(copy, *flags, **options)
+        behind = ["watch"] if how == "watch" else []
+        done = run(*behind, copy, *flags, **options)
     above, *answers = answers_of(lesson)
     answer = INTRODUCTION + above + answers[int(number) - 1]
     for kind, words in expected:

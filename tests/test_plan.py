@@ -12,7 +12,7 @@ import sys
 
 import plan
 import pytest
-from conftest import ROOT, lesson_path, ranks
+from conftest import ROOT, lesson_path, ranks, run
 from lessons import docstring
 
 PAGE = (ROOT / "playground" / "pages" / "planning.md").read_text()
@@ -164,8 +164,7 @@ def test_bytes_are_those_that_watch_counts():
     """In a step of language_model.py, which has two micro-batches on each of two ranks."""
     flags = ("--epochs", 1, "--precision", "full", "--clip", 0, "--device", "cpu")
     env = {"DOCUMENTS": "40"}
-    jobs = ranks("watch", lesson_path("language_model"), *flags, processes=2, env=env)
-    shown = "".join(job.wait().stdout for job in jobs)
+    shown = run("watch", lesson_path("language_model"), *flags, processes=2, env=env).stdout
     given = {"all_gather": 0, "reduce_scatter": 0}
     for call, nbytes in re.findall(rf"^all +({'|'.join(given)}) +2 +\d+ +([\d,]+)", shown, re.M):
         given[call] += int(nbytes.replace(",", ""))

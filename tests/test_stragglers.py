@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from conftest import DIGITS, ROOT, ranks
+from conftest import DIGITS, ROOT, ranks, run
 from test_watch import waits
 
 PAGE = (ROOT / "playground/pages/stragglers.md").read_text()
@@ -99,7 +99,6 @@ def test_the_waits_of_the_page(change):
     sleep = re.search(r"`(time\.sleep\(.*?)`", PAGE)[1]
     slow = (backward, f"            {sleep}\n{backward}")
     path = change("distributed_data_parallel_torchrun", slow)
-    jobs = ranks("watch", path, *DIGITS, "--epochs", 2)
-    done, *_ = [job.wait() for job in jobs]
+    done = run("watch", path, *DIGITS, "--epochs", 2, processes=2)
     rows, printed = waits(PAGE, done.stdout)
     assert len(rows) == 2 and rows <= printed

@@ -10,18 +10,7 @@ import time
 from unittest import mock
 
 import pytest
-from conftest import (
-    DIGITS,
-    ROOT,
-    Job,
-    Lesson,
-    by_torchrun,
-    epochs,
-    lesson_path,
-    one_process,
-    ranks,
-    run,
-)
+from conftest import DIGITS, ROOT, Job, Lesson, epochs, lesson_path, one_process, run
 from nodes import read_until
 
 from watching import show
@@ -68,10 +57,7 @@ GIVEN = {
 @pytest.mark.parametrize("lesson", GIVEN)
 def test_messages_of_a_lesson(lesson):
     """The table has each call of a step, its group and its bytes, and what a rank holds."""
-    words = ("watch", lesson_path(lesson), *DIGITS, "--epochs", 1)
-    jobs = ranks(*words) if by_torchrun(lesson) else [Lesson(*words, "-g", 2)]
-    done, *_ = [job.wait() for job in jobs]
-    assert done.returncode == 0, done.stderr
+    done = run("watch", lesson_path(lesson), *DIGITS, "--epochs", 1, processes=2)
     rows = re.findall(r"^all    (\w+) +2 +(\d+) +([\d,]+) +\d+: \S", done.stdout, re.M)
     given = [(kind, int(count), int(size.replace(",", ""))) for kind, count, size in rows]
     assert sorted(given) == GIVEN[lesson]
@@ -204,8 +190,7 @@ def test_what_cannot_be_shown():
         assert f"watch.py: error: {reason}" in done.stderr.splitlines()[-1]
         assert not done.stdout
     flags = (lesson_path("profile_steps"), *DIGITS, "--epochs", 1, "--out", os.devnull)
-    [job] = ranks("watch", *flags, processes=1)
-    done = job.wait()
+    done = run("watch", *flags, processes=1, status=2)  # --out is no folder
     assert "only for hangs, because this script uses the profiler itself" in done.stdout
     assert "who waits for whom" not in done.stdout
 
