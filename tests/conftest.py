@@ -119,15 +119,10 @@ class Job:
         return sorted(pids)
 
     def ranks(self, count):
-        """Wait until the ranks have joined and return their pids, in the order of the ranks.
-
-        A lesson prints them in a table, or torchrun has started them one after another, and last.
-        """
+        """Wait until a lesson that starts its ranks has printed them. Returns their pids."""
         lines = []
         for line in self.process.stdout:
             lines.append(line)
-            if line.startswith(f"{count} ranks, "):
-                return self.pids()[-count:]
             rows = [row.split() for row in lines if re.match(r"\d+ +\d+ +\d+ ", row)]
             if len(rows) == count:
                 return [int(row[4]) for row in rows]
