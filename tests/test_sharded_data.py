@@ -8,7 +8,7 @@ import re
 import numpy
 import pytest
 import torch
-from conftest import DIGITS, epochs, launched, one_line, run, single_gpu
+from conftest import DIGITS, epochs, launched, one_line, one_process, run
 from sharded_data import Files, add_flags, beginning, resume, save
 
 from common import flags
@@ -51,9 +51,7 @@ def test_a_run_that_stops_in_an_epoch(files, tmp_path):
     assert not epochs(run(LESSON, *FLAGS, *files, *own, "--stop", processes=3).stdout)
     out = run(LESSON, *FLAGS, *files, *own, processes=2).stdout
     assert f"{saved}: 600 images of epoch 1 are done\n" in out
-    assert epochs(out) == [
-        line | {"loss": pytest.approx(line["loss"], abs=1e-10)} for line in single_gpu(*FLAGS)
-    ]
+    assert epochs(out) == one_process(*FLAGS, apart=1e-10)
 
 
 def test_what_a_run_must_resume_with(tmp_path):

@@ -5,7 +5,7 @@ import re
 import signal
 
 import pytest
-from conftest import DIGITS, Lesson, epochs, free_port, run, single_gpu
+from conftest import DIGITS, Lesson, epochs, free_port, one_process, run
 from nodes import ADDRESSES, read_until
 
 FLAGS = (*DIGITS, "--batch_size", 120, "--epochs", 4, "--double")
@@ -43,10 +43,7 @@ def processes(text):
 
 def assert_right(out):
     """Check that each epoch has one line, with the numbers of a single process."""
-    right = single_gpu(*FLAGS)
-    assert epochs(out) == [
-        line | {"loss": pytest.approx(line["loss"], abs=1e-10)} for line in right
-    ]
+    assert epochs(out) == one_process(*FLAGS, apart=1e-10)
 
 
 @pytest.mark.quick
