@@ -1,6 +1,5 @@
 """The text that every Python has, and the language model that reads it."""
 
-import argparse
 import sys
 from pydoc_data.topics import topics
 
@@ -10,7 +9,7 @@ from torch.nn import functional as F
 
 from common.data import ROW, fetch, load
 from common.language import RotaryAttention, rotate
-from common.models import make_model
+from common.models import Language
 
 
 def test_the_rows_are_the_documents():
@@ -72,10 +71,9 @@ def test_attention_in_groups():
 
 def test_the_model():
     """Logits of the next byte at each position. They do not depend on later bytes."""
-    flags = {"model": "language", "width": None, "layers": None, "heads": None, "double": False}
-    model = make_model(argparse.Namespace(**flags))
-    tied = make_model(argparse.Namespace(**flags, tied=True))
-    numbers = [sum(each.numel() for each in one.parameters()) for one in (model, tied)]
+    model = Language()
+    models = (model, Language(tied=True))
+    numbers = [sum(each.numel() for each in one.parameters()) for one in models]
     assert numbers == [125_248, 108_864]
     rows = torch.randint(256, (2, 9))
     logits = model(rows)

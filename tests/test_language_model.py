@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from common.data import ROW
-from common.models import make_model
+from common.models import Language
 
 LESSON = "language_model"
 SHORT = ("--double", "--width", 16, "--batch_size", 24, "--epochs", 1, "--sample", 20)
@@ -23,8 +23,7 @@ FEW = {"DOCUMENTS": "20"}
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_operations_of_a_token(tied):
     """PyTorch counts as many, if attention is a chain of plain matrix products."""
-    flags = {"model": "language", "width": 32, "layers": 3, "heads": None, "double": False}
-    model = make_model(argparse.Namespace(**flags, tied=tied))
+    model = Language(width=32, layers=3, tied=tied)
     rows = torch.randint(256, (2, ROW))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         F.cross_entropy(model(rows), rows).backward()
@@ -42,8 +41,7 @@ def test_the_learning_rate():
 
 def test_matrices_decay():
     """With gradients of zeros, a step shrinks them, and only them."""
-    flags = {"model": "language", "width": 16, "layers": 1, "heads": None, "double": True}
-    model = make_model(argparse.Namespace(**flags, tied=False))
+    model = Language(width=16, layers=1).double()
     before = {name: each.detach().clone() for name, each in model.named_parameters()}
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)

@@ -1,6 +1,5 @@
 """The lesson on the mean over all tokens: numbers that do not depend on how a batch is divided."""
 
-import argparse
 import re
 
 import first_difference
@@ -9,6 +8,8 @@ import token_mean as lesson
 import torch
 from conftest import epochs, run
 from torch.nn import functional as F
+
+from common.models import Language
 
 LESSON = "token_mean"
 FLAGS = ("--double", "--width", 16, "--layers", 1, "--batch_size", 12, "--epochs", 1)
@@ -52,13 +53,6 @@ def test_the_numbers(tmp_path):
     assert abs(wrong[0]["loss"] - lines[0]["loss"]) > 1e-4
 
 
-def made():
-    """Return a small model in float64, with the same numbers each time."""
-    torch.manual_seed(0)
-    flags = {"model": "language", "width": 16, "layers": None, "heads": None, "double": True}
-    return lesson.make_model(argparse.Namespace(**flags))
-
-
 def paragraphs(*lengths):
     """Return paragraphs of random letters, of these lengths, as the lesson makes them."""
     return [F.pad(torch.randint(1, 256, (length,)), (1, 1)) for length in lengths]
@@ -66,7 +60,8 @@ def paragraphs(*lengths):
 
 def test_packing():
     """Each paragraph of a row has the logits that it has alone, and its own labels."""
-    model = made()
+    torch.manual_seed(0)
+    model = Language(width=16).double()
     texts = paragraphs(120, 40, 30, 250, 5)
     alone = [model(each[None, :-1])[0] for each in texts]
     rows, labels = lesson.make_rows(texts, packed=True)
