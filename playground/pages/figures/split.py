@@ -10,7 +10,6 @@ import tensor_parallel
 import torch
 import torch.distributed as dist
 from matplotlib.axes import Axes
-from torch import Tensor, nn
 from torch.nn import functional as F
 
 from common.transformer import Attention
@@ -36,16 +35,15 @@ def count() -> dict[str, dict]:
     counts = {}
     for way in ("heads", "ring", "ulysses"):
         torch.manual_seed(0)
-        whole = Attention(WIDTH, HEADS)
+        layer = Attention(WIDTH, HEADS)
         places = context_parallel.plain(TOKENS, world_size)
         tokens = TOKENS
         if way == "heads":
-            layer = SplitHeads(whole)
+            split_heads(layer)
         else:
             attend = context_parallel.ATTENTION[way]
-            arguments = (whole, attend, places, dist.group.WORLD)
-            whole.forward = partial(context_parallel.attend_to_all, *arguments)
-            layer = whole
+            arguments = (layer, attend, places, dist.group.WORLD)
+            layer.forward = partial(context_parallel.attend_to_all, *arguments)
             tokens = len(places[dist.get_rank()])
         inputs = torch.randn(IMAGES, tokens, WIDTH, requires_grad=True)
         shapes = []
@@ -73,27 +71,13 @@ def _note_shape(shapes: list) -> Any:
     return noted
 
 
-class SplitHeads(nn.Module):
-    """Attention of which this rank has some heads, with the two functions of tensor_parallel.py."""
-
-    def __init__(self, whole: Attention):
-        super().__init__()
-        self.split_heads = whole.split_heads
-        for name in ("query", "key", "value"):
-            layer = getattr(whole, name)
-            layer.weight = tensor_parallel.keep_shard(layer.weight, dim=0)
-            layer.bias = tensor_parallel.keep_shard(layer.bias, dim=0)
-            setattr(self, name, layer)
-        self.output = tensor_parallel.RowLinear(whole.output)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Turn tokens, (N, tokens, width), into what each token has read from the others."""
-        inputs = tensor_parallel.AddGradients.apply(inputs)
-        query = self.split_heads(self.query(inputs))
-        key = self.split_heads(self.key(inputs))
-        value = self.split_heads(self.value(inputs))
-        read = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self.output(read.transpose(1, 2).flatten(2))
+def split_heads(layer: Attention) -> None:
+    """Keep some heads of this layer on this rank, with functions of tensor_parallel.py."""
+    for columns in (layer.query, layer.key, layer.value):
+        columns.weight = tensor_parallel.keep_shard(columns.weight, dim=0)
+        columns.bias = tensor_parallel.keep_shard(columns.bias, dim=0)
+    layer.output = tensor_parallel.RowLinear(layer.output)
+    layer.register_forward_pre_hook(lambda _, inputs: tensor_parallel.AddGradients.apply(*inputs))
 
 
 def draw(counts: dict, path: Path) -> None:
