@@ -31,7 +31,8 @@ def count(flags: tuple[str, ...] = WIDE) -> dict[str, dict[str, list]]:
             command += ["--device", "cpu", "--out", folder, "--bucket_cap_mb", str(mebibytes)]
             subprocess.run([*command, *flags], check=True, stdout=subprocess.DEVNULL)
             trace = json.loads(Path(folder, "rank0.json").read_text())
-        found = [_parts_of_step(trace, *step) for step in _whole_steps(trace)]
+        steps_of_trace = _named(trace, "user_annotation ProfilerStep")
+        found = [_parts_of_step(trace, *step) for step in steps_of_trace]
         found.sort(key=lambda parts: parts["optimizer"][1])
         steps[name] = found[len(found) // 2]
     return steps
@@ -46,16 +47,6 @@ def _named(trace: dict, pattern: str) -> list[tuple[float, float]]:
         if re.match(pattern, f"{event.get('cat')} {event['name']}"):
             spans.append((event["ts"], event["ts"] + event["dur"]))
     return spans
-
-
-def _whole_steps(trace: dict) -> list[tuple[float, float]]:
-    """Return the steps of a trace, without a last one that has no update of the parameters."""
-    updates = _named(trace, r"user_annotation Optimizer\.step")
-    steps = []
-    for start, end in _named(trace, "user_annotation ProfilerStep"):
-        if any(start <= update < end for update, _ in updates):
-            steps.append((start, end))
-    return steps
 
 
 def _parts_of_step(trace: dict, start: float, end: float) -> dict[str, list]:
