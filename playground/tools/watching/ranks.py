@@ -34,6 +34,8 @@ import torch
 import torch._dynamo  # the first step of an optimizer imports it: here, before the ranks are forked
 import torch.distributed as dist
 
+from watching import runs
+
 LOOK = 0.1  # seconds between two looks at the ranks
 # The libraries of macOS may crash in a process that was forked.
 context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
@@ -180,15 +182,10 @@ def started(function: Callable, world_size: int, folder: Path, *args: Any) -> It
 
 def end(process: multiprocessing.Process) -> None:
     """End a rank and what it has started: its children, and the processes of its session."""
-    children = []
-    with contextlib.suppress(psutil.NoSuchProcess):
-        children = psutil.Process(process.pid).children(recursive=True)
-    for child in children:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
+    if process.is_alive():
+        runs.end(process.pid)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.kill()
     process.join()
 
 
