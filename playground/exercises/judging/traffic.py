@@ -12,6 +12,7 @@ from watching.messages import sent_bytes as sent_in_a_ring
 
 SECONDS_LATE = 0.01  # how much later than the others a late rank starts each message
 SHOWN = 3  # numbers of a message that are kept for the trace
+TRACED = 14  # lines of a trace, at most
 
 
 @dataclass
@@ -226,13 +227,8 @@ def skip(todo, clocks, sent):
     return found
 
 
-def trace(trial, most=14):
-    """Return at most so many lines that tell who sent what to whom, step by step.
-
-    Args:
-        trial: the Trial.
-        most: how many lines at most.
-    """
+def trace(trial):
+    """Return at most TRACED lines that tell who sent what to whom in a Trial, step by step."""
     sent, missing = trial.steps
     lines = {}
     for each in sent:
@@ -248,7 +244,7 @@ def trace(trial, most=14):
         others = [each.call for each in mine if each.kind not in ("send", "recv")]
         if others:
             found.append(f"rank {rank} calls {', '.join(others)}")
-    if len(found) > most:
-        left = len(found) - most
-        found = [*found[:most], f"... and {left} more lines"]
+    if len(found) > TRACED:
+        left = len(found) - TRACED
+        found = [*found[:TRACED], f"... and {left} more lines"]
     return found or ["no rank has sent anything"]

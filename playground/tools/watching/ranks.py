@@ -37,6 +37,8 @@ import torch.distributed as dist
 from watching import runs
 
 LOOK = 0.1  # seconds between two looks at the ranks
+# How long the others may wait when a rank has failed: they may fail, too, or because of it.
+AFTER_A_FAILURE = 0.3
 # The libraries of macOS may crash in a process that was forked.
 context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
 
@@ -205,9 +207,7 @@ def _end_after_parent():
     os._exit(1)
 
 
-def news(
-    ranks: list[Rank], seconds: float, seconds_for_others: float = 0.3
-) -> Iterator[tuple[Rank, str, Any]]:
+def news(ranks: list[Rank], seconds: float) -> Iterator[tuple[Rank, str, Any]]:
     """Yield (rank, kind, value) of what the ranks send, until each has sent "finished" or "crash".
 
     A rank whose process ends before that gives ("ended", its status).
@@ -219,8 +219,6 @@ def news(
     Args:
         ranks: what started() yields.
         seconds: how long the ranks may wait, and how long a rank may compute.
-        seconds_for_others: how long they may wait when one of them has failed. The others may fail
-            for the same reason, or because of it.
     """
     left = {rank.connection: rank for rank in ranks}
     before = {rank.number: rank.seconds() for rank in ranks}
@@ -245,5 +243,5 @@ def news(
             if kind in ("finished", "crash", "ended"):
                 del left[connection]
             if kind in ("crash", "ended"):
-                most = seconds_for_others
+                most = AFTER_A_FAILURE
             yield rank, kind, value
