@@ -7,10 +7,10 @@ python tests/programs/attention.py cuda    # on a GPU, in three dtypes
 import os
 import sys
 import time
-from statistics import median
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention as attend
+from torch.utils.benchmark import Timer, timer
 
 CPU = [(torch.float32, (16, 4, 256, 16)), (torch.float32, (1, 4, 4096, 16))]
 GPU = [
@@ -29,26 +29,12 @@ def kernel(step):
     return "/".join(sorted(known - {"aten::scaled_dot_product_attention"}))
 
 
-def seconds(step, on_gpu):
-    """Return the median of seven steps. On a CPU, waiting does not count."""
-    clock = time.perf_counter if on_gpu else time.process_time
-    times = []
-    for _ in range(9):
-        start = clock()
-        step()
-        if on_gpu:
-            torch.cuda.synchronize()
-        times.append(clock() - start)
-    return median(times[2:])  # the first ones are slower
-
-
 def main():
     """Print a row of a table for each dtype and shape."""
     device = sys.argv[1] if len(sys.argv) > 1 else "cpu"
-    on_gpu = device != "cpu"
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise the profiler logs when it starts
-    torch.set_num_threads(1)
-    for dtype, shape in GPU if on_gpu else CPU:
+    clock = time.process_time if device == "cpu" else timer  # on a CPU, waiting does not count
+    for dtype, shape in CPU if device == "cpu" else GPU:
         inputs = [torch.randn(shape, dtype=dtype, device=device).requires_grad_() for _ in range(3)]
         tokens = shape[2]
         mask = torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril()
@@ -58,7 +44,8 @@ def main():
             def step(options=options, inputs=inputs):
                 attend(*inputs, **options).sum().backward()
 
-            cells.append(f"{1000 * seconds(step, on_gpu):.2f} ms by {kernel(step)}")
+            measured = Timer("step()", globals={"step": step}, timer=clock).timeit(7)
+            cells.append(f"{1000 * measured.mean:.2f} ms by {kernel(step)}")
         words = f"{dtype}, {shape[0]} rows of {tokens} tokens".removeprefix("torch.")
         print(f"| attention, {words} | {cells[0]}; with a mask {cells[1]} |", flush=True)
 
