@@ -18,13 +18,12 @@ Answers about times, and about what differs from run to run, are not here. Those
 an edit are in test_resumable.py, test_fsdp_checkpoints.py and test_hybrid_parallel.py.
 """
 
-import ast
 import re
 import sys
 
 import pytest
-from conftest import DIGITS, FEWER, ROOT, Job, lesson_path, losses, run, talks
-from lessons import LESSONS, small_data
+from conftest import DIGITS, FEWER, ROOT, Job, losses, run, talks
+from lessons import LESSONS, docstring, small_data
 
 ANSWERS = (ROOT / "playground" / "pages" / "answers.md").read_text()
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
@@ -438,8 +437,7 @@ def answers_of(lesson):
 def test_each_exercise_has_an_answer():
     """answers.md answers as many exercises of each lesson as its docstring has."""
     for lesson in LESSONS:
-        docstring = ast.get_docstring(ast.parse(lesson_path(lesson).read_text()))
-        exercises = docstring.partition("Try breaking it")[2]
+        exercises = docstring(lesson).partition("Try breaking it")[2]
         numbers = re.findall(r"^  (\d)\. ", exercises, re.M)
         assert len(answers_of(lesson)) - 1 == len(numbers) > 0, lesson
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, Job, lesson_path
-from lessons import FOLDERS
+from lessons import FOLDERS, docstring
 from nodes import until
 
 FOLDER = ROOT / "playground" / "exercises"
@@ -553,8 +553,7 @@ def test_where_the_exercises_stand():
         part, slash, lesson = lesson.rpartition("/")
         assert f"[`{name}`]({name}.py)" in parts[part + slash or "The playground"], name
         positions.append(lessons.index(lesson))
-        text = lesson_path(lesson).read_text()
-        assert f"{name}.py" in ast.get_docstring(ast.parse(text)), (name, lesson)
+        assert f"{name}.py" in docstring(lesson), (name, lesson)
     assert positions == sorted(positions)
     asked = ["git", "check-ignore", "-q", "--no-index", "playground/exercises/answers/x.py"]
     assert subprocess.run(asked, cwd=ROOT).returncode == 0  # git does not see the answers

@@ -22,15 +22,10 @@ IN_FULL = {  # these show the frames, which the others have below a fold; or hav
 }
 
 
-def source(lesson):
-    """Return the text of a lesson."""
-    return lesson_path(lesson).read_text()
-
-
 @pytest.mark.parametrize("lesson", LESSONS)
 def test_what_stands_below_the_fold(lesson):
     """It is what the named lesson has, line by line. That lesson comes earlier."""
-    text = source(lesson)
+    text = lesson_path(lesson).read_text()
     fold = FOLD.search(text)
     assert (fold is None) == (lesson in IN_FULL)
     if fold is None:
@@ -92,7 +87,8 @@ def test_what_differs_a_little_is_marked():
     above = {}
     found = set()
     for lesson in READING_ORDER:
-        text = re.split(r"^# -{10} ", source(lesson), maxsplit=1, flags=re.M)[0]
+        text = lesson_path(lesson).read_text()
+        text = re.split(r"^# -{10} ", text, maxsplit=1, flags=re.M)[0]
         for node in ast.parse(text).body:
             if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name in OF_EACH:
                 continue
