@@ -223,12 +223,8 @@ def wait_for_epoch(folder, number, job):
 
 def ranks(name, *flags, processes=2, env=None, **options):
     """Start the ranks of a lesson as a launcher does, without one. Returns their Jobs."""
-    meet = {
-        "WORLD_SIZE": str(processes),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    } | (env or {})
-    places = [meet | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+    meet = {"MASTER_PORT": str(free_port())} | (env or {})
+    places = [launched(processes, rank) | meet for rank in range(processes)]
     return [Lesson(name, *flags, env=place, **options) for place in places]
 
 

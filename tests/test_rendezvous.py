@@ -4,7 +4,7 @@ import re
 import socket
 
 import pytest
-from conftest import SHORT, Lesson, epochs, free_port, one_line, one_process, run, talks
+from conftest import SHORT, Lesson, epochs, free_port, one_line, one_process, ranks, run, talks
 
 DDP = "distributed_data_parallel"
 
@@ -44,13 +44,10 @@ def test_file_tcp_and_env(tmp_path):
 
 def test_started_by_hand():
     """A process with RANK in its environment is one rank, on a node of its own."""
-    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    one = Lesson("blocking_p2p", env=env | {"RANK": "1", "LOCAL_RANK": "1"})
-    run("blocking_p2p", env=env | {"RANK": "0", "LOCAL_RANK": "0"})
-    ended = one.wait()
-    assert ended.returncode == 0
-    assert "rank 1 of 2: " in ended.stdout
-    assert "rank 1 has [0.0, 1.0, 2.0, 3.0]" in ended.stdout
+    zero, one = [job.wait() for job in ranks("blocking_p2p")]
+    assert (zero.returncode, one.returncode) == (0, 0)
+    assert "rank 1 of 2: " in one.stdout
+    assert "rank 1 has [0.0, 1.0, 2.0, 3.0]" in one.stdout
 
 
 def test_started_by_hand_with_flags():
