@@ -25,9 +25,9 @@ checkpoint is read. Each new group begins with the state of the rank that has do
 No rank can tell a dead process from a slow one, but all must agree on the members of the next
 group. So the groups are numbered, and a store, which is a server of keys and values, holds the
 newest number. Each process that is alive signs in there. Half a second later (--grace), the first
-of them closes the list. A process that finds itself left out asks for another group. (If a step
-takes longer than --grace, processes may miss each other, and each trains alone: the losses stay
-right, but it is no faster.)
+of them closes the list. A process that finds itself left out asks for another group. Until they
+meet, each trains alone: the losses stay right, but it is no faster. (If a step takes longer than
+--grace, they may miss each other again and again.)
 
 The run ends with the command that started it, which holds the store, or with the last of its
 processes. So long runs still need checkpoints. If a rank stops without closing its connections, as
