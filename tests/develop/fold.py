@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
-from lessons import LESSONS, PATHS
+from lessons import PATHS, READING_ORDER
 
 FOLD = re.compile(r"^# -{10} Unchanged from (\w+)\.py -{10}\n((?:# .*\n)+)", re.M)
 END = 'if __name__ == "__main__":\n    main()\n'
@@ -54,12 +54,11 @@ def folded(text: str) -> str:
 
 def main() -> None:
     """Write the folds of the lessons that were given, or of all lessons."""
-    paths = [*map(Path, sys.argv[1:])] or [PATHS[lesson] for lesson in LESSONS]
-    changed = True
-    while changed:  # a fold may repeat what another one has
-        changed = [path for path in paths if folded(path.read_text()) != path.read_text()]
-        for path in changed:
-            path.write_text(folded(path.read_text()))
+    # In reading order, because a fold may repeat what an earlier lesson's fold has.
+    for path in [*map(Path, sys.argv[1:])] or [PATHS[lesson] for lesson in READING_ORDER]:
+        text = folded(path.read_text())
+        if text != path.read_text():
+            path.write_text(text)
             print(path)
 
 

@@ -11,6 +11,8 @@ PARTS = ("", "replicated", "sharded", "split", "transformer", "language", "tools
 FOLDERS = [PLAYGROUND / name for name in PARTS]
 PATHS = {path.stem: path for folder in FOLDERS for path in sorted(folder.glob("*.py"))}
 LESSONS = sorted(PATHS.keys() - TOOLS)
+LIST = (PLAYGROUND / "README.md").read_text()
+READING_ORDER = re.findall(r"^\| \d+\. \[`(\w+)\.py`\]\(", LIST, re.M)
 
 
 def docstring(lesson: str) -> str:
