@@ -14,14 +14,13 @@ outputs, which are gathered on the first GPU, and `backward()` adds up the gradi
 Older code often uses `nn.DataParallel`, but it is obsolete: `DistributedDataParallel`, with a
 process for each GPU, is faster. The threads of one process run Python one at a time (because of
 Python's global interpreter lock, GIL), the first GPU does more than the others, and the model is
-copied in every step. The next lessons do not need this one.
+copied in every step. Skip this lesson, unless your project has `DataParallel`.
 
-Without a GPU, `nn.DataParallel` does nothing: the model runs as in `single_gpu.py`. With
-`--by hand`, this file does the work itself, with a replica (copy) on each GPU, or any number of
-replicas on a CPU.
+Without a GPU, `nn.DataParallel` does nothing. `--by hand` does the work itself, with a replica
+(copy) of the model on each GPU, or with any number of replicas on a CPU.
 
-Read the code down to the line "Unchanged from single_gpu.py". The rest is that lesson's, word for
-word, so that the whole program is in one file.
+Read the code down to the line "Unchanged from single_gpu.py". What has changed since then:
+    git diff -w --patience --no-index playground/{single_gpu,data_parallel}.py
 
 Try breaking it, in a copy (`cp playground/data_parallel.py playground/broken.py`):
   1. Print `list(model.state_dict())` at the end of train, and run it with `--by hand`. How do these
@@ -56,8 +55,8 @@ class Replicas(nn.Module):
     """Computes a batch in parts, one part with each replica of a model, as nn.DataParallel does.
 
     Args:
-        module: the model, on the first of the devices. Its buffers (tensors that are not trained,
-            such as the averages of batch norm) are copied to the replicas, and never back.
+        module: the model, on the first of the devices. Its buffers (tensors that are not trained)
+            are never copied back, so a batch norm in it would keep its first averages.
         devices: where the replicas compute, one for each part of a batch.
     """
 
@@ -65,8 +64,8 @@ class Replicas(nn.Module):
         super().__init__()
         self.module = module
         self.devices = devices
-        # functional_call lends a module other parameters while it runs, so each thread needs a
-        # module of its own. A plain list hides these modules from the optimizer.
+        # functional_call runs a module with other parameters in place of its own. So two threads
+        # need two modules. These are in a plain list, which hides them from the optimizer.
         self.replicas = [copy.deepcopy(module).to(device) for device in devices]
         self.threads = ThreadPoolExecutor(len(devices))
 
@@ -93,6 +92,16 @@ class Replicas(nn.Module):
         return torch.cat([output.to(self.devices[0]) for output in outputs])
 
 
+def main():
+    """Read the flags, make sure that the data is there, and train."""
+    parser = flags.training(__doc__)
+    add_flags(parser)
+    args = parser.parse_args()
+    parser.check_gpus(args.device, args.gpus, "-g")
+    args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
+    train(args)
+
+
 def train(args):
     """Let the model use several devices, and train."""
     device = torch.device(args.device)
@@ -106,8 +115,10 @@ def train(args):
         model = nn.DataParallel(model, device_ids=list(range(args.gpus)))
     else:
         print("nn.DataParallel does nothing without a GPU: try --by hand -g 2", file=sys.stderr)
+    # fused=True is faster. eps makes the lessons' digits equal: in your project, leave it out.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
-    fit(model, optimizer, train_loader, test_loader, device, args)
+    for epoch in range(args.epochs):
+        fit_epoch(epoch, model, optimizer, train_loader, test_loader, device, args)
 
 
 def choose_devices(args):
@@ -125,29 +136,18 @@ def add_flags(parser):
     add("--by", choices=["torch", "hand"], default="torch", help="torch: nn.DataParallel")
 
 
-def main():
-    """Read the flags, make sure that the data is there, and train."""
-    parser = flags.training(__doc__)
-    add_flags(parser)
-    args = parser.parse_args()
-    parser.check_gpus(args.device, args.gpus, "-g")
-    args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
-    train(args)
-
-
 # ---------- Unchanged from single_gpu.py ----------
-# You know what follows: loaders(), fit() and run_epoch(). If you copy this lesson, copy this, too.
+# You know what follows: loaders(), fit_epoch() and run_epoch(). If you copy this, copy them, too.
 
 
 def loaders(args):
     """Return a DataLoader of the training images, and one of the test images."""
     dtype = torch.float64 if args.double else torch.float32
     train_set, test_set = load(args.dataset, args.data_dir, dtype)
-    # These data sets return whole batches. For your own, which returns image by image, leave
-    # collate_fn out, and set num_workers. Pinned memory is copied to a GPU while Python continues.
+    # These data sets return whole batches. For your own, leave collate_fn out, and set num_workers.
     options = {"collate_fn": whole_batch, "pin_memory": args.device != "cpu"}
     sampler = RandomSampler(train_set, generator=torch.Generator())
-    # An epoch's last, incomplete batch is left out (drop_last): 96 images if batches have 128.
+    # drop_last leaves out an incomplete last batch, which ranks could not divide into equal parts.
     train_loader = DataLoader(
         train_set, args.batch_size, sampler=sampler, drop_last=True, **options
     )
@@ -155,25 +155,24 @@ def loaders(args):
     return train_loader, test_loader
 
 
-def fit(model, optimizer, train_loader, test_loader, device, args):
-    """Train and test, and print one line for each epoch."""
-    for epoch in range(args.epochs):
-        # The order of the images differs from epoch to epoch, and is the same in each run.
-        train_loader.sampler.generator.manual_seed(args.seed + epoch)
-        start = time.perf_counter()
-        title = f"epoch {epoch + 1}/{args.epochs}"
-        bar = tqdm(train_loader, title, leave=False, disable=None)  # shown in a terminal only
-        loss, correct, images = run_epoch(model, bar, device, optimizer)
-        seconds = time.perf_counter() - start
-        speed = len(train_loader) * args.batch_size / seconds
-        _, test_correct, test_images = run_epoch(model, test_loader, device)
-        digits = 12 if args.double else 4
-        print(
-            f"{title}  loss {loss / images:.{digits}f}"
-            f"  train {correct / images:.2%}  test {test_correct / test_images:.2%}"
-            f"  {seconds:.2f} s  {speed:,.0f} {args.unit}/s",
-            flush=True,
-        )
+def fit_epoch(epoch, model, optimizer, train_loader, test_loader, device, args):
+    """Train for one epoch, test, and print a line."""
+    # The order of the images differs from epoch to epoch, and is the same in each run.
+    train_loader.sampler.generator.manual_seed(args.seed + epoch)
+    start = time.perf_counter()
+    title = f"epoch {epoch + 1}/{args.epochs}"
+    bar = tqdm(train_loader, title, leave=False, disable=None)  # shown in a terminal only
+    loss, correct, images = run_epoch(model, bar, device, optimizer)
+    seconds = time.perf_counter() - start
+    speed = len(train_loader) * args.batch_size / seconds
+    _, test_correct, test_images = run_epoch(model, test_loader, device)
+    digits = 12 if args.double else 4
+    print(
+        f"{title}  loss {loss / images:.{digits}f}"
+        f"  train {correct / images:.2%}  test {test_correct / test_images:.2%}"
+        f"  {seconds:.2f} s  {speed:,.0f} {args.unit}/s",
+        flush=True,
+    )
 
 
 def run_epoch(model, loader, device, optimizer=None):

@@ -3,22 +3,17 @@
 Run it (`playground/pages/installing.md` has the commands that install detectron2):
     python playground/distributed_data_parallel2.py -g 2
 
-It prints the table of ranks and the numbers of `single_gpu.py`, up to rounding (times differ):
-    node  rank  local_rank  device  pid     host
-    0     0     0           cpu     4242    laptop
-    0     1     1           cpu     4243    laptop
+It prints a table of the ranks, and the numbers of `single_gpu.py`, up to rounding (times differ):
     epoch 1/3  loss 0.3960  train 88.26%  test 93.96%  1.12 s  53,396 images/s
-
-On two nodes, each command on its own node:
-    python playground/distributed_data_parallel2.py -n 2 -g 2 -nr 0 -ip <ip of node 0>
-    python playground/distributed_data_parallel2.py -n 2 -g 2 -nr 1 -ip <ip of node 0>
 
 detectron2, by Facebook AI Research, has two small modules that many projects have copied. A new
 project does not need them: skip this lesson, unless yours has them.
 
 `launch` replaces two steps of `distributed_data_parallel.py`: it starts the processes of this node,
 and it joins each of them to the process group. `comm` has short functions for ranks and
-collectives. Most of them also work in a single process that has no process group.
+collectives. Most of them also work in a single process that has no process group. For two nodes,
+see `distributed_data_parallel.py`: the flags are the same. What has changed since then:
+    git diff -w --patience --no-index playground/distributed_data_parallel{,2}.py
 
 Try breaking it, in a copy (`cp playground/distributed_data_parallel2.py playground/broken.py`):
   1. Call `comm.reduce_dict` with `average=True`, and print `images` below it. This number is wrong
@@ -62,6 +57,36 @@ except ImportError:
     sys.exit(f"error: detectron2 is missing: {install}")
 
 
+def main():
+    """Read the flags, make sure that the data is there, and start the ranks of this node."""
+    parser = flags.training(__doc__)
+    add_flags(parser)
+    args = parser.parse_args()
+    check_flags(parser, args)
+    # The data is fetched once on each node, before its ranks start.
+    args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
+    before = dict(os.environ)
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpus(args)
+    if args.device == "cpu":  # hide C++ back traces; Python raises the same errors
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    try:
+        start(args)
+    except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+        # The error is that of the first rank that failed.
+        if "in init_process_group" in str(error):  # ranks are missing, or the port is taken
+            ranks = args.nodes * args.gpus
+            error = f"{error}\nAll {ranks} ranks must connect to node 0: start every node, with the"
+            error += " same -n, -g, -ip and --port."
+        sys.exit(str(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    finally:
+        for process in mp.active_children():
+            process.kill()  # no rank outlives this process
+        os.environ.clear()
+        os.environ.update(before)  # in a notebook, this process runs on
+
+
 def start(args):
     """Start the ranks of this node, and wait for their end."""
     address = f"tcp://{args.ip}:{args.port}"  # rank 0 listens there
@@ -79,6 +104,29 @@ def start(args):
         args=(args,),
         timeout=timedelta(seconds=args.timeout),
     )
+
+
+def train(args):
+    """Train as one of the ranks that launch has started."""
+    rank, device = join(args)
+    world_size = comm.get_world_size()
+    if args.random_seed:
+        args.seed = comm.shared_random_seed()  # NEW: rank 0 draws it and sends it to all ranks
+    train_loader, test_loader = loaders(args, rank, world_size)
+    torch.manual_seed(args.seed + rank)  # own random numbers on each rank, as for dropout
+    model = make_model(args).to(device)
+    plain = model  # without DDP
+    if world_size > 1:  # NEW: DDP needs a group, and launch forms none for a single process
+        model = DistributedDataParallel(model)
+    # fused=True is faster. eps makes the lessons' digits equal: in your project, leave it out.
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
+    for epoch in range(args.epochs):
+        fit_epoch(epoch, model, optimizer, train_loader, test_loader, device, args)
+        if rank == 0 and args.savefile:  # no collective in here: the others would not call it
+            save(args, epoch + 1, plain, optimizer)
+    del model  # DDP holds the process group. Otherwise the process may hang when Python ends.
+    if world_size > 1:
+        dist.destroy_process_group()
 
 
 def join(args):
@@ -99,67 +147,43 @@ def join(args):
     return rank, device
 
 
-def train(args):
-    """Train as one of the ranks that launch has started."""
-    rank, device = join(args)
-    world_size = comm.get_world_size()
-    if args.random_seed:
-        args.seed = comm.shared_random_seed()  # NEW: rank 0 draws it and sends it to all ranks
-    train_loader, test_loader = loaders(args, rank, world_size)
-    torch.manual_seed(args.seed)
-    model = make_model(args).to(device)
-    if world_size > 1:  # NEW: DDP needs a group, and launch forms none for a single process
-        model = DistributedDataParallel(model)
-    torch.manual_seed(args.seed + rank)  # dropout, if there is any, must differ between ranks
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
-    fit(model, optimizer, train_loader, test_loader, device, args)
-    # DDP refers to the group, so delete DDP first. Otherwise the process may hang.
-    del model
-    if world_size > 1:
-        dist.destroy_process_group()
-
-
-def fit(model, optimizer, train_loader, test_loader, device, args):
-    """Train and test, print one line for each epoch, and save."""
-    plain = getattr(model, "module", model)  # the model that DDP wraps, or the model itself
-    for epoch in range(args.epochs):
-        train_loader.sampler.set_epoch(epoch)  # a new order, the same on all ranks
-        comm.synchronize()  # NEW: a barrier: all ranks wait for each other, and start the clock
-        start = time.perf_counter()
-        title = f"epoch {epoch + 1}/{args.epochs}"
-        hidden = None if comm.is_main_process() else True
-        bar = tqdm(train_loader, title, leave=False, disable=hidden)
-        sums = run_epoch(model, bar, device, optimizer)  # of this rank
-        # NEW: one way to add up the sums of all ranks. reduce_dict adds up tensors, name by name.
-        # Only rank 0 gets the result, and only rank 0 prints it.
-        tensors = torch.tensor(sums, dtype=torch.float64, device=device)
-        sums = {"loss": tensors[0], "correct": tensors[1], "images": tensors[2]}
-        sums = comm.reduce_dict(sums, average=False)
-        loss = sums["loss"].item()
-        correct = sums["correct"].item()
-        images = sums["images"].item()
-        seconds = time.perf_counter() - start
-        speed = len(train_loader) * args.batch_size / seconds
-        # NEW: another way. gather takes any Python object. Rank 0 gets a list of those of all
-        # ranks, and the other ranks get an empty list.
-        parts = comm.gather(run_epoch(plain, test_loader, device))
-        if comm.is_main_process():
-            _, test_correct, test_images = [sum(values) for values in zip(*parts, strict=True)]
-            digits = 12 if args.double else 4
-            print(
-                f"{title}  loss {loss / images:.{digits}f}"
-                f"  train {correct / images:.2%}  test {test_correct / test_images:.2%}"
-                f"  {seconds:.2f} s  {speed:,.0f} {args.unit}/s",
-                flush=True,
-            )
-            if args.savefile:
-                save(args, epoch, plain, optimizer)
+def fit_epoch(epoch, model, optimizer, train_loader, test_loader, device, args):
+    """Train for one epoch, test, and print a line."""
+    train_loader.sampler.set_epoch(epoch)  # a new order, the same on all ranks
+    comm.synchronize()  # NEW: a barrier: all ranks wait for each other, and start the clock
+    start = time.perf_counter()
+    title = f"epoch {epoch + 1}/{args.epochs}"
+    hidden = None if comm.is_main_process() else True
+    bar = tqdm(train_loader, title, leave=False, disable=hidden)
+    sums = run_epoch(model, bar, device, optimizer)  # of this rank
+    # NEW: one way to add up the sums of all ranks. reduce_dict adds up tensors, name by name.
+    # Only rank 0 gets the result, and only rank 0 prints it.
+    tensors = torch.tensor(sums, dtype=torch.float64, device=device)
+    sums = {"loss": tensors[0], "correct": tensors[1], "images": tensors[2]}
+    sums = comm.reduce_dict(sums, average=False)
+    loss = sums["loss"].item()
+    correct = sums["correct"].item()
+    images = sums["images"].item()
+    seconds = time.perf_counter() - start
+    speed = len(train_loader) * args.batch_size / seconds
+    # NEW: another way. gather takes any Python object. Rank 0 gets a list of those of all
+    # ranks, and the other ranks get an empty list.
+    parts = comm.gather(run_epoch(model, test_loader, device))
+    if comm.is_main_process():
+        _, test_correct, test_images = [sum(values) for values in zip(*parts, strict=True)]
+        digits = 12 if args.double else 4
+        print(
+            f"{title}  loss {loss / images:.{digits}f}"
+            f"  train {correct / images:.2%}  test {test_correct / test_images:.2%}"
+            f"  {seconds:.2f} s  {speed:,.0f} {args.unit}/s",
+            flush=True,
+        )
 
 
 def save(args, epoch, model, optimizer):
-    """Write a checkpoint, whole or not at all."""
+    """Write a checkpoint, whole or not at all. resume() of lesson 9 loads it."""
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    state |= {"epoch": epoch + 1, "args": vars(args)}
+    state |= {"epoch": epoch, "args": vars(args)}
     unfinished = Path(f"{args.savefile}.unfinished")
     try:
         with open(unfinished, "wb") as file:  # so that a full disk gives a clear error
@@ -177,8 +201,7 @@ def visible_gpus(args):
     else:
         numbers = [str(number) for number in range(torch.cuda.device_count())]
     # NEW: launch uses NCCL if it sees a GPU, so --device cpu hides them all. It joins the group
-    # before it selects GPUs, so NCCL has to guess each rank's, and is right if there are as many as
-    # ranks.
+    # before it selects a GPU. NCCL then takes the GPU with the rank's number: hide those left over.
     needed = args.gpus if args.device == "cuda" else 0
     return ",".join(numbers[:needed])
 
@@ -190,7 +213,7 @@ def add_flags(parser):
     add("-g", "--gpus", type=flags.positive, help="ranks of each node; default: its GPUs, or 2")
     add("-r", "-nr", "--nr", type=int, default=0, help="number of this node, from 0")
     add("-ip", "--ip", help="address of node 0")
-    add("--port", type=flags.port, default=8888, help="port of node 0; -n 1 takes a free one")
+    add("--port", type=flags.port, default=8888, help="port of node 0; one node takes a free one")
     add("--init_method", metavar="URL", help="replaces -ip, --port: tcp://... or env://")
     add("--timeout", type=flags.positive, default=60, help="seconds to wait for another rank")
     add("-s", "--savefile", type=flags.new_file, help="a checkpoint, written after each epoch")
@@ -201,39 +224,9 @@ def check_flags(parser, args):
     """Refuse flags with which launch cannot start the ranks of this node."""
     if args.device not in ("cpu", "cuda"):
         parser.error(f"launch does not know {args.device}: use --device cpu")
-    parser.check_nodes(args)
+    parser.complete_nodes(args)
     if args.init_method and args.init_method.startswith("file:"):
         parser.error("launch cannot rely on file://: use --init_method tcp://<ip of node 0>:8888")
-
-
-def main():
-    """Read the flags, make sure that the data is there, and start the ranks of this node."""
-    parser = flags.training(__doc__)
-    add_flags(parser)
-    args = parser.parse_args()
-    check_flags(parser, args)
-    # The data is fetched once on each node, before its ranks start.
-    args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
-    before = dict(os.environ)
-    os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpus(args)
-    if args.device == "cpu":  # hide C++ back traces; Python raises the same errors
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    try:
-        start(args)
-    except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-        # The error tells how the rank failed that failed first.
-        if "in init_process_group" in str(error):  # ranks are missing, or the port is taken
-            ranks = args.nodes * args.gpus
-            error = f"{error}\nAll {ranks} ranks must connect to node 0: start every node, with the"
-            error += " same -n, -g, -ip and --port."
-        sys.exit(str(error))
-    except KeyboardInterrupt:
-        sys.exit(130)
-    finally:
-        for process in mp.active_children():
-            process.kill()  # no rank outlives this process
-        os.environ.clear()
-        os.environ.update(before)  # in a notebook, this process runs on
 
 
 # ---------- Unchanged from single_gpu.py ----------

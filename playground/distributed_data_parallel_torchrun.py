@@ -3,44 +3,36 @@ r"""torchrun starts the ranks, and passes each its rank in environment variables
 Run it on one node (`--standalone` makes torchrun choose a free port):
     torchrun --standalone --nproc-per-node 2 playground/distributed_data_parallel_torchrun.py
 
-It prints the same numbers as `single_gpu.py`, up to rounding (times differ; on a GPU, the peak of
-its memory follows):
+It prints the same numbers as `single_gpu.py`, up to rounding (times differ):
     2 ranks, gloo, cpu
     epoch 1/3  loss 0.3960  train 88.26%  test 93.96%  1.43 s  41,881 images/s
 
-torchrun comes with PyTorch. It starts the processes of a node, and sets variables in the
-environment of each. `init_process_group` reads four of them: `RANK`, `WORLD_SIZE`, and the address
-and port at which all ranks find rank 0, `MASTER_ADDR` and `MASTER_PORT`. `join` reads a fifth,
-`LOCAL_RANK`, which selects the GPU. So the lesson starts no processes itself, and it needs no flags
-for nodes, processes or addresses.
+torchrun starts the processes of a node, and sets variables in the environment of each.
+`init_process_group` reads four: `RANK`, `WORLD_SIZE`, and the address and port at which all ranks
+find rank 0, `MASTER_ADDR` and `MASTER_PORT`. `join` reads a fifth, `LOCAL_RANK`, which selects the
+GPU. Use torchrun, which comes with PyTorch, unless a larger program must start the ranks.
 
-On two nodes, run the same command on both. The nodes find each other at the address of one of them,
-port 29500. torchrun numbers them, so rank 0, which prints, may be on either:
+On two nodes, run the same command on both. They find each other at the address of one of them, by
+c10d, a part of PyTorch. torchrun numbers them, so rank 0, which prints, may be on either:
     torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d \
         --rdzv-endpoint <ip of one node>:29500 playground/distributed_data_parallel_torchrun.py
 
-Use torchrun, also from a notebook, unless a larger program must start the ranks itself. Then do it
-as `distributed_data_parallel.py` does. torchrun may warn that it sets `OMP_NUM_THREADS` to 1: each
-process then uses one core of a CPU. To use more, put OMP_NUM_THREADS=4 in front of the command.
-
-If a rank fails, a wrong flag is named before torchrun's report, and any other error at its end, as
-`Root Cause`.
+torchrun may set `OMP_NUM_THREADS` to 1, so that each process uses one core. To use four, put
+OMP_NUM_THREADS=4 in front. A wrong flag is named above its report, any other error at its end.
 
 This is the lesson to copy into a project of your own: the end of README.md says what to replace.
-Nearly all later lessons repeat its functions below a line that names it.
+With `--savefile run.pt`, it saves after each epoch, and resumes there if you run it again. What has
+changed since `single_gpu.py`, and since `distributed_data_parallel.py`:
+    git diff -w --patience --no-index playground/{single_gpu,distributed_data_parallel_torchrun}.py
+    git diff -w --patience --no-index playground/distributed_data_parallel{,_torchrun}.py
 
 Try breaking it, in a copy beside it:
-  1. Write `assert rank == 0` after `rank, device = join(args)`. What does torchrun report, and what
-     does it report if you also remove `@record`?
-
-Now repair two programs in `playground/exercises/`: `fault_lost_connection.py` and
-`fault_missing_file.py`.
-
+  1. Write `assert rank == 0` below the line with `join(args)`. What is reported? Without `@record`?
+Now repair `fault_lost_connection.py` and `fault_missing_file.py`, in `playground/exercises/`.
 Builds on: distributed_data_parallel.py
 The next lesson, `model_parallel.py`, puts a model on two devices.
 """
 
-import math
 import os
 import sys
 import time
@@ -61,26 +53,6 @@ from common.data import fetch, load, whole_batch
 from common.models import make_model
 
 
-def join(args):
-    """Join the process group that torchrun describes. Returns this rank and its device."""
-    local_rank = int(os.environ["LOCAL_RANK"])  # NEW: torchrun has numbered this node's processes
-    device = torch.device(args.device)
-    gpu = None
-    if args.device != "cpu":
-        gpu = device = torch.device(args.device, local_rank)
-        torch.accelerator.set_device_index(gpu)  # otherwise all ranks would take memory on GPU 0
-    backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA's GPUs, gloo for CPUs
-    # NEW: the address, the rank and the world size are in the environment.
-    dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=gpu)
-    rank = dist.get_rank()
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, vars(args))
-    flags.check_same(everyone)  # an error, if nodes have different flags
-    if rank == 0:
-        print(f"{len(everyone)} ranks, {backend}, {args.device}", flush=True)
-    return rank, device
-
-
 @record  # NEW: writes the traceback of an error to a file, and torchrun's report shows it
 def main():
     """Read the flags, make sure that the data is there, and train as one of the ranks."""
@@ -89,7 +61,6 @@ def main():
     args = parser.parse_args()
     parser.check_torchrun(args)  # NEW: an error of one line if torchrun has not started this
     check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
-    # fetch() lets one process of a node download. Without a group, the others do not time out.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 
@@ -98,20 +69,54 @@ def train(args):
     """Train as one of the ranks that torchrun has started."""
     rank, device = join(args)
     train_loader, test_loader = loaders(args, rank, dist.get_world_size())
-    torch.manual_seed(args.seed)
+    torch.manual_seed(args.seed + rank)  # own random numbers on each rank, as for dropout
     model = make_model(args).to(device)
-    model = DistributedDataParallel(model)
-    torch.manual_seed(args.seed + rank)  # dropout, if there is any, must differ between ranks
+    model = DistributedDataParallel(model)  # from here on, all ranks have the model of rank 0
+    # fused=True is faster. eps makes the lessons' digits equal: in your project, leave it out.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
-    fit(model, optimizer, train_loader, test_loader, device, args)
-    # DDP refers to the group, so delete DDP first. Otherwise the process may hang.
-    del model
+    done = resume(args, model.module, optimizer) if args.savefile else 0  # NEW: how many epochs
+    for epoch in range(done, args.epochs):
+        fit_epoch(epoch, model, optimizer, train_loader, test_loader, device, args)
+        if rank == 0 and args.savefile:  # no collective in here: the others would not call it
+            save(args, epoch + 1, model.module, optimizer)
+    del model  # DDP holds the process group. Otherwise the process may hang when Python ends.
     dist.destroy_process_group()
 
 
+def join(args):
+    """Join the process group that torchrun describes. Returns this rank and its device."""
+    local_rank = int(os.environ["LOCAL_RANK"])  # NEW: torchrun has numbered this node's processes
+    device, gpu = torch.device(args.device), None  # gpu stays None on a CPU
+    if args.device != "cpu":
+        device = gpu = torch.device(args.device, local_rank)
+        torch.accelerator.set_device_index(gpu)  # otherwise all ranks would take memory on GPU 0
+    backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA's GPUs, gloo for CPUs
+    dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=gpu)
+    rank = dist.get_rank()  # NEW: torchrun has set it, the world size and the address of rank 0
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, vars(args))
+    flags.check_same(everyone)  # an error, if nodes have different flags
+    if rank == 0:
+        print(f"{len(everyone)} ranks, {backend}, {args.device}", flush=True)
+    return rank, device
+
+
+def resume(args, model, optimizer):
+    """Load the checkpoint on each rank, if there is one. Returns how many epochs are done."""
+    found = [os.path.exists(args.savefile)]
+    dist.broadcast_object_list(found)  # NEW: rank 0 decides: others may see a new file later
+    if not found[0]:
+        return 0
+    state = torch.load(args.savefile, map_location="cpu", weights_only=True)  # NEW: not to GPU 0
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])  # with its learning rate: --lr is ignored
+    if dist.get_rank() == 0:
+        print(f"{args.savefile}: {state['epoch']} of {args.epochs} epochs are done", flush=True)
+    return state["epoch"]
+
+
 # ---------- Nearly as in distributed_data_parallel.py ----------
-# If you have read that lesson, you can stop here. If you copy this one, copy everything. Later
-# lessons have their own add_flags() and check_flags().
+# If you have read that lesson, you can stop here. If you copy this one, copy everything.
 
 
 def loaders(args, rank, world_size):
@@ -120,46 +125,42 @@ def loaders(args, rank, world_size):
     train_set, test_set = load(args.dataset, args.data_dir, dtype)
     # These data sets return whole batches. For your own, leave collate_fn out, and set num_workers.
     options = {"collate_fn": whole_batch, "pin_memory": args.device != "cpu"}
-    # Each rank gets its own part of every global batch. All parts have the same size.
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
     per_rank_batch = args.batch_size // world_size
+    # drop_last leaves out an incomplete last batch, which ranks could not divide into equal parts.
     train_loader = DataLoader(train_set, per_rank_batch, sampler=sampler, drop_last=True, **options)
     if len(train_loader) == 0:
         raise ValueError("a batch is larger than the training set: use a smaller --batch_size")
-    # Each test image counts once, and all ranks have equally many test batches, because in later
-    # lessons (FSDP and others) each forward() is a collective.
-    batches = torch.arange(len(test_set)).tensor_split(math.ceil(len(test_set) / 1000))
+    # Each test image counts once, and all ranks have equally many batches, because forward() may
+    # send messages, as that of DDP or FSDP does.
+    batches = torch.arange(len(test_set)).tensor_split(len(test_set) // 1000 + 1)
     own_batches = [batch[rank::world_size].tolist() for batch in batches]
     test_loader = DataLoader(test_set, batch_sampler=own_batches, **options)
     return train_loader, test_loader
 
 
-def fit(model, optimizer, train_loader, test_loader, device, args):
-    """Train and test, and print one line for each epoch."""
+def fit_epoch(epoch, model, optimizer, train_loader, test_loader, device, args):
+    """Train for one epoch, test, and print a line."""
     rank = dist.get_rank()
-    for epoch in range(args.epochs):
-        train_loader.sampler.set_epoch(epoch)  # a new order, the same on all ranks
-        start = time.perf_counter()
-        title = f"epoch {epoch + 1}/{args.epochs}"
-        # Only rank 0 shows a bar, and only in a terminal.
-        bar = tqdm(train_loader, title, leave=False, disable=None if rank == 0 else True)
-        loss, correct, images = run_epoch(model, bar, device, optimizer)
-        seconds = time.perf_counter() - start
-        speed = len(train_loader) * args.batch_size / seconds
-        # DDP sends messages in forward(), too. So if there is DDP, test the model inside it.
-        plain = getattr(model, "module", model)
-        _, test_correct, test_images = run_epoch(plain, test_loader, device)
-        if rank == 0:
-            digits = 12 if args.double else 4
-            peak = ""  # of the memory that this rank's tensors have taken on its GPU
-            if args.device != "cpu":
-                peak = f"  {torch.accelerator.max_memory_allocated() / 2**20:,.0f} MiB"
-            print(
-                f"{title}  loss {loss / images:.{digits}f}"
-                f"  train {correct / images:.2%}  test {test_correct / test_images:.2%}"
-                f"  {seconds:.2f} s  {speed:,.0f} {args.unit}/s{peak}",
-                flush=True,
-            )
+    train_loader.sampler.set_epoch(epoch)  # a new order, the same on all ranks
+    start = time.perf_counter()
+    title = f"epoch {epoch + 1}/{args.epochs}"
+    bar = tqdm(train_loader, title, leave=False, disable=None if rank == 0 else True)
+    loss, correct, images = run_epoch(model, bar, device, optimizer)
+    seconds = time.perf_counter() - start
+    speed = len(train_loader) * args.batch_size / seconds
+    _, test_correct, test_images = run_epoch(model, test_loader, device)
+    if rank == 0:
+        digits = 12 if args.double else 4
+        peak = ""  # of the memory that this rank's tensors have taken on its GPU
+        if args.device != "cpu":
+            peak = f"  {torch.accelerator.max_memory_allocated() / 2**20:,.0f} MiB"
+        print(
+            f"{title}  loss {loss / images:.{digits}f}"
+            f"  train {correct / images:.2%}  test {test_correct / test_images:.2%}"
+            f"  {seconds:.2f} s  {speed:,.0f} {args.unit}/s{peak}",
+            flush=True,
+        )
 
 
 def run_epoch(model, loader, device, optimizer=None):
@@ -184,8 +185,22 @@ def run_epoch(model, loader, device, optimizer=None):
     return sums.tolist()
 
 
+def save(args, epoch, model, optimizer):
+    """Write a checkpoint, whole or not at all. resume() of lesson 9 loads it."""
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    state |= {"epoch": epoch, "args": vars(args)}
+    unfinished = Path(f"{args.savefile}.unfinished")
+    try:
+        with open(unfinished, "wb") as file:  # so that a full disk gives a clear error
+            torch.save(state, file)
+        os.replace(unfinished, args.savefile)
+    finally:
+        unfinished.unlink(missing_ok=True)  # left over only after an error
+
+
 def add_flags(parser):
-    """Add the flags that only this lesson has: none."""
+    """Add the flag that only this lesson has."""
+    parser.add_argument("-s", "--savefile", type=flags.new_file, help="a checkpoint, to resume")
 
 
 def check_flags(parser, args, world_size):

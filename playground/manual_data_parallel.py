@@ -10,21 +10,20 @@ It prints the same numbers as `single_gpu.py`, up to rounding (process ids, host
     epoch 1/3  loss 0.3960  train 88.26%  test 93.96%  5.08 s  11,801 images/s
 
 The images of one step, over all ranks, are the global batch. Each rank computes the gradients for
-its own part of it, and then the ranks average their gradients. Because the loss is a mean over
-images and all parts have the same size, the mean of the gradients is the gradient of the global
-batch. So each rank's optimizer takes the step that a single process would take. The copies of the
-model start equal, because rank 0 sends its parameters, and they stay equal.
-`playground/pages/figures/data_parallel.svg` draws a step.
+its own part of it, and then the ranks average their gradients. If two ranks have 64 images each,
+with the mean losses 2 and 4, the mean over all 128 images is 3, the mean of the means. (With 96 and
+32 images it would be 2.5, and 3 would be wrong.) The same holds for gradients. So each rank's
+optimizer takes the step that a single process would take. The copies of the model start equal,
+because rank 0 sends its parameters, and they stay equal.
 
 Messages take longer than computing here, because the model is so small. With `--bucket`, all
 gradients travel in one message, which takes less time than many short ones:
     python playground/manual_data_parallel.py -g 2 --bucket
     epoch 1/3  loss 0.3960  train 88.26%  test 93.96%  1.07 s  55,998 images/s
-`tools/watch.py` shows its messages, and `tools/first_difference.py` where two runs first differ.
-
-On two nodes, each command on its own node:
-    python playground/manual_data_parallel.py -n 2 -g 2 -nr 0 -ip <ip of node 0>
-    python playground/manual_data_parallel.py -n 2 -g 2 -nr 1 -ip <ip of node 0>
+`playground/tools/watch.py` shows its messages, and `playground/tools/first_difference.py` where two
+runs first differ. It runs on two nodes as `blocking_p2p.py` does. What has changed since
+`single_gpu.py`:
+    git diff -w --patience --no-index playground/{single_gpu,manual_data_parallel}.py
 
 Try breaking it, in a copy (`cp playground/manual_data_parallel.py playground/broken.py`):
   1. Comment out `send_weights(model)`. Do all ranks train the same model? Compare the losses with
@@ -60,7 +59,8 @@ def send_weights(model):
     """Give all ranks the parameters (also called weights) of rank 0.
 
     A model may also have tensors that are not trained, also called buffers, such as the running
-    averages of batch norm. They would have to be sent, too.
+    averages of batch norm. They would have to be sent, too. Gloo ignores strides, so what it sends
+    must be contiguous.
     """
     for parameter in model.parameters():
         # NEW: rank 0 sends, and the other ranks receive into their own parameters. detach() shares
@@ -80,38 +80,6 @@ def average_gradients(model):
             parameter.grad /= dist.get_world_size()
 
 
-def train(local_rank, args):
-    """As one of the ranks, make the loaders, the model and the optimizer, and train."""
-    rank, device = join(local_rank, args)
-    train_loader, test_loader = loaders(args, rank, dist.get_world_size())
-    torch.manual_seed(args.seed + rank)  # NEW: each rank makes a different model at first
-    model = make_model(args).to(device)
-    send_weights(model)  # NEW: from here on, all ranks have the model of rank 0
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
-    average = average_in_one_bucket if args.bucket else average_gradients
-    # NEW: run_epoch() calls average(model) between backward() and the optimizer's step.
-    fit(model, optimizer, train_loader, test_loader, device, args, average)
-    dist.destroy_process_group()
-
-
-def loaders(args, rank, world_size):
-    """Return a DataLoader of this rank's training images, and one of its test images."""
-    dtype = torch.float64 if args.double else torch.float32
-    train_set, test_set = load(args.dataset, args.data_dir, dtype)
-    options = {"collate_fn": whole_batch, "pin_memory": args.device != "cpu"}
-    # NEW: the sampler shuffles as single_gpu.py does, alike on all ranks. In this order, rank 0 of
-    # two takes the positions 0, 2, 4 and so on, and rank 1 takes 1, 3, 5. drop_last leaves the last
-    # image out if their number is odd, so that both take equally many.
-    sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
-    per_rank_batch = args.batch_size // world_size  # NEW: --batch_size is the global batch
-    train_loader = DataLoader(train_set, per_rank_batch, sampler=sampler, drop_last=True, **options)
-    # NEW: each test image counts once. Of five images, two ranks test 0, 2, 4 and 1, 3.
-    # (DistributedSampler would repeat one, to give both as many.)
-    own_images = range(rank, len(test_set), world_size)
-    test_loader = DataLoader(test_set, 1000, sampler=own_images, **options)
-    return train_loader, test_loader
-
-
 def average_in_one_bucket(model):
     """Average all gradients in one message, with a bucket: one tensor that contains them all."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
@@ -123,28 +91,68 @@ def average_in_one_bucket(model):
         gradient.copy_(mean.view_as(gradient))
 
 
-def add_flags(parser):
-    """Add the flags that only this lesson has."""
-    parser.add_argument("--bucket", action="store_true", help="average all in one all_reduce")
-
-
 # ---------- Mostly from blocking_p2p.py and single_gpu.py: read the lines marked NEW ----------
 
 
+def main():
+    """Read the flags, and start the processes of this node."""
+    parser = flags.ranks(__doc__)  # --model, --dataset, --epochs, --timeout and so on
+    add = parser.add_argument
+    add("-n", "--nodes", type=flags.positive, default=1, help="number of nodes")
+    add("-g", "--gpus", type=flags.positive, help="ranks of each node; default: its GPUs, or 2")
+    add("-nr", "--nr", type=int, default=0, help="number of this node, from 0")
+    add("-ip", "--ip", help="address of node 0")
+    add("--port", type=flags.port, default=8888, help="port of node 0; one node takes a free one")
+    add_flags(parser)
+    args = parser.parse_args()
+    parser.complete_nodes(args)  # chooses -g, and with one node a free port
+    # NEW: the data is fetched once on each node, before its processes start.
+    args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
+    if args.device == "cpu":  # hide C++ back traces; Python raises the same errors
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    try:
+        # Starts args.gpus processes. Each is a new Python, which imports this file, and so
+        # finds the function train. Then each calls train(local_rank, args), with 0, 1 and so on.
+        mp.spawn(train, (args,), args.gpus)
+    except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+        sys.exit(str(error))  # the error of the first rank that failed
+    except KeyboardInterrupt:
+        sys.exit(130)
+    finally:
+        for process in mp.active_children():
+            process.kill()  # no rank outlives this process
+
+
+def train(local_rank, args):
+    """Train as one of the ranks of this node."""
+    rank, device = join(local_rank, args)
+    train_loader, test_loader = loaders(args, rank, dist.get_world_size())
+    torch.manual_seed(args.seed + rank)  # NEW: own random numbers on each rank, as for dropout
+    model = make_model(args).to(device)
+    send_weights(model)  # NEW: from here on, all ranks have the model of rank 0
+    # fused=True is faster. eps makes the lessons' digits equal: in your project, leave it out.
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
+    average = average_in_one_bucket if args.bucket else average_gradients
+    for epoch in range(args.epochs):
+        fit_epoch(epoch, model, optimizer, train_loader, test_loader, device, args, average)
+    dist.destroy_process_group()
+
+
 def join(local_rank, args):
-    """Join the process group, and print the table of ranks. Returns this rank and its device."""
-    rank = args.nr * args.gpus + local_rank
+    """Join the process group (all ranks), and print a table of it. Returns the rank and device."""
+    rank = args.nr * args.gpus + local_rank  # the nodes before this one have args.gpus ranks each
     world_size = args.nodes * args.gpus
-    # NEW: the ranks of a node divide its cores among themselves.
-    torch.set_num_threads(max(1, torch.get_num_threads() // args.gpus))
-    device, gpu = torch.device(args.device), None
+    torch.set_num_threads(max(1, torch.get_num_threads() // args.gpus))  # they share the cores
+    device, gpu = torch.device(args.device), None  # gpu stays None on a CPU
     if args.device != "cpu":
         device = gpu = torch.device(args.device, local_rank)
         torch.accelerator.set_device_index(gpu)  # otherwise all ranks would take memory on GPU 0
     address = f"tcp://{args.ip}:{args.port}"
     try:
+        # All ranks make this call, and wait in it for each other. Then they can send messages.
         dist.init_process_group(
-            backend=dist.get_default_backend_for_device(device),  # nccl on NVIDIA's GPUs, or gloo
+            # the library that carries messages: NCCL between NVIDIA's GPUs, gloo between CPUs
+            backend=dist.get_default_backend_for_device(device),
             init_method=address,  # the rendezvous: rank 0 waits there (listens), others connect
             world_size=world_size,  # how many ranks there are on all nodes together
             rank=rank,  # which of them this process is: no two have the same number
@@ -157,6 +165,7 @@ def join(local_rank, args):
         raise
     row = f"{args.nr:<6}{rank:<6}{local_rank:<12}{device!s:<8}{os.getpid():<8}{platform.node()}"
     everyone = [None] * world_size
+    # Each rank gets the objects of all ranks: a row of the table, and the flags.
     dist.all_gather_object(everyone, (row, vars(args)))
     flags.check_same([theirs for _, theirs in everyone])  # NEW: an error, if flags differ
     if rank == 0:
@@ -165,27 +174,47 @@ def join(local_rank, args):
     return rank, device
 
 
-def fit(model, optimizer, train_loader, test_loader, device, args, average):
-    """Train and test, and print one line for each epoch."""
+def loaders(args, rank, world_size):
+    """Return a DataLoader of this rank's training images, and one of its test images."""
+    dtype = torch.float64 if args.double else torch.float32
+    train_set, test_set = load(args.dataset, args.data_dir, dtype)
+    # These data sets return whole batches. For your own, leave collate_fn out, and set num_workers.
+    options = {"collate_fn": whole_batch, "pin_memory": args.device != "cpu"}
+    # NEW: all ranks shuffle with one seed, into the same order. Of it, rank 0 of two takes the
+    # positions 0, 2, 4 and so on, and rank 1 takes 1, 3, 5. drop_last leaves the last image out if
+    # their number is odd, so that both take equally many.
+    sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
+    per_rank_batch = args.batch_size // world_size  # NEW: --batch_size is the global batch
+    # drop_last leaves out an incomplete last batch, which ranks could not divide into equal parts.
+    train_loader = DataLoader(train_set, per_rank_batch, sampler=sampler, drop_last=True, **options)
+    # NEW: each test image counts once (DistributedSampler would repeat some), and all ranks have
+    # equally many batches, because forward() may send messages, as DDP's does. Of a batch of five
+    # images, rank 0 of two tests 0, 2, 4, and rank 1 tests 1, 3.
+    batches = torch.arange(len(test_set)).tensor_split(len(test_set) // 1000 + 1)
+    own_batches = [batch[rank::world_size].tolist() for batch in batches]
+    test_loader = DataLoader(test_set, batch_sampler=own_batches, **options)
+    return train_loader, test_loader
+
+
+def fit_epoch(epoch, model, optimizer, train_loader, test_loader, device, args, average):
+    """Train for one epoch, test, and print a line."""
     rank = dist.get_rank()
-    for epoch in range(args.epochs):
-        train_loader.sampler.set_epoch(epoch)  # NEW: a new order, the same on all ranks
-        start = time.perf_counter()
-        title = f"epoch {epoch + 1}/{args.epochs}"
-        # Only rank 0 shows a bar, and only in a terminal.
-        bar = tqdm(train_loader, title, leave=False, disable=None if rank == 0 else True)
-        loss, correct, images = run_epoch(model, bar, device, optimizer, average)
-        seconds = time.perf_counter() - start
-        speed = len(train_loader) * args.batch_size / seconds
-        _, test_correct, test_images = run_epoch(model, test_loader, device)
-        if rank == 0:  # NEW: one line for all ranks, not one from each
-            digits = 12 if args.double else 4
-            print(
-                f"{title}  loss {loss / images:.{digits}f}"
-                f"  train {correct / images:.2%}  test {test_correct / test_images:.2%}"
-                f"  {seconds:.2f} s  {speed:,.0f} {args.unit}/s",
-                flush=True,
-            )
+    train_loader.sampler.set_epoch(epoch)  # NEW: a new order, the same on all ranks
+    start = time.perf_counter()
+    title = f"epoch {epoch + 1}/{args.epochs}"
+    bar = tqdm(train_loader, title, leave=False, disable=None if rank == 0 else True)
+    loss, correct, images = run_epoch(model, bar, device, optimizer, average)
+    seconds = time.perf_counter() - start
+    speed = len(train_loader) * args.batch_size / seconds
+    _, test_correct, test_images = run_epoch(model, test_loader, device)
+    if rank == 0:  # NEW: one line for all ranks
+        digits = 12 if args.double else 4
+        print(
+            f"{title}  loss {loss / images:.{digits}f}"
+            f"  train {correct / images:.2%}  test {test_correct / test_images:.2%}"
+            f"  {seconds:.2f} s  {speed:,.0f} {args.unit}/s",
+            flush=True,
+        )
 
 
 def run_epoch(model, loader, device, optimizer=None, average=None):
@@ -207,38 +236,14 @@ def run_epoch(model, loader, device, optimizer=None, average=None):
         sums[0] += loss.detach() * labels.numel()
         sums[1] += (logits.argmax(dim=1) == labels).sum()
         sums[2] += labels.numel()
-    dist.all_reduce(sums)  # NEW: the sums over all ranks
+    # NEW: the sums over all ranks. (A mean of the ranks' means would be wrong if one has fewer.)
+    dist.all_reduce(sums)
     return sums.tolist()
 
 
-def main():
-    """Read the flags and start the ranks of this node."""
-    parser = flags.training(__doc__)
-    add = parser.add_argument
-    add("-n", "--nodes", type=flags.positive, default=1, help="number of nodes")
-    add("-g", "--gpus", type=flags.positive, help="ranks of each node; default: its GPUs, or 2")
-    add("-nr", "--nr", type=int, default=0, help="number of this node, from 0")
-    add("-ip", "--ip", help="address of node 0")
-    add("--port", type=flags.port, default=8888, help="port of node 0; -n 1 takes a free one")
-    add("--timeout", type=flags.positive, default=60, help="seconds to wait for another rank")
-    add_flags(parser)
-    args = parser.parse_args()
-    parser.check_nodes(args)  # also chooses -g and a free port, if they were not given
-    # NEW: the data is fetched once on each node, before its ranks start.
-    args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
-    if args.device == "cpu":  # hide C++ back traces; Python raises the same errors
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    try:
-        # Starts args.gpus processes. Each is a new Python, which imports this file, and so finds
-        # the function train. Then one calls train(0, args), another train(1, args) and so on.
-        mp.spawn(train, (args,), args.gpus)
-    except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-        sys.exit(str(error))  # how the rank failed that failed first
-    except KeyboardInterrupt:
-        sys.exit(130)
-    finally:
-        for process in mp.active_children():
-            process.kill()  # no rank outlives this process
+def add_flags(parser):
+    """Add the flags that only this lesson has."""
+    parser.add_argument("--bucket", action="store_true", help="average all in one all_reduce")
 
 
 if __name__ == "__main__":  # false in the processes that main() starts, which import this file

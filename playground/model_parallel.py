@@ -13,23 +13,25 @@ GPU, the second half can be on the CPU:
 
 The halves are called stages. The output of `stage1` (the activations) is copied to the second GPU,
 and its gradient is copied back. So a model can be larger than a GPU, but it trains no faster,
-because each GPU waits while the other one computes. Here time runs to the right: 0000 is the
+because each GPU waits while the other one computes. (Today, such models are trained with FSDP, or
+with a process for each stage: `playground/pages/choosing.md`.) Time runs to the right: 0000 is the
 forward pass of a batch, aaaa is its backward pass, and dots are waiting:
     stage1 |0000........aaaa|
     stage2 |....0000aaaa....|
 
-With `--pipelined`, each batch is split into smaller parts, the micro-batches. The first GPU
-computes micro-batch 1 while the second GPU computes micro-batch 0. Here digits are the forward
-passes of four micro-batches, and letters their backward passes. Autograd begins with the last one:
+With `--pipelined`, each batch is split into micro-batches. The first GPU computes micro-batch 1
+while the second one computes micro-batch 0. Here digits are the forward passes of four
+micro-batches, and letters their backward passes. Autograd begins with the last one:
     stage1 |0123..dcba|
     stage2 |.0123dcba.|
 
 The losses stay the same. On two GPUs, compare the images/s. On one device, nothing can overlap.
+What has changed since `single_gpu.py`:
+    git diff -w --patience --no-index playground/{single_gpu,model_parallel}.py
 
-How long does a GPU wait? With p stages and m micro-batches, the last stage starts p - 1 turns after
-the first one, so the forward passes take m + p - 1 turns, and each GPU computes in m of them. The
-same holds for the backward passes. So each waits for (p-1)/(m+p-1) of the time, the pipeline's
-bubble (GPipe, https://arxiv.org/abs/1811.06965): 1/5 in the last drawing, and 1/2 in the first one.
+With p stages and m micro-batches, the last stage starts p - 1 turns after the first one, so the
+forward passes take m + p - 1 turns, and so do the backward passes. Each GPU waits for (p-1)/(m+p-1)
+of them, the pipeline's bubble (GPipe, https://arxiv.org/abs/1811.06965): 1/5 here, and 1/2 above.
 
 Try breaking it, in a copy beside it:
   1. Leave out `.to(self.devices[1])` after `stage1`. What does PyTorch say with two GPUs, and why
@@ -37,8 +39,7 @@ Try breaking it, in a copy beside it:
   2. In `run_epoch()`, split logits and labels with `tensor_split`, and add up the mean losses of
      the micro-batches. How many times too large are the gradients, and why does Adam hardly react?
 Builds on: single_gpu.py
-The next lesson, `overlapped_data_parallel.py`, is the first one in `replicated/`. It sends
-gradients while `backward()` computes others.
+The next lesson, `overlapped_data_parallel.py`, is in `replicated/`. It sends in `backward()`.
 """
 
 import sys
@@ -81,6 +82,16 @@ class TwoStages(torch.nn.Module):
         return torch.cat(logits).to(self.devices[0])
 
 
+def main():
+    """Read the flags, make sure that the data is there, and train."""
+    parser = flags.training(__doc__)
+    add_flags(parser)
+    args = parser.parse_args()
+    check_flags(parser, args)
+    args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
+    train(args)
+
+
 def train(args):
     """Put each stage on its device, and train."""
     devices = choose_devices(args)
@@ -89,8 +100,10 @@ def train(args):
     torch.manual_seed(args.seed)
     micro_batches = args.micro_batches if args.pipelined else 1
     model = TwoStages(make_model(args), devices, micro_batches)  # NEW: on two devices
+    # fused=True is faster. eps makes the lessons' digits equal: in your project, leave it out.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
-    fit(model, optimizer, train_loader, test_loader, devices[0], args)
+    for epoch in range(args.epochs):
+        fit_epoch(epoch, model, optimizer, train_loader, test_loader, devices[0], args)
 
 
 def choose_devices(args):
@@ -110,11 +123,9 @@ def add_flags(parser):
     if flags.accelerator() != "cpu":
         for number in range(torch.accelerator.device_count()):
             names.append(f"{flags.accelerator()}:{number}")
-    help = "for stage1 and stage2; default: two GPUs, if there are two"
-    add("--devices", nargs=2, choices=names, help=help)
+    add("--devices", nargs=2, choices=names, help="of the two stages; default: two GPUs, or one")
     add("--pipelined", action="store_true", help="split each batch into micro-batches")
-    help = "micro-batches in a batch, with --pipelined"
-    add("--micro_batches", type=flags.positive, default=4, help=help)
+    add("--micro_batches", type=flags.positive, default=4, help="in a batch, with --pipelined")
 
 
 def check_flags(parser, args):
@@ -125,29 +136,18 @@ def check_flags(parser, args):
         parser.error(f"--micro_batches {count}: {most}: use --micro_batches {args.batch_size}")
 
 
-def main():
-    """Read the flags, make sure that the data is there, and train."""
-    parser = flags.training(__doc__)
-    add_flags(parser)
-    args = parser.parse_args()
-    check_flags(parser, args)
-    args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
-    train(args)
-
-
 # ---------- Unchanged from single_gpu.py ----------
-# You know what follows: loaders(), fit() and run_epoch(). If you copy this lesson, copy this, too.
+# You know what follows: loaders(), fit_epoch() and run_epoch(). If you copy this, copy them, too.
 
 
 def loaders(args):
     """Return a DataLoader of the training images, and one of the test images."""
     dtype = torch.float64 if args.double else torch.float32
     train_set, test_set = load(args.dataset, args.data_dir, dtype)
-    # These data sets return whole batches. For your own, which returns image by image, leave
-    # collate_fn out, and set num_workers. Pinned memory is copied to a GPU while Python continues.
+    # These data sets return whole batches. For your own, leave collate_fn out, and set num_workers.
     options = {"collate_fn": whole_batch, "pin_memory": args.device != "cpu"}
     sampler = RandomSampler(train_set, generator=torch.Generator())
-    # An epoch's last, incomplete batch is left out (drop_last): 96 images if batches have 128.
+    # drop_last leaves out an incomplete last batch, which ranks could not divide into equal parts.
     train_loader = DataLoader(
         train_set, args.batch_size, sampler=sampler, drop_last=True, **options
     )
@@ -155,25 +155,24 @@ def loaders(args):
     return train_loader, test_loader
 
 
-def fit(model, optimizer, train_loader, test_loader, device, args):
-    """Train and test, and print one line for each epoch."""
-    for epoch in range(args.epochs):
-        # The order of the images differs from epoch to epoch, and is the same in each run.
-        train_loader.sampler.generator.manual_seed(args.seed + epoch)
-        start = time.perf_counter()
-        title = f"epoch {epoch + 1}/{args.epochs}"
-        bar = tqdm(train_loader, title, leave=False, disable=None)  # shown in a terminal only
-        loss, correct, images = run_epoch(model, bar, device, optimizer)
-        seconds = time.perf_counter() - start
-        speed = len(train_loader) * args.batch_size / seconds
-        _, test_correct, test_images = run_epoch(model, test_loader, device)
-        digits = 12 if args.double else 4
-        print(
-            f"{title}  loss {loss / images:.{digits}f}"
-            f"  train {correct / images:.2%}  test {test_correct / test_images:.2%}"
-            f"  {seconds:.2f} s  {speed:,.0f} {args.unit}/s",
-            flush=True,
-        )
+def fit_epoch(epoch, model, optimizer, train_loader, test_loader, device, args):
+    """Train for one epoch, test, and print a line."""
+    # The order of the images differs from epoch to epoch, and is the same in each run.
+    train_loader.sampler.generator.manual_seed(args.seed + epoch)
+    start = time.perf_counter()
+    title = f"epoch {epoch + 1}/{args.epochs}"
+    bar = tqdm(train_loader, title, leave=False, disable=None)  # shown in a terminal only
+    loss, correct, images = run_epoch(model, bar, device, optimizer)
+    seconds = time.perf_counter() - start
+    speed = len(train_loader) * args.batch_size / seconds
+    _, test_correct, test_images = run_epoch(model, test_loader, device)
+    digits = 12 if args.double else 4
+    print(
+        f"{title}  loss {loss / images:.{digits}f}"
+        f"  train {correct / images:.2%}  test {test_correct / test_images:.2%}"
+        f"  {seconds:.2f} s  {speed:,.0f} {args.unit}/s",
+        flush=True,
+    )
 
 
 def run_epoch(model, loader, device, optimizer=None):

@@ -6,26 +6,27 @@ Run it:
 It prints a line for each epoch (times differ):
     epoch 1/3  loss 0.3960  train 88.26%  test 93.96%  0.25 s  235,016 images/s
 
-All of it is ordinary PyTorch: `train()` makes the model and the optimizer, `fit()` loops over
-epochs, and `run_epoch()` over batches. The training loss and accuracy are means over an epoch,
-during which the model changes, and the test accuracy is measured after it. The models, the data
-sets and their flags are in `common/`, which you need not read.
+All of it is ordinary PyTorch, in the order in which it is called: `train()` makes the model and the
+optimizer, and loops over epochs, `fit_epoch()` trains and tests, and `run_epoch()` loops over
+batches. The training loss and accuracy are means over an epoch, during which the model changes, and
+the test accuracy is measured after it. The models, the data sets and their flags are in `common/`,
+which you need not read.
 
-Later lessons have functions of the same names. In the code, NEW marks a line that carries a new
-idea. To see everything that is new in a lesson, compare two files:
-    git diff --no-index playground/single_gpu.py playground/data_parallel.py
+Later lessons have functions of the same names, in the same order. In the code, NEW marks a line
+that carries a new idea. To see all that is new in a lesson, compare two files, as here for DDP:
+    git diff -w --patience --no-index playground/{single_gpu,distributed_data_parallel}.py
 
 With one process or several, the numbers agree up to rounding. To show this, `--double` computes in
-float64, and nearly all lessons then print the same twelve digits.
+float64, and nearly all lessons then print the same twelve digits. (For this, Adam's eps is larger
+than usual: otherwise Adam makes a full step even where a gradient is only a rounding error.)
     python playground/single_gpu.py --double --dataset digits --batch_size 120 --epochs 2
     epoch 1/2  loss 2.123594752907  train 42.64%  test 71.72%  0.01 s  99,145 images/s
     epoch 2/2  loss 1.406419734911  train 72.43%  test 85.19%  0.01 s  155,457 images/s
 
 Try breaking it, in a copy (`cp playground/single_gpu.py playground/broken.py`):
-  1. Comment out the line with `manual_seed` in `fit()`, and run it twice. Which losses differ?
-  2. Comment out `optimizer.zero_grad()`. Which gradients does each step use then? Compare the
-     losses.
-
+  1. Comment out the line with `manual_seed` in `fit_epoch()`. Do the losses differ from those
+     above? Run it again: do they differ from run to run, and why not?
+  2. Comment out the line with `optimizer.zero_grad()`. Which gradients does each step use then?
 The next lesson, `data_parallel.py`, lets one process use several GPUs.
 """
 
@@ -44,28 +45,34 @@ from common.data import fetch, load, whole_batch
 from common.models import make_model
 
 
+def main():
+    """Read the flags, make sure that the data is there, and train."""
+    parser = flags.training(__doc__)  # --model, --dataset, --epochs and so on
+    args = parser.parse_args()
+    args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
+    train(args)
+
+
 def train(args):
     """Make the loaders, the model and the optimizer, and train."""
     device = torch.device(args.device)
     train_loader, test_loader = loaders(args)
     torch.manual_seed(args.seed)
     model = make_model(args).to(device)
-    # NEW: fused=True updates all parameters in one pass, which is faster. eps is not the default,
-    # 1e-8: with that, Adam takes a full step even where a gradient is nothing but a rounding error,
-    # and the lessons would print different losses. In your own project, keep the default.
+    # fused=True is faster. eps makes the lessons' digits equal: in your project, leave it out.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
-    fit(model, optimizer, train_loader, test_loader, device, args)
+    for epoch in range(args.epochs):
+        fit_epoch(epoch, model, optimizer, train_loader, test_loader, device, args)
 
 
 def loaders(args):
     """Return a DataLoader of the training images, and one of the test images."""
     dtype = torch.float64 if args.double else torch.float32
     train_set, test_set = load(args.dataset, args.data_dir, dtype)
-    # These data sets return whole batches. For your own, which returns image by image, leave
-    # collate_fn out, and set num_workers. Pinned memory is copied to a GPU while Python continues.
+    # These data sets return whole batches. For your own, leave collate_fn out, and set num_workers.
     options = {"collate_fn": whole_batch, "pin_memory": args.device != "cpu"}
     sampler = RandomSampler(train_set, generator=torch.Generator())
-    # NEW: an epoch's last, incomplete batch is left out (drop_last): 96 images if batches have 128.
+    # drop_last leaves out an incomplete last batch, which ranks could not divide into equal parts.
     train_loader = DataLoader(
         train_set, args.batch_size, sampler=sampler, drop_last=True, **options
     )
@@ -73,25 +80,24 @@ def loaders(args):
     return train_loader, test_loader
 
 
-def fit(model, optimizer, train_loader, test_loader, device, args):
-    """Train and test, and print one line for each epoch."""
-    for epoch in range(args.epochs):
-        # NEW: the order of the images differs from epoch to epoch, and is the same in each run.
-        train_loader.sampler.generator.manual_seed(args.seed + epoch)
-        start = time.perf_counter()
-        title = f"epoch {epoch + 1}/{args.epochs}"
-        bar = tqdm(train_loader, title, leave=False, disable=None)  # shown in a terminal only
-        loss, correct, images = run_epoch(model, bar, device, optimizer)
-        seconds = time.perf_counter() - start
-        speed = len(train_loader) * args.batch_size / seconds
-        _, test_correct, test_images = run_epoch(model, test_loader, device)
-        digits = 12 if args.double else 4
-        print(
-            f"{title}  loss {loss / images:.{digits}f}"
-            f"  train {correct / images:.2%}  test {test_correct / test_images:.2%}"
-            f"  {seconds:.2f} s  {speed:,.0f} {args.unit}/s",
-            flush=True,
-        )
+def fit_epoch(epoch, model, optimizer, train_loader, test_loader, device, args):
+    """Train for one epoch, test, and print a line."""
+    # NEW: the order of the images differs from epoch to epoch, and is the same in each run.
+    train_loader.sampler.generator.manual_seed(args.seed + epoch)
+    start = time.perf_counter()
+    title = f"epoch {epoch + 1}/{args.epochs}"
+    bar = tqdm(train_loader, title, leave=False, disable=None)  # shown in a terminal only
+    loss, correct, images = run_epoch(model, bar, device, optimizer)
+    seconds = time.perf_counter() - start
+    speed = len(train_loader) * args.batch_size / seconds
+    _, test_correct, test_images = run_epoch(model, test_loader, device)
+    digits = 12 if args.double else 4
+    print(
+        f"{title}  loss {loss / images:.{digits}f}"
+        f"  train {correct / images:.2%}  test {test_correct / test_images:.2%}"
+        f"  {seconds:.2f} s  {speed:,.0f} {args.unit}/s",
+        flush=True,
+    )
 
 
 def run_epoch(model, loader, device, optimizer=None):
@@ -113,14 +119,6 @@ def run_epoch(model, loader, device, optimizer=None):
         sums[1] += (logits.argmax(dim=1) == labels).sum()
         sums[2] += labels.numel()
     return sums.tolist()
-
-
-def main():
-    """Read the flags, make sure that the data is there, and train."""
-    parser = flags.training(__doc__)
-    args = parser.parse_args()
-    args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
-    train(args)
 
 
 if __name__ == "__main__":

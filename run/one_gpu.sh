@@ -16,7 +16,7 @@ DEVICE=${DEVICE:-cuda} # cpu: to try this without a GPU
 # What each rank does: it is the only one of its node, and uses the only GPU.
 rank='export NCCL_HOSTID=rank$RANK LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 '
 rank+='NCCL_SOCKET_IFNAME=lo NCCL_IB_DISABLE=1; '
-if grep -q check_nodes "$2"; then # it starts the ranks of its node itself, and knows no torchrun
+if grep -q complete_nodes "$2"; then # it starts the ranks of its node itself, and knows no torchrun
     rank+='node=$RANK; unset RANK TORCHELASTIC_USE_AGENT_STORE; '
     rank+='set -- "$@" -n $WORLD_SIZE -g 1 -nr $node -ip 127.0.0.1 --port $((MASTER_PORT + 1)); '
 fi

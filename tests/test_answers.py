@@ -66,8 +66,8 @@ single_gpu 2 | -
     optimizer.zero_grad() => pass
     loss 1.4891
 data_parallel 1 | - | --by hand -g 2
-    def fit( => def end(model):\n    print(list(model.state_dict()))\n\n\n...
-    fit(model, optimizer, train_loader, test_loader, device, args)\n => ...    end(model)\n
+    def fit_epoch( => def end(model):\n    print(list(model.state_dict()))\n\n\n...
+    optimizer, train_loader, test_loader, device, args)\n => ...    end(model)\n
     prints module.stage1
 data_parallel 2 | - | --by hand -g 2
     functional_call(replica, parameters, part.to(device)) => replica(part.to(device))
@@ -79,7 +79,7 @@ manual_data_parallel 2 | 2
     average(model)  # => pass  #
     loss 1.5555
 distributed_data_parallel 1 | 2
-    train_loader.sampler.set_epoch(epoch) => pass
+    train_loader.sampler.set_epoch(epoch) => print("first", list(train_loader.sampler)[:5])
     loss 1.3936
 distributed_data_parallel 2 | 2
     _, test_correct, => if rank == 0: ...
@@ -95,8 +95,8 @@ distributed_data_parallel2 1 | 2
     prints images 720.0
     loss 1.4064
 distributed_data_parallel2 2 | 2 | --timeout 3
-    parts = comm.gather(run_epoch(plain, test_loader, device)) => tested = run_epoch
-    _, test_correct, => parts = comm.gather(tested(plain, test_loader, device))\n            ...
+    parts = comm.gather(run_epoch(model, test_loader, device)) => tested = run_epoch
+    _, test_correct, => parts = comm.gather(tested(model, test_loader, device))\n        ...
     fails Timed out waiting OR closed by peer
 distributed_data_parallel_torchrun 1 | 2 | | torchrun
     rank, device = join(args) => ...\n    assert rank == 0

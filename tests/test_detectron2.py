@@ -17,8 +17,8 @@ LESSON = "distributed_data_parallel2"
 
 def test_a_random_seed_for_all_ranks(change):
     """The ranks have the same seed, and the next run has a different one."""
-    line = "    torch.manual_seed(args.seed)\n"
-    copy = change(LESSON, (line, f'{line}    print("seed", args.seed, flush=True)\n'))
+    line = "    torch.manual_seed(args.seed"
+    copy = change(LESSON, (line, f'    print("seed", args.seed, flush=True)\n{line}'))
     # detectron2 draws from numpy's generator, which forked runs would otherwise share.
     copy.write_text(f"import numpy\nnumpy.random.seed()\n{copy.read_text()}")
     first = run(copy, *SHORT, "-g", 2, "--random_seed").stdout

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import torch
 from conftest import SHORT, lesson_path, ranks, run
 
 LESSON = "distributed_data_parallel_torchrun"  # the one to copy
@@ -39,6 +40,7 @@ CHANGES = {
     r"^    parser = flags\.ranks\(__doc__\)": PARSER,
     r"^    parser\.check_torchrun\(args\).*\n": "",
     r"^    flags\.check_same\(.*\n": "",
+    r"type=flags\.new_file, ": "",
 }
 
 
@@ -57,12 +59,26 @@ def test_a_lesson_lifted_into_a_project_of_its_own(tmp_path):
     assert re.findall(r"^epoch (\d)/2  loss \d", done.stdout, re.M) == ["1", "2"]
 
 
-@pytest.mark.parametrize("lesson", [LESSON, "distributed_data_parallel"])
-def test_fewer_images_than_a_batch(lesson, change):
+def test_fewer_images_than_a_batch(change):
     """In a copy, which does not call fetch() with its own data: one error says so."""
-    copy = change(lesson, ("args.batch_size // world_size", "10**6"))
+    copy = change(LESSON, ("args.batch_size // world_size", "10**6"))
     done = run(copy, *SHORT, processes=1, status=1)
     assert "ValueError: a batch is larger than the training set" in done.stderr
+
+
+@pytest.mark.parametrize("lesson", [LESSON, "distributed_data_parallel"])
+def test_all_ranks_test_the_same_batch_norm(lesson, change, tmp_path):
+    """Before the test, each rank has running averages of its own. DDP sends those of rank 0."""
+    made, norm = "make_model(args)", "torch.nn.Sequential({}, torch.nn.BatchNorm1d(10))"
+    test = "    _, test_correct, test_images = run_epoch(model, test_loader, device)\n"
+    save = '    torch.save([*model.buffers()], "{}/%d.{}" % rank)\n'
+    before, after = (save.format(tmp_path, name) for name in ("before", "after"))
+    copy = change(lesson, (made, norm.format(made)), (test, before + test + after))
+    run(copy, *SHORT, processes=2)
+    found = {path.name: torch.load(path)[0] for path in tmp_path.glob("[01].*")}
+    assert len(found) == 4 and not torch.equal(found["0.before"], found["1.before"])
+    for name in ("0.after", "1.after"):
+        assert torch.equal(found[name], found["0.before"])
 
 
 THREADS = 'os.popen(f"cat /proc/{os.getpid()}/task/*/comm 2>/dev/null").read().count("gloo")'
@@ -71,7 +87,7 @@ THREADS = 'os.popen(f"cat /proc/{os.getpid()}/task/*/comm 2>/dev/null").read().c
 def test_no_thread_of_the_group_outlives_it(change):
     """A thread that is left may abort Python's shutdown: there is none when train has returned."""
     show = f"print('threads of gloo:', {THREADS}, flush=True)\n"
-    before = ("    del model\n", f"    {show}    del model\n")
+    before = ("    del model", f"    {show}    del model")
     after = ("    train(args)\n", f"    train(args)\n    {show}")
     # They are started: what they import, and when, matters.
     for job in ranks(change(LESSON, before, after), *SHORT, cold=True):

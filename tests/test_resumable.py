@@ -17,6 +17,7 @@ from conftest import (
     python_path,
     ranks,
     run,
+    single_gpu,
     wait_for_epoch,
 )
 from nodes import small_disk
@@ -46,6 +47,20 @@ def run_dir(tmp_path_factory):
     folder = tmp_path_factory.mktemp("resumable") / "run"
     run(LESSON, *FLAGS, "--run_dir", folder, processes=1)
     return folder
+
+
+def test_the_lesson_to_copy_resumes(tmp_path):
+    """Two ranks save, and three resume, to the numbers of one process. A run that is done ends."""
+    lesson, path = "distributed_data_parallel_torchrun", tmp_path / "run.pt"
+    flags = (*DIGITS, "--batch_size", 120, "--double")
+    shown = ""
+    for count, processes, done in ((1, 2, None), (2, 3, 1), (2, 2, 2)):
+        more = ("--epochs", count, "--savefile", path)
+        stdout = run(lesson, *flags, *more, processes=processes).stdout
+        assert (f"{path}: {done} of {count} epochs are done" in stdout) == (done is not None)
+        shown += stdout
+    right = [line["loss"] for line in single_gpu(*flags, "--epochs", 2)]
+    assert losses(shown) == pytest.approx(right, abs=1e-10)
 
 
 def test_a_killed_rank_under_torchrun(run_dir, tmp_path):

@@ -3,14 +3,13 @@
 import ast
 import difflib
 import re
+import subprocess
 
 import pytest
 from conftest import ROOT, lesson_path
 from fold import FOLD, folded
-from lessons import LESSONS
+from lessons import LESSONS, READING_ORDER, docstring
 
-LIST = (ROOT / "playground" / "README.md").read_text()
-READING_ORDER = re.findall(r"^\| \d+\. \[`(\w+)\.py`\]\(", LIST, re.M)
 IN_FULL = {  # these show the frames, which the others have below a fold; or have one of their own
     "blocking_p2p",
     "single_gpu",
@@ -33,6 +32,32 @@ def test_what_stands_below_the_fold(lesson):
     assert folded(text) == text, f"run: python tests/develop/fold.py {lesson_path(lesson)}"
     assert READING_ORDER.index(fold[1].removesuffix(".py")) < READING_ORDER.index(lesson)
     assert "# NEW: " in text[: fold.start()] and "# NEW: " not in text[fold.end() :]
+
+
+# The six lessons that train the plain model, whose diff is what is new.
+IN_ONE_ORDER = ["single_gpu", "data_parallel", "manual_data_parallel", "model_parallel"]
+IN_ONE_ORDER += ["distributed_data_parallel", "distributed_data_parallel_torchrun"]
+ORDER = ["main", "train", "join", "loaders", "fit_epoch", "run_epoch", "save"]
+
+
+@pytest.mark.parametrize("lesson", IN_ONE_ORDER)
+def test_the_order_of_calls(lesson):
+    """Functions stand in the order in which they are called, so no diff shows one that moved."""
+    tree = ast.parse(lesson_path(lesson).read_text())
+    names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    assert [name for name in names if name in ORDER] == [name for name in ORDER if name in names]
+
+
+@pytest.mark.parametrize("lesson", LESSONS)
+def test_a_docstring_compares_two_lessons(lesson):
+    """Its commands show what has changed in it (in single_gpu.py: since it)."""
+    commands = re.findall(r"^ +(git diff .*)$", docstring(lesson), re.M)
+    assert commands or lesson not in IN_ONE_ORDER
+    for command in commands:
+        shown = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
+        assert (shown.returncode, shown.stderr) == (1, "")  # 1: the files are there, and differ
+        own = "distributed_data_parallel" if lesson == "single_gpu" else lesson
+        assert f"+++ b/playground/{own}.py\n" in shown.stdout
 
 
 MAY_IMPORT = {  # the parts of the course that stand below each folder
@@ -69,7 +94,6 @@ def test_no_import_runs_back_up(folder):
 OF_EACH = ("train", "main", "add_flags", "check_flags")  # each lesson has its own
 # Functions above the fold whose code nearly is that of an earlier lesson, and why it differs.
 NEARLY = {
-    ("distributed_data_parallel", "distributed_data_parallel2", "save"): "epochs begin at 0 there",
     ("manual_data_parallel", "profile_steps", "average_in_one_bucket"): "nothing is frozen there",
     ("fully_sharded_data_parallel", "fully_sharded_checkpoints", "shard"): "has no --keep_weights",
 }

@@ -192,7 +192,8 @@ def train(args):
     model = model.to(device)
     fused = args.by == "hand"  # Adam's fused code refuses DTensors beside plain tensors
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=fused)
-    fit(model, optimizer, train_loader, test_loader, device, args)
+    for epoch in range(args.epochs):
+        fit_epoch(epoch, model, optimizer, train_loader, test_loader, device, args)
     show_kept(model, train_loader, device)
     dist.barrier()  # DTensor keeps the group, and without this Python may abort at exit
     dist.destroy_process_group()
@@ -320,8 +321,8 @@ def check_flags(parser, args, world_size):
 
 
 # ---------- Unchanged from sequence_parallel.py ----------
-# You know what follows: refuse_state(), join(), fit() and main(). If you copy this lesson, copy
-# this, too.
+# You know what follows: refuse_state(), join(), fit_epoch() and main(). If you copy this lesson,
+# copy this, too.
 
 
 def refuse_state(layer, *_):
@@ -336,15 +337,13 @@ def refuse_state(layer, *_):
 def join(args):
     """Join the process group that torchrun describes. Returns this rank and its device."""
     local_rank = int(os.environ["LOCAL_RANK"])  # torchrun has numbered this node's processes
-    device = torch.device(args.device)
-    gpu = None
+    device, gpu = torch.device(args.device), None  # gpu stays None on a CPU
     if args.device != "cpu":
-        gpu = device = torch.device(args.device, local_rank)
+        device = gpu = torch.device(args.device, local_rank)
         torch.accelerator.set_device_index(gpu)  # otherwise all ranks would take memory on GPU 0
     backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA's GPUs, gloo for CPUs
-    # The address, the rank and the world size are in the environment.
     dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=gpu)
-    rank = dist.get_rank()
+    rank = dist.get_rank()  # torchrun has set it, the world size and the address of rank 0
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, vars(args))
     flags.check_same(everyone)  # an error, if nodes have different flags
@@ -353,32 +352,28 @@ def join(args):
     return rank, device
 
 
-def fit(model, optimizer, train_loader, test_loader, device, args):
-    """Train and test, and print one line for each epoch."""
+def fit_epoch(epoch, model, optimizer, train_loader, test_loader, device, args):
+    """Train for one epoch, test, and print a line."""
     rank = dist.get_rank()
-    for epoch in range(args.epochs):
-        train_loader.sampler.set_epoch(epoch)  # a new order, the same on all ranks
-        start = time.perf_counter()
-        title = f"epoch {epoch + 1}/{args.epochs}"
-        # Only rank 0 shows a bar, and only in a terminal.
-        bar = tqdm(train_loader, title, leave=False, disable=None if rank == 0 else True)
-        loss, correct, images = run_epoch(model, bar, device, optimizer)
-        seconds = time.perf_counter() - start
-        speed = len(train_loader) * args.batch_size / seconds
-        # DDP sends messages in forward(), too. So if there is DDP, test the model inside it.
-        plain = getattr(model, "module", model)
-        _, test_correct, test_images = run_epoch(plain, test_loader, device)
-        if rank == 0:
-            digits = 12 if args.double else 4
-            peak = ""  # of the memory that this rank's tensors have taken on its GPU
-            if args.device != "cpu":
-                peak = f"  {torch.accelerator.max_memory_allocated() / 2**20:,.0f} MiB"
-            print(
-                f"{title}  loss {loss / images:.{digits}f}"
-                f"  train {correct / images:.2%}  test {test_correct / test_images:.2%}"
-                f"  {seconds:.2f} s  {speed:,.0f} {args.unit}/s{peak}",
-                flush=True,
-            )
+    train_loader.sampler.set_epoch(epoch)  # a new order, the same on all ranks
+    start = time.perf_counter()
+    title = f"epoch {epoch + 1}/{args.epochs}"
+    bar = tqdm(train_loader, title, leave=False, disable=None if rank == 0 else True)
+    loss, correct, images = run_epoch(model, bar, device, optimizer)
+    seconds = time.perf_counter() - start
+    speed = len(train_loader) * args.batch_size / seconds
+    _, test_correct, test_images = run_epoch(model, test_loader, device)
+    if rank == 0:
+        digits = 12 if args.double else 4
+        peak = ""  # of the memory that this rank's tensors have taken on its GPU
+        if args.device != "cpu":
+            peak = f"  {torch.accelerator.max_memory_allocated() / 2**20:,.0f} MiB"
+        print(
+            f"{title}  loss {loss / images:.{digits}f}"
+            f"  train {correct / images:.2%}  test {test_correct / test_images:.2%}"
+            f"  {seconds:.2f} s  {speed:,.0f} {args.unit}/s{peak}",
+            flush=True,
+        )
 
 
 @record  # writes the traceback of an error to a file, and torchrun's report shows it
@@ -389,7 +384,6 @@ def main():
     args = parser.parse_args()
     parser.check_torchrun(args)  # an error of one line if torchrun has not started this
     check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
-    # fetch() lets one process of a node download. Without a group, the others do not time out.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 

@@ -88,7 +88,8 @@ def train(local_rank, args):
     send_weights(model)
     buckets = Buckets(model, args.bucket_cap_mb)  # NEW: or EachGradient(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
-    fit(model, optimizer, train_loader, test_loader, device, args, buckets.finish)
+    for epoch in range(args.epochs):
+        fit_epoch(epoch, model, optimizer, train_loader, test_loader, device, args, buckets.finish)
     show_overlap(next(iter(train_loader)), device, args)
     dist.destroy_process_group()
 
@@ -207,15 +208,16 @@ def now(device):
 
 
 # ---------- Unchanged from manual_data_parallel.py ----------
-# You know what follows: send_weights(), average_gradients(), join(), fit(), run_epoch() and main().
-# If you copy this lesson, copy this, too.
+# You know what follows: send_weights(), average_gradients(), join(), fit_epoch(), run_epoch() and
+# main(). If you copy this lesson, copy this, too.
 
 
 def send_weights(model):
     """Give all ranks the parameters (also called weights) of rank 0.
 
     A model may also have tensors that are not trained, also called buffers, such as the running
-    averages of batch norm. They would have to be sent, too.
+    averages of batch norm. They would have to be sent, too. Gloo ignores strides, so what it sends
+    must be contiguous.
     """
     for parameter in model.parameters():
         # Rank 0 sends, and the other ranks receive into their own parameters. detach() shares
@@ -236,19 +238,20 @@ def average_gradients(model):
 
 
 def join(local_rank, args):
-    """Join the process group, and print the table of ranks. Returns this rank and its device."""
-    rank = args.nr * args.gpus + local_rank
+    """Join the process group (all ranks), and print a table of it. Returns the rank and device."""
+    rank = args.nr * args.gpus + local_rank  # the nodes before this one have args.gpus ranks each
     world_size = args.nodes * args.gpus
-    # The ranks of a node divide its cores among themselves.
-    torch.set_num_threads(max(1, torch.get_num_threads() // args.gpus))
-    device, gpu = torch.device(args.device), None
+    torch.set_num_threads(max(1, torch.get_num_threads() // args.gpus))  # they share the cores
+    device, gpu = torch.device(args.device), None  # gpu stays None on a CPU
     if args.device != "cpu":
         device = gpu = torch.device(args.device, local_rank)
         torch.accelerator.set_device_index(gpu)  # otherwise all ranks would take memory on GPU 0
     address = f"tcp://{args.ip}:{args.port}"
     try:
+        # All ranks make this call, and wait in it for each other. Then they can send messages.
         dist.init_process_group(
-            backend=dist.get_default_backend_for_device(device),  # nccl on NVIDIA's GPUs, or gloo
+            # the library that carries messages: NCCL between NVIDIA's GPUs, gloo between CPUs
+            backend=dist.get_default_backend_for_device(device),
             init_method=address,  # the rendezvous: rank 0 waits there (listens), others connect
             world_size=world_size,  # how many ranks there are on all nodes together
             rank=rank,  # which of them this process is: no two have the same number
@@ -261,6 +264,7 @@ def join(local_rank, args):
         raise
     row = f"{args.nr:<6}{rank:<6}{local_rank:<12}{device!s:<8}{os.getpid():<8}{platform.node()}"
     everyone = [None] * world_size
+    # Each rank gets the objects of all ranks: a row of the table, and the flags.
     dist.all_gather_object(everyone, (row, vars(args)))
     flags.check_same([theirs for _, theirs in everyone])  # an error, if flags differ
     if rank == 0:
@@ -269,27 +273,25 @@ def join(local_rank, args):
     return rank, device
 
 
-def fit(model, optimizer, train_loader, test_loader, device, args, average):
-    """Train and test, and print one line for each epoch."""
+def fit_epoch(epoch, model, optimizer, train_loader, test_loader, device, args, average):
+    """Train for one epoch, test, and print a line."""
     rank = dist.get_rank()
-    for epoch in range(args.epochs):
-        train_loader.sampler.set_epoch(epoch)  # a new order, the same on all ranks
-        start = time.perf_counter()
-        title = f"epoch {epoch + 1}/{args.epochs}"
-        # Only rank 0 shows a bar, and only in a terminal.
-        bar = tqdm(train_loader, title, leave=False, disable=None if rank == 0 else True)
-        loss, correct, images = run_epoch(model, bar, device, optimizer, average)
-        seconds = time.perf_counter() - start
-        speed = len(train_loader) * args.batch_size / seconds
-        _, test_correct, test_images = run_epoch(model, test_loader, device)
-        if rank == 0:  # one line for all ranks, not one from each
-            digits = 12 if args.double else 4
-            print(
-                f"{title}  loss {loss / images:.{digits}f}"
-                f"  train {correct / images:.2%}  test {test_correct / test_images:.2%}"
-                f"  {seconds:.2f} s  {speed:,.0f} {args.unit}/s",
-                flush=True,
-            )
+    train_loader.sampler.set_epoch(epoch)  # a new order, the same on all ranks
+    start = time.perf_counter()
+    title = f"epoch {epoch + 1}/{args.epochs}"
+    bar = tqdm(train_loader, title, leave=False, disable=None if rank == 0 else True)
+    loss, correct, images = run_epoch(model, bar, device, optimizer, average)
+    seconds = time.perf_counter() - start
+    speed = len(train_loader) * args.batch_size / seconds
+    _, test_correct, test_images = run_epoch(model, test_loader, device)
+    if rank == 0:  # one line for all ranks
+        digits = 12 if args.double else 4
+        print(
+            f"{title}  loss {loss / images:.{digits}f}"
+            f"  train {correct / images:.2%}  test {test_correct / test_images:.2%}"
+            f"  {seconds:.2f} s  {speed:,.0f} {args.unit}/s",
+            flush=True,
+        )
 
 
 def run_epoch(model, loader, device, optimizer=None, average=None):
@@ -311,33 +313,33 @@ def run_epoch(model, loader, device, optimizer=None, average=None):
         sums[0] += loss.detach() * labels.numel()
         sums[1] += (logits.argmax(dim=1) == labels).sum()
         sums[2] += labels.numel()
-    dist.all_reduce(sums)  # the sums over all ranks
+    # The sums over all ranks. (A mean of the ranks' means would be wrong if one has fewer.)
+    dist.all_reduce(sums)
     return sums.tolist()
 
 
 def main():
-    """Read the flags and start the ranks of this node."""
-    parser = flags.training(__doc__)
+    """Read the flags, and start the processes of this node."""
+    parser = flags.ranks(__doc__)  # --model, --dataset, --epochs, --timeout and so on
     add = parser.add_argument
     add("-n", "--nodes", type=flags.positive, default=1, help="number of nodes")
     add("-g", "--gpus", type=flags.positive, help="ranks of each node; default: its GPUs, or 2")
     add("-nr", "--nr", type=int, default=0, help="number of this node, from 0")
     add("-ip", "--ip", help="address of node 0")
-    add("--port", type=flags.port, default=8888, help="port of node 0; -n 1 takes a free one")
-    add("--timeout", type=flags.positive, default=60, help="seconds to wait for another rank")
+    add("--port", type=flags.port, default=8888, help="port of node 0; one node takes a free one")
     add_flags(parser)
     args = parser.parse_args()
-    parser.check_nodes(args)  # also chooses -g and a free port, if they were not given
-    # The data is fetched once on each node, before its ranks start.
+    parser.complete_nodes(args)  # chooses -g, and with one node a free port
+    # The data is fetched once on each node, before its processes start.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     if args.device == "cpu":  # hide C++ back traces; Python raises the same errors
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     try:
-        # Starts args.gpus processes. Each is a new Python, which imports this file, and so finds
-        # the function train. Then one calls train(0, args), another train(1, args) and so on.
+        # Starts args.gpus processes. Each is a new Python, which imports this file, and so
+        # finds the function train. Then each calls train(local_rank, args), with 0, 1 and so on.
         mp.spawn(train, (args,), args.gpus)
     except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-        sys.exit(str(error))  # how the rank failed that failed first
+        sys.exit(str(error))  # the error of the first rank that failed
     except KeyboardInterrupt:
         sys.exit(130)
     finally:

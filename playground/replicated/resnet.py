@@ -110,9 +110,10 @@ def train(args):
         )
     torch.manual_seed(args.seed + rank)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
-    # NEW: fit() hands this function to run_epoch() in place of the optimizer.
+    # NEW: fit_epoch() hands this function to run_epoch() in place of the optimizer.
     step = partial(update, model, optimizer, args.accumulate)
-    fit(model, step, train_loader, test_loader, device, args)
+    for epoch in range(args.epochs):
+        fit_epoch(epoch, model, step, train_loader, test_loader, device, args)
     # DDP refers to the group, so delete DDP first. Otherwise the process may hang.
     del model, step  # the function refers to DDP
     dist.destroy_process_group()
@@ -139,11 +140,6 @@ def run_epoch(model, loader, device, step=None):
         sums[0] += loss * labels.numel()
         sums[1] += (logits.argmax(dim=1) == labels).sum()
         sums[2] += labels.numel()
-    if step is not None:
-        # NEW: in the last step, each rank has changed its own running averages. Send those of rank
-        # 0, so that all ranks test the same model.
-        for buffer in model.buffers():
-            dist.broadcast(buffer, src=0)
     dist.all_reduce(sums)
     return sums.tolist()
 
@@ -176,10 +172,10 @@ def loaders(args, rank, world_size):
         persistent_workers=args.workers > 0,  # NEW: the workers stay from epoch to epoch
         **options,
     )
-    # Each test image counts once. (DistributedSampler would repeat some to make the parts equal.)
-    test_loader = DataLoader(
-        test_set, 1000, sampler=range(rank, len(test_set), world_size), **options
-    )
+    # Each test image counts once, and all ranks have equally many batches.
+    batches = torch.arange(len(test_set)).tensor_split(len(test_set) // 1000 + 1)
+    own_batches = [batch[rank::world_size].tolist() for batch in batches]
+    test_loader = DataLoader(test_set, batch_sampler=own_batches, **options)
     return train_loader, test_loader
 
 
@@ -268,21 +264,19 @@ def check_flags(parser, args, world_size):
 
 
 # ---------- Unchanged from distributed_data_parallel_torchrun.py ----------
-# You know what follows: join() and fit(). If you copy this lesson, copy this, too.
+# You know what follows: join() and fit_epoch(). If you copy this lesson, copy this, too.
 
 
 def join(args):
     """Join the process group that torchrun describes. Returns this rank and its device."""
     local_rank = int(os.environ["LOCAL_RANK"])  # torchrun has numbered this node's processes
-    device = torch.device(args.device)
-    gpu = None
+    device, gpu = torch.device(args.device), None  # gpu stays None on a CPU
     if args.device != "cpu":
-        gpu = device = torch.device(args.device, local_rank)
+        device = gpu = torch.device(args.device, local_rank)
         torch.accelerator.set_device_index(gpu)  # otherwise all ranks would take memory on GPU 0
     backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA's GPUs, gloo for CPUs
-    # The address, the rank and the world size are in the environment.
     dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=gpu)
-    rank = dist.get_rank()
+    rank = dist.get_rank()  # torchrun has set it, the world size and the address of rank 0
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, vars(args))
     flags.check_same(everyone)  # an error, if nodes have different flags
@@ -291,32 +285,28 @@ def join(args):
     return rank, device
 
 
-def fit(model, optimizer, train_loader, test_loader, device, args):
-    """Train and test, and print one line for each epoch."""
+def fit_epoch(epoch, model, optimizer, train_loader, test_loader, device, args):
+    """Train for one epoch, test, and print a line."""
     rank = dist.get_rank()
-    for epoch in range(args.epochs):
-        train_loader.sampler.set_epoch(epoch)  # a new order, the same on all ranks
-        start = time.perf_counter()
-        title = f"epoch {epoch + 1}/{args.epochs}"
-        # Only rank 0 shows a bar, and only in a terminal.
-        bar = tqdm(train_loader, title, leave=False, disable=None if rank == 0 else True)
-        loss, correct, images = run_epoch(model, bar, device, optimizer)
-        seconds = time.perf_counter() - start
-        speed = len(train_loader) * args.batch_size / seconds
-        # DDP sends messages in forward(), too. So if there is DDP, test the model inside it.
-        plain = getattr(model, "module", model)
-        _, test_correct, test_images = run_epoch(plain, test_loader, device)
-        if rank == 0:
-            digits = 12 if args.double else 4
-            peak = ""  # of the memory that this rank's tensors have taken on its GPU
-            if args.device != "cpu":
-                peak = f"  {torch.accelerator.max_memory_allocated() / 2**20:,.0f} MiB"
-            print(
-                f"{title}  loss {loss / images:.{digits}f}"
-                f"  train {correct / images:.2%}  test {test_correct / test_images:.2%}"
-                f"  {seconds:.2f} s  {speed:,.0f} {args.unit}/s{peak}",
-                flush=True,
-            )
+    train_loader.sampler.set_epoch(epoch)  # a new order, the same on all ranks
+    start = time.perf_counter()
+    title = f"epoch {epoch + 1}/{args.epochs}"
+    bar = tqdm(train_loader, title, leave=False, disable=None if rank == 0 else True)
+    loss, correct, images = run_epoch(model, bar, device, optimizer)
+    seconds = time.perf_counter() - start
+    speed = len(train_loader) * args.batch_size / seconds
+    _, test_correct, test_images = run_epoch(model, test_loader, device)
+    if rank == 0:
+        digits = 12 if args.double else 4
+        peak = ""  # of the memory that this rank's tensors have taken on its GPU
+        if args.device != "cpu":
+            peak = f"  {torch.accelerator.max_memory_allocated() / 2**20:,.0f} MiB"
+        print(
+            f"{title}  loss {loss / images:.{digits}f}"
+            f"  train {correct / images:.2%}  test {test_correct / test_images:.2%}"
+            f"  {seconds:.2f} s  {speed:,.0f} {args.unit}/s{peak}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

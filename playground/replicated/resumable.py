@@ -15,10 +15,10 @@ The command with `--epochs 5` prints where it resumes (times differ):
     runs/mlp-mnist/epoch-000003.pt: 3 of 5 epochs are done
     epoch 4/5  loss 0.0952  train 97.12%  test 96.53%  0.41 s  146,442 images/s
 
-Rank 0 keeps a folder with the last three checkpoints, a log, and curves for TensorBoard. (Give each
-run a folder of its own, by `--run_dir`.) When a rank dies, torchrun ends the others and starts all
-of them again, and they resume from the newest checkpoint. An epoch that was not finished is
-repeated from its beginning.
+`distributed_data_parallel_torchrun.py --savefile` resumes if you start it again. Here torchrun does
+so: when a rank dies, it ends the others and starts all of them again, and they resume from the
+newest checkpoint. An epoch that was not finished is repeated. Rank 0 keeps the last three
+checkpoints, a log, and curves for TensorBoard, in a folder (`--run_dir`: give each run its own).
 
 A cluster asks before it kills: Slurm, Kubernetes and machines that shut down send SIGTERM, and then
 wait. The signal may come in the middle of a step, and to some ranks only. So a handler sets a flag,
@@ -161,7 +161,7 @@ def fit(model, optimizer, train_loader, test_loader, device, args, folder, progr
         seconds = time.perf_counter() - start
         speed = (steps - done) * args.batch_size / seconds
         loss, correct, images = progress["sums"]
-        _, test_correct, test_images = run_epoch(model.module, test_loader, device)
+        _, test_correct, test_images = run_epoch(model, test_loader, device)
         progress = beginning(epoch + 1)
         if rank == 0:
             digits = 12 if args.double else 4
@@ -257,15 +257,13 @@ def add_flags(parser):
 def join(args):
     """Join the process group that torchrun describes. Returns this rank and its device."""
     local_rank = int(os.environ["LOCAL_RANK"])  # torchrun has numbered this node's processes
-    device = torch.device(args.device)
-    gpu = None
+    device, gpu = torch.device(args.device), None  # gpu stays None on a CPU
     if args.device != "cpu":
-        gpu = device = torch.device(args.device, local_rank)
+        device = gpu = torch.device(args.device, local_rank)
         torch.accelerator.set_device_index(gpu)  # otherwise all ranks would take memory on GPU 0
     backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA's GPUs, gloo for CPUs
-    # The address, the rank and the world size are in the environment.
     dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=gpu)
-    rank = dist.get_rank()
+    rank = dist.get_rank()  # torchrun has set it, the world size and the address of rank 0
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, vars(args))
     flags.check_same(everyone)  # an error, if nodes have different flags
@@ -309,7 +307,6 @@ def main():
     args = parser.parse_args()
     parser.check_torchrun(args)  # an error of one line if torchrun has not started this
     check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
-    # fetch() lets one process of a node download. Without a group, the others do not time out.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 

@@ -41,7 +41,6 @@ The next lesson, `sharded_optimizer.py`, shards what DDP replicates on every ran
 import bisect
 import functools
 import itertools
-import math
 import os
 import sys
 import time
@@ -130,7 +129,7 @@ def train(args):
     rank, device = join(args)
     train_set, test_set = Files(folder_of(args), "train"), Files(folder_of(args), "test")
     # Each test image is on one rank only.
-    batches = torch.arange(len(test_set)).tensor_split(math.ceil(len(test_set) / 1000))
+    batches = torch.arange(len(test_set)).tensor_split(len(test_set) // 1000 + 1)
     test_batches = [batch[rank :: dist.get_world_size()].tolist() for batch in batches]
     test_loader = make_loader(test_set, test_batches, args)
     torch.manual_seed(args.seed)
@@ -180,7 +179,7 @@ def fit(model, optimizer, train_set, test_loader, device, args, progress):
         seconds = time.perf_counter() - start
         speed = (whole - done) / seconds
         loss, correct, images = progress["sums"]
-        _, test_correct, test_images = run_epoch(model.module, test_loader, device)
+        _, test_correct, test_images = run_epoch(model, test_loader, device)
         if rank == 0:
             digits = 12 if args.double else 4
             print(
@@ -303,15 +302,13 @@ def main():
 def join(args):
     """Join the process group that torchrun describes. Returns this rank and its device."""
     local_rank = int(os.environ["LOCAL_RANK"])  # torchrun has numbered this node's processes
-    device = torch.device(args.device)
-    gpu = None
+    device, gpu = torch.device(args.device), None  # gpu stays None on a CPU
     if args.device != "cpu":
-        gpu = device = torch.device(args.device, local_rank)
+        device = gpu = torch.device(args.device, local_rank)
         torch.accelerator.set_device_index(gpu)  # otherwise all ranks would take memory on GPU 0
     backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA's GPUs, gloo for CPUs
-    # The address, the rank and the world size are in the environment.
     dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=gpu)
-    rank = dist.get_rank()
+    rank = dist.get_rank()  # torchrun has set it, the world size and the address of rank 0
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, vars(args))
     flags.check_same(everyone)  # an error, if nodes have different flags

@@ -214,15 +214,13 @@ def check_flags(parser, args, world_size):
 def join(args):
     """Join the process group that torchrun describes. Returns this rank and its device."""
     local_rank = int(os.environ["LOCAL_RANK"])  # torchrun has numbered this node's processes
-    device = torch.device(args.device)
-    gpu = None
+    device, gpu = torch.device(args.device), None  # gpu stays None on a CPU
     if args.device != "cpu":
-        gpu = device = torch.device(args.device, local_rank)
+        device = gpu = torch.device(args.device, local_rank)
         torch.accelerator.set_device_index(gpu)  # otherwise all ranks would take memory on GPU 0
     backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA's GPUs, gloo for CPUs
-    # The address, the rank and the world size are in the environment.
     dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=gpu)
-    rank = dist.get_rank()
+    rank = dist.get_rank()  # torchrun has set it, the world size and the address of rank 0
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, vars(args))
     flags.check_same(everyone)  # an error, if nodes have different flags
@@ -261,7 +259,6 @@ def main():
     args = parser.parse_args()
     parser.check_torchrun(args)  # an error of one line if torchrun has not started this
     check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
-    # fetch() lets one process of a node download. Without a group, the others do not time out.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     train(args)
 

@@ -88,8 +88,8 @@ def faults_of_lessons():
     for lesson in LESSONS:
         if f"({PATHS[lesson].relative_to(ROOT)})" not in front:
             yield f"README.md has no link to {lesson}.py"
-    if f"[{len(LESSONS) - 10}\nmore]" not in front:
-        yield f"README.md does not say that there are {len(LESSONS) - 10} scripts after the ten"
+    if f"[{len(LESSONS) - 10} more]" not in front:
+        yield f"README.md does not say that there are {len(LESSONS) - 10} lessons after the ten"
     for lesson, following in zip(listed, [*listed[1:], None], strict=True):
         text = DOCSTRINGS.get(lesson, "")
         if len(text.splitlines()) > 50:
