@@ -43,34 +43,12 @@ BLOCK = re.compile(
 )
 # Where a lesson says that a reader can stop, and where another part of it begins.
 PART = re.compile(r"# (You can stop here.*)\.|# -{10} (.*) -{10}")
-# What people type into a search, besides the words of a page. For SYMPTOMS, these pages come first.
+# What people type into a search who have a problem. For these words, these pages come first.
 SYMPTOMS = {
     "hangs": "hang stuck deadlock NCCL timeout watchdog desync py-spy",
     "troubleshooting": "error message symptom crash NCCL timeout OOM out of memory connection"
     " refused closed reset address already in use port NaN stuck deadlock hang uneven mismatch",
     "stragglers": "slow rank GPU straggler late",
-}
-SEARCHED = SYMPTOMS | {
-    "distributed_data_parallel": "multi node multi GPU machines",
-    "distributed_data_parallel_torchrun": "multi node multi GPU elastic launch",
-    "resumable": "fault tolerance preemption save load elastic",
-    "survivors": "fault tolerance elastic torchft shrink failure",
-    "resnet": "SyncBatchNorm fine-tune",
-    "finding_hangs": "deadlock stuck NCCL timeout watchdog flight recorder",
-    "sending_less": "PowerSGD compression bandwidth",
-    "sharded_data": "streaming dataset IterableDataset WebDataset",
-    "sharded_optimizer": "stage 1 ZeroRedundancyOptimizer",
-    "fully_sharded_data_parallel": "FSDP2 stage 3 ZeRO",
-    "manual_pipeline": "parallel PP bubble",
-    "tensor_parallel": "TP Megatron",
-    "placements": "DTensor Shard Replicate Partial redistribute",
-    "hybrid_parallel": "2D DeviceMesh",
-    "mixed_precision": "bf16 fp16 AMP half loss scaling",
-    "activation_checkpointing": "gradient recompute OOM out of memory",
-    "context_parallel": "long context CP",
-    "expert_parallel": "MoE EP",
-    "language_model": "LLM GPT",
-    "four_axes": "3D 4D Megatron",
 }
 # Words of the glossary with a plain meaning, too, in which lessons often use them.
 PLAIN = {"block", "buffer", "gather", "handle", "load", "norm", "pass", "reduce", "scatter"}
@@ -176,17 +154,19 @@ class Course:
     def __init__(self):
         self.parts, self.tasks = {}, {}  # by the name of the part
         self.ideas = {f"playground/pages/{name}": words for name, words in SYMPTOMS.items()}
+        self.keywords = {f"{page}.md": ", ".join(self.ideas[page].split()) for page in self.ideas}
         table = (COURSE / EXERCISES / "README.md").read_text(encoding="utf-8")
         self.rows = self.chapters("playground/README.md")
         for title, text in self.rows.items():
-            rows = re.findall(r"^\| \d+\. \[`\w+\.py`\]\((\S+)\) \| (.*) \|$", text, re.M)
+            rows = re.findall(r"^\| \d+\. \[`\w+\.py`\]\((\S+)\) \| (.*) \| (.*) \|$", text, re.M)
             if not rows:
                 tools = text
                 continue
-            self.parts[title] = [Source(COURSE / "playground" / file) for file, _ in rows]
-            for lesson, (_, idea) in zip(self.parts[title], rows, strict=True):
-                words = [lesson.path.name, lesson.title, idea, SEARCHED.get(lesson.path.stem, "")]
+            self.parts[title] = [Source(COURSE / "playground" / row[0]) for row in rows]
+            for lesson, (_, idea, also) in zip(self.parts[title], rows, strict=True):
+                words = [lesson.path.name, lesson.title, idea, also]
                 self.ideas[lesson.page.removesuffix(".md")] = " ".join(words)
+                self.keywords[lesson.page] = also.replace("`", "")
             part = title.partition(":")[0]
             files = re.findall(r"\w+\.py", re.search(rf"^\| {part} \| (.*)", table, re.M)[1])
             self.tasks[part] = [Source(COURSE / EXERCISES / file) for file in files]
@@ -404,11 +384,21 @@ class Course:
         page += self.drawings(lesson, f"/{lesson.path.name}") + self.recordings(lesson)
         page += f"## The code\n\n{{download}}`{lesson.file} <{lesson.path.name}>` has"
         page += f" {len(lesson.lines)} lines. Those with a new idea are lit, and what you can skip"
-        page += f" is folded.\n\n{lesson.code()}" + (lesson.difference(base) if base else "")
+        page += f" is folded.\n\n{lesson.code()}"
+        page += "".join(map(lesson.difference, self.compared(lesson) or [base] * bool(base)))
         broken = sections["broken"].replace("Try breaking it, in", "In", 1)
         page += "## Try breaking it\n\n" + self.prose(lesson, broken)
         page += "## What next\n\n" + self.prose(lesson, sections["write"])
         return page + self.prose(lesson, sections["next"])
+
+    def compared(self, lesson: Source) -> list[Source]:
+        """Return the lessons with which a docstring's commands (git diff) compare this one."""
+        names = set()
+        pairs = re.findall(r"playground/(\w*)\{(\w*),(\w*)\}(\w*)\.py", lesson.doc)
+        for begin, other, own, end in pairs:
+            if begin + own + end == lesson.path.stem:
+                names.add(begin + other + end)
+        return [each for each in self.lessons if each.path.stem in names]
 
     def exercises(self, part: str) -> str:
         """Return the page with the exercises of a part."""
@@ -448,8 +438,7 @@ def main() -> None:
     course = Course()
 
     def write(page: str, text: str) -> None:
-        if words := SEARCHED.get(Path(page).stem):
-            words = ", ".join(words.split())
+        if words := course.keywords.get(page):
             text = f"---\nmyst:\n  html_meta:\n    keywords: {words}\n---\n\n{text}"
         (out / page).parent.mkdir(parents=True, exist_ok=True)
         (out / page).write_text(text, encoding="utf-8")
