@@ -20,8 +20,8 @@ time. DDP needs to average the gradients only once in a step, after the last mic
 
 In training, batch norm uses the mean and the variance of the images that one rank processes at a
 time, so the losses change a little with the number of ranks and of micro-batches. For the test, it
-keeps running averages in buffers, which are tensors without a gradient. Before each step, DDP
-copies those of rank 0 to all ranks, so they come from the images of rank 0 alone.
+keeps running averages in buffers, which are tensors without a gradient. Before each step and before
+the test, DDP copies those of rank 0 to all ranks, so they come from the images of rank 0 alone.
 (nn.SyncBatchNorm, on GPUs, uses the images of all ranks.)
 
 To use GPUs 1, 6 and 3 of a node, put CUDA_VISIBLE_DEVICES=1,6,3 in front of torchrun, and start

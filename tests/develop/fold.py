@@ -6,7 +6,7 @@ A lesson that repeats functions of an earlier one has them below two lines, whic
 lesson and the functions:
 
     # ---------- Unchanged from single_gpu.py ----------
-    # You know what follows: fit(), run_epoch() and main(). If you copy this lesson, copy this, too.
+    # You know what follows: fit_epoch(), run_epoch() and main(). If you copy this, copy them, too.
 
 To give a lesson a fold, write these two lines at its end, and run this script.
 """
