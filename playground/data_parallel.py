@@ -147,7 +147,7 @@ def loaders(args):
     # These data sets return whole batches. For your own, leave collate_fn out, and set num_workers.
     options = {"collate_fn": whole_batch, "pin_memory": args.device != "cpu"}
     sampler = RandomSampler(train_set, generator=torch.Generator())
-    # drop_last leaves out an incomplete last batch, which ranks could not divide into equal parts.
+    # drop_last leaves out an incomplete last batch, which several ranks could not divide equally.
     train_loader = DataLoader(
         train_set, args.batch_size, sampler=sampler, drop_last=True, **options
     )
@@ -157,7 +157,7 @@ def loaders(args):
 
 def fit_epoch(epoch, model, optimizer, train_loader, test_loader, device, args):
     """Train for one epoch, test, and print a line."""
-    # The order of the images differs from epoch to epoch, and is the same in each run.
+    # Each epoch has an order of its own, the same in each run, and with several ranks, too.
     train_loader.sampler.generator.manual_seed(args.seed + epoch)
     start = time.perf_counter()
     title = f"epoch {epoch + 1}/{args.epochs}"

@@ -113,13 +113,13 @@ def train(args):
     if args.random_seed:
         args.seed = comm.shared_random_seed()  # NEW: rank 0 draws it and sends it to all ranks
     train_loader, test_loader = loaders(args, rank, world_size)
-    torch.manual_seed(args.seed + rank)  # own random numbers on each rank, as for dropout
+    torch.manual_seed(args.seed + rank)  # so that dropout, for example, differs between ranks
     model = make_model(args).to(device)
+    # fused=True is faster. eps makes the lessons' digits equal: in your project, leave it out.
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
     plain = model  # without DDP
     if world_size > 1:  # NEW: DDP needs a group, and launch forms none for a single process
         model = DistributedDataParallel(model)
-    # fused=True is faster. eps makes the lessons' digits equal: in your project, leave it out.
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
     for epoch in range(args.epochs):
         fit_epoch(epoch, model, optimizer, train_loader, test_loader, device, args)
         if rank == 0 and args.savefile:  # no collective in here: the others would not call it
@@ -213,7 +213,7 @@ def add_flags(parser):
     add("-g", "--gpus", type=flags.positive, help="ranks of each node; default: its GPUs, or 2")
     add("-r", "-nr", "--nr", type=int, default=0, help="number of this node, from 0")
     add("-ip", "--ip", help="address of node 0")
-    add("--port", type=flags.port, default=8888, help="port of node 0; one node takes a free one")
+    add("--port", type=flags.port, default=29500, help="port of node 0; one node takes a free one")
     add("--init_method", metavar="URL", help="replaces -ip, --port: tcp://... or env://")
     add("--timeout", type=flags.positive, default=60, help="seconds to wait for another rank")
     add("-s", "--savefile", type=flags.new_file, help="a checkpoint, written after each epoch")
@@ -226,7 +226,7 @@ def check_flags(parser, args):
         parser.error(f"launch does not know {args.device}: use --device cpu")
     parser.complete_nodes(args)
     if args.init_method and args.init_method.startswith("file:"):
-        parser.error("launch cannot rely on file://: use --init_method tcp://<ip of node 0>:8888")
+        parser.error("launch cannot rely on file://: use --init_method tcp://<ip of node 0>:29500")
 
 
 # ---------- Unchanged from single_gpu.py ----------

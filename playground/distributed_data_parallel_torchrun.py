@@ -18,13 +18,13 @@ c10d, a part of PyTorch. torchrun numbers them, so rank 0, which prints, may be 
         --rdzv-endpoint <ip of one node>:29500 playground/distributed_data_parallel_torchrun.py
 
 torchrun may set `OMP_NUM_THREADS` to 1, so that each process uses one core. To use four, put
-OMP_NUM_THREADS=4 in front. A wrong flag is named above its report, any other error at its end.
+OMP_NUM_THREADS=4 in front. A wrong flag stands above torchrun's report, other errors at its end.
 
 This is the lesson to copy into a project of your own: the end of README.md says what to replace.
 With `--savefile run.pt`, it saves after each epoch, and resumes there if you run it again. What has
-changed since `single_gpu.py`, and since `distributed_data_parallel.py`:
-    git diff -w --patience --no-index playground/{single_gpu,distributed_data_parallel_torchrun}.py
+changed since lesson 7, and since lesson 4:
     git diff -w --patience --no-index playground/distributed_data_parallel{,_torchrun}.py
+    git diff -w --patience --no-index playground/{single_gpu,distributed_data_parallel_torchrun}.py
 
 Try breaking it, in a copy beside it:
   1. Write `assert rank == 0` below the line with `join(args)`. What is reported? Without `@record`?
@@ -69,16 +69,16 @@ def train(args):
     """Train as one of the ranks that torchrun has started."""
     rank, device = join(args)
     train_loader, test_loader = loaders(args, rank, dist.get_world_size())
-    torch.manual_seed(args.seed + rank)  # own random numbers on each rank, as for dropout
+    torch.manual_seed(args.seed + rank)  # so that dropout, for example, differs between ranks
     model = make_model(args).to(device)
-    model = DistributedDataParallel(model)  # from here on, all ranks have the model of rank 0
     # fused=True is faster. eps makes the lessons' digits equal: in your project, leave it out.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
-    done = resume(args, model.module, optimizer) if args.savefile else 0  # NEW: how many epochs
+    done = resume(args, model, optimizer) if args.savefile else 0  # NEW: before DDP is made
+    model = DistributedDataParallel(model)  # from here on, all ranks have the model of rank 0
     for epoch in range(done, args.epochs):
         fit_epoch(epoch, model, optimizer, train_loader, test_loader, device, args)
         if rank == 0 and args.savefile:  # no collective in here: the others would not call it
-            save(args, epoch + 1, model.module, optimizer)
+            save(args, epoch + 1, model.module, optimizer)  # module: the model inside DDP
     del model  # DDP holds the process group. Otherwise the process may hang when Python ends.
     dist.destroy_process_group()
 
@@ -102,12 +102,16 @@ def join(args):
 
 
 def resume(args, model, optimizer):
-    """Load the checkpoint on each rank, if there is one. Returns how many epochs are done."""
+    """Load the checkpoint, if there is one, on all ranks. Returns how many epochs are done.
+
+    It must be on a disk of all nodes. (DDP sends rank 0's parameters, but no optimizer state.)
+    """
     found = [os.path.exists(args.savefile)]
-    dist.broadcast_object_list(found)  # NEW: rank 0 decides: others may see a new file later
+    dist.broadcast_object_list(found)  # NEW: rank 0 decides, so that all ranks begin alike
     if not found[0]:
         return 0
-    state = torch.load(args.savefile, map_location="cpu", weights_only=True)  # NEW: not to GPU 0
+    # NEW: by default, all would load to rank 0's GPU. weights_only refuses files that run code.
+    state = torch.load(args.savefile, map_location="cpu", weights_only=True)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])  # with its learning rate: --lr is ignored
     if dist.get_rank() == 0:
@@ -127,7 +131,7 @@ def loaders(args, rank, world_size):
     options = {"collate_fn": whole_batch, "pin_memory": args.device != "cpu"}
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
     per_rank_batch = args.batch_size // world_size
-    # drop_last leaves out an incomplete last batch, which ranks could not divide into equal parts.
+    # drop_last leaves out an incomplete last batch, which several ranks could not divide equally.
     train_loader = DataLoader(train_set, per_rank_batch, sampler=sampler, drop_last=True, **options)
     if len(train_loader) == 0:
         raise ValueError("a batch is larger than the training set: use a smaller --batch_size")

@@ -21,7 +21,7 @@ gradients travel in one message, which takes less time than many short ones:
     python playground/manual_data_parallel.py -g 2 --bucket
     epoch 1/3  loss 0.3960  train 88.26%  test 93.96%  1.07 s  55,998 images/s
 `playground/tools/watch.py` shows its messages, and `playground/tools/first_difference.py` where two
-runs first differ. It runs on two nodes as `blocking_p2p.py` does. What has changed since
+runs first differ. This lesson runs on two nodes as `blocking_p2p.py` does. What has changed since
 `single_gpu.py`:
     git diff -w --patience --no-index playground/{single_gpu,manual_data_parallel}.py
 
@@ -58,9 +58,9 @@ from common.models import make_model
 def send_weights(model):
     """Give all ranks the parameters (also called weights) of rank 0.
 
-    A model may also have tensors that are not trained, also called buffers, such as the running
-    averages of batch norm. They would have to be sent, too. Gloo ignores strides, so what it sends
-    must be contiguous.
+    A model may also have tensors that are not trained, such as the running averages of batch norm.
+    PyTorch calls them buffers, and they would have to be sent, too. What gloo sends must be
+    contiguous: it ignores strides, so a transposed tensor would arrive with wrong numbers.
     """
     for parameter in model.parameters():
         # NEW: rank 0 sends, and the other ranks receive into their own parameters. detach() shares
@@ -102,16 +102,16 @@ def main():
     add("-g", "--gpus", type=flags.positive, help="ranks of each node; default: its GPUs, or 2")
     add("-nr", "--nr", type=int, default=0, help="number of this node, from 0")
     add("-ip", "--ip", help="address of node 0")
-    add("--port", type=flags.port, default=8888, help="port of node 0; one node takes a free one")
+    add("--port", type=flags.port, default=29500, help="port of node 0; one node takes a free one")
     add_flags(parser)
     args = parser.parse_args()
     parser.complete_nodes(args)  # chooses -g, and with one node a free port
-    # NEW: the data is fetched once on each node, before its processes start.
+    # The data is fetched once on each node, before its processes start.
     args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
     if args.device == "cpu":  # hide C++ back traces; Python raises the same errors
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     try:
-        # Starts args.gpus processes. Each is a new Python, which imports this file, and so
+        # NEW: starts args.gpus processes. Each is a new Python, which imports this file, and so
         # finds the function train. Then each calls train(local_rank, args), with 0, 1 and so on.
         mp.spawn(train, (args,), args.gpus)
     except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
@@ -127,11 +127,11 @@ def train(local_rank, args):
     """Train as one of the ranks of this node."""
     rank, device = join(local_rank, args)
     train_loader, test_loader = loaders(args, rank, dist.get_world_size())
-    torch.manual_seed(args.seed + rank)  # NEW: own random numbers on each rank, as for dropout
+    torch.manual_seed(args.seed + rank)  # NEW: so that dropout, for example, differs between ranks
     model = make_model(args).to(device)
-    send_weights(model)  # NEW: from here on, all ranks have the model of rank 0
     # fused=True is faster. eps makes the lessons' digits equal: in your project, leave it out.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
+    send_weights(model)  # NEW: from here on, all ranks have the model of rank 0
     average = average_in_one_bucket if args.bucket else average_gradients
     for epoch in range(args.epochs):
         fit_epoch(epoch, model, optimizer, train_loader, test_loader, device, args, average)
@@ -149,7 +149,7 @@ def join(local_rank, args):
         torch.accelerator.set_device_index(gpu)  # otherwise all ranks would take memory on GPU 0
     address = f"tcp://{args.ip}:{args.port}"
     try:
-        # All ranks make this call, and wait in it for each other. Then they can send messages.
+        # NEW: all ranks make this call, and wait in it for each other. Then they can send messages.
         dist.init_process_group(
             # the library that carries messages: NCCL between NVIDIA's GPUs, gloo between CPUs
             backend=dist.get_default_backend_for_device(device),
@@ -159,15 +159,16 @@ def join(local_rank, args):
             timeout=timedelta(seconds=args.timeout),  # for this call, and for each later message
             device_id=gpu,  # with it, NCCL connects the GPUs now, and not at the first message
         )
-    except dist.DistError as error:  # ranks are missing, or the port is taken
+    except RuntimeError as error:  # ranks are missing, or do not connect, or the port is taken
         hint = f"All {world_size} ranks must connect to {address}: start every node, with the same"
-        error.add_note(f"{hint} -n, -g and -ip, and the same free --port.")
+        hint += " -n, -g and -ip, and the same free --port. If gloo cannot connect, export"
+        error.add_note(f"{hint} GLOO_SOCKET_IFNAME=<network interface>, such as eth0.")
         raise
     row = f"{args.nr:<6}{rank:<6}{local_rank:<12}{device!s:<8}{os.getpid():<8}{platform.node()}"
     everyone = [None] * world_size
-    # Each rank gets the objects of all ranks: a row of the table, and the flags.
+    # NEW: each rank gets the objects of all ranks: a row of the table, and the flags.
     dist.all_gather_object(everyone, (row, vars(args)))
-    flags.check_same([theirs for _, theirs in everyone])  # NEW: an error, if flags differ
+    flags.check_same([theirs for _, theirs in everyone])  # an error, if the nodes' flags differ
     if rank == 0:
         print("node  rank  local_rank  device  pid     host", flush=True)
         print(*[row for row, _ in everyone], sep="\n", flush=True)
@@ -185,11 +186,10 @@ def loaders(args, rank, world_size):
     # their number is odd, so that both take equally many.
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
     per_rank_batch = args.batch_size // world_size  # NEW: --batch_size is the global batch
-    # drop_last leaves out an incomplete last batch, which ranks could not divide into equal parts.
+    # drop_last leaves out an incomplete last batch, which several ranks could not divide equally.
     train_loader = DataLoader(train_set, per_rank_batch, sampler=sampler, drop_last=True, **options)
-    # NEW: each test image counts once (DistributedSampler would repeat some), and all ranks have
-    # equally many batches, because forward() may send messages, as DDP's does. Of a batch of five
-    # images, rank 0 of two tests 0, 2, 4, and rank 1 tests 1, 3.
+    # NEW: each test image counts once: of five, rank 0 of two tests 0, 2, 4, and rank 1 tests 1, 3.
+    # All ranks have equally many batches, because forward() may send messages, as DDP's does.
     batches = torch.arange(len(test_set)).tensor_split(len(test_set) // 1000 + 1)
     own_batches = [batch[rank::world_size].tolist() for batch in batches]
     test_loader = DataLoader(test_set, batch_sampler=own_batches, **options)

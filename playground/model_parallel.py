@@ -14,10 +14,10 @@ GPU, the second half can be on the CPU:
 The halves are called stages. The output of `stage1` (the activations) is copied to the second GPU,
 and its gradient is copied back. So a model can be larger than a GPU, but it trains no faster,
 because each GPU waits while the other one computes. (Today, such models are trained with FSDP, or
-with a process for each stage: `playground/pages/choosing.md`.) Time runs to the right: 0000 is the
-forward pass of a batch, aaaa is its backward pass, and dots are waiting:
-    stage1 |0000........aaaa|
-    stage2 |....0000aaaa....|
+with a process for each stage: `playground/pages/choosing.md`.) Time runs to the right: FFFF is the
+forward pass of a batch, BBBB is its backward pass, and dots are waiting:
+    stage1 |FFFF........BBBB|
+    stage2 |....FFFFBBBB....|
 
 With `--pipelined`, each batch is split into micro-batches. The first GPU computes micro-batch 1
 while the second one computes micro-batch 0. Here digits are the forward passes of four
@@ -31,7 +31,7 @@ What has changed since `single_gpu.py`:
 
 With p stages and m micro-batches, the last stage starts p - 1 turns after the first one, so the
 forward passes take m + p - 1 turns, and so do the backward passes. Each GPU waits for (p-1)/(m+p-1)
-of them, the pipeline's bubble (GPipe, https://arxiv.org/abs/1811.06965): 1/5 here, and 1/2 above.
+of them: the bubble (GPipe, https://arxiv.org/abs/1811.06965), 1/5 here (p=2, m=4), and 1/2 above.
 
 Try breaking it, in a copy beside it:
   1. Leave out `.to(self.devices[1])` after `stage1`. What does PyTorch say with two GPUs, and why
@@ -147,7 +147,7 @@ def loaders(args):
     # These data sets return whole batches. For your own, leave collate_fn out, and set num_workers.
     options = {"collate_fn": whole_batch, "pin_memory": args.device != "cpu"}
     sampler = RandomSampler(train_set, generator=torch.Generator())
-    # drop_last leaves out an incomplete last batch, which ranks could not divide into equal parts.
+    # drop_last leaves out an incomplete last batch, which several ranks could not divide equally.
     train_loader = DataLoader(
         train_set, args.batch_size, sampler=sampler, drop_last=True, **options
     )
@@ -157,7 +157,7 @@ def loaders(args):
 
 def fit_epoch(epoch, model, optimizer, train_loader, test_loader, device, args):
     """Train for one epoch, test, and print a line."""
-    # The order of the images differs from epoch to epoch, and is the same in each run.
+    # Each epoch has an order of its own, the same in each run, and with several ranks, too.
     train_loader.sampler.generator.manual_seed(args.seed + epoch)
     start = time.perf_counter()
     title = f"epoch {epoch + 1}/{args.epochs}"

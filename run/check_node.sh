@@ -8,7 +8,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # --- EDIT ---
 NODE0=${NODE0:-$(hostname)}         # address or name of node 0, as you will give it to -ip
-PORT=${PORT:-8888}                  # its port
+PORT=${PORT:-29500}                  # its port
 SSH=${SSH:-ssh}                     # or "ssh -p 2222"
 CHECKOUT=${CHECKOUT:-$PWD}          # the project's folder on the other hosts
 PYTHON=${PYTHON:-.venv/bin/python}  # runs the lessons, on this machine and on the others
@@ -20,8 +20,8 @@ fix() { echo "FIX   $1: $2" && status=1; }
 
 address=$(getent ahostsv4 "$NODE0" | awk 'NR == 1 { print $1 }' || true)
 route=$(ip -o -4 route get "${address:-none}" 2>/dev/null || true) # as "10.0.0.1 dev eth0 src ..."
-device=${route#* dev } # the network interface that leads to node 0
-device=${device%% *}
+own=${route#* src } # this machine's address there
+device=$(ip -o -4 address show to "${own%% *}" 2>/dev/null | awk 'NR == 1 { print $2 }' || true)
 if [ -z "$route" ]; then
     fix "no route leads to $NODE0" "correct NODE0, or add the name to /etc/hosts"
 elif [[ $route == "local 127."* ]]; then
@@ -35,6 +35,11 @@ elif why=$(LC_ALL=C timeout 3 bash -c 'exec 3<>/dev/tcp/$0/$1' "$NODE0" "$PORT" 
     ok "$device leads to $NODE0, and its port $PORT answers"
 else
     fix "no answer from port $PORT of $NODE0 in 3 s" "correct NODE0, or allow TCP in the firewalls"
+fi
+named=$(getent ahostsv4 "$(hostname)" | awk 'NR == 1 { print $1 }' || true)
+if [[ $named == 127.* && -z ${GLOO_SOCKET_IFNAME:-} && -n $device ]]; then
+    ok "this host's name leads to $named, so the lessons let gloo use $device. In a script of your" \
+        "own: export GLOO_SOCKET_IFNAME=$device"
 fi
 
 ask='import platform as p, torch

@@ -9,7 +9,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # --- EDIT ---
 HOSTS=${HOSTS:-node0 node1}        # one or more; the first one has rank 0
 GPUS=${GPUS:-2}                    # processes on each node, one for each GPU
-PORT=${PORT:-8888}                 # a free port of the first host
+PORT=${PORT:-29500}                 # a free port of the first host
 MPIRUN=${MPIRUN:-mpirun}           # or mpirun.openmpi, mpiexec.hydra, a path
 SSH=${SSH:-ssh}                    # or "ssh -p 2222"
 PYTHON=${PYTHON:-.venv/bin/python} # runs the lesson on the nodes

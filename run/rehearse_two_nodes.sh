@@ -17,6 +17,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 NODES=${NODES:-2}                   # number of nodes
 GPUS=${GPUS:-2}                     # processes on each node
 BANDWIDTH=${BANDWIDTH:-}            # limit of what a node sends, as in 100mbit; empty: no limit
+NAMES_AT=${NAMES_AT:-}              # 127.0.1.1: where hosts' names lead on Debian; empty: to them
 PYTHON=${PYTHON:-.venv/bin/python}  # runs the lesson
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # threads of each process: the nodes share the cores
 # ------------
@@ -46,7 +47,7 @@ echo "127.0.0.1 localhost" >/run/hosts
 ip link add switch type bridge # a virtual cable leads from it to the eth0 of each node
 ip link set switch up
 for ((node = 0; node < NODES; node++)); do
-    echo "10.77.0.$((node + 1)) node$node" >>/run/hosts
+    echo "${NAMES_AT:-10.77.0.$((node + 1))} node$node" >>/run/hosts
     ip netns add node$node
     ip link add port$node type veth peer name eth0 netns node$node
     ip link set port$node master switch up

@@ -21,15 +21,18 @@ NODE0=${NODE0//$'\r'/} # as in a file that was written on Windows
 : "${NODE0:?"is missing: NODE0=10.0.0.1 $0 playground/distributed_data_parallel_torchrun.py"}"
 : "${1:?"the lesson is missing: $0 playground/distributed_data_parallel_torchrun.py"}"
 
-# torchrun is told whether this is the node at NODE0, and where the others reach this node. By
-# itself it would use the name of this host, which may lead to 127.0.1.1 or to no address. (A UDP
-# socket that connects sends nothing. It only learns its own address.)
-where='import socket, sys
+# torchrun is told whether this is the node at NODE0, and where the others reach this node. gloo is
+# told its network interface. By themselves they would use the name of this host, which may lead to
+# 127.0.1.1 or to no address. (A UDP socket that connects sends nothing. It only learns its own
+# address.)
+where='import psutil, socket, sys
 node0, udp = socket.gethostbyname(sys.argv[1]), socket.socket(type=socket.SOCK_DGRAM)
 udp.connect((node0, 1))
 own = udp.getsockname()[0]
-print(int(own in (node0, "127.0.0.1")), sys.argv[1] if own == "127.0.0.1" else own)'
-read -r is_host address < <("$PYTHON" -c "$where" "$NODE0")
+print(int(own in (node0, "127.0.0.1")), sys.argv[1] if own == "127.0.0.1" else own)
+print(*[name for name, all in psutil.net_if_addrs().items() if own in [a.address for a in all]])'
+{ read -r is_host address && read -r interface; } < <("$PYTHON" -c "$where" "$NODE0")
+export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$interface}
 
 # After a restart, the ranks would find old addresses in the store of the start before.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1

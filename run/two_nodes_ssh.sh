@@ -10,7 +10,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 HOSTS=${HOSTS:-node0 node1}         # one or more; the first one is node 0
 GPUS=${GPUS:-2}                     # processes on each node
 IP=${IP:-}                          # address at which the other nodes reach node 0; empty: HOSTS's
-PORT=${PORT:-8888}                  # a free port of node 0
+PORT=${PORT:-29500}                  # a free port of node 0
 SSH=${SSH:-ssh}                     # or "ssh -p 2222"
 CHECKOUT=${CHECKOUT:-$PWD}          # the project's folder on the nodes
 PYTHON=${PYTHON:-.venv/bin/python}  # runs the lesson there

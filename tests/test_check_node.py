@@ -38,7 +38,7 @@ def test_nodes_that_are_fit_and_hosts_that_differ(nodes, tmp_path, python):
     with Sshd(nodes, tmp_path / "sshd") as sshd:
         status, lines = check(nodes, 0, HOSTS[1], SSH=sshd.command)
         assert status == 0, lines
-        assert lines[0] == "ok    this is node 0, and its port 8888 is free"
+        assert lines[0] == "ok    this is node 0, and its port 29500 is free"
         assert lines[1].startswith("ok    Python 3.") and ", torch " in lines[1]
         assert lines[2:] == ["ok    node1 has the same"]
         status, lines = check(nodes, 0, HOSTS[1], "node7", PYTHON=python, SSH=sshd.command)
@@ -58,16 +58,16 @@ def test_nodes_that_are_fit_and_hosts_that_differ(nodes, tmp_path, python):
 def test_how_node_0_is_reached(nodes, python):
     """Four faults: a port in use, a wrong address, a name without an address, and localhost."""
     status, lines = check(nodes, 1, PYTHON=python)
-    assert (status, lines[0]) == (0, "ok    eth0 leads to node0, and its port 8888 answers")
-    code = "import socket; server = socket.create_server(('', 8888));"
+    assert (status, lines[0]) == (0, "ok    eth0 leads to node0, and its port 29500 answers")
+    code = "import socket; server = socket.create_server(('', 29500));"
     code += " print('up', flush=True); server.accept()"
     server = Job(*nodes.enter(0), sys.executable, "-c", code)
     assert server.process.stdout.readline() == "up\n"
     status, lines = check(nodes, 0, PYTHON=python)
     server.kill()
-    assert (status, lines[0].split(":")[0]) == (1, "FIX   port 8888 is in use")
+    assert (status, lines[0].split(":")[0]) == (1, "FIX   port 29500 is in use")
     for address, fault in (
-        ("10.77.0.9", "no answer from port 8888 of 10.77.0.9 in 3 s: correct NODE0, or allow TCP"),
+        ("10.77.0.9", "no answer from port 29500 of 10.77.0.9 in 3 s: correct NODE0, or allow TCP"),
         ("node7", "no route leads to node7: correct NODE0, or add the name to /etc/hosts"),
         ("localhost", "with localhost, every machine reaches itself: set NODE0 to an address"),
     ):

@@ -53,6 +53,7 @@ distributed_data_parallel_torchrun; --local-rank=0; use torchrun in place of
 distributed_data_parallel; -n 2; -n 2 & -ip
 distributed_data_parallel; -n 2 -g 1 -ip 127.0.0.2 -nr 2; -nr 2 & 0 to 1
 blocking_p2p; -g 1; -g 2
+blocking_p2p; -n 2 -ip 10.0.0.1:29500; 10.0.0.1:29500 is no address & --port
 distributed_data_parallel; --port 65536; --port: 65536 & 65535
 distributed_data_parallel; --backend smoke; no backend smoke
 blocking_p2p; --backend nccl --device cpu; nccl & leave --backend out

@@ -64,10 +64,10 @@ def test_a_node_without_the_others(nodes):
     """
     jobs, expected = [], []
     for node, number, address, port in (
-        (1, 1, "10.77.0.9", 8888),
-        (1, 1, "192.0.2.1", 8888),
-        (1, 1, "nosuchnode", 8888),
-        (0, 0, ADDRESSES[0], 8888),
+        (1, 1, "10.77.0.9", 29500),
+        (1, 1, "192.0.2.1", 29500),
+        (1, 1, "nosuchnode", 29500),
+        (0, 0, ADDRESSES[0], 29500),
         (0, 1, ADDRESSES[0], 8889),
         (1, 1, ADDRESSES[0], 8889),
     ):

@@ -9,7 +9,7 @@ import signal
 import sys
 
 import pytest
-from conftest import ROOT, Job, one_line
+from conftest import ROOT, SHORT, Job, epochs, one_line, one_process
 from nodes import HOSTS, need
 
 SCRIPT = "../run/rehearse_two_nodes.sh"  # as seen from tests/
@@ -77,6 +77,19 @@ def test_the_end_of_a_node_or_of_the_script_ends_all(prefix):
         else:
             job.process.send_signal(sign)
         assert job.wait().returncode == status
+
+
+def test_hosts_as_debian_installs_them():
+    """Each host's name leads to 127.0.1.1: the ordered command trains, and check_node.sh tells."""
+    need("ip")
+    flags = (*SHORT, "--timeout", 300)
+    done = rehearse(LESSON, *flags, NAMES_AT="127.0.1.1", GPUS="1").wait()
+    assert epochs(lines(done.stdout, 0)) == one_process(*SHORT)
+    done = rehearse("run/check_node.sh", NAMES_AT="127.0.1.1").wait()
+    assert done.returncode == 0
+    for node in range(2):
+        assert "leads to 127.0.1.1" in lines(done.stdout, node)
+        assert "own: export GLOO_SOCKET_IFNAME=eth0\n" in lines(done.stdout, node)
 
 
 def test_where_networks_cannot_be_made():

@@ -69,12 +69,19 @@ def test_started_by_hand_and_alone():
 
 
 def test_two_terminals_of_one_machine():
-    """They are two nodes, with two ranks each. An IPv6 address has brackets, as in a URL."""
+    """They are two nodes, with two ranks each. An IPv6 address needs no brackets."""
     if not socket.has_dualstack_ipv6():
         pytest.skip("this machine has no IPv6")
-    out = both_nodes(DDP, "-ip", "[::1]", "--port", free_port(), ranks=2)
+    out = both_nodes(DDP, "-ip", "::1", "--port", free_port(), ranks=2)
     assert places(out) == ["000", "011", "120", "131"]
     assert epochs(out) == one_process(*SHORT)
+
+
+def test_gloo_does_not_connect():
+    """As with an interface that is not there: the last line names the variable that selects it."""
+    done = run(DDP, *SHORT, "-g", 2, env={"GLOO_SOCKET_IFNAME": "nosuch0"}, status=1)
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.endswith("export GLOO_SOCKET_IFNAME=<network interface>, such as eth0.")
 
 
 def test_detectron2_does_not_meet_in_a_file(main):

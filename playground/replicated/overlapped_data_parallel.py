@@ -215,9 +215,9 @@ def now(device):
 def send_weights(model):
     """Give all ranks the parameters (also called weights) of rank 0.
 
-    A model may also have tensors that are not trained, also called buffers, such as the running
-    averages of batch norm. They would have to be sent, too. Gloo ignores strides, so what it sends
-    must be contiguous.
+    A model may also have tensors that are not trained, such as the running averages of batch norm.
+    PyTorch calls them buffers, and they would have to be sent, too. What gloo sends must be
+    contiguous: it ignores strides, so a transposed tensor would arrive with wrong numbers.
     """
     for parameter in model.parameters():
         # Rank 0 sends, and the other ranks receive into their own parameters. detach() shares
@@ -258,15 +258,16 @@ def join(local_rank, args):
             timeout=timedelta(seconds=args.timeout),  # for this call, and for each later message
             device_id=gpu,  # with it, NCCL connects the GPUs now, and not at the first message
         )
-    except dist.DistError as error:  # ranks are missing, or the port is taken
+    except RuntimeError as error:  # ranks are missing, or do not connect, or the port is taken
         hint = f"All {world_size} ranks must connect to {address}: start every node, with the same"
-        error.add_note(f"{hint} -n, -g and -ip, and the same free --port.")
+        hint += " -n, -g and -ip, and the same free --port. If gloo cannot connect, export"
+        error.add_note(f"{hint} GLOO_SOCKET_IFNAME=<network interface>, such as eth0.")
         raise
     row = f"{args.nr:<6}{rank:<6}{local_rank:<12}{device!s:<8}{os.getpid():<8}{platform.node()}"
     everyone = [None] * world_size
     # Each rank gets the objects of all ranks: a row of the table, and the flags.
     dist.all_gather_object(everyone, (row, vars(args)))
-    flags.check_same([theirs for _, theirs in everyone])  # an error, if flags differ
+    flags.check_same([theirs for _, theirs in everyone])  # an error, if the nodes' flags differ
     if rank == 0:
         print("node  rank  local_rank  device  pid     host", flush=True)
         print(*[row for row, _ in everyone], sep="\n", flush=True)
@@ -326,7 +327,7 @@ def main():
     add("-g", "--gpus", type=flags.positive, help="ranks of each node; default: its GPUs, or 2")
     add("-nr", "--nr", type=int, default=0, help="number of this node, from 0")
     add("-ip", "--ip", help="address of node 0")
-    add("--port", type=flags.port, default=8888, help="port of node 0; one node takes a free one")
+    add("--port", type=flags.port, default=29500, help="port of node 0; one node takes a free one")
     add_flags(parser)
     args = parser.parse_args()
     parser.complete_nodes(args)  # chooses -g, and with one node a free port

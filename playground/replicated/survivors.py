@@ -312,7 +312,7 @@ def main():
     add("--join", action="store_true", help="add a process to a run, with the flags of the run")
     add = parser.add_argument
     add("-ip", "--ip", default="127.0.0.1", help="address of the run's first machine, for --join")
-    add("--port", type=flags.port, default=8888, help="port of the store")
+    add("--port", type=flags.port, default=29500, help="port of the store")
     add("--grace", type=flags.number, default=0.5, help="seconds to sign in, longer than a step")
     add("--kill", type=int, nargs=2, metavar=("PROCESS", "STEP"), help="this process dies there")
     parser.set_defaults(device="cpu", timeout=10)
