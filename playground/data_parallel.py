@@ -144,7 +144,7 @@ def loaders(args):
     """Return a DataLoader of the training images, and one of the test images."""
     dtype = torch.float64 if args.double else torch.float32
     train_set, test_set = load(args.dataset, args.data_dir, dtype)
-    # These data sets return whole batches. For your own, leave collate_fn out, and set num_workers.
+    # These data sets return whole batches. Yours does not: leave collate_fn out; set num_workers.
     options = {"collate_fn": whole_batch, "pin_memory": args.device != "cpu"}
     sampler = RandomSampler(train_set, generator=torch.Generator())
     # drop_last leaves out an incomplete last batch, which several ranks could not divide equally.

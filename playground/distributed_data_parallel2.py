@@ -149,7 +149,7 @@ def join(args):
 
 def fit_epoch(epoch, model, optimizer, train_loader, test_loader, device, args):
     """Train for one epoch, test, and print a line."""
-    train_loader.sampler.set_epoch(epoch)  # a new order, the same on all ranks
+    train_loader.sampler.set_epoch(epoch)  # without this, all epochs have the same order
     comm.synchronize()  # NEW: a barrier: all ranks wait for each other, and start the clock
     start = time.perf_counter()
     title = f"epoch {epoch + 1}/{args.epochs}"

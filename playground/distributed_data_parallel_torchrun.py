@@ -41,6 +41,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # later, it would keep the group: copying.md
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -61,7 +62,7 @@ def main():
     args = parser.parse_args()
     parser.check_torchrun(args)  # NEW: an error of one line if torchrun has not started this
     check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
-    args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
+    args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)  # only one rank downloads
     train(args)
 
 
@@ -110,7 +111,7 @@ def resume(args, model, optimizer):
     dist.broadcast_object_list(found)  # NEW: rank 0 decides, so that all ranks begin alike
     if not found[0]:
         return 0
-    # NEW: by default, all would load to rank 0's GPU. weights_only refuses files that run code.
+    # NEW: not to the GPU of rank 0. weights_only takes tensors, numbers and strings, but no code.
     state = torch.load(args.savefile, map_location="cpu", weights_only=True)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])  # with its learning rate: --lr is ignored
@@ -127,14 +128,14 @@ def loaders(args, rank, world_size):
     """Return a DataLoader of this rank's training images, and one of its test images."""
     dtype = torch.float64 if args.double else torch.float32
     train_set, test_set = load(args.dataset, args.data_dir, dtype)
-    # These data sets return whole batches. For your own, leave collate_fn out, and set num_workers.
+    # These data sets return whole batches. Yours does not: leave collate_fn out; set num_workers.
     options = {"collate_fn": whole_batch, "pin_memory": args.device != "cpu"}
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
     per_rank_batch = args.batch_size // world_size
     # drop_last leaves out an incomplete last batch, which several ranks could not divide equally.
     train_loader = DataLoader(train_set, per_rank_batch, sampler=sampler, drop_last=True, **options)
-    if len(train_loader) == 0:
-        raise ValueError("a batch is larger than the training set: use a smaller --batch_size")
+    if len(train_loader) == 0 or len(test_set) < world_size:
+        raise ValueError("fewer training images than a batch has, or fewer test images than ranks")
     # Each test image counts once, and all ranks have equally many batches, because forward() may
     # send messages, as that of DDP or FSDP does.
     batches = torch.arange(len(test_set)).tensor_split(len(test_set) // 1000 + 1)
@@ -146,7 +147,7 @@ def loaders(args, rank, world_size):
 def fit_epoch(epoch, model, optimizer, train_loader, test_loader, device, args):
     """Train for one epoch, test, and print a line."""
     rank = dist.get_rank()
-    train_loader.sampler.set_epoch(epoch)  # a new order, the same on all ranks
+    train_loader.sampler.set_epoch(epoch)  # without this, all epochs have the same order
     start = time.perf_counter()
     title = f"epoch {epoch + 1}/{args.epochs}"
     bar = tqdm(train_loader, title, leave=False, disable=None if rank == 0 else True)

@@ -13,16 +13,16 @@ The images of one step, over all ranks, are the global batch. Each rank computes
 its own part of it, and then the ranks average their gradients. If two ranks have 64 images each,
 with the mean losses 2 and 4, the mean over all 128 images is 3, the mean of the means. (With 96 and
 32 images it would be 2.5, and 3 would be wrong.) The same holds for gradients. So each rank's
-optimizer takes the step that a single process would take. The copies of the model start equal,
-because rank 0 sends its parameters, and they stay equal.
+optimizer takes the step that a single process would take (but for batch norm, which sees a rank's
+images only). The copies start equal, because rank 0 sends its parameters, and they stay equal.
+`playground/pages/figures/data_parallel.svg` draws a step.
 
 Messages take longer than computing here, because the model is so small. With `--bucket`, all
 gradients travel in one message, which takes less time than many short ones:
     python playground/manual_data_parallel.py -g 2 --bucket
     epoch 1/3  loss 0.3960  train 88.26%  test 93.96%  1.07 s  55,998 images/s
-`playground/tools/watch.py` shows its messages, and `playground/tools/first_difference.py` where two
-runs first differ. This lesson runs on two nodes as `blocking_p2p.py` does. What has changed since
-`single_gpu.py`:
+`playground/tools/watch.py` shows its messages. On two nodes, it is started as `blocking_p2p.py` is.
+What has changed since `single_gpu.py`:
     git diff -w --patience --no-index playground/{single_gpu,manual_data_parallel}.py
 
 Try breaking it, in a copy (`cp playground/manual_data_parallel.py playground/broken.py`):
@@ -157,7 +157,7 @@ def join(local_rank, args):
             world_size=world_size,  # how many ranks there are on all nodes together
             rank=rank,  # which of them this process is: no two have the same number
             timeout=timedelta(seconds=args.timeout),  # for this call, and for each later message
-            device_id=gpu,  # with it, NCCL connects the GPUs now, and not at the first message
+            device_id=gpu,  # with it, NCCL starts now, and not at the first message
         )
     except RuntimeError as error:  # ranks are missing, or do not connect, or the port is taken
         hint = f"All {world_size} ranks must connect to {address}: start every node, with the same"
@@ -179,7 +179,7 @@ def loaders(args, rank, world_size):
     """Return a DataLoader of this rank's training images, and one of its test images."""
     dtype = torch.float64 if args.double else torch.float32
     train_set, test_set = load(args.dataset, args.data_dir, dtype)
-    # These data sets return whole batches. For your own, leave collate_fn out, and set num_workers.
+    # These data sets return whole batches. Yours does not: leave collate_fn out; set num_workers.
     options = {"collate_fn": whole_batch, "pin_memory": args.device != "cpu"}
     # NEW: all ranks shuffle with one seed, into the same order. Of it, rank 0 of two takes the
     # positions 0, 2, 4 and so on, and rank 1 takes 1, 3, 5. drop_last leaves the last image out if
@@ -188,8 +188,8 @@ def loaders(args, rank, world_size):
     per_rank_batch = args.batch_size // world_size  # NEW: --batch_size is the global batch
     # drop_last leaves out an incomplete last batch, which several ranks could not divide equally.
     train_loader = DataLoader(train_set, per_rank_batch, sampler=sampler, drop_last=True, **options)
-    # NEW: each test image counts once: of five, rank 0 of two tests 0, 2, 4, and rank 1 tests 1, 3.
-    # All ranks have equally many batches, because forward() may send messages, as DDP's does.
+    # NEW: each test image counts once (DistributedSampler would repeat some). Of each batch, of at
+    # most 1000, a rank takes every world_size-th. So all have equally many batches, as DDP needs.
     batches = torch.arange(len(test_set)).tensor_split(len(test_set) // 1000 + 1)
     own_batches = [batch[rank::world_size].tolist() for batch in batches]
     test_loader = DataLoader(test_set, batch_sampler=own_batches, **options)
@@ -199,7 +199,7 @@ def loaders(args, rank, world_size):
 def fit_epoch(epoch, model, optimizer, train_loader, test_loader, device, args, average):
     """Train for one epoch, test, and print a line."""
     rank = dist.get_rank()
-    train_loader.sampler.set_epoch(epoch)  # NEW: a new order, the same on all ranks
+    train_loader.sampler.set_epoch(epoch)  # NEW: without this, all epochs have the same order
     start = time.perf_counter()
     title = f"epoch {epoch + 1}/{args.epochs}"
     bar = tqdm(train_loader, title, leave=False, disable=None if rank == 0 else True)

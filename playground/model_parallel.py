@@ -31,7 +31,7 @@ What has changed since `single_gpu.py`:
 
 With p stages and m micro-batches, the last stage starts p - 1 turns after the first one, so the
 forward passes take m + p - 1 turns, and so do the backward passes. Each GPU waits for (p-1)/(m+p-1)
-of them: the bubble (GPipe, https://arxiv.org/abs/1811.06965), 1/5 here (p=2, m=4), and 1/2 above.
+of them, the bubble (GPipe, https://arxiv.org/abs/1811.06965): 1/2 above (m=1), and 1/5 here (m=4).
 
 Try breaking it, in a copy beside it:
   1. Leave out `.to(self.devices[1])` after `stage1`. What does PyTorch say with two GPUs, and why
@@ -144,7 +144,7 @@ def loaders(args):
     """Return a DataLoader of the training images, and one of the test images."""
     dtype = torch.float64 if args.double else torch.float32
     train_set, test_set = load(args.dataset, args.data_dir, dtype)
-    # These data sets return whole batches. For your own, leave collate_fn out, and set num_workers.
+    # These data sets return whole batches. Yours does not: leave collate_fn out; set num_workers.
     options = {"collate_fn": whole_batch, "pin_memory": args.device != "cpu"}
     sampler = RandomSampler(train_set, generator=torch.Generator())
     # drop_last leaves out an incomplete last batch, which several ranks could not divide equally.

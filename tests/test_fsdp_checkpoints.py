@@ -1,11 +1,13 @@
 """Sharded checkpoints for any number of ranks, damaged or unfinished ones, and dropout."""
 
+import pickle
 import re
 import shutil
 
 import pytest
 from conftest import DIGITS, epochs, losses, ranks, run, single_gpu
 from nodes import small_disk
+from torch.distributed.checkpoint import FileSystemReader
 
 LESSON = "fully_sharded_checkpoints"
 SHORT = (*DIGITS, "--batch_size", 120, "--double")
@@ -57,6 +59,23 @@ def test_a_checkpoint_that_cannot_be_loaded(run_dir, tmp_path):
     ends = [job.wait() for job in ranks(LESSON, *SHORT, "--run_dir", run_dir, "--seed", 7)]
     assert {end.returncode for end in ends} == {1}, ends
     assert "epoch-0003 was written with --seed 0: use the same flags, or" in ends[0].stderr
+
+
+class Evil:
+    """Is called when it is unpickled."""
+
+    called = []
+
+    def __reduce__(self):
+        return Evil.called.append, ("code ran",)
+
+
+def test_a_folder_of_dcp_can_run_code(tmp_path):
+    """As the docstring says. If this fails, PyTorch has mended it, and the docstring can, too."""
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(AttributeError):  # what was called has returned None, which has no shards
+        FileSystemReader(tmp_path).read_metadata()
+    assert Evil.called == ["code ran"]
 
 
 def test_a_full_disk(tmp_path):

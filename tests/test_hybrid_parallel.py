@@ -33,8 +33,8 @@ def test_clipping_with_some_layers_replicated_along_tp(change):
 
 def test_a_rank_that_does_nothing(change):
     """--timeout holds for the groups of both axes, too, whose own default is half an hour."""
-    line = "        train_loader.sampler.set_epoch(epoch)"
-    copy = change(LESSON, (line, f"        time.sleep(9999 * (rank == 3))\n{line}"))
+    line = "    train_loader.sampler.set_epoch(epoch)"
+    copy = change(LESSON, (line, f"    time.sleep(9999 * (rank == 3))\n{line}"))
     jobs = ranks(copy, *ONE_EPOCH, "--timeout", 5, processes=4)
     try:
         ends = [job.wait(200) for job in jobs[:3]]

@@ -60,10 +60,11 @@ def test_a_lesson_lifted_into_a_project_of_its_own(tmp_path):
 
 
 def test_fewer_images_than_a_batch(change):
-    """In a copy, which does not call fetch() with its own data: one error says so."""
-    copy = change(LESSON, ("args.batch_size // world_size", "10**6"))
-    done = run(copy, *SHORT, processes=1, status=1)
-    assert "ValueError: a batch is larger than the training set" in done.stderr
+    """In a copy, which does not call fetch() with its own data, or few test images: one error."""
+    few = "train_set, test_set = load(args.dataset, args.data_dir, dtype)"
+    for pair in (("args.batch_size // world_size", "10**6"), (few, f"{few}\n    test_set = [0]")):
+        done = run(change(LESSON, pair), *SHORT, processes=2, status=1)
+        assert "ValueError: fewer training images than a batch has, or" in done.stderr
 
 
 @pytest.mark.parametrize("lesson", [LESSON, "distributed_data_parallel"])

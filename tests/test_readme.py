@@ -188,7 +188,7 @@ def shown_output(lesson):
     for introduction, block in re.findall(paragraph, docstring(lesson) + "\n", re.M):
         if re.search(r"\b(prints?|shows?|counts)\b", introduction) and introduction.endswith(":\n"):
             lines += block.splitlines()
-    commands = ("python ", "torchrun ", "--", "playground/")
+    commands = ("python ", "torchrun ", "git ", "--", "playground/")
     return [line for line in lines if not line.strip().startswith(commands)]
 
 

@@ -3,6 +3,8 @@
 import argparse
 import copy
 import functools
+import os
+import pickle
 import re
 
 import pytest
@@ -60,6 +62,27 @@ def test_what_can_not_be_downloaded(tmp_path, monkeypatch):
         assert line.startswith("error: cannot download")
         for word in (str(tmp_path), "--dataset fake", "omit --pretrained"):
             assert word in line
+
+
+class Evil:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, command):
+        self.command = command
+
+    def __reduce__(self):
+        return os.system, (self.command,)
+
+
+def test_downloaded_parameters_run_no_code(tmp_path, monkeypatch):
+    """A file that somebody has put in place of torchvision's is refused."""
+    folder = tmp_path / "hub" / "checkpoints"
+    folder.mkdir(parents=True)
+    torch.save({"fc.bias": Evil(f"touch {tmp_path}/it_ran")}, folder / "resnet18-f37072fd.pth")
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+        lesson.pretrained()
+    assert not (tmp_path / "it_ran").exists()
 
 
 def rank_of(rank, count):

@@ -6,10 +6,12 @@ import re
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from unittest import mock
 
 import pytest
+import watch
 from conftest import DIGITS, ROOT, Job, Lesson, epochs, lesson_path, one_process, run
 from nodes import read_until
 
@@ -177,6 +179,21 @@ def test_advice_on_an_error(tmp_path):
     assert not advice_on("TypeError: load_state_dict() has no argument fully_shard")
     several = "Too many open files, No space left on device, Connection refused, is damaged"
     assert ["`No space" in row or "`Bus" in row for row in advice_on(several)] == [True, 0, 0]
+
+
+def test_a_folder_that_others_can_write_to(tmp_path, monkeypatch):
+    """Ranks of torchrun meet in a folder whose name can be guessed. Its own only is written to."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("RANK", "0")
+    own = watch.folder_of_node()
+    assert watch.folder_of_node() == own  # the next rank finds it
+    own.chmod(0o777)
+    with pytest.raises(SystemExit, match="others can write to"):
+        watch.folder_of_node()
+    own.rename(tmp_path / "elsewhere")
+    own.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(SystemExit, match="others can write to"):
+        watch.folder_of_node()
 
 
 def test_what_cannot_be_shown():

@@ -166,7 +166,7 @@ class Course:
             for lesson, (_, idea, also) in zip(self.parts[title], rows, strict=True):
                 words = [lesson.path.name, lesson.title, idea, also]
                 self.ideas[lesson.page.removesuffix(".md")] = " ".join(words)
-                self.keywords[lesson.page] = also.replace("`", "")
+                self.keywords[lesson.page] = ", ".join(re.findall(r"\w+", also))
             part = title.partition(":")[0]
             files = re.findall(r"\w+\.py", re.search(rf"^\| {part} \| (.*)", table, re.M)[1])
             self.tasks[part] = [Source(COURSE / EXERCISES / file) for file in files]

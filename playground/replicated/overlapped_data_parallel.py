@@ -256,7 +256,7 @@ def join(local_rank, args):
             world_size=world_size,  # how many ranks there are on all nodes together
             rank=rank,  # which of them this process is: no two have the same number
             timeout=timedelta(seconds=args.timeout),  # for this call, and for each later message
-            device_id=gpu,  # with it, NCCL connects the GPUs now, and not at the first message
+            device_id=gpu,  # with it, NCCL starts now, and not at the first message
         )
     except RuntimeError as error:  # ranks are missing, or do not connect, or the port is taken
         hint = f"All {world_size} ranks must connect to {address}: start every node, with the same"
@@ -277,7 +277,7 @@ def join(local_rank, args):
 def fit_epoch(epoch, model, optimizer, train_loader, test_loader, device, args, average):
     """Train for one epoch, test, and print a line."""
     rank = dist.get_rank()
-    train_loader.sampler.set_epoch(epoch)  # a new order, the same on all ranks
+    train_loader.sampler.set_epoch(epoch)  # without this, all epochs have the same order
     start = time.perf_counter()
     title = f"epoch {epoch + 1}/{args.epochs}"
     bar = tqdm(train_loader, title, leave=False, disable=None if rank == 0 else True)

@@ -146,10 +146,9 @@ def run_epoch(model, loader, device, step=None):
 
 def make_model(args, rank):
     """Return ResNet-18 for ten classes."""
-    weights = None
-    if args.pretrained and rank == 0:
-        weights = ResNet18_Weights.DEFAULT  # NEW: on rank 0 only, because DDP sends them to all
-    model = resnet18(weights=weights)
+    model = resnet18()
+    if args.pretrained and rank == 0:  # NEW: on rank 0 only, because DDP sends them to all
+        model.load_state_dict(pretrained())
     model.fc = nn.Linear(model.fc.in_features, 10)  # NEW: 10 classes instead of ImageNet's 1000
     return model.double() if args.double else model
 
@@ -203,13 +202,21 @@ def load(args):
     return train_set, test_set
 
 
+def pretrained():
+    """Return parameters that were trained on ImageNet. Downloads them if they are not on disk."""
+    # weights_only: a file from elsewhere must not run code.
+    return ResNet18_Weights.DEFAULT.get_state_dict(
+        progress=False, check_hash=True, weights_only=True
+    )
+
+
 def download(args):
     """Let torchvision download what is not on disk yet."""
     try:
         if args.dataset == "cifar10":
             CIFAR10(args.data_dir, download=True)
         if args.pretrained:
-            ResNet18_Weights.DEFAULT.get_state_dict(progress=False, check_hash=True)
+            pretrained()
     except (OSError, RuntimeError) as error:
         url = ResNet18_Weights.DEFAULT.url
         sys.exit(
@@ -288,7 +295,7 @@ def join(args):
 def fit_epoch(epoch, model, optimizer, train_loader, test_loader, device, args):
     """Train for one epoch, test, and print a line."""
     rank = dist.get_rank()
-    train_loader.sampler.set_epoch(epoch)  # a new order, the same on all ranks
+    train_loader.sampler.set_epoch(epoch)  # without this, all epochs have the same order
     start = time.perf_counter()
     title = f"epoch {epoch + 1}/{args.epochs}"
     bar = tqdm(train_loader, title, leave=False, disable=None if rank == 0 else True)

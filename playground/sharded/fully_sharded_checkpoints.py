@@ -12,7 +12,8 @@ The second command prints where it resumes (four processes on two cores):
 
 After each epoch, all ranks write their shards to a folder, so none needs memory for the whole
 model. All nodes must see this folder. The last three checkpoints are kept. (`dcp` in the code is
-`torch.distributed.checkpoint`.)
+`torch.distributed.checkpoint`.) Resume only from folders of your own: dcp unpickles a part of
+what it loads, which can run code.
 When a run resumes, each rank looks up which files contain its new shards, so the number of ranks
 may differ. The flags on which the numbers depend must stay the same.
 
@@ -259,7 +260,7 @@ def main():
     args = parser.parse_args()
     parser.check_torchrun(args)  # an error of one line if torchrun has not started this
     check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
-    args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
+    args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)  # only one rank downloads
     train(args)
 
 

@@ -306,7 +306,7 @@ def main():
     args = parser.parse_args()
     parser.check_torchrun(args)  # an error of one line if torchrun has not started this
     check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
-    args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
+    args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)  # only one rank downloads
     train(args)
 
 

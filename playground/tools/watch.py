@@ -22,6 +22,7 @@ import argparse
 import os
 import runpy
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -77,6 +78,10 @@ def folder_of_node():
     names.append(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     folder = Path(tempfile.gettempdir(), "-".join(["watch", *map(str, names)]))
     folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        # Another user may have made it, with links in it to files of this user.
+        sys.exit(f"watch: others can write to {folder}: remove it, or set TMPDIR to another folder")
     return folder
 
 

@@ -390,7 +390,7 @@ def join(args):
 def fit_epoch(epoch, model, optimizer, train_loader, test_loader, device, args):
     """Train for one epoch, test, and print a line."""
     rank = dist.get_rank()
-    train_loader.sampler.set_epoch(epoch)  # a new order, the same on all ranks
+    train_loader.sampler.set_epoch(epoch)  # without this, all epochs have the same order
     start = time.perf_counter()
     title = f"epoch {epoch + 1}/{args.epochs}"
     bar = tqdm(train_loader, title, leave=False, disable=None if rank == 0 else True)
@@ -441,7 +441,7 @@ def main():
     args = parser.parse_args()
     parser.check_torchrun(args)  # an error of one line if torchrun has not started this
     check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
-    args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)
+    args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)  # only one rank downloads
     train(args)
 
 

@@ -103,6 +103,11 @@ class Member:
             world_size=len(members),
             timeout=timedelta(seconds=600),
         )
+        self.store.set(self.key(self.name), "formed")
+
+    def key(self, name):
+        """Return the key under which a process notes that it has formed the present group."""
+        return f"{name} in group {self.number}"
 
     def regroup(self):
         """Form the next group."""
@@ -112,6 +117,8 @@ class Member:
             raise Forbidden(f"{words}: have all ranks done the same steps?")
         self.form()
         if self.name == "b":
+            # Not while the others still connect: the group is formed, and fails afterwards.
+            self.store.wait([self.key(name) for name in self.groups[self.number]])
             os.kill(os.getpid(), signal.SIGKILL)
 
     def gradients(self, step):
