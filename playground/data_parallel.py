@@ -55,13 +55,15 @@ class Replicas(nn.Module):
     """Computes a batch in parts, one part with each replica of a model, as nn.DataParallel does.
 
     Args:
-        module: the model, on the first of the devices. Its buffers (tensors that are not trained)
-            are never copied back, so a batch norm in it would keep its first averages.
+        module: the model, on the first of the devices. It must have no buffers (tensors that are
+            not trained, as those of batch norm), because the replicas would change their own.
         devices: where the replicas compute, one for each part of a batch.
     """
 
     def __init__(self, module, devices):
         super().__init__()
+        if list(module.buffers()):
+            raise ValueError("a model with buffers, such as batch norm's, needs nn.DataParallel")
         self.module = module
         self.devices = devices
         # functional_call runs a module with other parameters in place of its own. So two threads

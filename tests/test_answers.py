@@ -116,8 +116,8 @@ model_parallel 2 | - | --pipelined
     loss = => parts = logits.tensor_split(4), labels.tensor_split(4)\n            ...
     says 85.86%
 overlapped_data_parallel 1 | 2
-    buckets = Buckets(model, args.bucket_cap_mb)  # => model.stage1.requires_grad_(False)\n    ...
-    fails cannot register a hook on a tensor that doesn't require gradient
+    zero_grad()\n            loss. => zero_grad()\n            loss.backward(retain_graph=True)\n            loss.
+    fails call finish() after each backward()
 resnet 1 | 2 | --workers 0 --epochs 1 --accumulate 8
     model.no_sync() => nullcontext()
     same

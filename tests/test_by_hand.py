@@ -8,6 +8,7 @@ from functools import partial
 import manual_data_parallel
 import manual_fully_sharded
 import overlapped_data_parallel
+import pytest
 import sharded_optimizer
 import torch
 from torch import nn
@@ -46,13 +47,31 @@ def make_steps(model, optimizer, ranks, backwards, average=None):
 def on_a_rank(rank, frozen, once, twice):
     """Train with a frozen layer, with messages in backward(), and with two backward() in a step."""
     close = partial(torch.testing.assert_close, atol=1e-12, rtol=0)
+    ways = (
+        lambda model: manual_data_parallel.average_gradients,
+        lambda model: overlapped_data_parallel.EachGradient(model).finish,
+        lambda model: overlapped_data_parallel.Buckets(model, 1e-4).finish,
+    )
     for is_frozen, right in ((True, frozen), (False, once)):
-        model = make(rank, is_frozen)  # each rank draws its own
-        manual_data_parallel.send_weights(model)
-        average = manual_data_parallel.average_gradients
-        if not is_frozen:
-            average = overlapped_data_parallel.EachGradient(model).finish
-        close(make_steps(model, ADAM(model.parameters()), [rank], 1, average), right)
+        for way in ways:
+            model = make(rank, is_frozen)  # each rank draws its own
+            manual_data_parallel.send_weights(model)
+            average = way(model)
+            close(make_steps(model, ADAM(model.parameters()), [rank], 1, average), right)
+        model = make(0, is_frozen)
+        optimizer = sharded_optimizer.ShardedOptimizer(model, ADAM)
+        close(make_steps(model, optimizer, [rank], 1), right)
+    for way in ways[1:]:
+        model = make(0)
+        average = way(model)
+        loss = model(torch.ones(4, 7, dtype=torch.float64)).sum()
+        loss.backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="call finish"):
+            loss.backward()
+        average(model)
+    model[0].float()
+    with pytest.raises(ValueError, match="the same dtype"):
+        sharded_optimizer.ShardedOptimizer(model, ADAM)
     model = make(0)
     optimizer = sharded_optimizer.ShardedOptimizer(model, ADAM)
     close(make_steps(model, optimizer, [rank], 2), twice)

@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 from conftest import SHORT, run
 from data_parallel import Replicas
@@ -36,6 +37,12 @@ def test_replicas_follow_the_mode_of_the_model():
     replicated.train()
     assert not torch.equal(replicated(images), replicated(images))
     assert replicated(images).requires_grad
+
+
+def test_buffers_are_refused():
+    """Each replica would keep running averages of its own, and the model those of the start."""
+    with pytest.raises(ValueError, match="a model with buffers"):
+        Replicas(torch.nn.BatchNorm1d(3), ["cpu"] * 2)
 
 
 def test_without_a_gpu():

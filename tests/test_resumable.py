@@ -1,10 +1,12 @@
 """The resumable lesson: restarts that change nothing, checkpoints that survive, one log."""
 
 import os
+import pickle
 import re
 import shutil
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -183,6 +185,10 @@ def test_a_damaged_checkpoint(run_dir, tmp_path):
     done = run(LESSON, *FLAGS, "--run_dir", folder, processes=1, status=1)
     assert done.stderr.strip().splitlines()[-2:] == notes
     assert newest.read_bytes() == content
+    torch.save({"best": Path("a")}, newest)  # a copier's own value, which weights_only refuses
+    with pytest.raises(pickle.UnpicklingError) as error:
+        read(newest)
+    assert error.value.__notes__[1].startswith("It is not damaged: let save() write only")
     newest.unlink()
     done = run(LESSON, *FLAGS, "--run_dir", folder, processes=2)
     assert "epoch-000002.pt: 2 of 3 epochs are done" in done.stdout

@@ -1,4 +1,4 @@
-"""The two functions of tensor parallelism, and a frozen layer. test_parity.py has the numbers.
+"""The two functions of tensor parallelism, and layers of others. test_parity.py has the numbers.
 
 test_pictures.py has the messages of a pair.
 """
@@ -25,8 +25,12 @@ def ends_of_a_pair(rank):
     for layer, shape in ((lesson.ColumnLinear, (3, 4)), (lesson.RowLinear, (6, 2))):
         shard = layer(frozen).weight
         assert shard.shape == shape and not shard.requires_grad
+    torch.manual_seed(0)  # the same layers on all ranks, without biases, as a Llama has them
+    first, second = (torch.nn.Linear(4, 4, bias=False) for _ in range(2))
+    pair = torch.nn.Sequential(lesson.ColumnLinear(first), lesson.RowLinear(second))
+    torch.testing.assert_close(pair(torch.eye(4)), second(first(torch.eye(4))))
 
 
 def test_the_functions_at_the_ends_of_a_pair():
-    """They leave their inputs as they are. The shards of a frozen layer are frozen, too."""
+    """They leave their inputs as they are. Frozen layers stay frozen. A bias is not needed."""
     call(ends_of_a_pair, 2)

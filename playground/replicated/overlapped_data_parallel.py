@@ -20,16 +20,16 @@ a gradient is complete, and `all_reduce(..., async_op=True)`, which starts a mes
 for it. With "each", every gradient has a message of its own. A bucket sends several gradients in
 one message. (DDP works with buckets, too: `playground/pages/figures/overlap.svg` draws its step.)
 
-Overlap pays on GPUs, because messages and computing run on different hardware. On CPUs, gloo's
-threads use the same cores as `backward()`, so "each" gains little, and on busy cores nothing. The
-buckets gain more, because they need three messages for the eight gradients.
+Overlap pays on GPUs, because a message takes few of a GPU's processors, and its link is free. On
+CPUs, gloo's threads use the same cores as `backward()`, so "each" gains little, and on busy cores
+nothing. The buckets gain more, because they need three messages for the eight gradients.
 
 All ranks must start the same messages in the same order. Here they do, because every parameter gets
 a gradient, and `backward()` completes the gradients in the same order on all ranks.
 
 Try breaking it, in a copy beside it:
-  1. Write `next(model.parameters()).requires_grad_(False)` after `send_weights(model)`, so that a
-     parameter is frozen. What does PyTorch complain about? Let EachGradient and Buckets skip it.
+  1. In `run_epoch()`, write `loss.backward(retain_graph=True)` above `loss.backward()`, as when
+     gradients are accumulated. What does the error prevent?
   2. Comment out `self.handle.wait()`. What does the optimizer use then? Compare the losses.
 Now write it yourself: `overlap_gradients.py` in `playground/exercises/`.
 Builds on: manual_data_parallel.py
@@ -60,20 +60,23 @@ class EachGradient:
     """Averages each gradient over the ranks while backward() computes the next ones."""
 
     def __init__(self, model):
-        self.handles = []
+        self.handles = {}  # of the messages that travel, by parameter
         for parameter in model.parameters():
-            # NEW: backward() calls self.start(parameter) as soon as parameter.grad is complete.
-            parameter.register_post_accumulate_grad_hook(self.start)
+            if parameter.requires_grad:  # a frozen parameter gets no gradient
+                # NEW: backward() calls self.start(parameter) as soon as parameter.grad is complete.
+                parameter.register_post_accumulate_grad_hook(self.start)
 
     def start(self, parameter):
         """Start to average the gradient of a parameter, and return at once."""
-        parameter.grad /= dist.get_world_size()  # first: it must not change while it travels
+        if parameter in self.handles:  # a gradient must not change while it travels
+            raise RuntimeError("call finish() after each backward()")
+        parameter.grad /= dist.get_world_size()
         # NEW: async_op=True returns a handle, and backward() continues.
-        self.handles.append(dist.all_reduce(parameter.grad, async_op=True))
+        self.handles[parameter] = dist.all_reduce(parameter.grad, async_op=True)
 
     def finish(self, model):
         """Wait for all messages. run_epoch() calls this as average(model), after backward()."""
-        for handle in self.handles:
+        for handle in self.handles.values():
             handle.wait()
         self.handles.clear()
 
@@ -108,6 +111,8 @@ class Bucket:
 
     def count(self, parameter):
         """Count a complete gradient. After the bucket's last one, start the message."""
+        if self.complete == len(self.parameters):  # the message has started
+            raise RuntimeError("call finish() after each backward()")
         self.complete += 1
         if self.complete == len(self.parameters):
             self.message = torch.cat([each.grad.flatten() for each in self.parameters])
@@ -133,8 +138,9 @@ class Buckets:
     def __init__(self, model, bucket_cap_mb):
         self.buckets = []
         parameters = []
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         # NEW: the last layer comes first, because backward() completes the gradients in this order.
-        for parameter in reversed(list(model.parameters())):
+        for parameter in reversed(trained):
             parameters.append(parameter)
             if sum(each.nbytes for each in parameters) >= bucket_cap_mb * 2**20:  # full
                 self.buckets.append(Bucket(parameters))

@@ -122,13 +122,14 @@ def run_epoch(model, loader, device, step=None):
 def average_gradients(model):
     """Replace each gradient with its mean over the ranks, as in manual_data_parallel.py."""
     for parameter in model.parameters():
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= dist.get_world_size()
+        if parameter.grad is not None:  # a frozen parameter has none
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
 
 
 def average_in_one_bucket(model):
     """Do the same with one long message, which takes less time than many short ones."""
-    gradients = [parameter.grad for parameter in model.parameters()]
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     bucket = torch.cat([gradient.flatten() for gradient in gradients])
     dist.all_reduce(bucket)
     bucket /= dist.get_world_size()

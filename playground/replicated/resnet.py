@@ -4,7 +4,7 @@ Run it:
     torchrun --standalone --nproc-per-node 2 \
         playground/replicated/resnet.py --pretrained --timeout 600
 `--pretrained` begins with parameters that were trained on ImageNet. In the first run, one rank of
-each node downloads them and the images, and the others wait for it, so `--timeout` is 600 seconds.
+each node downloads them and the images. All others wait for it, so `--timeout` is 600 seconds.
 
 Run it on random images, without a download. Each rank splits its part of a batch into four
 micro-batches, and adds up their gradients:

@@ -208,7 +208,10 @@ def read(path):
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # its type depends on what the file contains
         error.add_note(f"{path} must be a checkpoint that all nodes can read.")
-        error.add_note("If it is damaged, move it away, and the run resumes from the one before.")
+        hint = "If it is damaged, move it away, and the run resumes from the one before."
+        if "Unsupported global" in str(error):
+            hint = "It is not damaged: let save() write only tensors, Python's numbers and strings."
+        error.add_note(hint)
         raise
 
 

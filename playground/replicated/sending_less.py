@@ -38,7 +38,6 @@ Builds on: overlapped_data_parallel.py
 The next lesson, `sharded_data.py`, reads data that does not fit in memory.
 """
 
-import itertools
 import os
 import sys
 import time
@@ -61,20 +60,29 @@ from common.data import fetch, loaders
 from common.models import make_model
 
 
-def local_sgd(optimizer, agree, every, steps_of_epoch):
-    """Let each rank train alone, and call agree() after every few steps.
+class LocalSteps:
+    """A loader of training batches. Each rank trains alone, and calls agree() after every few.
 
     In between, the ranks send nothing, and their models drift apart. They also agree after the last
-    step of an epoch, to test one model. (PyTorch has this, too: PostLocalSGDOptimizer.)
+    batch of an epoch, to test one model. Batches are counted, not the optimizer's steps, because a
+    rank may skip a step, as GradScaler does. (PyTorch has this, too: PostLocalSGDOptimizer.)
     """
-    steps = itertools.cycle(range(1, steps_of_epoch + 1))
 
-    def after_step(*_):  # *_: what PyTorch passes to the hook, which is not needed here
-        step = next(steps)
-        if step % every == 0 or step == steps_of_epoch:
-            agree()  # NEW: agree on parameters, not on gradients
+    def __init__(self, loader, agree, every):
+        self.loader = loader
+        self.sampler = loader.sampler
+        self.agree = agree
+        self.every = every
 
-    optimizer.register_step_post_hook(after_step)  # PyTorch calls it after optimizer.step()
+    def __len__(self):
+        return len(self.loader)
+
+    def __iter__(self):
+        for number, batch in enumerate(self.loader, start=1):
+            yield batch
+            # Who asks for the next batch has trained on this one.
+            if number % self.every == 0 or number == len(self):
+                self.agree()  # NEW: agree on parameters, not on gradients
 
 
 @torch.no_grad()
@@ -101,14 +109,13 @@ def train(args):
         optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
     # NEW: the ranks agree after some of the optimizer's steps, or DDP sends in each backward().
     parameters = list(model.parameters())
-    steps_of_epoch = len(train_loader)
     if args.by == "local":
         # With plain SGD (--sgd) and --every 1, this gives the same numbers as DDP, up to rounding,
         # because a step is linear in the gradient. With Adam, it does not.
-        local_sgd(optimizer, partial(average, parameters), args.every, steps_of_epoch)
+        train_loader = LocalSteps(train_loader, partial(average, parameters), args.every)
     elif args.by == "diloco":
         outer = DiLoCo(parameters, args.outer_lr, args.outer_momentum)
-        local_sgd(optimizer, outer.agree, args.every, steps_of_epoch)
+        train_loader = LocalSteps(train_loader, outer.agree, args.every)
     else:
         model = with_hook(model, args.by)
     before = bytes_sent()

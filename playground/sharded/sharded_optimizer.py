@@ -64,15 +64,18 @@ def flatten(tensors):
 class ShardedOptimizer:
     """Updates all parameters of a model, but keeps only this rank's shard of the optimizer state.
 
-    All parameters have one weight decay, and each must get a gradient in every step. The optimizer
-    must update each number separately, as SGD and Adam do. Give a scheduler `self.optimizer`.
+    All parameters have one weight decay, and each that is not frozen must get a gradient in every
+    step. The optimizer must update each number separately, as SGD and Adam do. Give a scheduler
+    `self.optimizer`.
 
     Before step(), a rank's gradients are those of its own images, so clip inside step(), after the
     reduce_scatter: `self.shard.grad` has the mean. For its norm, add up the squares over the ranks.
     """
 
     def __init__(self, model, make_optimizer):
-        self.parameters = list(model.parameters())
+        self.parameters = [each for each in model.parameters() if each.requires_grad]
+        if len({parameter.dtype for parameter in self.parameters}) > 1:
+            raise ValueError("all parameters must have the same dtype, that of the flat tensor")
         # NEW: from here on, the parameters are views of one flat tensor, and share its memory.
         self.flat = flatten([parameter.detach() for parameter in self.parameters])
         start = 0

@@ -116,7 +116,7 @@ class ColumnLinear(torch.nn.Module):
         # nn.Linear stores its matrix transposed, so the columns of A lie along dimension 0. The
         # bias has one number for each of them.
         self.weight = keep_shard(layer.weight, dim=0)
-        self.bias = keep_shard(layer.bias, dim=0)
+        self.bias = None if layer.bias is None else keep_shard(layer.bias, dim=0)
         self.register_state_dict_pre_hook(refuse_state)
 
     def forward(self, inputs):
@@ -136,7 +136,7 @@ class RowLinear(torch.nn.Module):
     def forward(self, inputs):
         """Take this rank's part of the input. Return the whole output."""
         output = AddTerms.apply(F.linear(inputs, self.weight))
-        return output + self.bias  # once, after the sum over the ranks
+        return output if self.bias is None else output + self.bias  # once, after the sum
 
 
 def split(model, pairs):

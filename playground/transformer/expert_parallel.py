@@ -193,6 +193,8 @@ def average_gradients(model):
     for name, parameter in model.named_parameters():
         # NEW: a replica has the gradient of its own rank's loss only, so add up those of all ranks.
         # An expert has this sum already, because the tokens of all ranks have come to it.
+        if parameter.grad is None:  # frozen
+            continue
         if ".experts." not in name:
             dist.all_reduce(parameter.grad)  # one by one, as in manual_data_parallel.py
         parameter.grad /= world_size  # the loss of a batch is the average of the ranks' losses
