@@ -116,7 +116,7 @@ model_parallel 2 | - | --pipelined
     loss = => parts = logits.tensor_split(4), labels.tensor_split(4)\n            ...
     says 85.86%
 overlapped_data_parallel 1 | 2
-    zero_grad()\n            loss. => zero_grad()\n            loss.backward(retain_graph=True)\n            loss.
+    optimizer.zero_grad()\n => ...            loss.backward(retain_graph=True)\n
     fails call finish() after each backward()
 resnet 1 | 2 | --workers 0 --epochs 1 --accumulate 8
     model.no_sync() => nullcontext()
