@@ -218,18 +218,6 @@ def test_the_epochs_that_docstrings_show(mnist):
     assert count >= 8
 
 
-def test_the_whole_parity_table():
-    """It has every lesson that trains, except the ResNet one, and all differences are small."""
-    table = MEASURED[MEASURED.index("## Parity") : MEASURED.index("### Longer")]
-    rows = re.findall(r"^\| `(\w+)\.py(?: [^`]+)?`(?:, \d processes)? \| (.*) \|$", table, re.M)
-    exempt = {lesson for lesson in LESSONS if talks(lesson)}
-    exempt |= {"resnet", "expert_parallel", "token_mean"}
-    exempt.add("sharded_muon")
-    assert {lesson for lesson, _ in rows} == set(LESSONS) - exempt
-    differences = " ".join(cells for _, cells in rows).replace("|", " ").split()
-    assert len(differences) >= 40 and max(map(float, differences)) < 1e-12
-
-
 @pytest.mark.quick
 def test_the_programs_about_the_text(capsys):
     """They print what text.md shows below them. Another Python's text has other numbers."""

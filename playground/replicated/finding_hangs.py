@@ -156,8 +156,8 @@ def note_hangs(rank, folder, seconds):
         # NEW: each rank has two files of its own, which have its last stacks and its last calls.
         with open(f"{folder}/stacks{rank}.txt", "w") as file:
             faulthandler.dump_traceback(file)  # of all threads of Python
-        # NEW: no public function reads the recorder. These two are private, so they may change.
-        # (They are in torch 2.9 to 2.15.)
+        # NEW: these two functions are private, so they may change. (They are in torch 2.9 to 2.15.
+        # From 2.14 on, torch.distributed.debug.start_debug_server shows the notes in a browser.)
         if dist.get_backend() == "nccl":
             calls = torch._C._distributed_c10d._dump_nccl_trace_json()
         else:

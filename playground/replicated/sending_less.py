@@ -12,7 +12,7 @@ to send less. The ranks may send seldom: each trains alone for many steps (`--ev
 agree on their parameters (`--by local`, and `diloco`, which has a second optimizer for this). Or
 they still send in each step, but only an approximation of the gradients, by a communication hook, a
 function that DDP calls for each bucket (`--by bf16`, which rounds them, and `powersgd`, which sends
-products of small matrices). This simulates two such nodes (`run/README.md`):
+two thin factors of each matrix). This simulates two such nodes (`run/README.md`):
     GPUS=1 BANDWIDTH=10mbit run/rehearse_two_nodes.sh \
         playground/replicated/sending_less.py --epochs 1
 

@@ -15,8 +15,8 @@ Just before a layer computes, the ranks gather it whole, and afterwards they fre
 `backward()`, they also average its gradients. `fully_shard(layer)`, also called FSDP2, adds hooks
 for this, as `ShardedLayer` in `manual_fully_sharded.py` does. It replaces each parameter with a
 DTensor, a tensor that knows which rank has which shard, so the optimizer must be made afterwards. A
-last call, with the whole model, shards the rest, and lets both passes gather the next layer while
-one computes. At the start, each rank makes the whole model for a moment, with `--meta` only rank 0.
+last call, with the whole model, shards the rest, and lets GPUs gather the next layer while one
+computes. At the start, each rank makes the whole model for a moment, with `--meta` only rank 0.
 
 For 7 billion parameters on 8 GPUs, DDP needs 112 GB on each, and FSDP 14, plus the layers that are
 computing (`playground/pages/figures/fsdp.svg`). The price is messages: 8 all_gathers in a step, for

@@ -22,8 +22,8 @@ such a moment is a hook. Four moments are enough:
 With four layers, a step has 8 all_gathers and 4 reduce_scatters. In a ring these take 1.5 times the
 bytes of DDP's all_reduce. With `--keep_weights`, a layer stays whole from `forward()` to
 `backward()`. So 4 all_gathers are enough, and in a ring a step takes as many bytes as DDP's. Here
-nothing computes while a message travels. FSDP, the next lesson, gathers a layer while another one
-computes (`playground/pages/figures/fsdp.svg` shows which layers are whole when).
+nothing computes while a message travels. On GPUs, FSDP (the next lesson) gathers a layer while
+another one computes (`playground/pages/figures/fsdp.svg` shows which layers are whole when).
 
 Try breaking it, in a copy beside it:
   1. Comment out the forward hook with `self.free`. Which number of the output changes?
