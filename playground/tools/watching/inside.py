@@ -171,7 +171,7 @@ def last_calls():
     and recv.
     """
     read = torch._C._distributed_c10d
-    if dist.is_initialized() and dist.get_backend() == "nccl":
+    if dist.is_initialized() and "nccl" in dist.get_backend():
         recorded = json.loads(read._dump_nccl_trace_json())
     else:
         recorded = json.loads(read._dump_fr_trace_json())
