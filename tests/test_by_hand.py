@@ -5,9 +5,11 @@ test_parity.py has the usual steps.
 
 from functools import partial
 
+import expert_parallel
 import manual_data_parallel
 import manual_fully_sharded
 import overlapped_data_parallel
+import profile_steps
 import pytest
 import sharded_optimizer
 import torch
@@ -49,6 +51,10 @@ def on_a_rank(rank, frozen, once, twice):
     close = partial(torch.testing.assert_close, atol=1e-12, rtol=0)
     ways = (
         lambda model: manual_data_parallel.average_gradients,
+        lambda model: manual_data_parallel.average_in_one_bucket,
+        lambda model: profile_steps.average_gradients,
+        lambda model: profile_steps.average_in_one_bucket,
+        lambda model: expert_parallel.average_gradients,
         lambda model: overlapped_data_parallel.EachGradient(model).finish,
         lambda model: overlapped_data_parallel.Buckets(model, 1e-4).finish,
     )
@@ -61,7 +67,7 @@ def on_a_rank(rank, frozen, once, twice):
         model = make(0, is_frozen)
         optimizer = sharded_optimizer.ShardedOptimizer(model, ADAM)
         close(make_steps(model, optimizer, [rank], 1), right)
-    for way in ways[1:]:
+    for way in ways[-2:]:
         model = make(0)
         average = way(model)
         loss = model(torch.ones(4, 7, dtype=torch.float64)).sum()

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from conftest import DIGITS, ROOT, losses, run
 from nodes import need
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 from common.models import MLP
 from figures import sending_less as picture
@@ -36,6 +37,15 @@ def test_the_same_twelve_digits():
         assert found == pytest.approx(expected, abs=2e-12)
     seldom = losses(run("sending_less", *SGD, *SAME[0][:2], processes=3).stdout)
     assert abs(seldom[1] - expected[1]) > 1e-3
+
+
+def test_batches_are_counted_and_not_steps():
+    """A rank that skips a step of the optimizer agrees when the others do: after 3, 6 and 7."""
+    agreed = []
+    loader = sending_less.LocalSteps(DataLoader(range(7)), lambda: agreed.append(number), 3)
+    for number, _ in enumerate(loader, start=1):  # no step at all
+        pass
+    assert agreed == [3, 6, 7]
 
 
 SIZE = 236_840  # bytes of the MLP's gradients, as the docstring has it

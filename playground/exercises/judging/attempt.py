@@ -7,7 +7,16 @@ from dataclasses import dataclass, field
 from judging.exercise import solution_of
 from judging.traffic import trace
 from judging.trial import PRINTED, be_a_rank, go_through
-from judging.words import LOST, costs, in_ranks, lost_message, used, why_it_hangs, why_it_is_wrong
+from judging.words import (
+    LOST,
+    costs,
+    in_ranks,
+    lost_message,
+    sent_with_gaps,
+    used,
+    why_it_hangs,
+    why_it_is_wrong,
+)
 from watching.facts import TOLERANCE, difference
 from watching.ranks import free_port, started
 
@@ -254,7 +263,9 @@ class Attempt:
         if any(self.differs(later, trial, rank) for rank in wrong):
             for rank in all_ranks(trial):
                 trial.start[rank] = self.exercise.start(rank, trial.world_size, **trial.case)
-            verdict.facts = why_it_is_wrong(trial, self.exercise.TOLERANCE)
+            verdict.facts = sent_with_gaps(trial)
+            verdict.is_clear = verdict.facts is not None
+            verdict.facts = verdict.facts or why_it_is_wrong(trial, self.exercise.TOLERANCE)
         else:
             verdict.is_clear = True
             verdict.why = "It is right a moment later: wait() for every request before you return."

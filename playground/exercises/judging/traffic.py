@@ -28,6 +28,7 @@ class Message:
         nbytes: how many bytes this rank sends; for a collective, in a ring.
         tag: the tag of a send or recv.
         numbers: the first numbers that are sent, as text.
+        with_gaps: whether a tensor's numbers have others between them in memory, as a column has.
     """
 
     kind: str
@@ -38,6 +39,7 @@ class Message:
     nbytes: int
     tag: int
     numbers: str
+    with_gaps: bool
 
 
 class Forbidden(BaseException):
@@ -117,7 +119,14 @@ def describe(kind, operation, args, file):
         sent_bytes(kind, nbytes, group.size(), kept),
         tag,
         "" if kind == "recv" else first_numbers(tensors),
+        any(map(has_gaps, tensors)),
     )
+
+
+def has_gaps(tensor):
+    """Return whether a tensor's numbers have others between them in memory."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return sum((size - 1) * stride for size, stride in steps) >= tensor.numel() > 0
 
 
 def sent_bytes(kind, nbytes, size, kept=0):

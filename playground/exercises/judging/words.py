@@ -57,6 +57,16 @@ def lost_message(trial):
     return None
 
 
+def sent_with_gaps(trial):
+    """Return words on a tensor of which gloo has sent other numbers; None if there is none."""
+    for rank, mine in enumerate(trial.messages):
+        for each in mine:
+            if each.with_gaps and each.kind in ("broadcast", "reduce", "all_reduce", "scatter"):
+                lies = "has a tensor that is not contiguous, and gloo sends its memory as it lies"
+                return f"Rank {rank}'s {each.call} {lies}. Send .contiguous()."
+    return None
+
+
 def used(trial, rank):
     """Return what a rank has sent."""
     calls = [each for each in trial.messages[rank] if each.kind != "recv"]

@@ -123,6 +123,8 @@ def explain(trial):
 
 
 IF_R = 'if old == "R":'
+SCATTERS = """for source in range(n):
+        dist.scatter(received[source], chunks if source == rank else None, src=source)"""
 MISTAKES = {
     NOTHING: (IF_R, f"{IF_R}\n        dist.broadcast(local, 0)"),
     SUMS: (
@@ -135,5 +137,10 @@ MISTAKES = {
     ),
     JOINED: ("torch.cat(shards, int(old[1]))", "torch.cat(shards)"),
     "Only `its own part` is wrong.": ("local.clone()", "local"),
+    "is not contiguous, and gloo sends its memory as it lies": (
+        *("torch.stack(local.chunk(n, int(new[1])))", "list(local.chunk(n, int(new[1])))"),
+        *("torch.empty_like(chunks)", "[torch.zeros(chunks[0].shape).double() for _ in chunks]"),
+        *("dist.all_to_all_single(received, chunks)", SCATTERS),
+    ),
     "Rank 1's numbers are missing": ("dist.all_reduce(total)", "dist.broadcast(total, 0)"),
 }
