@@ -74,7 +74,7 @@ def train(args):
     model = make_model(args).to(device)
     # fused=True is faster. eps makes the lessons' digits equal: in your project, leave it out.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
-    done = resume(args, model, optimizer) if args.savefile else 0  # NEW: before DDP is made
+    done = resume(args, model, optimizer)  # NEW: before DDP is made
     model = DistributedDataParallel(model)  # from here on, all ranks have the model of rank 0
     for epoch in range(done, args.epochs):
         fit_epoch(epoch, model, optimizer, train_loader, test_loader, device, args)
@@ -107,7 +107,7 @@ def resume(args, model, optimizer):
 
     It must be on a disk of all nodes. (DDP sends rank 0's parameters, but no optimizer state.)
     """
-    found = [os.path.exists(args.savefile)]
+    found = [args.savefile and os.path.exists(args.savefile)]
     dist.broadcast_object_list(found)  # NEW: rank 0 decides, so that all ranks begin alike
     if not found[0]:
         return 0
