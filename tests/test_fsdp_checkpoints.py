@@ -1,5 +1,6 @@
 """Sharded checkpoints for any number of ranks, damaged or unfinished ones, and dropout."""
 
+import os
 import pickle
 import re
 import shutil
@@ -62,20 +63,21 @@ def test_a_checkpoint_that_cannot_be_loaded(run_dir, tmp_path):
 
 
 class Evil:
-    """Is called when it is unpickled."""
+    """Makes a folder when it is unpickled."""
 
-    called = []
+    def __init__(self, folder):
+        self.folder = folder
 
     def __reduce__(self):
-        return Evil.called.append, ("code ran",)
+        return os.mkdir, (self.folder,)
 
 
 def test_a_folder_of_dcp_can_run_code(tmp_path):
     """As the docstring says. If this fails, PyTorch has mended it, and the docstring can, too."""
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil()))
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil(str(tmp_path / "it_ran"))))
     with pytest.raises(AttributeError):  # what was called has returned None, which has no shards
         FileSystemReader(tmp_path).read_metadata()
-    assert Evil.called == ["code ran"]
+    assert (tmp_path / "it_ran").is_dir()
 
 
 def test_a_full_disk(tmp_path):

@@ -193,7 +193,7 @@ def average_gradients(model):
     for name, parameter in model.named_parameters():
         # NEW: a replica has the gradient of its own rank's loss only, so add up those of all ranks.
         # An expert has this sum already, because the tokens of all ranks have come to it.
-        if parameter.grad is None:  # frozen
+        if not parameter.requires_grad:  # frozen, so there is no gradient
             continue
         if ".experts." not in name:
             dist.all_reduce(parameter.grad)  # one by one, as in manual_data_parallel.py
