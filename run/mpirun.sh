@@ -29,7 +29,8 @@ rank+='LOCAL_RANK=${OMPI_COMM_WORLD_LOCAL_RANK:-$MPI_LOCALRANKID}; '
 rank+='export GROUP_RANK=$((RANK / LOCAL_WORLD_SIZE)); exec "$@"'
 if "$MPIRUN" --version | grep -Eq "OpenRTE|Open MPI"; then
     command=("$MPIRUN" -np "$ranks" --host "$(IFS=,; echo "${hosts[*]/%/:$GPUS}")" --bind-to none)
-    command+=(--mca plm_rsh_agent "$SSH" --allow-run-as-root)
+    command+=(--mca plm_rsh_agent "$SSH")
+    [ "$(id -u)" != 0 ] || command+=(--allow-run-as-root)
 else # MPICH, whose -launcher-exec takes no flags of ssh
     read -ra ssh <<<"$SSH"
     export HYDRA_LAUNCHER_EXTRA_ARGS=${ssh[*]:1}

@@ -181,6 +181,7 @@ def fit(model, optimizer, train_loader, test_loader, device, args, folder, progr
 
 def save(folder, progress, model, optimizer, args):
     """Write a checkpoint, whole or not at all, and remove all but the last three."""
+    # A schedule of the learning rate, a GradScaler or an EMA of your own belongs in here, too.
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     state |= progress | {"args": vars(args)}
     unfinished = folder / "unfinished"

@@ -13,7 +13,7 @@ training or of the test; the steps are counted from 0, over all epochs.
 
 Or kill a process yourself from another terminal, with `kill -9` and one of the process ids:
     python playground/replicated/survivors.py --epochs 30
-Add a rank from another terminal, or with `-ip <ip of the first machine>` from another machine:
+Add a rank from another terminal, or with `-ip <ip of machine 1>` from a machine that you trust:
     python playground/replicated/survivors.py --join
 
 In data parallelism, each rank has all that a run consists of: the parameters, Adam's averages, and

@@ -65,8 +65,9 @@ class ShardedLayer:
     """Keeps this rank's shard of a layer, whose parameters have no memory between computations.
 
     Reading a parameter then crashes Python, so states are refused. Each parameter must get a
-    gradient in backward(), and belong to one layer only. clip_grad_norm_() would find the norm of
-    this rank's shards only. To clip, sum the squares of all `shard.grad` over the ranks first.
+    gradient in backward(), have the dtype of its layer, and belong to one layer only.
+    clip_grad_norm_() would find the norm of this rank's shards only. To clip, sum the squares of
+    all `shard.grad` over the ranks first.
     """
 
     def __init__(self, layer, keep_weights=False):
