@@ -102,12 +102,12 @@ distributed_data_parallel_torchrun 1 | 2 | | torchrun
     rank, device = join(args) => ...\n    assert rank == 0
     fails AssertionError
     fails SIGTERM
-    prints rank : 1 (local_rank: 1) exitcode : 1
+    prints rank : 1 (local_rank: 1) exitcode : 1 OR rank : 1 (local_rank: 1) exitcode : -6
     prints traceback : Traceback (most recent call last):
 distributed_data_parallel_torchrun 1 | 2 | | torchrun
     rank, device = join(args) => ...\n    assert rank == 0
     @record => # @record
-    fails To enable traceback see
+    fails To enable traceback see OR Signal 6 (SIGABRT)
 model_parallel 1 | -
     self.stage1(micro_batch).to(self.devices[1]) => self.stage1(micro_batch)
     loss 1.4064
