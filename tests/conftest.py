@@ -49,6 +49,16 @@ IS_REAL = imported.returncode == 0
 DETECTRON2 = "the real detectron2" if IS_REAL else "a stand-in for detectron2"
 
 
+class Evil:
+    """Makes a folder when it is unpickled, as a file from elsewhere may run any code."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (self.folder,)
+
+
 def launched(world_size=2, rank=0):
     """Return what a launcher tells a rank in its environment, where no other rank can be."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": 1}

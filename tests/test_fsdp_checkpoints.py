@@ -1,12 +1,11 @@
 """Sharded checkpoints for any number of ranks, damaged or unfinished ones, and dropout."""
 
-import os
 import pickle
 import re
 import shutil
 
 import pytest
-from conftest import DIGITS, epochs, losses, ranks, run, single_gpu
+from conftest import DIGITS, Evil, epochs, losses, ranks, run, single_gpu
 from nodes import small_disk
 from torch.distributed.checkpoint import FileSystemReader
 
@@ -60,16 +59,6 @@ def test_a_checkpoint_that_cannot_be_loaded(run_dir, tmp_path):
     ends = [job.wait() for job in ranks(LESSON, *SHORT, "--run_dir", run_dir, "--seed", 7)]
     assert {end.returncode for end in ends} == {1}, ends
     assert "epoch-0003 was written with --seed 0: use the same flags, or" in ends[0].stderr
-
-
-class Evil:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, folder):
-        self.folder = folder
-
-    def __reduce__(self):
-        return os.mkdir, (self.folder,)
 
 
 def test_a_folder_of_dcp_can_run_code(tmp_path):

@@ -3,14 +3,13 @@
 import argparse
 import copy
 import functools
-import os
 import pickle
 import re
 
 import pytest
 import resnet as lesson
 import torch
-from conftest import SIZES, run
+from conftest import SIZES, Evil, run
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -64,21 +63,11 @@ def test_what_can_not_be_downloaded(tmp_path, monkeypatch):
             assert word in line
 
 
-class Evil:
-    """Runs a command when it is unpickled."""
-
-    def __init__(self, command):
-        self.command = command
-
-    def __reduce__(self):
-        return os.system, (self.command,)
-
-
 def test_downloaded_parameters_run_no_code(tmp_path, monkeypatch):
-    """A file that somebody has put in place of torchvision's is refused."""
+    """A file in place of torchvision's, which would make a folder, is refused."""
     folder = tmp_path / "hub" / "checkpoints"
     folder.mkdir(parents=True)
-    torch.save({"fc.bias": Evil(f"touch {tmp_path}/it_ran")}, folder / "resnet18-f37072fd.pth")
+    torch.save({"fc.bias": Evil(f"{tmp_path}/it_ran")}, folder / "resnet18-f37072fd.pth")
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
         lesson.pretrained()

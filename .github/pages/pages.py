@@ -43,7 +43,7 @@ BLOCK = re.compile(
 )
 # Where a lesson says that a reader can stop, and where another part of it begins.
 PART = re.compile(r"# (You can stop here.*)\.|# -{10} (.*) -{10}")
-# What people type into a search who have a problem. For these words, these pages come first.
+# Words of a search about a problem. For these words, these pages come first.
 SYMPTOMS = {
     "hangs": "hang stuck deadlock NCCL timeout watchdog desync py-spy",
     "troubleshooting": "error message symptom crash NCCL timeout OOM out of memory connection"

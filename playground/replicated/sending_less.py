@@ -80,7 +80,7 @@ class LocalSteps:
     def __iter__(self):
         for number, batch in enumerate(self.loader, start=1):
             yield batch
-            # Who asks for the next batch has trained on this one.
+            # When the loop asks for the next batch, it has trained on this one.
             if number % self.every == 0 or number == len(self):
                 self.agree()  # NEW: agree on parameters, not on gradients
 
