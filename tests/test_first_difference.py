@@ -4,6 +4,7 @@ test_parity.py compares the other lessons with single_gpu.py by the same functio
 """
 
 import sys
+from contextlib import nullcontext
 
 import first_difference
 import pytest
@@ -13,6 +14,7 @@ from conftest import ROOT, SHORT, ranks, run
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 from watching.ranks import call
 from watching.steps import Notes, sums_of
@@ -43,6 +45,69 @@ FAULTS = {
     "wide": ("error: another model: 0.weight has 45 numbers, in the first run 40",),
     "early": ("error: the first run has 4 steps, the ranks of the other one [3, 3]",),
 }
+
+NONE = "the ranks agree: 8 steps, 6 tensors"
+# What the ranks of one run show of a fault: the status, and parts of the words.
+AMONG_RANKS = {
+    "none": (0, NONE),
+    "no DDP": (1, "step 1 leaves", "gradients differed", "called in this step: none."),
+    "module": (1, "step 1 leaves", "See the average", "from step 2 on, modules begin with diff"),
+    "twice": (1, "step 1 leaves", "gradients differed", "all_reduce (91) last"),
+    "head": (1, "step 1 leaves the ranks with different tensors: 3.weight and 1 more of 6,"),
+    "own state": (1, "step 1 leaves", "See the optimizer's state"),
+    "own parameters": (1, "the ranks start with", "0.weight of 6,", "DDP has made them equal"),
+    "own rate": (1, "step 1, lr, on rank 1: [0.02], on rank 0 [0.01]."),
+    "own buffers": (1, "from step 2 on", "1.running_mean and 1 more of 2,", "broadcast_buffers"),
+    "same images": (1, "the ranks read the same examples in 8 of 8 steps", "the same work"),
+    "same epoch": (3, "steps 5 to 8 read what step 1 and after have read", "see set_epoch()"),
+    "local SGD": (3, "step 1 leaves", "Before step 3 they are equal again"),
+    "seeds": (3, "the ranks start with different tensors: 0.weight", "Right for shards"),
+    "fewer": (1, "the ranks began 6, 5 steps, and ended 5, 5."),
+    "FSDP": (0, "the ranks agree: 8 steps"),
+}
+
+
+def train_in_ddp(rank, fault, folder):
+    """Train with DDP, with a fault of those that train in silence."""
+    Notes(folder, 100)
+    torch.manual_seed(rank if fault == "seeds" else 0)
+    own = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+    model = own
+    if fault == "FSDP":
+        own[1] = nn.LayerNorm(8)
+        fully_shard(model)
+    elif fault not in ("no DDP", "local SGD", "seeds"):
+        options = {"find_unused_parameters": True} if fault == "head" else {}
+        model = DistributedDataParallel(own, broadcast_buffers=fault != "own buffers", **options)
+    if fault == "head":
+        own[3] = nn.Linear(8, 3)
+    if fault == "own parameters" and rank == 1:
+        own[0].weight.data += 1
+    rate = 0.02 if fault == "own rate" and rank == 1 else 0.01
+    optimizer = torch.optim.Adam(own.parameters(), rate)
+    if fault == "own state" and rank == 0:
+        for parameter in own.parameters():
+            kept = {name: torch.ones_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[parameter] = {"step": torch.tensor(5.0), **kept}
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(64, 5, generator=generator)
+    labels = torch.randint(3, (64,), generator=generator)
+    for step in range(8):
+        if fault == "fewer" and rank == 1 and step == 5:
+            return
+        if step % 4 == 0 and fault != "same epoch" or step == 0:
+            order = torch.randperm(64, generator=generator)
+        chosen = order[16 * (step % 4) :][:16][0 if fault == "same images" else rank :: 2]
+        parts = chosen.chunk(2) if fault == "twice" else [chosen]
+        forward = own if fault == "module" else model
+        optimizer.zero_grad()
+        losses = [F.cross_entropy(forward(images[part]), labels[part]) for part in parts]
+        for loss in losses:
+            loss.backward()
+        optimizer.step()
+        for parameter in own.parameters() if fault == "local SGD" and step % 2 else ():
+            dist.all_reduce(parameter.data)
+            parameter.data /= 2
 
 
 def train(rank, fault, size, folder):
@@ -110,6 +175,18 @@ def test_the_words_on_a_fault(fault, alone, tmp_path):
         status, words = 1, error.code
     assert status == (not fault.startswith("none"))
     for part in FAULTS[fault]:
+        assert part in words, words
+
+
+@pytest.mark.parametrize("fault", AMONG_RANKS)
+def test_the_ranks_of_one_run(fault, tmp_path):
+    """No other run is needed to see that the ranks drift apart."""
+    with pytest.raises(RuntimeError) if fault == "fewer" else nullcontext():
+        call(train_in_ddp, 2, fault, tmp_path)
+    right, *parts = AMONG_RANKS[fault]
+    status, words = first_difference.compare_ranks(tmp_path)
+    assert status == right, words
+    for part in parts:
         assert part in words, words
 
 

@@ -12,14 +12,15 @@ from unittest import mock
 
 import pytest
 import watch
-from conftest import DIGITS, ROOT, Job, Lesson, epochs, lesson_path, one_process, run
-from nodes import read_until
+from conftest import DIGITS, ROOT, Job, Lesson, epochs, free_port, lesson_path, one_process, run
+from nodes import need, read_until
 
 from watching import show
 from watching.advice import advice_on
 
 PAGE = (ROOT / "playground/pages/watching.md").read_text()
 WATCHED = ROOT / "tests" / "programs" / "watched.py"
+STARTS = ROOT / "tests" / "programs" / "starts.py"
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 PARAMETERS = 4 * 59_210  # bytes of those of the MLP
@@ -60,7 +61,7 @@ GIVEN = {
 def test_messages_of_a_lesson(lesson):
     """The table has each call of a step, its group and its bytes, and what a rank holds."""
     done = run("watch", lesson_path(lesson), *DIGITS, "--epochs", 1, processes=2)
-    rows = re.findall(r"^all    (\w+) +2 +(\d+) +([\d,]+) +\d+: \S", done.stdout, re.M)
+    rows = re.findall(r"^all    (\w+) +2 +(\d+) +([\d,]+) +\S*\d+: \S", done.stdout, re.M)
     given = [(kind, int(count), int(size.replace(",", ""))) for kind, count, size in rows]
     assert sorted(given) == GIVEN[lesson]
     # Of parameters and of their gradients. A pipeline's ranks hold different parts.
@@ -185,6 +186,7 @@ def test_a_folder_that_others_can_write_to(tmp_path, monkeypatch):
     """Ranks of torchrun meet in a folder whose name can be guessed. Its own only is written to."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     own = watch.folder_of_node()
     assert watch.folder_of_node() == own  # the next rank finds it
     own.chmod(0o777)
@@ -200,6 +202,7 @@ def test_what_cannot_be_shown():
     """A line says so, before anything starts. With a profiler in the script, only hangs are."""
     for flags, reason in (
         (("nowhere.py",), "there is no script"),
+        (("-m", "no.where"), "there is no script no.where"),
         (("--html", "/nowhere/page.html", WATCHED), "cannot write /nowhere/page.html"),
         (("--hang", 5, "--html", "page.html", WATCHED), "with --hang nothing is recorded"),
     ):
@@ -210,6 +213,66 @@ def test_what_cannot_be_shown():
     done = run("watch", *flags, processes=1, status=2)  # --out is no folder
     assert "only for hangs, because this script uses the profiler itself" in done.stdout
     assert "who waits for whom" not in done.stdout
+
+
+@pytest.mark.parametrize("how", ["fork", "forkserver", "os.fork", "subprocess", "mpirun"])
+def test_ways_to_start(how):
+    """Each process that joins a group is a rank. What has only started them is none."""
+    command = (sys.executable, lesson_path("watch"), STARTS, how, "right", free_port())
+    if how == "mpirun":
+        need("mpirun.openmpi")
+        mpirun = ("mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-np", 2)
+        command = (*mpirun, *command)
+    done = Job(*command, env={"NO_COLOR": "1"}).wait()
+    assert done.returncode == 0, done.stderr
+    row = r"^all    all_reduce +2 +1 +4,920 +\d+: loss\.backward\(\)$"
+    assert re.search(row, done.stdout, re.M)
+    assert re.search(r"^rank 1  \|", done.stdout, re.M) and "Nothing is recorded" not in done.stdout
+    assert "watch: " not in done.stderr
+
+
+def test_nothing_to_record(tmp_path):
+    """A line says so. An error of the tool itself is shown, and does not reach the script."""
+    script = tmp_path / "script.py"
+    script.write_text("print('done')\n")
+    done = run("watch", script)
+    words = "watch: nothing is recorded. It takes a process that joins a group."
+    assert {*done.stdout.splitlines()} == {"done", words}
+    lines = ["import starts, sys, torch", "torch.profiler.profile.start = None"]
+    lines.append(f"starts.be_a_rank(int(sys.argv[1]), 'right', {free_port()})")
+    script.write_text("\n".join([*lines, "print('done')"]))
+    path = {"PYTHONPATH": str(STARTS.parent)}
+    for job in [Lesson("watch", script, rank, env=path) for rank in range(2)]:
+        done = job.wait(60)
+        assert done.returncode == 0 and "done" in done.stdout.splitlines()
+        assert "notes nothing more, but goes on: TypeError" in done.stderr
+
+
+def test_a_module(tmp_path, monkeypatch):
+    """A module is run as by python -m."""
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "other.py").write_text("NUMBER = 5\n")
+    (tmp_path / "package" / "main.py").write_text("from .other import NUMBER\nprint(NUMBER)\n")
+    command = (sys.executable, lesson_path("watch"), "--hang", 9, "-m", "package.main")
+    done = Job(*command, env={"PYTHONPATH": str(tmp_path)}).wait()
+    assert (done.stdout, done.stderr) == ("5\n", "")
+
+
+@pytest.mark.parametrize("what", ["left out", "killed", "fewer"])
+def test_a_crash(what):
+    """It shows where each rank was when one of them has crashed, was killed, or has ended early."""
+    done = run("watch", "--hang", 30, STARTS, "fork", what, free_port())
+    report = done.stderr.partition("watch: rank ")[2]
+    rank_0, rank_1 = re.split("^rank 1 ", report, flags=re.M)
+    if what == "left out":
+        assert " has crashed: Aborted\n" in rank_0
+        assert re.search(r"line \d+ in train: dist\.all_reduce\(torch\.ones\(2\)\)", rank_0)
+    elif what == "killed":
+        assert " has ended without a word" in rank_1
+    else:
+        assert " has ended by RuntimeError: " in rank_0 and " has ended\n" in rank_1
+    if what != "left out":
+        assert re.search(r"line \d+ in train: loss\.backward\(\)", rank_0)
 
 
 def places(report):

@@ -4,6 +4,8 @@ Write it in front of a script, which needs no change, and name a folder for its 
     python playground/tools/first_difference.py note one single.py --double
     torchrun --standalone --nproc-per-node 2 playground/tools/first_difference.py note two script.py
     python playground/tools/first_difference.py compare one two
+Or look in one run whether its ranks stay equal, read different examples, and make equal steps:
+    python playground/tools/first_difference.py ranks two
 
 Before each step of an optimizer, a rank notes a few sums over its own part of each parameter and
 gradient. It sends no message, so nothing can hang. The sums of all shards, added up, are those of
@@ -11,17 +13,16 @@ the whole tensor. Tensors belong together if they start with the same numbers (a
 a pipeline), or have the same name. What is left, such as flat shards, is compared in one sum.
 
 Compare in float64. In float32, a ReLU that flips changes a gradient by some percent. The status is
-0 if only rounding differs, 1 if more does, and 3 if float32 cannot tell.
+0 if only rounding differs, 1 if more does, and 3 if that cannot be told: in float32, and if ranks
+have different parts, which may be right.
 """
 
 import argparse
 import json
 import os
-import runpy
 import sys
 from collections import ChainMap, Counter
-from functools import partial
-from itertools import chain
+from itertools import chain, pairwise
 from operator import mul
 from pathlib import Path
 
@@ -29,10 +30,13 @@ HERE = Path(__file__).resolve().parent
 # Behind all other folders, so that nothing of the script's own is hidden.
 sys.path[:] = [*(folder for folder in sys.path if folder != str(HERE)), str(HERE)]
 
-import torch.multiprocessing as mp
+# PyTorch reads this when a group is made: its recorder keeps the last 200 calls.
+os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "200")
 
-from watching.facts import factor_in_words, ranks_in_words
-from watching.steps import COUNT, NOTHING, PLACES, SQUARES, STRANGE, SUM, Notes, noted
+from watching.anywhere import add_script, launched, path_of, run_with
+from watching.facts import factor_in_words
+from watching.steps import COUNT, NOTHING, PLACES, SQUARES, STRANGE, SUM, Notes
+from watching.terminal import ranks_in_words
 
 REST = "what neither name nor start tells apart"
 JUMP = 30  # rounding grows, but not by so much from one step to the next
@@ -58,24 +62,45 @@ MISSING = """The optimizer's parameters have no gradient, or one of zeros.
   See requires_grad, detach(), zero_grad(), and whether the optimizer was made before sharding."""
 OWN = "Each rank has its own, whose {} would be right: a message is missing, or is sent in step()."
 UNKNOWN = "See the loss, the labels, and the messages."
+NO_STEP = "first_difference: {} is empty, because no optimizer of torch.optim has made a step."
+UNLIKE = "the ranks start with different tensors: {}\n  "
+PARTS = "Right for shards, stages and experts. Otherwise see the seed, and what rank 0 sends."
+AFTER_DDP = "DDP has made them equal. See what loads or changes parameters after DDP()."
+LEAVES = """step {} leaves the ranks with different tensors: {}
+  {}"""
+EACH_ITS_OWN = """Their gradients differed before this step, so each rank has used its own.
+  Collectives that each rank has called in this step: {}.
+  See the average over the ranks, and what goes past DDP: model.module(x) in place of model(x),
+  no_sync(), two forward passes before two backward(), parameters put in after DDP()."""
+EQUAL_GRADIENTS = """Their gradients were equal before this step.
+  See the optimizer's state (did each rank load it?), and what changes parameters after a step."""
+AGAIN = "\n  Before step {} they are equal again: right if the ranks average them there."
+BUFFERS = """from step {} on, modules begin with different buffers: {}
+  A rank saves and tests its own. See model.module(x) in place of model(x), broadcast_buffers, and
+  SyncBatchNorm."""
+ALIKE = "the ranks read the same examples in {} of {} steps.\n  "
+SPLIT = "Right if they share the work of a model (tensor, pipeline). Otherwise see the sampler."
+ALL_THE_WORK = "So all of them do the same work. See the sampler."
+REPEATED = """steps {} to {} read what step 1 and after have read, in this order.
+  Right without shuffling. Otherwise see set_epoch()."""
+BEGAN = "the ranks began {} steps, and ended {}."
+JOIN = "the ranks made {} steps. Right only inside DDP's join()."
 
 
-def note(folder, most, script, flags):
+def note(folder, most, script, is_module, flags):
     """Run a script as `python script flags` would, and note its steps."""
-    if os.environ.get("RANK", "0") == "0":
+    path_of(script, is_module)
+    is_first = launched() is None or launched()[0] == 0
+    if is_first:
         folder.mkdir(parents=True, exist_ok=True)
         for old in folder.glob("rank*.jsonl"):
             old.unlink(missing_ok=True)  # another rank may have done it
-
-    def noting(start):
-        return lambda fn, *rest, **named: start(partial(noted, fn, folder, most), *rest, **named)
-
-    mp.spawn = noting(mp.spawn)
-    mp.start_processes = noting(mp.start_processes)
     Notes(folder, most)
-    sys.argv = [script, *flags]
-    sys.path.insert(0, str(Path(script).resolve().parent))
-    runpy.run_path(script, run_name="__main__")
+    try:
+        run_with("watching.steps", (str(folder), most), script, is_module, flags)
+    finally:
+        if is_first and not any(folder.glob("rank*.jsonl")):
+            print(NO_STEP.format(folder), file=sys.stderr)
 
 
 def read(folder):
@@ -256,7 +281,7 @@ def why_gradient(ones, twos, wrong, pairs, limit):
         return MISSING
     words = why_loss(ones, twos, limit)
     factor = common_factor([*wrong.values()], limit)
-    if factor:
+    if factor and abs(factor - 1) > 1e-3:  # clipping may hide a factor
         in_words = factor_in_words(factor, size) or f"{factor:.6g} times what is expected"
         words = f"It is {in_words}. {words}"
     return words
@@ -322,13 +347,9 @@ def compare(first, second):
                 unclear = f"step {number}, {kind} {max(sizes, key=sizes.get)[0]}"
         # Adam makes a full step even of a gradient that is only rounding.
         ignored = {x for x in squares if squares[x] < (100 * eps) ** 2 * total}
-        for key, right in ones[0]["settings"].items():
-            settings = [row["settings"].get(key, []) for row in twos]
-            others = [[value for value in values if value not in right] for values in settings]
-            ranks = [rank for rank, values in enumerate(others) if values]
-            if ranks:
-                line = f"step {number}, {key}, on {ranks_in_words(ranks)}: {others[ranks[0]]}"
-                return 1, f"first difference: {line}, in the first run {right}"
+        line, right = other_setting(number, ones[0], twos)
+        if line:
+            return 1, f"first difference: {line}, in the first run {right}"
     steps = len(first[0])
     of_ranks = [len(rows) for rows in second]
     if set(of_ranks) != {steps}:
@@ -340,22 +361,130 @@ def compare(first, second):
     return 0, f"equal up to rounding: {number} steps, the largest difference is {known:.1e}"
 
 
+def other_setting(number, first, rows):
+    """Return words on a setting of an optimizer that one rank does not have, and its values."""
+    for key, right in first["settings"].items():
+        settings = [row["settings"].get(key, []) for row in rows]
+        others = [[value for value in values if value not in right] for values in settings]
+        ranks = [rank for rank, values in enumerate(others) if values]
+        if ranks:
+            return f"step {number}, {key}, on {ranks_in_words(ranks)}: {others[ranks[0]]}", right
+    return "", []
+
+
+def compare_ranks(folder):
+    """Compare the ranks of one run. Returns the status, and words."""
+    run = read(folder)
+    if len(run) == 1:
+        sys.exit(f"error: {folder} has the notes of one rank, which cannot differ from others")
+    ended = [len(rows) for rows in run]
+    texts = [(folder / f"rank{rank}.jsonl").read_text() for rank in range(len(run))]
+    begun = [len(rows) + (text[-1] != "\n") for rows, text in zip(run, texts, strict=True)]
+    rows = [*zip(*run, strict=False)]
+    faults, unclear = [], []  # what is unclear may be right
+    if len({*ended}) > 1:
+        unclear.append(JOIN.format(numbers(ended)))
+    elif len({*begun}) > 1:
+        faults.append(BEGAN.format(numbers(begun), numbers(ended)))
+    settings = (other_setting(number, row[0], row) for number, row in enumerate(rows, 1))
+    faults += [f"{line}, on rank 0 {right}." for line, right in settings if line][:1]
+    shards = {name for own in rows[0] for name in own["shards"]}
+    names = [name for name in rows[0][0]["value of"] if name not in shards]
+    ddp = all(own["ddp"] for own in rows[0])
+    parts = differ(rows[0], "value of", names)
+    if parts:
+        words = UNLIKE.format(some(parts, names)) + (AFTER_DDP if ddp else PARTS)
+        (faults if ddp else unclear).append(words)
+    drift, again = drift_of(rows, [name for name in names if name not in parts])
+    (unclear if parts and not ddp or again else faults).extend(drift)
+    for number, row in enumerate(rows, 1):
+        found = differ(row, "buffer", row[0]["buffer"])
+        if found:
+            (faults if ddp else unclear).append(
+                BUFFERS.format(number, some(found, row[0]["buffer"]))
+            )
+            break
+    read_by = [[{mark(x[0]) for x in own["examples"]} for own in row] for row in rows]
+    again = [number for number, step in enumerate(read_by) if number and step == read_by[0]]
+    period = again[0] if again else 1  # who reads the same examples in each step means to do it
+    if period > 1 and all(read_by[0]) and read_by[period:] == read_by[:-period]:
+        unclear.append(REPEATED.format(period + 1, len(rows)))
+    alike = sum(step == step[:1] * len(step) for step in read_by if step[0])
+    if alike > len(rows) / 2:
+        split = parts or shards or len({frozenset(own["value of"]) for own in rows[0]}) > 1
+        words = ALIKE.format(alike, len(rows)) + (SPLIT if split else ALL_THE_WORK)
+        (unclear if split else faults).append(words)
+    if faults or unclear:
+        return 1 if faults else 3, "\n".join(faults + unclear)
+    return 0, f"the ranks agree: {len(rows)} steps, {len(names)} tensors"
+
+
+def differ(row, kind, names):
+    """Return by how much tensors differ that are as large on all ranks, but not the same."""
+    found = {}
+    for name in names:
+        first, *others = (own[kind].get(name) for own in row)
+        if first and all(other and other[COUNT] == first[COUNT] for other in others):
+            size = max(far(first, each) for each in others)
+            if size > 1e-12:
+                found[name] = size
+    return found
+
+
+def drift_of(rows, names):
+    """Return words on the first step that makes tensors differ, and whether that is mended."""
+    for number, (before, row) in enumerate(pairwise(rows), 1):
+        found = differ(row, "value of", names)
+        if not found:
+            continue
+        counts = [own["calls"][0] for own in before]
+        called = numbers(dict.fromkeys(counts)) if any(counts) else "none"
+        called += f", on rank 0 {before[0]['calls'][1]} last" if counts[0] else ""
+        why = EACH_ITS_OWN if differ(before, "gradient of", found) else EQUAL_GRADIENTS
+        words = LEAVES.format(number, some(found, names), why.format(called))
+        later = enumerate(rows[number + 1 :], number + 2)
+        again = [step for step, row in later if not differ(row, "value of", found)]
+        return [words + AGAIN.format(again[0]) if again else words], bool(again)
+    return [], False
+
+
+def some(found, names):
+    """Return which of all tensors these are, and how far the first one differs."""
+    (name, size), *more = found.items()
+    which = f"{name} and {len(more)} more" if more else name
+    return f"{which} of {len(names)}, by {size:.2g} of its norm."
+
+
+def numbers(several):
+    """Return numbers of the ranks as text."""
+    return ", ".join(map(str, several))
+
+
 def main():
     """Read the command line."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    parser.add_argument("command", choices=("note", "compare"))
-    parser.add_argument("--steps", type=int, default=100, help="how many are noted; default: 100")
-    parser.add_argument("folder", type=Path, help="of the notes")
-    parser.add_argument("other", help="note: the script; compare: the folder of another run")
-    parser.add_argument("flags", nargs=argparse.REMAINDER, help="flags of the script")
+    commands = parser.add_subparsers(dest="command", required=True)
+    noting = commands.add_parser("note", help="run a script, and note its steps in a folder")
+    noting.add_argument("--steps", type=int, default=100, help="how many at most; default: 100")
+    noting.add_argument("folder", type=Path)
+    add_script(noting)
+    comparing = commands.add_parser(
+        "compare", help="compare two folders: first that of a right run"
+    )
+    comparing.add_argument("folders", nargs=2, type=Path)
+    among = commands.add_parser("ranks", help="compare the ranks of one folder with each other")
+    among.add_argument("folders", nargs=1, type=Path)
     args = parser.parse_args()
     if args.command == "note":
-        note(args.folder.resolve(), args.steps, args.other, args.flags)
+        note(args.folder.resolve(), args.steps, args.script, args.is_module, args.flags)
+        return
+    if args.command == "ranks":
+        status, words = compare_ranks(*args.folders)
     else:
-        status, words = compare(read(args.folder), read(Path(args.other)))
-        print(words)
-        sys.exit(status)
+        status, words = compare(*map(read, args.folders))
+    print(words)
+    sys.exit(status)
 
 
 if __name__ == "__main__":

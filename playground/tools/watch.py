@@ -4,23 +4,27 @@ Write watch.py in front of the script, which needs no change:
     python playground/tools/watch.py playground/blocking_p2p.py -g 3
     torchrun --standalone --nproc-per-node 2 playground/tools/watch.py my_script.py --its_flags
 
-The script may start its ranks by mp.spawn, or be started by torchrun, srun or mpirun. On several
-nodes, each shows its own ranks. On GPUs it shows no times. (Only --hang was tried on one.)
+Each process that calls init_process_group is a rank, however it was started: by torchrun, srun or
+mpirun in front of watch.py, or by the script itself (mp.spawn, Process, fork, subprocesses). It may
+be a module: watch.py -m package.module, and so watch.py -m torch.distributed.run ... works, too. On
+several nodes, each shows its own ranks. On GPUs it shows no times. (Only --hang was tried on one.)
 
 A script that trains is recorded for a few steps, after the first ones, which are slower. A step
-ends when the optimizer has changed the parameters. A script without an optimizer is recorded from
-its beginning to its end. Bytes are those of the tensors that a rank passes to its calls.
+ends when the (first) optimizer has changed the parameters. A script without an optimizer is
+recorded from init_process_group to its end, at most for 10,000 operations. Bytes are those of the
+tensors that a rank passes to its calls, and lines are those of the script's own file.
 
-If a rank stays in one call for 20 seconds, watch.py prints for each rank of this node the line of
-the script at which it is, and the last collectives that it has called. It does the same when you
-press Ctrl-C. With --hang SECONDS it does nothing else, so the script runs at its full speed.
+If a rank stays in one call for 20 seconds, watch.py prints for each rank of this node the lines of
+your files at which it is, and the last collectives that it has called. It does the same when a rank
+crashes or is killed, and when you press Ctrl-C. With --hang SECONDS it does nothing else, so the
+script runs at its full speed.
 
 With --html FILE, it also writes a page in which you can look at each moment of a step.
 """
 
 import argparse
+import fcntl
 import os
-import runpy
 import signal
 import stat
 import subprocess
@@ -37,10 +41,12 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise the profiler logs wh
 # PyTorch reads this when a group is made: its recorder keeps the last 200 calls.
 os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "200")
 
-import torch.multiprocessing as mp
-
 from watching.advice import advice_on
-from watching.inside import Alive, Noted, Rank
+from watching.anywhere import add_script, launched, path_of, run_with
+from watching.inside import Rank
+
+# How launchers name a process' number on its node.
+LOCAL_RANK = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 
 
 def read_flags():
@@ -51,27 +57,27 @@ def read_flags():
     parser.add_argument("--hang", type=float, metavar="SECONDS", help=seconds)
     page = "show what is recorded in this page, too, over time"
     parser.add_argument("--html", type=Path, metavar="FILE", help=page)
-    parser.add_argument("script", type=lambda path: str(Path(path).resolve()))
-    parser.add_argument("flags", nargs=argparse.REMAINDER, help="flags of the script")
+    add_script(parser)
     args = parser.parse_args()
-    if not Path(args.script).is_file():
-        parser.error(f"there is no script {args.script}")
+    args.path = path_of(args.script, args.is_module)
+    if not args.path.is_file():
+        parser.error(f"there is no script {args.path}")
     if args.html:
         args.html = args.html.expanduser().resolve()
         if args.hang is not None:
             parser.error("with --hang nothing is recorded that --html could show")
         if args.html.is_dir() or not os.access(args.html.parent, os.W_OK):
             parser.error(f"cannot write {args.html}")
-    args.recorded = args.script if args.hang is None else None
-    if args.recorded and b"profiler.profile(" in Path(args.script).read_bytes():
+    args.record = args.hang is None
+    if args.record and b"profiler.profile(" in args.path.read_bytes():
         print("watch: only for hangs, because this script uses the profiler itself", flush=True)
-        args.recorded = None
+        args.record = False
     return args
 
 
 def folder_of_node():
     """Return a folder for what the ranks of this node note: the same one in all of them."""
-    if "RANK" not in os.environ:
+    if launched() is None:
         return Path(tempfile.mkdtemp(prefix="watch-"))
     # The ranks of a node have the same parent, and one that torchrun has restarted has a new count.
     names = [os.getuid(), os.environ.get("MASTER_PORT"), os.getppid()]
@@ -86,26 +92,22 @@ def folder_of_node():
 
 
 def start_observer(args, folder):
-    """Start the process that shows where the ranks are. It ends when all of them have ended."""
-    command = [sys.executable, HERE / "watching" / "show.py", folder, args.script]
-    command += [str(args.hang or 20), args.html or ""]
+    """Start the process that shows where the ranks are: in the first process of this node.
+
+    It ends when this process and all ranks have ended. Returns it, and the file whose lock it sees.
+    """
+    held = open(folder / "main", "w")  # noqa: SIM115, it stays open
+    local_ranks = [os.environ[name] for name in LOCAL_RANK if name in os.environ]
+    if launched() and local_ranks[:1] > ["0"]:
+        return None, held
+    try:
+        fcntl.lockf(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # no local rank is known, and another process was faster
+        return None, held
+    command = [sys.executable, HERE / "watching" / "show.py", folder]
+    command += [str(args.hang or 20), args.html or "", "recorded" if args.record else ""]
     # In a session of its own, so that Ctrl-C does not end it before it has shown the ranks.
-    return subprocess.Popen(command, start_new_session=True)
-
-
-def note_children(args, folder, rank):
-    """Let mp.spawn start ranks that are noted. This process then is no rank, and only waits."""
-
-    def noting(start):
-        def start_ranks(fn, *rest, **named):
-            rank.stop_recorder(keep=False)
-            rank.stop()
-            return start(Noted(fn, folder, args.recorded), *rest, **named)
-
-        return start_ranks
-
-    mp.spawn = noting(mp.spawn)
-    mp.start_processes = noting(mp.start_processes)
+    return subprocess.Popen(command, start_new_session=True), held
 
 
 def ask_first(folder):
@@ -128,33 +130,23 @@ def main():
     """Run the script as `python script flags` would, and watch its ranks."""
     args = read_flags()
     folder = folder_of_node()
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    by_launcher = "RANK" in os.environ
-    # Put back in the end, because a notebook continues after the script.
-    starts = mp.spawn, mp.start_processes
-    if not by_launcher:
+    alone = launched() is None
+    if alone:
         at_interrupt = ask_first(folder)
-    rank = Rank(folder, local_rank, args.recorded)
-    if not by_launcher:
-        note_children(args, folder, rank)
-    if local_rank == 0:
-        alive = Alive(folder / "main")  # the observer ends after this process, too
-        observer = start_observer(args, folder)
-    sys.argv = [args.script, *args.flags]
-    sys.path.insert(0, str(Path(args.script).parent))
+    rank = Rank(folder, args.record)
+    observer, held = start_observer(args, folder)
+    settings = str(folder), args.record
     try:
-        runpy.run_path(args.script, run_name="__main__")
+        run_with("watching.inside", settings, args.script, args.is_module, args.flags)
     except Exception as error:
         for row in advice_on("".join(traceback.format_exception_only(error))):
             error.add_note(f"watch: troubleshooting.md on {row}")
         raise
     finally:
-        rank.stop_recorder()
         rank.stop()
-        if not by_launcher:
-            alive.end()
+        held.close()
+        if alone:
             observer.wait()
-            mp.spawn, mp.start_processes = starts
             signal.signal(signal.SIGINT, at_interrupt)
 
 

@@ -14,7 +14,8 @@ def advice_on(text: str) -> list[str]:
     """
     text = " ".join(text.split())
     found = {}
-    for row in re.findall(r"^\| (.*) \|$", PAGE.read_text(encoding="utf-8"), re.M):
+    page = PAGE.read_text(encoding="utf-8") if PAGE.is_file() else ""  # of a copy of tools/ alone
+    for row in re.findall(r"^\| (.*) \|$", page, re.M):
         seen, *cells = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", row).split(" | ")
         for message in re.findall(r"`([^`]+)`", seen):
             parts = [part.strip() for part in message.split("...")]

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from watching.terminal import ranks_in_words
+
 SHOWN = 8  # numbers of a tensor that are shown
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}  # by how much numbers may differ, unless told otherwise
 MOST = 3  # facts that are told
@@ -437,9 +439,3 @@ def which_ranks(right):
     if not right:
         return None
     return f"{ranks_in_words(right).capitalize()} {'are' if len(right) > 1 else 'is'} right."
-
-
-def ranks_in_words(ranks):
-    """Return ranks as text, such as "rank 2", or "ranks 0, 1 and 3"."""
-    *others, last = map(str, ranks)
-    return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"

@@ -9,62 +9,71 @@ import signal
 import sys
 import threading
 import time
+import traceback
+from multiprocessing import util
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _resolve_process_group
 
+from watching.anywhere import ASK, given_up, harmless, launched, running
+from watching.messages import last_calls
 from watching.record import Recorder
-
-
-class Alive:
-    """A lock on a file. The system releases it when this process ends, in whatever way.
-
-    Args:
-        path: of the file, which is made.
-    """
-
-    def __init__(self, path):
-        self.file = open(path, "w")  # noqa: SIM115, it stays open
-        fcntl.lockf(self.file, fcntl.LOCK_EX)
-
-    def end(self):
-        """Release the lock."""
-        self.file.close()
 
 
 class Rank(threading.Thread):
     """A thread that notes where the main thread of this process is.
 
-    It writes a file twice a second: since when the main thread has been at one place, and the last
-    calls of the recorder. At a signal, faulthandler writes the stack to another file, even if the
-    main thread waits in C++, or does not let other threads of Python run.
+    It writes a file twice a second: where the main thread is, since when, and the last calls of the
+    recorder. At a signal, faulthandler writes the stack to another file, even if the main thread
+    waits in C++, or does not let other threads of Python run; and if C++ ends the process, too.
+    That file is locked until this process ends, in whatever way.
 
     Args:
-        folder: of all files.
-        index: number of this rank on its node, which names its files.
-        script: its path, if a few of its steps are to be recorded, too.
+        folder: of all files. The number of the process names them.
+        record: whether a few of its steps are to be recorded, too.
     """
 
-    def __init__(self, folder, index, script=None):
+    here = None  # that of this process
+
+    def __init__(self, folder, record):
         super().__init__(daemon=True)
-        self.recorder = Recorder(script, Path(folder, f"{index}.record")) if script else None
-        self.notes = Path(folder, f"{index}.json")
-        self.rank = int(os.environ.get("RANK", index))
+        Rank.here = self
+        path = str(Path(folder, str(os.getpid())))
+        self.recorder = Recorder(f"{path}.record") if record else None
+        self.path = Path(f"{path}.json")
+        rank, size = launched() or (None, 0)
+        self.notes = {"pid": os.getpid(), "rank": rank, "size": size, "joined": size > 0}
+        self.notes |= {"since": time.time(), "calls": [], "stack": "", "end": ""}
+        self.notes["script"] = running()
         self.place = None
-        self.since = time.time()
-        self.calls = []
-        self.failed = False  # whether an error of Python ends it
         self.stopped = threading.Event()
-        self.alive = Alive(Path(folder, f"{index}.alive"))
-        self.stack = open(Path(folder, f"{index}.stack"), "w")  # noqa: SIM115
-        faulthandler.register(signal.SIGUSR2, self.stack)
-        # Afterwards the signal does what it would have done.
-        self.interrupted = open(Path(folder, f"{index}.interrupted"), "w")  # noqa: SIM115
+        self.stack = open(f"{path}.stack", "w")  # noqa: SIM115, it stays open
+        fcntl.lockf(self.stack, fcntl.LOCK_EX)
+        faulthandler.register(ASK, self.stack)
+        self.sees_crashes = not faulthandler.is_enabled()  # otherwise the script's user reads them
+        if self.sees_crashes:
+            faulthandler.enable(self.stack)
+        # Afterwards the signals do what they would have done.
+        self.interrupted = open(f"{path}.interrupted", "w")  # noqa: SIM115
         faulthandler.register(signal.SIGINT, self.interrupted, chain=True)
+        faulthandler.register(signal.SIGTERM, self.stack, chain=True)
+        os.register_at_fork(after_in_child=self.forget)
+        util.Finalize(None, self.stop, exitpriority=0)  # also in a process of multiprocessing
+        self.exit, os._exit = os._exit, self.leave
         self.write()
         self.start()
+
+    def forget(self):
+        """Note nothing in a process that was forked from this one, unless it joins a group."""
+        Rank.here = None
+        os._exit = self.exit
+        if self.sees_crashes:
+            faulthandler.disable()
+        for number in (ASK, signal.SIGINT, signal.SIGTERM):
+            faulthandler.unregister(number)
+        if self.recorder:
+            self.recorder.forget()
 
     def run(self):
         """Note where the main thread is until this process ends."""
@@ -75,115 +84,100 @@ class Rank(threading.Thread):
                 self.recorder.note_line(frame)
             if time.time() - looked > 0.1:
                 looked = time.time()
-                self.note(place_of(frame))
+                self.note(frame)
             del frame  # it would keep what the script has deleted, such as DDP
+            if given_up:
+                self.path.unlink(missing_ok=True)
+                return
 
-    def note(self, place):
+    @harmless
+    def note(self, frame):
         """Note since when the main thread has been at one place, and its last calls."""
-        if place != self.place:
+        place = [(each.f_code, each.f_lasti) for each in outwards(frame)]
+        busy = self.recorder and self.recorder.busy  # this is no work of the script
+        if place != self.place or busy:
             self.place = place
-            self.since = time.time()
-            self.calls = []
-        elif time.time() - self.since > 1:
-            calls = last_calls()
-            if self.calls and calls != self.calls:  # a loop that is always met in one line
-                self.since = time.time()
-            self.calls = calls
+            self.notes["since"] = time.time()
         if time.time() - self.written > 0.5:
+            still = time.time() - self.notes["since"] > 1
+            # To read them asks a GPU what is done, so it is left alone while the rank moves.
+            calls = last_calls() if still or not torch.cuda.is_initialized() else []
+            if calls and self.notes["calls"] not in ([], calls):  # a loop that is met in one line
+                self.notes["since"] = max(self.notes["since"], self.written)
+            self.notes |= {"calls": calls, "script": running() or self.notes["script"]}
+            self.notes["stack"] = as_text((each, each.f_lineno) for each in outwards(frame))
             self.write()
 
     def write(self):
         """Write what is known of this rank, whole or not at all."""
-        if dist.is_available() and dist.is_initialized():
-            self.rank = dist.get_rank()
-        notes = {"pid": os.getpid(), "rank": self.rank, "since": self.since, "calls": self.calls}
-        notes["failed"] = self.failed
-        part = Path(f"{self.notes}.part")
+        part = Path(f"{self.path}.{threading.get_ident()}")
         # The observer may have removed the folder, because it saw the end of the last rank.
         with contextlib.suppress(FileNotFoundError):
-            part.write_text(json.dumps(notes))
-            part.replace(self.notes)
+            part.write_text(json.dumps(self.notes))
+            part.replace(self.path)
         self.written = time.time()
 
-    def stop_recorder(self, keep=True):
-        """Write what is recorded, because the script has ended, or forget it."""
+    def leave(self, status):
+        """End the notes, and this process by os._exit()."""
+        if threading.current_thread() is threading.main_thread():
+            self.stop(SystemExit(status))
+        self.exit(status)
+
+    def stop(self, error=None):
+        """End the notes, because the script has ended, perhaps by an error."""
+        if self.stopped.is_set():
+            return
+        error = error or sys.exc_info()[1] or getattr(sys, "last_value", None)
         if self.recorder:
-            self.recorder.stop(keep)
+            self.recorder.stop()
+        self.stopped.set()
+        self.join()
+        self.note_end(error)
+        if given_up:
+            self.path.unlink(missing_ok=True)
+        os._exit = self.exit
+        faulthandler.unregister(signal.SIGINT)  # not ASK, which would end the process then
+        fcntl.lockf(self.stack, fcntl.LOCK_UN)
 
-    def stop(self):
-        """End the notes, because the script has ended, or because other processes are the ranks."""
-        if not self.stopped.is_set():
-            self.stopped.set()
-            self.join()
-            faulthandler.unregister(signal.SIGINT)
-            faulthandler.unregister(signal.SIGUSR2)
-            self.notes.unlink(missing_ok=True)
-            self.alive.end()
-
-
-class Noted:
-    """What mp.spawn gets in place of a function: it calls the function, and notes the rank."""
-
-    def __init__(self, function, *places):
-        self.function = function
-        self.places = places  # the folder, and the script
-
-    def __call__(self, index, *rest):
-        """Run the function as a rank."""
-        folder, script = self.places
-        rank = Rank(folder, index, script)
-        try:
-            self.function(index, *rest)
-        except BaseException:
-            rank.failed = True
-            rank.write()
-            raise
-        finally:
-            rank.stop_recorder()
-        rank.stop()
+    @harmless
+    def note_end(self, error):
+        """Note how this process ends."""
+        self.notes |= {"end": "well", "calls": last_calls() or self.notes["calls"]}
+        if isinstance(error, SystemExit) and error.__context__:
+            error = error.__context__  # mp.spawn ends a rank that has failed by sys.exit()
+        if error and getattr(error, "code", True):  # sys.exit(0) is no error
+            words = f"{type(error).__name__}: {error}"
+            self.notes["end"] = words.split("\n")[0].removesuffix(": ")
+            self.notes["stack"] = as_text(reversed([*traceback.walk_tb(error.__traceback__)]))
+        self.write()
 
 
-def place_of(frame):
-    """Return the code and the instruction of each function that a thread is in."""
-    place = []
+def joins(rank, size, folder, record):
+    """Note this process, which is about to join a group."""
+    own = Rank.here or Rank(folder, record)
+    if min(rank, size) >= 0:
+        own.notes |= {"rank": rank, "size": size}
+    own.notes |= {"joined": True, "script": running()}
+    own.write()
+    if own.recorder:  # before the others wait for this rank, because the profiler starts slowly
+        own.recorder.begin()
+
+
+def has_joined():
+    """Note that this process has joined a group."""
+    own = Rank.here
+    own.notes |= {"rank": dist.get_rank(), "size": dist.get_world_size()}
+    own.write()
+
+
+def outwards(frame):
+    """Return a frame and those that have called it."""
     while frame:
-        place.append((frame.f_code, frame.f_lasti))
+        yield frame
         frame = frame.f_back
-    return place
 
 
-def group_of(name, description):
-    """Return what tells a group from the default one: its description, or its ranks."""
-    if description == "default_pg":
-        return ""
-    if description != "undefined":
-        return description  # such as mesh_tp
-    try:
-        return f"of ranks {dist.get_process_group_ranks(_resolve_process_group(name))}"
-    except RuntimeError:
-        return "of a group that is gone"
-
-
-def last_calls():
-    """Return the last three collectives of this rank: their number, group, name, shapes and state.
-
-    PyTorch's recorder keeps them, but no public function reads it. That of gloo does not keep send
-    and recv.
-    """
-    read = torch._C._distributed_c10d
-    if dist.is_initialized() and "nccl" in dist.get_backend():
-        recorded = json.loads(read._dump_nccl_trace_json())
-    else:
-        recorded = json.loads(read._dump_fr_trace_json())
-    calls = []
-    for entry in recorded.get("entries", [])[-3:]:
-        shapes = ", ".join("x".join(map(str, shape)) for shape in entry["input_sizes"])
-        words = [
-            f"#{entry['collective_seq_id']}",
-            group_of(*entry["process_group"]),
-            entry["profiling_name"].rpartition(":")[2],
-            f"({shapes})" if entry["input_sizes"] else "",  # a barrier has no tensor
-            "" if entry["retired"] else "not done",
-        ]
-        calls.append(" ".join(word for word in words if word))
-    return calls
+def as_text(frames):
+    """Return frames and their lines as faulthandler writes them."""
+    codes = [(frame.f_code, line) for frame, line in frames]
+    return "\n".join(f'File "{c.co_filename}", line {line} in {c.co_name}' for c, line in codes)

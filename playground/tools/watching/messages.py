@@ -5,6 +5,7 @@ operation before it runs, also those of batch_isend_irecv, hooks, DDP and DTenso
 of torch.distributed is replaced.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -201,3 +202,48 @@ def flat(value: Tensor | Sequence) -> list[Tensor]:
         for part in value:
             tensors += flat(part)
     return tensors
+
+
+def group_of(name: str, description: str) -> str:
+    """Return what tells a group from the default one: its description, or its ranks."""
+    if description == "default_pg":
+        return ""
+    if description != "undefined":
+        return description  # such as mesh_tp
+    try:
+        return f"of ranks {dist.get_process_group_ranks(_resolve_process_group(name))}"
+    except RuntimeError:
+        return "of a group that is gone"
+
+
+def recorded_calls() -> list[dict[str, Any]]:
+    """Return the last collectives of this rank, as PyTorch's recorder keeps them.
+
+    No public function reads it. That of gloo does not keep send and recv.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return []
+    read = torch._C._distributed_c10d
+    if "nccl" in dist.get_backend():
+        recorded = json.loads(read._dump_nccl_trace_json())
+    else:
+        recorded = json.loads(read._dump_fr_trace_json())
+    return recorded.get("entries", [])
+
+
+def last_calls() -> list[str]:
+    """Return the last three collectives of this rank: number, group, name, shapes and state."""
+    return [call_in_words(entry) for entry in recorded_calls()[-3:]]
+
+
+def call_in_words(entry: dict[str, Any]) -> str:
+    """Return what is recorded of a collective as text."""
+    shapes = ", ".join("x".join(map(str, shape)) for shape in entry["input_sizes"])
+    words = [
+        f"#{entry['collective_seq_id']}",
+        group_of(*entry["process_group"]),
+        entry["profiling_name"].rpartition(":")[2],
+        f"({shapes})" if entry["input_sizes"] else "",  # a barrier has no tensor
+        "" if entry["retired"] else "not done",
+    ]
+    return " ".join(word for word in words if word)

@@ -7,40 +7,48 @@ timed. In the next steps, torch.profiler records when operations and messages be
 """
 
 import json
-import os
 import sys
 import time
+import weakref
 from bisect import bisect
+from itertools import chain
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from watching.anywhere import harmless, is_own, launched, running
 from watching.messages import Messages, flat, kind_of, passed, peer_of, process_group
 
 SKIPPED = 3  # steps before the one whose messages are noted; the first ones are slower
 TIMED = 3  # steps that the profiler records
-MOST = 300_000  # operations of a script without an optimizer, which is recorded from its beginning
+MOST = 10_000  # operations of a script without an optimizer, which is recorded from its beginning
 
 
 class Noting(Messages):
     """While this is active, it notes the messages of this rank, as dicts that JSON can hold.
 
+    A message belongs to the innermost line of the author's files.
+
     Args:
-        script: path of the script. A message belongs to the innermost of its lines.
+        enough: called when `most` operations have been seen. No message is noted afterwards.
     """
 
-    def __init__(self, script):
+    def __init__(self, enough):
         super().__init__()
-        self.script = script
-        self.operations = 0
+        self.script = ""
+        self.enough = enough
+        self.operations = self.most = 0
         self.rank = None  # of the process that notes, once it is in a group
 
+    @harmless
     def before(self, operation, args):
         """Count the operations, and note a message."""
         self.operations += 1
-        if self.operations < MOST:
+        if self.operations == self.most:
+            self.enough()
+        if self.operations < self.most:
             super().before(operation, args)
 
     def note(self, kind, operation, args):
@@ -65,42 +73,58 @@ def bytes_of(value):
 
 
 def line_of(frame, script):
-    """Return the innermost line of the script that a frame was called from, or 0."""
-    while frame and frame.f_code.co_filename != script:
+    """Return the innermost line of the author's that a frame was called from: its file and number.
+
+    The file is left out if it is the script. Without such a line, this is "".
+    """
+    while frame and not is_own(frame.f_code.co_filename, script):
         frame = frame.f_back
-    return frame.f_lineno if frame else 0
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}".removeprefix(script) if frame else ""
 
 
 class Recorder:
     """Records this rank. What it has recorded is written once, to a file.
 
-    If there is no optimizer, it records from its beginning until stop().
+    If there is no optimizer, it records from begin() until stop(), or MOST operations.
 
     Args:
-        script: path of the script.
         path: of the file.
     """
 
-    def __init__(self, script, path):
+    def __init__(self, path):
         self.path = Path(path)
-        self.messages = Noting(script)
+        self.messages = Noting(self.end_profiler)
         self.done = False
+        self.busy = False  # whether it writes what it has recorded
         self.noting = False
         self.profiler = None
         self.trace = ""  # the path of what the profiler has recorded
-        self.optimizer = None  # the number (id) of the first one that made a step
-        self.borders = []  # when it made its steps, in microseconds
+        self.first = None  # a reference to the optimizer that makes the first step
+        self.optimizers = weakref.WeakSet()  # all that have made one
+        self.borders = []  # when the first one made its steps, in microseconds
         self.lines = []  # when the main thread came to a line, and the line
         self.beginning = None  # trace, messages and lines until the first step
         self.held = {}
         self.hook = register_optimizer_step_post_hook(self.after_optimizer)
-        self.start_noting()
-        self.start_profiler()
 
+    def forget(self):
+        """Record nothing, because this process was forked from the one that is recorded."""
+        self.done = True
+        self.profiler = None
+        self.messages.most = 0
+
+    def begin(self):
+        """Record from here on, because this process joins a group."""
+        if not self.done and not self.borders and not self.trace and not self.profiler:
+            self.start_noting(MOST)
+            self.start_profiler()
+
+    @harmless
     def after_optimizer(self, optimizer, args, kwargs):
         """PyTorch calls this when an optimizer has made a step. Here the next step begins."""
-        self.optimizer = self.optimizer or id(optimizer)
-        if self.done or id(optimizer) != self.optimizer:
+        self.optimizers.add(optimizer)
+        self.first = self.first or weakref.ref(optimizer)
+        if self.done or optimizer is not self.first():
             return
         self.borders.append(time.time_ns() / 1000)
         number = len(self.borders)
@@ -112,12 +136,13 @@ class Recorder:
             self.start_noting()
         if number == SKIPPED + 1:
             self.pause()
-            self.held = held_by(optimizer)
+            self.held = held_by(self.optimizers)
             self.start_profiler()
         # The first step with the profiler is not used, because not all ranks begin it together.
         if number == SKIPPED + 2 + TIMED:
             self.stop()
 
+    @harmless
     def note_line(self, frame):
         """Note at which line of the script the main thread is. Another thread calls this."""
         if self.profiler:
@@ -125,9 +150,10 @@ class Recorder:
             if not self.lines or self.lines[-1][1] != line:
                 self.lines.append([time.time_ns() / 1000, line])
 
-    def start_noting(self):
+    def start_noting(self, most=float("inf")):
         """Start to note messages."""
-        self.messages.operations = 0
+        self.messages.script = running()
+        self.messages.operations, self.messages.most = 0, most
         self.messages.__enter__()
         self.noting = True
 
@@ -141,31 +167,44 @@ class Recorder:
         if self.noting:
             self.noting = False
             self.messages.__exit__(None, None, None)
+        self.end_profiler()
+
+    def end_profiler(self):
+        """End the profiler, and keep what it has recorded in a file."""
         if self.profiler:
+            self.busy = True
             self.profiler.stop()
             self.trace = f"{self.path}.trace{len(self.borders)}"
             self.profiler.export_chrome_trace(self.trace)
             self.profiler = None
+            self.busy = self.done
 
-    def stop(self, keep=True):
-        """Write the record, if there is one and it is to be kept."""
+    @harmless
+    def stop(self):
+        """Write the record, if this process has joined a group, or trained."""
         if self.done:
             return
-        self.done = True
+        self.done = self.busy = True
         self.hook.remove()
         self.pause()
-        if not keep:
-            return
         trace, noted, lines = self.trace, self.messages.noted, self.lines
         part = "all of it"
+        if self.messages.operations >= self.messages.most:
+            part = f"its first {MOST:,} operations"
         borders = self.borders[SKIPPED + 1 :]
         if self.borders and len(borders) < 2:
             trace, noted, lines = self.beginning
             part = "until its first step, because it has fewer than 8"
             borders = []
+        if trace:
+            self.write(part, borders, trace, noted, lines)
+        self.busy = False
+
+    def write(self, part, borders, trace, noted, lines):
+        """Write the record."""
         rank = self.messages.rank
         if rank is None:  # it has sent no message
-            rank = int(os.environ.get("RANK", self.path.stem))
+            rank = dist.get_rank() if dist.is_initialized() else (launched() or [0])[0]
         record = {"script": self.messages.script, "rank": rank, "part": part, "held": self.held}
         record |= {"borders": borders, "noted": noted, "lines": lines} | read_trace(trace)
         unfinished = Path(f"{self.path}.part")
@@ -173,12 +212,12 @@ class Recorder:
         unfinished.replace(self.path)  # so that half of it is never read
 
 
-def held_by(optimizer):
-    """Return the bytes that this rank holds of what an optimizer handles. DTensors are shards."""
+def held_by(optimizers):
+    """Return the bytes that this rank holds of what optimizers handle. DTensors are shards."""
     held = {"parameters": 0, "gradients": 0, "the optimizer's state": 0}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            state = optimizer.state[parameter].values()
+    for optimizer in optimizers:
+        for parameter in chain(*(group["params"] for group in optimizer.param_groups)):
+            state = optimizer.state.get(parameter, {}).values()
             for name, tensors in zip(held, ([parameter], [parameter.grad], state), strict=True):
                 for tensor in tensors:
                     own = tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -12,16 +12,20 @@ import re
 import shutil
 import signal
 import sys
+import textwrap
 import time
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from itertools import pairwise
+from itertools import islice, pairwise
 from operator import itemgetter
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from watching.terminal import coloured, columns
+import psutil
+
+from watching.anywhere import ASK, is_own
+from watching.terminal import coloured, columns, ranks_in_words
 
 PYTHON = 1000  # shorter pauses between operations are Python's own work
 
@@ -37,43 +41,51 @@ def is_held(path):
 
 
 def read_notes(folder):
-    """Return what the ranks of this node have noted, in the order of their ranks."""
-    ranks = []
+    """Return what the processes of this node have noted: the ranks, or all, if there is no rank."""
+    found = []
     for path in folder.glob("*.json"):
-        with contextlib.suppress(FileNotFoundError):  # it has ended just now
+        held = is_held(path.with_suffix(".stack"))  # before the notes, which it may write last
+        with contextlib.suppress(FileNotFoundError):  # it has given up just now
             notes = json.loads(path.read_text())
-            notes["path"] = path
-            notes["alive"] = is_held(path.with_suffix(".alive"))
             # A rank that lets no thread of Python run writes no notes. On a busy machine they may
             # only be late.
             written = path.stat().st_mtime
             late = time.time() - written > 5
             notes["still"] = (time.time() if late else written) - notes["since"]
-            if notes["alive"] or path.exists():  # otherwise it has ended just now
-                ranks.append(notes)
-    return sorted(ranks, key=lambda notes: notes["rank"])
+            notes |= {"path": path, "alive": held and not notes["end"]}
+            notes["gone"] = not held and not notes["end"]
+            found.append(notes)
+    ranks = [notes for notes in found if notes["joined"]] or found
+    return sorted(ranks, key=lambda notes: (notes["rank"] is None, notes["rank"], notes["pid"]))
 
 
-def stacks_of(ranks):
-    """Return the stack of each rank, as faulthandler writes it to the rank's file at a signal."""
+def ask_stacks(ranks):
+    """Let each rank that is there write its stack, in place of what it has noted last."""
     for notes in ranks:
-        notes["stack"] = notes["path"].with_suffix(".stack")
-        notes["before"] = notes["stack"].stat().st_size
+        notes["file"] = notes["path"].with_suffix(".stack")
+        notes["before"] = notes["file"].stat().st_size
         if notes["alive"]:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(notes["pid"], signal.SIGUSR2)
+                os.kill(notes["pid"], ASK)
+    asked = missing = [notes for notes in ranks if notes["alive"]]
     end = time.time() + 5
-    while True:
+    while missing and time.time() < end:  # a rank that Ctrl-Z has stopped writes nothing
         time.sleep(0.1)
-        stacks, missing = [], 0
-        for notes in ranks:
+        missing = []
+        for notes in asked:
             at_interrupt = notes["path"].with_suffix(".interrupted").read_text()
-            stacks.append(at_interrupt or notes["stack"].read_text()[notes["before"] :])
+            stack = at_interrupt or notes["file"].read_text()[notes["before"] :]
+            notes["stack"] = stack or notes["stack"]
             # The main thread stands last, and a long stack ends with dots.
-            whole = re.search(r"(in <module>|\.\.\.|<no Python frame>)\n$", stacks[-1])
-            missing += notes["alive"] and not whole
-        if not missing or time.time() > end:  # a rank that Ctrl-Z has stopped writes nothing
-            return stacks
+            if not re.search(r"(in <module>|\.\.\.|<no Python frame>)\n$", stack):
+                missing.append(notes)
+    for notes in ranks:
+        stack = notes["file"].read_text()
+        _, crashed, crash = stack.partition("Fatal Python error: ")
+        if notes["gone"] and crashed:
+            notes["crash"], _, notes["stack"] = crash.partition("\n")
+        elif notes["gone"]:
+            notes["stack"] = stack or notes["stack"]
 
 
 def own_lines(stack, script):
@@ -83,58 +95,84 @@ def own_lines(stack, script):
     escapes = r"\\(x[\da-f]{2}|u[\da-f]{4}|U[\da-f]{8})"
     main_thread = re.sub(escapes, lambda found: chr(int(found[1][1:], 16)), main_thread)
     frames = re.findall(r'File "(.*)", line (\d+) in (.*)', main_thread)
-    own = []
-    for path, number, function in reversed(frames):
-        file = Path(path)
-        installed = script.parent not in file.parents or "site-packages" in file.parts
-        ours = file.parent.name == "watching" or file.name == "watch.py"
-        if installed or ours:
-            continue
-        where = function if file == script else f"{function} in {file.name}"
-        own.append(f"line {number} in {where}: {linecache.getline(path, int(number)).strip()}")
+    # What is outside of a process of multiprocessing has started it.
+    outer = [number for number, frame in enumerate(frames) if frame[2] == "_bootstrap"]
+    frames = frames[: min(outer, default=None)]
     if not frames:
         return ["no function of Python: it is ending, or Ctrl-Z has stopped it"]
+    own = []
+    for path, number, function in reversed(frames):
+        if is_own(path, script):
+            where = function if path == script else f"{function} in {Path(path).name}"
+            own.append(f"line {number} in {where}: {linecache.getline(path, int(number)).strip()}")
     path, number, function = frames[0]
     # The call of main() is of interest only to a script that has no function.
-    functions = [line for line in own if " in <module>: " not in line]
-    return (functions or own)[-4:] + [f"now in {function}, {Path(path).name}:{number}"]
+    own = [line for line in own if " in <module>: " not in line or line == own[-1]]
+    return own[-4:] + [f"now in {function}, {Path(path).name}:{number}"]
 
 
-def show_ranks(ranks, reason, script):
+def show_ranks(ranks, reason):
     """Print where the ranks are. Those that are at the same place share their lines."""
     ranks_at = {}
-    for notes, stack in zip(ranks, stacks_of(ranks), strict=True):
-        lines = own_lines(stack, script)
+    ask_stacks(ranks)
+    for notes in ranks:
+        lines = []
+        if notes["alive"] or notes["stack"]:
+            lines = own_lines(notes["stack"], notes["script"])
         if notes["calls"]:
-            lines.append("last calls: " + ", ".join(notes["calls"]))
-        head = f"rank {notes['rank']} (process {notes['pid']})"
-        if not notes["alive"]:
-            head += " has ended"
+            seen = "last noted calls" if notes["gone"] else "last calls"
+            lines.append(f"{seen}: {', '.join(notes['calls'])}")
+        if "crash" in notes:
+            state = f"has crashed: {notes['crash']}"
+        elif notes["gone"]:
+            state = "has ended without a word, as if it was killed. It was last seen here:"
+        elif notes["end"] == "well":
+            state = "has ended"
+            lines = lines[-1:] if notes["calls"] else []
+        elif notes["end"]:
+            state = textwrap.shorten(f"has ended by {notes['end']}", 150)
         elif notes["still"] < 1:
-            head += " is running"
+            state = "is running"
         else:
-            head += f" has been here for {notes['still']:.0f} s"
-        ranks_at.setdefault(tuple(lines), []).append(head)
-    text = [f"watch: {reason}"]
+            state = f"has been here for {notes['still']:.0f} s"
+        ranks_at.setdefault(tuple(lines), []).append(f"{name_of(notes)} {state}")
+    text = [f"watch: {reason} The ranks of this node:"]
     for lines, heads in ranks_at.items():
         text += [*heads, *(f"    {line}" for line in lines)]
+    absent = {*range(max(notes["size"] for notes in ranks))} - {notes["rank"] for notes in ranks}
+    if absent:
+        which = ranks_in_words(sorted(absent)) if len(absent) < 9 else f"{len(absent)} ranks"
+        why = "on another node, not yet at init_process_group, or started in another way"
+        text.append(f"(Not seen: {which}: {why}.)")
     print(*text, sep="\n", file=sys.stderr, flush=True)
 
 
-def show_gone(ranks):
-    """Print which ranks have ended in the middle of the script, and not by an error of Python."""
-    why = "it was killed (torchrun kills all ranks when one fails), or it has crashed"
-    for notes in ranks:
-        if not notes["alive"] and not notes["failed"]:
-            rank = f"rank {notes['rank']} (process {notes['pid']})"
-            print(f"watch: {rank} is gone: {why}", file=sys.stderr, flush=True)
+def waits(notes):
+    """Return whether a process has ended, or is no rank and waits for those that it has started."""
+    if notes["alive"] and not notes["joined"]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            children = psutil.Process(notes["pid"]).children()
+            return any(child.pid != os.getpid() for child in children)
+    return not notes["alive"]
+
+
+def those_that_failed(ranks):
+    """Return the ranks that did not end well."""
+    return [notes for notes in ranks if notes["gone"] or notes["end"] not in ("", "well")]
+
+
+def name_of(notes):
+    """Return what a process is called."""
+    if notes["rank"] is None:
+        return f"process {notes['pid']}"
+    return f"rank {notes['rank']} (process {notes['pid']})"
 
 
 def show_records(paths, page, all_ended_well=True):
     """Print what the ranks have recorded, and write it to a page, if there is a path for it."""
-    records = sorted(
-        (json.loads(path.read_text()) for path in paths), key=lambda each: each["rank"]
-    )
+    in_time = sorted(paths, key=lambda path: path.stat().st_mtime)
+    of_rank = {each["rank"]: each for each in (json.loads(path.read_text()) for path in in_time)}
+    records = [of_rank[rank] for rank in sorted(of_rank)]
     for record in records:
         find_steps(record)
     records = [record for record in records if record["steps"]]
@@ -152,8 +190,8 @@ def show_records(paths, page, all_ended_well=True):
     text = ["", f"watch: {title}"]
     missing = ranks_that_are_missing(records)
     if missing:
-        ranks = ", ".join(map(str, missing))
-        text.append(f"(Without ranks {ranks}: they are on other nodes, or they were killed.)")
+        why = "on another node, ended by a signal, or started in another way"
+        text.append(f"(Nothing is recorded here of {ranks_in_words(missing)}: {why}.)")
     if any("group" not in call for record in records for call in record["calls"]):
         unknown = "bytes, groups and lines of some are unknown"
         text.append(f"(The calls differ from step to step, so {unknown}.)")
@@ -164,6 +202,8 @@ def show_records(paths, page, all_ended_well=True):
     on_gpu = any(record["gpu"] for record in records)
     if not on_gpu:
         tables["milliseconds" + (" of a step" if trains else "")] = rows_of_times(records)
+    if len(records) > 1 and len(tables["messages"]) == 1:
+        text.append("(No rank has sent a message in it.)")
     for caption, rows in tables.items():
         if len(rows) > 1:
             text += ["", caption, *in_columns(rows)]
@@ -179,7 +219,7 @@ def show_records(paths, page, all_ended_well=True):
         longest, *meanwhile = wait["text"]
         text += [coloured(longest, "red"), *(f"    {line}" for line in meanwhile)]
     if not all_ended_well:
-        text.append("A rank did not end well: with --hang 3, watch.py shows where each one waits.")
+        text.append("A rank did not end well.")
     elif not on_gpu and not waits and not missing:
         text.append("No rank waits long for another one.")
     # At once, so that no line of the script comes between two of these.
@@ -305,11 +345,21 @@ def joined(spans):
 
 def without(spans, others):
     """Return the parts of spans that none of the others covers."""
-    left = joined(spans)
-    for first, last in joined(others):
-        parts = [[begin, min(end, first)] for begin, end in left if begin < first]
-        left = parts + [[max(begin, last), end] for begin, end in left if end > last]
-    return sorted(left)
+    left = []
+    holes = joined(others)
+    number = 0
+    for begin, end in joined(spans):
+        while number < len(holes) and holes[number][1] <= begin:
+            number += 1
+        for first, last in islice(holes, number, None):
+            if first >= end:
+                break
+            if begin < first:
+                left.append([begin, first])
+            begin = max(begin, last)
+        if begin < end:
+            left.append([begin, end])
+    return left
 
 
 def inside(spans, begin, end):
@@ -326,10 +376,11 @@ def typical_step(records):
     return sorted(windows)[len(windows) // 2][1:]
 
 
-def code_of(record, line):
-    """Return a line of the script: its number, and its text without comment."""
-    text = linecache.getline(record["script"], line).split("  #")[0].strip()
-    return f"{line}: {text}" if text else ""
+def code_of(record, place):
+    """Return a line as text: its file, if it is not the script, its number, and what it says."""
+    path, _, number = place.rpartition(":")
+    text = linecache.getline(path or record["script"], int(number or 0)).split("  #")[0].strip()
+    return f"{Path(path).name}:{number}: {text}".removeprefix(":") if text else ""
 
 
 def rows_of_calls(records, number):
@@ -341,7 +392,7 @@ def rows_of_calls(records, number):
         for call in record["calls"]:
             if begin <= call["span"][0] <= end:
                 group = f"{call['size']} {call.get('axis', '')}".strip()
-                key = call["kind"], group, code_of(record, call.get("line", 0))
+                key = call["kind"], group, code_of(record, call.get("line", ""))
                 sizes[key].append(call.get("bytes", 0))
         for (kind, group, line), each in sizes.items():
             ranks_of[kind, group, str(len(each)), f"{sum(each):,}", line].append(record["rank"])
@@ -426,7 +477,7 @@ def longest_waits(records):
         for *span, late, number in record["waits"]:
             if late in record_of:
                 call = record["calls"][number]
-                line = code_of(record, call.get("line", 0))
+                line = code_of(record, call.get("line", ""))
                 spans_of[record["rank"], late, call["kind"], line].append(span)
     total = {key: sum(end - begin for begin, end in spans) for key, spans in spans_of.items()}
     steps = records[0]["steps"]
@@ -453,7 +504,7 @@ def lines_during(record, spans):
     """Return how long a rank is at each line of the script in some spans of time."""
     times = Counter()
     last = record["steps"][-1][1]
-    for (begin, line), (end, _) in pairwise([*record["lines"], [last, 0]]):
+    for (begin, line), (end, _) in pairwise([*record["lines"], [last, ""]]):
         times[line] += sum(inside([[begin, end]], *span) for span in spans)
     return times
 
@@ -463,7 +514,7 @@ def write_page(path, title, records, step, tables, waits):
     kept = ("rank", "steps", "computing", "waits", "calls", "lines")
     ranks = [{name: record[name] for name in kept} for record in records]
     lines = {line for record in records for _, line in record["lines"]}
-    lines |= {call.get("line", 0) for record in records for call in record["calls"]}
+    lines |= {call.get("line", "") for record in records for call in record["calls"]}
     text_of = {line: code_of(records[0], line) for line in lines}
     data = {"title": title, "ranks": ranks, "step": step, "tables": list(tables.items())}
     words = json.dumps(data | {"longest": waits, "text_of": text_of}, separators=(",", ":"))
@@ -478,16 +529,15 @@ def main():
     """Look at the notes ten times a second, until no rank is left."""
     if sys.stdout:  # it may be closed, and a line of the script may not be in ASCII
         sys.stdout.reconfigure(errors="backslashreplace")
-    folder, script = Path(sys.argv[1]), Path(sys.argv[2])
-    seconds, page = float(sys.argv[3]), sys.argv[4]
+    folder, seconds, page, records_too = Path(sys.argv[1]), float(sys.argv[2]), *sys.argv[3:]
     shown = set()  # which ranks have been shown, and since when they had been at one place
     was_interrupted = False
-    all_there = True
+    all_well = True
     recorded = []
-    while any(is_held(path) for path in [folder / "main", *folder.glob("*.alive")]):
+    while any(is_held(path) for path in [folder / "main", *folder.glob("*.stack")]):
         time.sleep(0.1)
         ranks = read_notes(folder)
-        stuck = [notes for notes in ranks if notes["alive"] and notes["still"] > seconds]
+        stuck = [notes for notes in ranks if notes["still"] > seconds and not waits(notes)]
         new = [notes for notes in stuck if (notes["path"], notes["since"]) not in shown]
         # A rank that has just reached its place has not noted its last calls yet.
         moving = any(notes["alive"] and notes["still"] < 2 for notes in ranks)
@@ -495,22 +545,34 @@ def main():
         interrupted |= any(path.stat().st_size for path in folder.glob("*.interrupted"))
         if interrupted and not was_interrupted:
             was_interrupted = True
-            show_ranks(ranks, "interrupted. The ranks of this node:", script)
+            show_ranks(ranks, "interrupted.")
             (folder / "ask").unlink(missing_ok=True)
         elif new and not was_interrupted and (not moving or new[0]["still"] > seconds + 3):
-            reason = f"no progress of rank {new[0]['rank']} for {new[0]['still']:.0f} s."
-            show_ranks(ranks, f"{reason} The ranks of this node:", script)
+            who = name_of(new[0]).partition(" (")[0]
+            show_ranks(ranks, f"no progress of {who} for {new[0]['still']:.0f} s.")
             shown |= {(notes["path"], notes["since"]) for notes in ranks}
-        ended = any(notes["failed"] or not notes["alive"] for notes in ranks)
-        if ended and all_there and not was_interrupted:
-            show_gone(ranks)  # only those that end first: the others end because of them
-            all_there = False
+        failed = those_that_failed(ranks)
+        if failed and all_well and not was_interrupted:
+            all_well = False
+            known = all((notes["path"], notes["since"]) in shown for notes in ranks)
+            if not known and any(notes["gone"] or notes["end"] == "well" for notes in ranks):
+                patience = time.time() + 1  # the others may have an error because of it
+                while time.time() < patience and any(notes["alive"] for notes in ranks):
+                    time.sleep(0.1)
+                    ranks = read_notes(folder)
+                ended = [x for x in ranks if x["gone"]] or failed  # the others end because of it
+                who = name_of(ended[0]).partition(" (")[0]
+                show_ranks(ranks, f"{who} did not end well.")
         records = list(folder.glob("*.record"))
-        if records and not recorded and len(records) == len(list(folder.glob("*.alive"))):
+        if records and not recorded and len(records) == len(ranks):
             recorded = records
-            show_records(records, page, all_there)
+            show_records(records, page, all_well)
+    records = list(folder.glob("*.record"))
+    all_well = not those_that_failed(read_notes(folder))
     if not recorded:
-        show_records(folder.glob("*.record"), page, all_there)
+        show_records(records, page, all_well)
+    if records_too and all_well and not records:
+        print("watch: nothing is recorded. It takes a process that joins a group.", flush=True)
     shutil.rmtree(folder)
 
 

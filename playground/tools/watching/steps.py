@@ -4,13 +4,19 @@ import json
 import re
 import weakref
 from functools import partial
+from itertools import chain
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 from torch.utils._pytree import tree_leaves
+
+from watching.anywhere import harmless
+from watching.messages import call_in_words, recorded_calls
 
 WRAPPERS = re.compile(r"(_fsdp_wrapped_|_checkpoint_wrapped_)?module\.|_orig_mod\.")
 COUNT, STRANGE, SQUARES, SUM, PLACES = range(5)  # what sums_of() returns
@@ -38,16 +44,45 @@ def batches(values):
     return [each for each in tensors if each.ndim and not isinstance(each, DTensor)]
 
 
+def inputs_of(values):
+    """Return a tensor with a row for each example that a model gets, or None if that is unknown."""
+    for value in values:
+        found = batches(value)
+        if found:  # the tensors of a list may be images, or batches
+            return None if isinstance(value, (list, tuple)) else found[0]
+    return None
+
+
+@harmless
 def append(examples, tensor):
     """Append the sums of its row to the notes of each example."""
     for example, row in zip(examples, tensor.detach().cpu(), strict=True):
         example.append(sums_of(row))
 
 
+def acts(module):
+    """Return whether a module is no dropout of 0, and does what it does in training."""
+    drops = isinstance(module, nn.modules.dropout._DropoutNd)
+    return module.training and not (drops and module.p == 0)
+
+
+def joins(rank, size, folder, most):
+    """Note the steps of this process, which is about to join a group."""
+    if not Notes.made:
+        Notes(Path(folder), most)
+
+
+def has_joined():
+    """See that this process has joined a group. Its rank is read when it makes a step."""
+
+
 class Notes:
     """Writes a line to this rank's file in a folder before a step of an optimizer, `most` times."""
 
+    made = False  # in this process, or in that from which it was forked
+
     def __init__(self, folder, most):
+        Notes.made = True
         self.folder = folder
         self.most = most
         self.file = None
@@ -55,6 +90,8 @@ class Notes:
         self.models = weakref.WeakSet()  # the outermost modules that have been called
         self.inside = weakref.WeakSet()  # the modules in them
         self.examples = []  # that a model has got since the last step
+        self.buffers = {}  # with which modules have begun since then
+        self.called = -1  # the number of the last collective before the last step
         self.depth = 0  # of steps, because an optimizer may call another one
         modules.register_module_forward_pre_hook(self.before_forward)
         modules.register_module_forward_hook(self.after_forward, with_kwargs=True)
@@ -62,26 +99,44 @@ class Notes:
         optimizers.register_optimizer_step_post_hook(self.after_step)
 
     def before_forward(self, module, args):
-        """Find the outermost modules."""
-        if torch.compiler.is_compiling():
-            return
+        """PyTorch calls this before each module."""
+        if not torch.compiler.is_compiling():
+            self.begin_module(module)
+
+    def after_forward(self, module, args, kwargs, output):
+        """PyTorch calls this after each module."""
+        if not torch.compiler.is_compiling():
+            self.end_module(module, args, kwargs, output)
+
+    @harmless
+    def begin_module(self, module):
+        """Find the outermost modules, and note the buffers with which each one begins."""
         if module not in self.inside and next(module.parameters(), None) is not None:
             self.models.add(module)
             self.inside.update(set(module.modules()) - {module})
+        if self.notes_of(module):
+            if self.file and module in self.models:  # an unfinished line: a step has begun
+                self.file.write(" ")
+                self.file.flush()
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.is_floating_point():  # DDP has sent it by now
+                    self.buffers.setdefault((id(module), name), sums_of(buffer))
 
-    def after_forward(self, module, args, kwargs, output):
+    def notes_of(self, module):
+        """Return whether what a module gets and returns now is of interest."""
+        return self.most and module.training and torch.is_grad_enabled()
+
+    @harmless
+    def end_module(self, module, args, kwargs, output):
         """Note the input and the output of each example, and later the loss's gradient there."""
-        if torch.compiler.is_compiling():
+        if module not in self.models or not self.notes_of(module):
             return
-        learns = module.training and torch.is_grad_enabled()
-        if module not in self.models or not learns or self.most == 0:
-            return
-        inputs = batches([args, kwargs])
-        if not inputs or inputs[0].requires_grad:
+        inputs = inputs_of([*args, *kwargs.values()])
+        if inputs is None or inputs.requires_grad:
             return  # these are activations, and no examples
-        examples = [[] for _ in inputs[0]]
+        examples = [[] for _ in inputs]
         self.examples += examples
-        append(examples, inputs[0])
+        append(examples, inputs)
         for tensor in batches(output):
             if tensor.requires_grad and len(tensor) == len(examples):
                 self.eps = max(self.eps, torch.finfo(tensor.dtype).eps)
@@ -89,6 +144,7 @@ class Notes:
                 tensor.register_hook(partial(append, examples))
                 return
 
+    @harmless
     def before_step(self, optimizer, args, kwargs):
         """Write a line."""
         self.depth += 1
@@ -97,12 +153,25 @@ class Notes:
         self.most -= 1
         joined = dist.is_available() and dist.is_initialized()
         rank, size = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
-        row = {"ranks": size, "examples": self.examples, **self.tensors_of(optimizer)}
+        row = {"ranks": size, "examples": self.examples, "buffer": {}}
+        row |= self.tensors_of(optimizer)
+        row["calls"] = self.new_calls()
+        for name, module in chain(*(model.named_modules() for model in self.models)):
+            for buffer in module._buffers:
+                if (id(module), buffer) in self.buffers:
+                    name_of_it = WRAPPERS.sub("", f"{name}.{buffer}")
+                    row["buffer"][name_of_it] = self.buffers[id(module), buffer]
         if self.file is None:
             self.file = open(self.folder / f"rank{rank}.jsonl", "w")  # noqa: SIM115, it stays open
         self.file.write(json.dumps(row, default=str) + "\n")
         self.file.flush()  # the process may be killed
-        self.examples = []
+        self.examples, self.buffers = [], {}
+
+    def new_calls(self):
+        """Return how many collectives were called since the last step, and the last one."""
+        *_, last = [None, *recorded_calls()]
+        before, self.called = self.called, last["record_id"] if last else -1
+        return [self.called - before, call_in_words(last).removesuffix(" not done") if last else ""]
 
     def after_step(self, optimizer, args, kwargs):
         """Note the end of a step."""
@@ -110,10 +179,13 @@ class Notes:
 
     def tensors_of(self, optimizer):
         """Return the sums of all tensors, the optimizer's settings, and the kinds of modules."""
-        row = {"value of": {}, "gradient of": {}, "settings": {}, "kinds": []}
+        row = {"value of": {}, "gradient of": {}, "settings": {}, "kinds": [], "shards": []}
+        row["ddp"] = False  # whether all ranks are replicas
         names = {}
         for model in self.models:
-            row["kinds"] += {type(module).__name__ for module in model.modules()}
+            row["kinds"] += {type(each).__name__ for each in model.modules() if acts(each)}
+            if isinstance(model, nn.parallel.DistributedDataParallel):
+                row["ddp"] = model.process_group.size() == dist.get_world_size()
             for name, parameter in model.named_parameters():
                 name = WRAPPERS.sub("", name)
                 names[parameter] = max(names.get(parameter, ""), name, key=len)
@@ -131,14 +203,10 @@ class Notes:
                 terms = any(each.is_partial() for each in getattr(gradient, "placements", ()))
                 row["gradient of"][name] = None if terms else sums_of(gradient)
                 self.eps = max(self.eps, torch.finfo(parameter.dtype).eps)
+                if not all(each.is_replicate() for each in getattr(parameter, "placements", ())):
+                    row["shards"].append(name)
         for parameter, name in names.items():
             sums = sums_of(parameter)
             if sums[COUNT]:  # it is not freed
                 row["value of"].setdefault(name, sums)
         return row | {"eps": self.eps}
-
-
-def noted(function, folder, most, *args):
-    """Run a function as a rank, and note its steps. mp.spawn gets this in place of the function."""
-    Notes(folder, most)
-    function(*args)

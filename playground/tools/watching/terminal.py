@@ -1,4 +1,4 @@
-"""What the terminal can show: how many columns, and colours."""
+"""What the terminal can show: how many columns, colours, and words."""
 
 import os
 import shutil
@@ -17,3 +17,9 @@ def coloured(text, colour):
     if os.environ.get("NO_COLOR") or not (sys.stdout and sys.stdout.isatty()):
         return text
     return f"\033[{CODES[colour]}m{text}\033[0m"
+
+
+def ranks_in_words(ranks):
+    """Return ranks as text, such as "rank 2", or "ranks 0, 1 and 3"."""
+    *others, last = map(str, ranks)
+    return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
