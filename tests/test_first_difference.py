@@ -78,7 +78,8 @@ def train_in_ddp(rank, fault, folder):
         fully_shard(model)
     elif fault not in ("no DDP", "local SGD", "seeds"):
         options = {"find_unused_parameters": True} if fault == "head" else {}
-        model = DistributedDataParallel(own, broadcast_buffers=fault != "own buffers", **options)
+        sends = fault not in ("own buffers", "twice")
+        model = DistributedDataParallel(own, broadcast_buffers=sends, **options)
     if fault == "head":
         own[3] = nn.Linear(8, 3)
     if fault == "own parameters" and rank == 1:
