@@ -44,12 +44,15 @@ def folded(text: str) -> str:
     Raises:
         KeyError: the earlier lesson has no such function.
     """
-    fold = FOLD.search(text)
-    if fold is None:
+    first = FOLD.search(text)
+    if first is None:
         return text
-    parts = definitions(PATHS[fold[1]].read_text())
-    below = [parts[name] for name in re.findall(r"(\w+)\(\)", fold[2])]
-    return text[: fold.end()] + "\n\n" + "\n\n\n".join([*below, END])
+    whole = text[: first.start()]
+    for fold in FOLD.finditer(text):  # a lesson may repeat functions of two lessons
+        parts = definitions(PATHS[fold[1]].read_text())
+        below = [parts[name] for name in re.findall(r"(\w+)\(\)", fold[2])]
+        whole += fold[0] + "\n\n" + "\n\n\n".join(below) + "\n\n\n"
+    return whole + END
 
 
 def main() -> None:
