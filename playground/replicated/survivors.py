@@ -1,4 +1,4 @@
-r"""Survivors: when a rank is killed, the others continue, and new ranks can join at any time.
+r"""Survivors (optional): when a rank is killed, the others continue, and new ranks can join.
 
 Run it. Of processes 0, 1 and 2, process 1 kills itself before step 17, and the others continue:
     python playground/replicated/survivors.py --kill 1 17 \
@@ -16,26 +16,20 @@ Or kill a process yourself from another terminal, with `kill -9` and one of the 
 Add a rank from another terminal, or with `-ip <ip of machine 1>` from a machine that you trust:
     python playground/replicated/survivors.py --join
 
-In data parallelism, each rank has all that a run consists of: the parameters, Adam's averages, and
-the order of all images. So when a rank dies, only the step that was being computed is lost. In the
-other ranks, `all_reduce` raises an error. They leave their process group, form a new one, and
-compute the step again, each with a larger part of the batch. No process starts again, and no
-checkpoint is read. Each new group begins with the state of the rank that has done the most steps.
+In data parallelism, each rank has all that a run consists of. So when a rank dies, only one step is
+lost. In the other ranks, `all_reduce` raises an error. They leave their process group, form a new
+one, and compute the step again, each with a larger part of the batch. A new group begins with the
+state of the rank that has done the most steps.
 
 No rank can tell a dead process from a slow one, but all must agree on the members of the next
 group. So the groups are numbered, and a store, which is a server of keys and values, holds the
 newest number. Each process that is alive signs in there. Half a second later (--grace), the first
-of them closes the list. A process that finds itself left out asks for another group. Until they
-meet, each trains alone: the losses stay right, but it is no faster. (If a step takes longer than
---grace, they may miss each other again and again.)
+of them closes the list. A process that finds itself left out asks for another group.
 
-The run ends with the command that started it, which holds the store, or with the last of its
-processes. So long runs still need checkpoints. If a rank stops without closing its connections, as
-when its machine fails, the others wait for --timeout seconds, and several times as long if that
-happens while a group forms. The lesson sends by gloo, whose calls raise an error when a rank has
-gone. With NCCL, PyTorch by default ends the process instead, and the library torchft handles that.
-The gradients are added up by hand because DDP is tied to the group in which it was made. (With DDP,
-make it anew in each group.)
+The run ends with the command that started it, which holds the store, so long runs still need
+checkpoints. If a machine fails, the others wait for --timeout seconds or more. With NCCL, PyTorch
+by default ends a process whose message fails, and the library torchft handles that. DDP is tied to
+its group, so with DDP, make it anew in each group.
 
 Try breaking it, in a copy beside it, with `--epochs 30` if you pause or join:
   1. Pause process 0, the first number behind `processes`, for 15 seconds (`kill -STOP`, then `kill
