@@ -241,17 +241,38 @@ manual_pipeline 2 | 2 | --timeout 3 --schedule F0,B0,F1,B1 F0,F1,B0,B1
 pipeline_parallel 1 | 2
     , target=labels)\n        return self.schedule.eval => )\n        return self.schedule.eval
     fails loss_fn and target required for last stage
+pipeline_parallel 3 | 2 | --schedule DualPipeV --micro_batches 4
+    says 0F3 3B1 3F2 0B0 3B2 3F3 0B1
 placements 1 | 2
     (tensor_parallel, [R, S1, S0]) => (tensor_parallel, [R, S0, S1])
     says tensor R (S1) S0 (R) S1 R all_gather, all_reduce all_gather, all_reduce
 placements 2 | 2
     "softmax(a, 1)": => "softmax(a, 0)": lambda a: a.softmax(0),\n    ...
     says softmax(a, 0) R R all_gather S1 R all_reduce
-placements 3 | 2
-    loss.backward()  # each => loss.backward()\n    dist.all_reduce(w.grad)  # each
-    prints dist.all_reduce(loss) 3.0 3.0
+message_gradients 1 | 2
+    shift(x, -1, group) => shift(x, 1, group)
+    prints to_next to_previous [10, 20] [1, 2] right
+message_gradients 1 | 3
+    shift(x, -1, group) => shift(x, 1, group)
+    says [100, 200, 300] [1, 2, 3] [10, 20, 30]
+    prints to_next to_previous [100, 200, 300] [1, 2, 3] [10, 20, 30] wrong
+message_gradients 2 | 2
+    (all_gather, reduce_scatter) => (all_gather, own_chunk)
+    says [1, 2] [30, 40]
+    prints all_gather own_chunk [1, 2] [30, 40] wrong
+message_gradients 3 | 2
+    (all_gather, own_chunk), => (all_gather, reduce_scatter),
+    says [2, 4] [6, 8]
+    prints all_gather reduce_scatter [2, 4] [6, 8] wrong
+message_gradients 4 | 2
+    OWN_LOSSES = [ => def send(x, group):\n    dist.broadcast(x := x.clone(), 0)\n    return x\n...
+    OWN_LOSSES = [ => def back(x, group):\n    dist.reduce(x := x.clone(), 0)\n    return ONE\n...
+    return ONE => return x if dist.get_rank() == 0 else 0 * x
+    OWN_LOSSES = [ => ...\n    (send, back),
+    says [11, 22] [0, 0]
+    prints send back [11, 22] [0, 0] right
 tensor_parallel 1 | 2
-    F.linear(AddGradients.apply(inputs), => F.linear(inputs,
+    inputs = Message.apply(inputs, nothing, all_reduce, None) => pass
     loss 1.5168
 tensor_parallel 2 | 2
     torch.manual_seed(args.seed)\n    model = => torch.manual_seed(args.seed + rank)\n    model =
@@ -305,34 +326,46 @@ activation_checkpointing 4 | 2
     use_reentrant=False => use_reentrant=True
     fails None of the inputs have requires_grad=True
     fails Expected to have finished reduction in the prior iteration
-sequence_parallel 1 | 2 | --sequence
+head_parallel 1 | 2
+    shard = parameter.detach() => whole = parameter.detach().unflatten(dim, (-1, 2))\n    ...
+    parameter.detach().chunk( => torch.cat(whole.unbind(dim + 1), dim).chunk(
+    loss 1.3572
+head_parallel 2 | 2
+    layer.bias = None => pass
+    loss 1.4418
+sequence_parallel 1 | 2
     parameter.register_hook( => str(
     loss 1.3345
-sequence_parallel 2 | 2 | --sequence
-    chunks = list( => return BeginPair.apply(tokens, True, self.group)\n        ...
+sequence_parallel 2 | 2
+    all_gather, own_tokens, self => all_gather, reduce_scatter, self
     loss 1.34762
-sequence_parallel 3 | 2
-    shard = cut(parameter => whole = parameter.detach().unflatten(dim, (-1, 2))\n    ...
-    cut(parameter.detach(), => cut(torch.cat(whole.unbind(dim + 1), dim),
-    loss 1.3572
-sequence_parallel 4 | 2 | --by dtensor --sequence
+sequence_parallel 3 | 2 | --by dtensor
     plan[f"{name}.norm1"] = => _ =
     plan[f"{name}.norm2"] = => _ =
     loss 1.3466
-context_parallel 1 | 2
+ulysses 1 | 2
     DistributedDataParallel(model) => model
     differs
+ulysses 2 | 2
+    Message.apply(parts, all_to_all, all_to_all, group) => all_to_all(parts, group)
+    fails Expected to have finished reduction in the prior iteration
+ulysses 3 | 2
+    module.positions = mine => pass
+    differs
+context_parallel 1 | 2
+    return mean, log => return mean, torch.zeros_like(log)
+    differs
 context_parallel 2 | 2
-    total_of_rows *= correction => pass
+    Message.apply(chunk, to_next, to_previous, group) => to_next(chunk, group)
     differs
-context_parallel 3 | 2
-    grad_travelling = pass_on => if step < world_size - 1: ...
-    differs
+context_parallel 3 | 2 | --order plain --timeout 3
+    mean, log = attend_to_chunk => if theirs[0] > positions[rank][-1]: continue\n        ...
+    fails to_previous
 expert_parallel 1 | 2
-    Exchange.apply(rows, => all_to_all(rows,
+    Message.apply(rows, there, back, None) => there(rows, None)
     loss 1.3563
 expert_parallel 1 | 2
-    Exchange.apply(outputs, => all_to_all(outputs,
+    Message.apply(outputs, back, there, None) => back(outputs, None)
     fails unsupported operand type(s) for /=: 'NoneType' and 'int'
 expert_parallel 2 | 2
     if ".experts." not in name: => if True:
@@ -386,7 +419,7 @@ vocabulary_parallel 3 | 2
     self.weight) * own[..., None] => self.weight)
     differs
 vocabulary_parallel 4 | 2
-    F.linear(AddGradients.apply(tokens, self.group), => F.linear(tokens,
+    tokens = Message.apply(tokens, nothing, all_reduce, self.group) => pass
     differs
 four_axes 1 | 2 | --mesh 1x1x2x1
     step(*inputs, target=self.own(labels)) => step(*inputs, target=self.own(rows).roll(-1, dims=1))

@@ -70,19 +70,19 @@ pipeline_parallel 1; --schedule Interleaved1F1B; needs 2 ranks or more
 pipeline_parallel 2; --schedule DualPipeV --micro_batches 3; use --micro_batches 4
 tensor_parallel 3; ; 3 ranks cannot split --width 64: use 63
 tensor_parallel 7; --model cnn; --width 120 & use 119
-tensor_parallel 2; --model transformer; sequence_parallel.py & mlp or cnn
+tensor_parallel 2; --model transformer; head_parallel.py & mlp or cnn
 hybrid_parallel 4; --mesh 3x2; --mesh 3x2 needs 6 ranks, not 4
 hybrid_parallel 4; --mesh 0x4; --mesh: 0 must be 1 or more
 hybrid_parallel 3; --mesh 1x3; a tp group of 3 & --width 64: use 63
 hybrid_parallel 7; ; 7 ranks cannot divide --batch_size 120: use --batch_size 119
-hybrid_parallel 2; --model transformer; sequence_parallel.py & mlp or cnn
-sequence_parallel 3; ; 3 ranks cannot split --heads 4: use 3
-sequence_parallel 8; --heads 8 --sequence; split 28 tokens & --sequence out
-sequence_parallel 2; --model mlp; tensor_parallel.py & transformer
-sequence_parallel 4; --model language --dataset text; split --heads 4: use 8
-context_parallel 2; --model mlp; reads images & use --model language
+hybrid_parallel 2; --model transformer; head_parallel.py & mlp or cnn
+head_parallel 3; ; 3 ranks cannot split --heads 4: use 3
+head_parallel 2; --model mlp; tensor_parallel.py & transformer
+head_parallel 4; --model language --dataset text; split --heads 4: use 8
+sequence_parallel 8; --heads 8; split 28 tokens
+ulysses 2; --model mlp; reads images & use --model language
+ulysses 4; ; --heads 4 & use 8
 context_parallel 3; ; 3 ranks cannot split 128 tokens & use 2, 4 or 8
-context_parallel 4; --by ulysses; --heads 4 & use --by ring
 language_model 2; --model mlp; does not write & use --model language
 vocabulary_parallel 3; ; 3 ranks cannot split 256 words: use 2
 vocabulary_parallel 2; --model mlp; no vocabulary & use --model language

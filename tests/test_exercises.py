@@ -213,12 +213,13 @@ def redistribute(local, old, new):
     return placements.move(tensor, by_name[new]).to_local()
 """,
     "split_pair": """
-from tensor_parallel import AddGradients, AddTerms
+from tensor_parallel import Message, all_reduce, nothing
 from torch.nn import functional as F
 class SplitPair:
     def apply(inputs, first, first_bias, second, second_bias):
-        hidden = F.relu(F.linear(AddGradients.apply(inputs), first, first_bias))
-        return AddTerms.apply(F.linear(hidden, second)) + second_bias
+        inputs = Message.apply(inputs, nothing, all_reduce, None)
+        terms = F.linear(F.relu(F.linear(inputs, first, first_bias)), second)
+        return Message.apply(terms, all_reduce, nothing, None) + second_bias
 """,
 }
 ANYTHING = '''

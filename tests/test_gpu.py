@@ -90,10 +90,11 @@ ROWS = {  # a lesson with its flags, and on how many GPUs it runs; those that ta
     "hybrid_parallel --kind hsdp --mesh 2x1": (2,),
     "mixed_precision --precision full --sharded --clip 0.5": (1, 2),
     "activation_checkpointing --sharded": (1, 2),
-    "sequence_parallel --sequence": (1, 2),
-    "sequence_parallel --by dtensor --sequence": (1, 2),
-    "context_parallel": (1, 2),
-    "context_parallel --by ulysses": (2,),
+    "head_parallel": (1, 2),
+    "sequence_parallel": (1, 2),
+    "sequence_parallel --by dtensor": (1, 2),
+    "ulysses": (2,),
+    "context_parallel --recompute": (1, 2),
     "expert_parallel --balance 0.1": (1, 2),
 }
 TABLES = (  # lessons that print what ranks hold and send: the same with NCCL
@@ -189,7 +190,7 @@ def shown(out):
 
 def test_all_lessons_are_here():
     """Each lesson has a row, or a test of its own. This test needs no GPU."""
-    others = {"blocking_p2p", "nonblocking_p2p", "placements", "resnet"}
+    others = {"blocking_p2p", "nonblocking_p2p", "placements", "message_gradients", "resnet"}
     others |= {"finding_hangs", "thousand_ranks"}  # the latter computes nothing
     others |= {"survivors"}  # sends by gloo, from CPUs
     assert {row.split()[0] for row in ROWS} | others == set(LESSONS)

@@ -57,14 +57,15 @@ sending_less; 3; transformer
 sharded_data --workers 1; 2; language
 mixed_precision --precision full --sharded; 3; language
 activation_checkpointing --checkpoint second --sharded; 2; language
-sequence_parallel --sequence; 4; transformer
-sequence_parallel --sequence; 2; transformer
-sequence_parallel --by dtensor; 2; transformer
-sequence_parallel --by dtensor --sequence; 2; language
-sequence_parallel; 2; language
+head_parallel; 2; language
+head_parallel --by dtensor; 2; transformer
+sequence_parallel; 4; transformer
+sequence_parallel; 2; transformer
+sequence_parallel --by dtensor; 2; language
+ulysses; 2; language
 context_parallel; 4; language
 context_parallel --order plain; 2; language
-context_parallel --by ulysses; 2; language
+context_parallel --recompute; 2; language
 expert_parallel --experts 1; 1; transformer
 language_model --constant --clip 0 --lr 1e-3 --rows 7; 3; language
 vocabulary_parallel; 4; language

@@ -53,10 +53,10 @@ def by_sequence(by):
     """Split a transformer and its tokens."""
     model = make_model(flags("transformer"))
     if by == "hand":
-        sequence_parallel.split_by_hand(model, sequence=True, group=None)
+        sequence_parallel.split_by_hand(model, group=None)
     else:
         mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-        sequence_parallel.split_by_dtensor(model, mesh, sequence=True)
+        sequence_parallel.split_by_dtensor(model, mesh)
     return model
 
 

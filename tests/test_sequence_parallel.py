@@ -1,7 +1,8 @@
-"""The sequence parallelism lesson: its messages. test_parity.py has its numbers."""
+"""Tensor and sequence parallelism of a transformer: the messages. test_parity.py has numbers."""
 
 from collections import Counter
 
+import head_parallel
 import pytest
 import sequence_parallel
 import torch
@@ -12,10 +13,10 @@ from watching.messages import Messages
 from watching.ranks import call
 
 
-def count(_, sequence, expected):
+def count(_, lesson, expected):
     """Count the messages of a step of a transformer with one block."""
     model = Transformer(8, layers=1, tokens=4)
-    sequence_parallel.split_by_hand(model, sequence, dist.group.WORLD)
+    lesson.split_by_hand(model, dist.group.WORLD)
     with Messages() as messages:
         model(torch.randn(3, 1, 28, 28)).sum().backward()
     assert Counter(message.kind for message in messages.noted) == expected
@@ -25,7 +26,9 @@ def count(_, sequence, expected):
 OF_TOKENS = {"all_gather": 5, "reduce_scatter": 4, "all_reduce": 9}
 
 
-@pytest.mark.parametrize(("sequence", "expected"), [(False, {"all_reduce": 4}), (True, OF_TOKENS)])
-def test_messages(sequence, expected):
-    """With --sequence, the halves of each all_reduce, and sums for what all tokens share."""
-    call(count, 2, sequence, expected)
+@pytest.mark.parametrize(
+    ("lesson", "expected"), [(head_parallel, {"all_reduce": 4}), (sequence_parallel, OF_TOKENS)]
+)
+def test_messages(lesson, expected):
+    """If tokens are split, the halves of each all_reduce, and sums for what all tokens share."""
+    call(count, 2, lesson, expected)

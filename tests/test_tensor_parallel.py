@@ -1,6 +1,6 @@
-"""The two functions of tensor parallelism, and layers of others. test_parity.py has the numbers.
+"""Tensor parallelism of others' layers. test_parity.py has the numbers of the lesson.
 
-test_pictures.py has the messages of a pair.
+test_pictures.py has the messages of a pair, and test_message_gradients.py their gradients.
 """
 
 import pytest
@@ -10,19 +10,10 @@ import torch.distributed.checkpoint as dcp
 from watching.ranks import call
 
 
-def ends_of_a_pair(rank):
-    """AddTerms must not overwrite a sigmoid's output, from which its gradient is computed."""
+def split_others(rank):
+    """Compare pairs of layers with whole ones, also a frozen one, and one without biases."""
     import tensor_parallel as lesson
 
-    term = torch.tensor([0.3, -1.0], requires_grad=True)
-    total = lesson.AddTerms.apply(term.sigmoid())
-    torch.testing.assert_close(total.detach(), 2 * term.sigmoid().detach())
-    total.sum().backward()
-    output = term.detach().sigmoid()
-    torch.testing.assert_close(term.grad, output * (1 - output))
-    inputs = torch.ones(2, 3, requires_grad=True)
-    lesson.AddGradients.apply(inputs).t().sum().backward()  # this gradient is not contiguous
-    assert inputs.grad.tolist() == [[2.0] * 3] * 2
     frozen = torch.nn.Linear(4, 6).requires_grad_(False)
     for layer, shape in ((lesson.ColumnLinear, (3, 4)), (lesson.RowLinear, (6, 2))):
         shard = layer(frozen).weight
@@ -54,6 +45,6 @@ def test_a_plain_shard_in_a_checkpoint(tmp_path):
     call(shard_with_a_place, 2, tmp_path)
 
 
-def test_the_functions_at_the_ends_of_a_pair():
-    """They leave their inputs as they are. Frozen layers stay frozen. A bias is not needed."""
-    call(ends_of_a_pair, 2)
+def test_other_layers():
+    """Frozen layers stay frozen. A bias is not needed."""
+    call(split_others, 2)

@@ -23,11 +23,11 @@ ranks along both have the same parameters, but different tokens. This is where g
     a split layer of a block      no, in one stage    by FSDP          no, a rank has its own shard
     embedding and output layer    no; --tied: summed  by FSDP          no, a rank has its own shard
     an RMSNorm                    no, in one stage    by FSDP          no, all ranks have the same
-      in SplitBlock(sequence=True)  the same          by FSDP          summed: each has some tokens
+      if tp splits the tokens     the same            by FSDP          summed: each has some tokens
 
 Two more sums are of activations' gradients. Over cp, the ring adds up those of keys and values.
-Over tp, BeginPair adds up that of an RMSNorm's output, so all ranks compute the same gradient of
-the RMSNorm's weight.
+Over tp, a pair of layers begins with that of an RMSNorm's output, so all ranks compute the same
+gradient of the RMSNorm's weight.
 
 On the ranks of a tp group, shards have the same name, so `torch.distributed.checkpoint` would take
 them for replicas of one tensor. Therefore `state_dict()` raises an error. To save them, write a
@@ -67,9 +67,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # find common/ fro
 for folder in ("split", "transformer", "language"):  # NEW: and the four lessons
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / folder))
 from context_parallel import ring_attention, split_tokens, zigzag
-from pipeline_parallel import connect, same_size_loaders
+from head_parallel import SplitBlock, all_reduce, nothing
 from pipeline_parallel import cut as cut_stages
-from sequence_parallel import SplitBlock
+from pipeline_parallel import same_size_loaders
 from vocabulary_parallel import SplitCrossEntropy, SplitEmbedding, SplitOutput
 
 from common import flags
@@ -101,7 +101,7 @@ def split_layers(stage, group):
         if isinstance(layer, torch.nn.Embedding):
             stage[index] = SplitEmbedding(layer, group)
         elif isinstance(layer, Block):
-            stage[index] = SplitBlock(layer, sequence=False, group=group)
+            stage[index] = SplitBlock(layer, (nothing, all_reduce), (all_reduce, nothing), group)
         else:  # the end of the model: an RMSNorm, which stays whole, and the output layer
             layer.output = SplitOutput(layer.output, group)
 
@@ -126,7 +126,9 @@ def wrap(layers, mesh, flat, device, args):
     # of this rank only, and so sends the keys and values of these. Each rank rotates queries and
     # keys by the true positions of its tokens, and not by 0, 1, 2 and so on.
     positions = zigzag(ROW, mesh["cp"].size())
-    split_tokens(stage, ring_attention, positions, mesh.get_group("cp"))
+    mine = positions[mesh.get_local_rank("cp")]
+    attend = partial(ring_attention, positions=positions, group=mesh.get_group("cp"))
+    split_tokens(stage, attend, mine)
     # 4. and 5. Here, activation checkpointing and then torch.compile would wrap each block. They
     # need its final forward(), with all messages in it.
     # NEW: 6. FSDP, after all changes of a block's forward(), because its hooks gather the
@@ -134,7 +136,7 @@ def wrap(layers, mesh, flat, device, args):
     shard(stage, flat["dp_cp"])
     # NEW: 7. The schedule, which calls the whole stage, and lets FSDP send gradients only after the
     # last micro-batch. (The optimizer comes later still, because fully_shard replaces parameters.)
-    return Pipeline(stage, positions[mesh.get_local_rank("cp")], mesh, device, args)
+    return Pipeline(stage, mine, mesh, device, args)
 
 
 class Pipeline(torch.nn.Module):
@@ -211,7 +213,6 @@ def train(args):
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
     # NEW: fit_epoch() hands this function to run_epoch() in place of the optimizer.
     step = partial(update, model, optimizer, args.clip, flat, table, ends)
-    connect(model, train_loader, device)
     for epoch in range(args.epochs):
         fit_epoch(epoch, model, step, train_loader, test_loader, device, args)
     dist.barrier()  # DTensor keeps the groups, and without this Python may abort at exit
@@ -231,6 +232,36 @@ def update(model, optimizer, limit, flat, table, ends, rows, labels):
         clip_gradients(model, limit, flat, second_copy)
     optimizer.step()
     return scores
+
+
+def run_epoch(model, loader, device, step=None):
+    """Train by calling step(rows, labels) for each batch, or only test if there is none.
+
+    Returns three sums: the loss, the number of tokens predicted correctly, the number of tokens.
+    All ranks of a tp group count the same tokens, which changes neither mean nor percentages.
+    """
+    model.train(step is not None)
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    for rows, labels in loader:
+        rows = rows.to(device, non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
+        if step is not None:
+            scores = step(rows, labels)
+        else:
+            with torch.no_grad():
+                scores = model(rows, labels)
+        if scores is not None:
+            own_labels = model.own(labels)
+            tp_group = model.mesh.get_group("tp")
+            losses, correct = SplitCrossEntropy.apply(scores.detach(), own_labels, tp_group)
+            sums[0] += losses.sum()
+            sums[1] += correct.sum()
+            sums[2] += (own_labels >= 0).sum()  # without the rows that fill up the last batch
+    dist.all_reduce(sums)
+    return sums.tolist()
+
+
+# You can stop here: what follows is for --tied and --clip, prints the mesh, and checks the flags.
 
 
 def group_of_ends(mesh, timeout):
@@ -279,36 +310,6 @@ def clip_gradients(model, limit, flat, second_copy):
         parameter.grad *= factor
 
 
-def run_epoch(model, loader, device, step=None):
-    """Train by calling step(rows, labels) for each batch, or only test if there is none.
-
-    Returns three sums: the loss, the number of tokens predicted correctly, the number of tokens.
-    All ranks of a tp group count the same tokens, which changes neither mean nor percentages.
-    """
-    model.train(step is not None)
-    sums = torch.zeros(3, dtype=torch.float64, device=device)
-    for rows, labels in loader:
-        rows = rows.to(device, non_blocking=True)
-        labels = labels.to(device, non_blocking=True)
-        if step is not None:
-            scores = step(rows, labels)
-        else:
-            with torch.no_grad():
-                scores = model(rows, labels)
-        if scores is not None:
-            own_labels = model.own(labels)
-            tp_group = model.mesh.get_group("tp")
-            losses, correct = SplitCrossEntropy.apply(scores.detach(), own_labels, tp_group)
-            sums[0] += losses.sum()
-            sums[1] += correct.sum()
-            sums[2] += (own_labels >= 0).sum()  # without the rows that fill up the last batch
-    dist.all_reduce(sums)
-    return sums.tolist()
-
-
-# You can stop here: what follows prints the mesh, and checks the flags.
-
-
 def show_mesh(model, mesh):
     """Print the coordinates of each rank in the mesh, and the number of parameters it keeps."""
     axes = zip(mesh.mesh_dim_names, mesh.get_coordinate(), strict=True)
@@ -335,6 +336,8 @@ def check_flags(parser, args, world_size):
     """Choose a mesh if none is given, and refuse what its ranks cannot split."""
     if args.model != "language":
         parser.error(f"--model {args.model} has no vocabulary: use --model language")
+    if torch.__version__.startswith("2.9.") and not args.double:  # see pipeline_parallel.py
+        parser.error("torch 2.9 cannot run this in float32: use a newer version, or --double")
     if args.mesh is None:
         pp_size = 2 if world_size % 2 == 0 else 1
         tp_size = 2 if world_size % 4 == 0 else 1

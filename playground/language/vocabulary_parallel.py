@@ -32,7 +32,7 @@ Try breaking it, in a copy beside it, with `--double`, and compare the losses:
   1. In SplitCrossEntropy, leave out the first all_reduce. Is the loss still right?
   2. Let `largest` be zeros instead. Why is the loss right here, and when is it not?
   3. In SplitEmbedding, leave out `* own[..., None]`. Which rows are added?
-  4. In SplitOutput, leave out AddGradients. Which gradients are wrong?
+  4. In SplitOutput, leave out the line with `Message`. Which gradients are wrong?
 
 Now write `split_cross_entropy.py` in `playground/exercises/`.
 Builds on: sequence_parallel.py
@@ -98,7 +98,7 @@ class SplitEmbedding(torch.nn.Module):
         index, own = own_words(words, len(self.weight), self.group)
         # NEW: zeros for the words of other ranks. So only one term of the sum is not zero.
         terms = F.embedding(index, self.weight) * own[..., None]
-        return AddTerms.apply(terms, self.group)
+        return Message.apply(terms, all_reduce, nothing, self.group)
 
 
 class SplitOutput(torch.nn.Module):
@@ -112,7 +112,9 @@ class SplitOutput(torch.nn.Module):
 
     def forward(self, tokens):
         """Turn tokens, (N, tokens, width), into scores of this rank's words, (N, tokens, words)."""
-        return F.linear(AddGradients.apply(tokens, self.group), self.weight)
+        # NEW: every rank uses the tokens for its own words, so backward() adds up their gradient.
+        tokens = Message.apply(tokens, nothing, all_reduce, self.group)
+        return F.linear(tokens, self.weight)
 
 
 class SplitCrossEntropy(torch.autograd.Function):
@@ -249,40 +251,6 @@ def run_epoch(model, loader, device, optimizer=None):
     return sums.tolist()  # all ranks have the same sums
 
 
-# These two are those of tensor_parallel.py, for the ranks of a group.
-class AddGradients(torch.autograd.Function):
-    """Nothing in forward(), an all_reduce of the gradients in backward()."""
-
-    @staticmethod
-    def forward(ctx, tokens, group):
-        """Return the tokens themselves."""
-        ctx.group = group
-        return tokens
-
-    @staticmethod
-    def backward(ctx, gradient):
-        """Return the sum of the gradients of all ranks, because every rank has used the tokens."""
-        total = gradient.clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
-
-
-class AddTerms(torch.autograd.Function):
-    """An all_reduce of the terms in forward(), nothing in backward()."""
-
-    @staticmethod
-    def forward(ctx, terms, group):
-        """Return the sum of the terms of all ranks."""
-        total = terms.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx, gradient):
-        """Return the gradient itself, because each term of a sum gets the gradient of the sum."""
-        return gradient, None
-
-
 # You can stop here: what follows prints what each rank keeps, and checks the flags.
 
 
@@ -320,7 +288,46 @@ def check_flags(parser, args, world_size):
         parser.error(f"{world_size} ranks cannot split {VOCABULARY} words: use 2, 4 or 8 ranks")
 
 
-# ---------- Unchanged from sequence_parallel.py ----------
+# ---------- Unchanged from message_gradients.py ----------
+# You know what follows: Message(), nothing() and all_reduce(). If you copy this lesson, copy this,
+# too.
+
+
+class Message(torch.autograd.Function):
+    """A message with a gradient.
+
+    An autograd.Function is a function with a gradient of our own. Its `apply` calls forward().
+    Later, autograd calls backward() with the gradient of the output, and takes what it returns as
+    the gradient of the input. What backward() needs, forward() keeps in `ctx`.
+    """
+
+    @staticmethod
+    def forward(ctx, x, send, send_back, group):
+        """Send x. Returns what arrives. `group` has the ranks that take part; None: all."""
+        ctx.send_back = send_back
+        ctx.group = group
+        return send(x.contiguous(), group)  # messages need contiguous memory
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """Send the gradient of what has arrived. Returns the gradient of x."""
+        gradient = ctx.send_back(gradient.contiguous(), ctx.group)  # also a message
+        return gradient, None, None, None  # the other arguments of forward() have no gradient
+
+
+def nothing(x, group):
+    """Return x itself."""
+    return x
+
+
+def all_reduce(x, group):
+    """Return the sum of all ranks' tensors."""
+    total = x.clone()  # all_reduce overwrites its tensor, and autograd may need x elsewhere
+    dist.all_reduce(total, group=group)
+    return total
+
+
+# ---------- Unchanged from head_parallel.py ----------
 # You know what follows: refuse_state(), join(), fit_epoch() and main(). If you copy this lesson,
 # copy this, too.
 

@@ -144,7 +144,7 @@ def sizes(text):
 def check_flags(parser, args, world_size):
     """Refuse a mesh of another size, and what its groups cannot divide. Choose a mesh."""
     if args.kind == "tp" and args.model not in ("mlp", "cnn"):
-        parser.error(f"sequence_parallel.py splits --model {args.model}: use mlp or cnn here")
+        parser.error(f"head_parallel.py splits --model {args.model}: use mlp or cnn here")
     if args.mesh is None:
         columns = 1 if world_size % 2 else 2
         args.mesh = (world_size // columns, columns)

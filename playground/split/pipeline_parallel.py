@@ -1,38 +1,44 @@
 r"""A pipeline with `torch.distributed.pipelining`: first with 1F1B, then with five other schedules.
 
 Run it, with one stage on each rank, and with two:
-    torchrun --standalone --nproc-per-node 2 playground/split/pipeline_parallel.py
+    torchrun --standalone --nproc-per-node 2 playground/split/pipeline_parallel.py --micro_batches 4
     torchrun --standalone --nproc-per-node 2 playground/split/pipeline_parallel.py \
-        --schedule Interleaved1F1B
+        --micro_batches 4 --schedule InterleavedZeroBubble
 
 Both print the same numbers as `single_gpu.py`, up to rounding (with `--double` all twelve digits
-agree). Then each shows what its ranks keep, here the second one. The first layer has most of the
-parameters:
-    rank 0 keeps stages 0 and 2: 54,400 parameters
-    rank 1 keeps stages 1 and 3: 4,810 parameters
+agree). Then each shows what its ranks compute in a step, as `manual_pipeline.py` does, and what
+they keep. The first layer has most of the parameters. With the first command:
+    rank 0: F0 F1 B0 F2 B1 F3 B2 B3
+    rank 1: F0 B0 F1 B1 F2 B2 F3 B3
+    rank 0 keeps stage 0: 54,400 parameters
+    rank 1 keeps stage 1: 4,810 parameters
 
 `manual_pipeline.py` sends activations and gradients by hand. Here a `PipelineStage` sends and
 receives them, and a schedule says when a rank computes which micro-batch: by default 1F1B, which
-you know. The others change the bubble (`model_parallel.py`), or what a rank keeps.
-`playground/pages/figures/schedules.svg` shows 1F1B and the first three:
+you know. The others change the bubble (`model_parallel.py`), or what a rank keeps. Below are passes
+of rank 0, with 4 micro-batches (`playground/pages/figures/schedules.svg` shows four ranks):
 
-- `GPipe` has the same bubble, and keeps the activations of all micro-batches.
-- `Interleaved1F1B` has two stages of half the size on each rank: about half the bubble, and more
-  messages (https://arxiv.org/abs/2104.04473).
-- `InterleavedZeroBubble` also splits each backward pass: first the gradient that the previous rank
-  waits for, and later, when a rank would wait, those of the parameters
-  (https://arxiv.org/abs/2401.10241).
-- `ZBVZeroBubble` splits them, too. Its stages run from rank 0 to the last rank and back, as a V, so
-  the last rank passes activations on to itself.
-- `DualPipeV` is a V that pairs a forward pass of one stage with a backward pass of the other, so
-  that one can compute while messages of the other travel (https://arxiv.org/abs/2412.19437). By
-  default, PyTorch computes the two one after the other.
+- `GPipe` has the same bubble, and keeps the activations of all micro-batches:
+  F0 F1 F2 F3 B0 B1 B2 B3
+- `Interleaved1F1B` has two stages of half the size on each rank, here 0 and 2, with their number in
+  front. That is about half the bubble, and more messages (https://arxiv.org/abs/2104.04473):
+  0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3
+- `InterleavedZeroBubble` also splits each backward pass. I computes the gradient of the input, for
+  which the previous stage waits. W computes those of the parameters, for which no rank waits, so it
+  can fill the bubble (https://arxiv.org/abs/2401.10241). On rank 1, each W comes after the next I:
+  1F0 1F1 3F0 3I0 3F1 3I1 3W0 1F2 1I0 3W1 1F3 1I1 1W0 3F2 3I2 1W1 3F3 3I3 3W2 1I2 3W3 1I3 1W2 1W3
+- `ZBVZeroBubble` splits them, too, and its stages run from rank 0 to the last rank and back, as a
+  V. So rank 0 has the first stage and the last one.
+- `DualPipeV` is such a V. In the middle of a step, a forward pass of one stage is paired with a
+  backward pass of the rank's other stage, so that one can compute while messages of the other
+  travel (https://arxiv.org/abs/2412.19437). By default, PyTorch computes one after the other.
 
 Try breaking it, in a copy beside it:
   1. In `Pipeline.forward()`, leave out `, target=labels` of `step()`. Which rank fails, and why
      only that one?
   2. Try `--micro_batches 2`, 4, 16 and 64. The bubble shrinks. Do the images/s rise?
      `playground/tools/watch.py` in front of the script shows where each rank waits.
+  3. Use `--schedule DualPipeV --micro_batches 4`. Which passes of rank 0 are pairs?
 
 Builds on: manual_pipeline.py
 The next lesson, `placements.py`, shows how one tensor can lie on several ranks.
@@ -108,9 +114,9 @@ def train(args):
         model = make_other(args.schedule, make_layers(args), device, args.micro_batches)
     torch.manual_seed(args.seed + rank)  # dropout, if there is any, must differ between ranks
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
-    connect(model, train_loader, device)  # only for a bug of PyTorch 2.9
     for epoch in range(args.epochs):
         fit_epoch(epoch, model, optimizer, train_loader, test_loader, device, args)
+    show_passes(model, train_loader, device)
     show_stages(model)
     dist.destroy_process_group()
 
@@ -132,21 +138,6 @@ def possible_starts(layers):
             after_flatten = index > 0 and isinstance(layers[index - 1], torch.nn.Flatten)
             starts.append(index - 1 if after_flatten else index)
     return starts
-
-
-def same_size_loaders(args):
-    """Return loaders whose batches all have the same size, because stages take only one size.
-
-    The last test batch is filled up with images that have the label -100, which cross_entropy
-    leaves out.
-    """
-    train_loader, test_loader = loaders(args)
-    images, labels = test_loader.dataset.images, test_loader.dataset.labels
-    missing = -len(labels) % args.batch_size
-    more_images = images.new_zeros(missing, *images.shape[1:])
-    more_labels = labels.new_full((missing, *labels.shape[1:]), -100)
-    filled = Images(torch.cat([images, more_images]), torch.cat([labels, more_labels]))
-    return train_loader, DataLoader(filled, args.batch_size, collate_fn=whole_batch)
 
 
 def run_epoch(model, loader, device, optimizer=None):
@@ -172,7 +163,7 @@ def run_epoch(model, loader, device, optimizer=None):
     return sums.tolist()
 
 
-# You can stop here: what follows are the other schedules, a bug of PyTorch 2.9, and the flags.
+# You can stop here: what follows are the other schedules, what is printed, and the flags.
 
 STAGES_PER_RANK = {
     "1F1B": 1,
@@ -215,18 +206,65 @@ class VPipeline(Pipeline):
         return self.schedule.step(*inputs, target=labels)
 
 
-def connect(model, train_loader, device):
-    """With PyTorch 2.9, run a step in advance, which changes no parameter.
+def same_size_loaders(args):
+    """Return loaders whose batches all have the same size, because stages take only one size.
 
-    In its first step, 2.9 sends 8-byte numbers into a tensor of the default dtype. With float64
-    the sizes agree. https://github.com/pytorch/pytorch/pull/165539
+    The last test batch is filled up with images that have the label -100, which cross_entropy
+    leaves out.
     """
-    if torch.__version__.startswith("2.9."):
-        images, labels = next(iter(train_loader))
-        torch.set_default_dtype(torch.float64)
-        model(images.to(device), labels.to(device))
-        torch.set_default_dtype(torch.float32)
-        model.zero_grad()
+    train_loader, test_loader = loaders(args)
+    images, labels = test_loader.dataset.images, test_loader.dataset.labels
+    missing = -len(labels) % args.batch_size
+    more_images = images.new_zeros(missing, *images.shape[1:])
+    more_labels = labels.new_full((missing, *labels.shape[1:]), -100)
+    filled = Images(torch.cat([images, more_images]), torch.cat([labels, more_labels]))
+    return train_loader, DataLoader(filled, args.batch_size, collate_fn=whole_batch)
+
+
+def show_passes(model, loader, device):
+    """Print which passes each rank computes in a step, in their order."""
+    passes = []
+    for stage in model.stages:
+        number = "" if len(model.stages) == 1 else stage.stage_index
+        note_calls(stage, number, passes)
+    images, labels = next(iter(loader))
+    model.train()
+    model(images.to(device), labels.to(device))  # the gradients are not used
+    rows = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, f"rank {dist.get_rank()}: {' '.join(passes)}")
+    if dist.get_rank() == 0:
+        print(*rows, sep="\n", flush=True)
+
+
+def note_calls(stage, number, passes):
+    """Let a stage note each pass that its schedule calls, such as 2F0: stage 2, micro-batch 0.
+
+    (`schedule.pipeline_order` is not what 1F1B computes: torch 2.14 lists F4 on the last of 2 ranks
+    with 4 micro-batches, and no F0.)
+    """
+    forward_pass = stage.forward_one_chunk
+    backward_pass = stage.backward_one_chunk
+    weights_pass = stage.backward_weight_one_chunk
+
+    def forward_one_chunk(micro_batch, *args, **kwargs):
+        """Note a forward pass."""
+        passes.append(f"{number}F{micro_batch}")
+        return forward_pass(micro_batch, *args, **kwargs)
+
+    def backward_one_chunk(micro_batch, *args, full_backward=True, **kwargs):
+        """Note a backward pass, or its first part."""
+        letter = "B" if full_backward else "I"
+        passes.append(f"{number}{letter}{micro_batch}")
+        return backward_pass(micro_batch, *args, full_backward=full_backward, **kwargs)
+
+    def backward_weight_one_chunk(micro_batch, *args, **kwargs):
+        """Note the second part of a backward pass."""
+        passes.append(f"{number}W{micro_batch}")
+        return weights_pass(micro_batch, *args, **kwargs)
+
+    stage.forward_one_chunk = forward_one_chunk
+    stage.backward_one_chunk = backward_one_chunk
+    stage.backward_weight_one_chunk = backward_weight_one_chunk
 
 
 def show_stages(model):
@@ -252,8 +290,11 @@ def check_flags(parser, args, world_size):
     """Refuse what a schedule cannot run. Only micro-batches must divide the batch."""
     name = args.schedule
     count = args.micro_batches
-    if name in V_SHAPED and torch.__version__.startswith("2.9."):
-        parser.error(f"torch 2.9 cannot run --schedule {name}: use a newer version")
+    if torch.__version__.startswith("2.9.") and (name in V_SHAPED or not args.double):
+        # In its first step, 2.9 sends 8-byte numbers into a tensor of the default dtype:
+        # https://github.com/pytorch/pytorch/pull/165539
+        double = "" if name in V_SHAPED else ", or --double"
+        parser.error(f"torch 2.9 cannot run --schedule {name}: use a newer version{double}")
     circular = name.startswith("Interleaved")
     if circular and world_size == 1:
         parser.error(f"--schedule {name} needs 2 ranks or more")

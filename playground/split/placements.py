@@ -32,28 +32,17 @@ pair of layers.) In `backward()`, `redistribute` itself makes an all_gather wher
 reduce_scatter, and nothing for P to R. Where it made an all_gather, it makes a reduce_scatter,
 because the gradient here is P. (If it is R, each rank only keeps its shard.)
 
-Autograd itself sees only one rank. Say that the loss is the sum of w x over two ranks, with x = 1
-on one and x = 2 on the other, so the gradient of w is 3. If you add up the loss by
-`dist.all_reduce`, each rank gets its own term of the gradient, without an error. If w is a DTensor
-that is R, the terms are added up (after `to_local()`, only if `grad_placements` says that it is P):
-    gradient of w                    rank 0  rank 1
-    dist.all_reduce(loss)            1.0     2.0     PyTorch warns
-    DTensor.from_local(w)            3.0     3.0
-
 Try breaking it, in a copy beside it. Predict the lines that change before you run it:
   1. For tensor parallelism, write the placements [R, S0, S1]. Is y still right? What is sent?
   2. Add "softmax(a, 0)" to OPERATIONS. Which placements need a message now?
-  3. In `all_reduce_in_loss`, also all_reduce w.grad after backward(). What did the first one miss?
 Now write it yourself: `redistribute.py` in `playground/exercises/`.
 Builds on: collectives.py
-The next lesson, `tensor_parallel.py`, splits a model's layers by hand and with DTensor.
+The next lesson, `message_gradients.py`, shows what `backward()` sends for each message.
 """
 
 import os
 import sys
-import warnings
 from datetime import timedelta
-from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 
@@ -141,45 +130,6 @@ KINDS = {  # and the placements of x, a and b
 }
 
 
-# Each of these functions returns the gradient of w in a loss that is the sum of w x over the ranks.
-# w is 1 on all ranks. Rank r has x = r + 1, so on two ranks the gradient is 1 + 2 = 3.
-def all_reduce_in_loss(x, mesh):
-    """Add up the loss with plain tensors."""
-    w = torch.ones(1, requires_grad=True)
-    loss = (w * x).sum()
-    dist.all_reduce(loss)  # PyTorch warns: an autograd kernel was not registered
-    loss.backward()  # each rank gets x, its own term of the gradient
-    return w.grad
-
-
-def from_local_in_loss(x, mesh):
-    """Add up the loss with DTensors."""
-    w = torch.ones(1, requires_grad=True)
-    # NEW: in backward(), from_local returns the gradient of w as w was placed, which is R. What it
-    # gets is P, because each rank has used w with its own part of x, so it makes an all_reduce.
-    loss = (DTensor.from_local(w, mesh, [R]) * DTensor.from_local(x, mesh, [S0])).sum()
-    move(loss, R).backward()
-    return w.grad
-
-
-def leave_dtensor(x, mesh, grad_placements):
-    """Compute the loss of this rank from plain tensors."""
-    w = place(torch.ones(1), R, mesh).requires_grad_()
-    # NEW: DTensor does not see how plain tensors are used. So tell `to_local` if the gradient on
-    # each rank will be a term. Otherwise it is taken for the whole gradient, because w is R.
-    loss = (w.to_local(grad_placements=grad_placements) * x).sum()
-    loss.backward()
-    return w.grad.full_tensor()  # the same as move(w.grad, R).to_local()
-
-
-WAYS = {
-    "dist.all_reduce(loss)": all_reduce_in_loss,
-    "DTensor.from_local(w)": from_local_in_loss,
-    "w.to_local()": partial(leave_dtensor, grad_placements=None),
-    "w.to_local(grad_placements=[P])": partial(leave_dtensor, grad_placements=[P]),
-}
-
-
 def watch(function, *inputs):
     """Call a function. Return its result, and the collectives that this rank has called for it."""
     with CommDebugMode() as mode:  # NEW: counts collectives, here those of DTensor
@@ -200,7 +150,7 @@ def compute_gradients(y, inputs):
 
 
 def talk(args):
-    """Show the placements, what operations and kinds of parallelism send, and the gradients."""
+    """Show the placements, and what operations and kinds of parallelism send."""
     rank, device = join(args)
     torch.set_default_device(device)
     torch.manual_seed(0)  # all ranks draw the same tensors, to compare with
@@ -212,7 +162,6 @@ def talk(args):
     x, a, b = torch.randn(3, size, size, dtype=torch.double)
     show_operations(a, b, mesh)
     show_kinds([x, a, b], mesh)
-    show_gradients(torch.ones(1) + rank, mesh)
     dist.barrier()  # DTensor keeps the group, and without this Python may abort at exit
     dist.destroy_process_group()
 
@@ -276,19 +225,6 @@ def show_kinds(tensors, mesh):
             found = NAMES[gradient.placements[0]]
             words.append(own if own == found else f"{own} ({found})")
         rows.append([*words, NAMES[y.placements[0]], forward or "-", backward or "-"])
-    show(rows)
-
-
-def show_gradients(x, mesh):
-    """Print the gradient that each rank gets in different ways."""
-    rows = [["gradient of w", *(f"rank {rank}" for rank in range(mesh.size()))]]
-    for name, way in WAYS.items():
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            gradient = way(x, mesh)
-        gradients = [None] * mesh.size()
-        dist.all_gather_object(gradients, str(gradient.item()))
-        rows.append([name, *gradients, "PyTorch warns" if caught else ""])
     show(rows)
 
 

@@ -19,8 +19,9 @@ message in between. Then an all_reduce adds up the terms (`playground/pages/figu
                                          [1 1]    all_reduce:           y = [5 6]
                                          [2 0]
 
-The gradient of x is such a sum, too, so `backward()` needs an all_reduce where the pair begins. All
-ranks read the same images, so nothing is averaged. Every pair waits for these messages, so keep the
+The gradient of x is such a sum, too, so `backward()` needs an all_reduce where the pair begins:
+these are the pairs nothing, all_reduce and all_reduce, nothing of `message_gradients.py`. All ranks
+read the same images, so nothing is averaged. Every pair waits for these messages, so keep the
 ranks in one node (https://arxiv.org/abs/1909.08053).
 
 Shards made by hand are plain parameters, which PyTorch takes for whole ones. `clip_grad_norm_`
@@ -32,12 +33,12 @@ know what they are shards of. With the MLP, `clip_grad_norm_` and checkpoints ar
 CNN's convolutions stay plain parameters, and `clip_grad_norm_` refuses the mixture.)
 
 Try breaking it, in a copy beside it, with `--double`. Compare the losses, and what the ranks keep:
-  1. In ColumnLinear, replace `AddGradients.apply(inputs)` with `inputs`. What goes wrong?
+  1. In ColumnLinear, leave out the line with `Message`. What goes wrong?
   2. Before `model = ...`, seed with `args.seed + rank`. Is there an error? Try `--by dtensor`, too.
   3. In `fit_epoch()`, write `set_epoch(epoch + rank)`. Is there an error?
   4. Write `plan[first + "x"]`, and use `--by dtensor`. Then misspell the other key as well.
 Now write it yourself: `split_pair.py` in `playground/exercises/`.
-Builds on: placements.py
+Builds on: message_gradients.py
 The next lesson, `hybrid_parallel.py`, combines tensor parallelism with FSDP.
 """
 
@@ -68,46 +69,6 @@ def keep_shard(parameter, dim):
     return torch.nn.Parameter(shard, requires_grad=parameter.requires_grad)
 
 
-class AddGradients(torch.autograd.Function):
-    """Where a pair begins: nothing in forward(), an all_reduce of the gradients in backward().
-
-    An autograd.Function is a function with a gradient of our own. Its `apply` calls forward().
-    Later, autograd calls backward() with the gradient of the output, and takes what it returns as
-    the gradient of the input. What backward() needs, forward() can keep in `ctx`: here, nothing.
-    """
-
-    @staticmethod
-    def forward(ctx, x):
-        """Return x itself."""
-        return x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        """Return the sum of the gradients of all ranks."""
-        # x A = [x A0 | x A1]. If these two parts have the gradients g0 and g1, then x has the
-        # gradient g0 A0.T + g1 A1.T. Rank 0 has computed the first term, and rank 1 the second.
-        total = gradient.clone()  # autograd may use the gradient itself elsewhere
-        dist.all_reduce(total)  # NEW: because every rank has used x
-        return total
-
-
-class AddTerms(torch.autograd.Function):
-    """Where a pair ends: an all_reduce of the terms in forward(), nothing in backward()."""
-
-    @staticmethod
-    def forward(ctx, term):
-        """Return the sum of the terms of all ranks."""
-        # With h = ReLU(x A), y = [h0 | h1] B = h0 B0 + h1 B1, where B0 stands above B1.
-        total = term.clone()  # all_reduce overwrites its tensor, but autograd may need the term
-        dist.all_reduce(total)  # NEW: because every rank has one term
-        return total
-
-    @staticmethod
-    def backward(ctx, gradient):
-        """Return the gradient itself, because each term of a sum gets the gradient of the sum."""
-        return gradient
-
-
 class ColumnLinear(torch.nn.Module):
     """The first layer of a pair: this rank keeps some columns of A, and computes some outputs."""
 
@@ -121,7 +82,10 @@ class ColumnLinear(torch.nn.Module):
 
     def forward(self, inputs):
         """Take the whole input. Return this rank's part of the output."""
-        return F.linear(AddGradients.apply(inputs), self.weight, self.bias)
+        # NEW: all ranks have x, so nothing is sent. x A = [x A0 | x A1]. If these two parts have
+        # the gradients g0 and g1, x has g0 A0.T + g1 A1.T. Each rank has computed one of the terms.
+        inputs = Message.apply(inputs, nothing, all_reduce, None)
+        return F.linear(inputs, self.weight, self.bias)
 
 
 class RowLinear(torch.nn.Module):
@@ -135,7 +99,9 @@ class RowLinear(torch.nn.Module):
 
     def forward(self, inputs):
         """Take this rank's part of the input. Return the whole output."""
-        output = AddTerms.apply(F.linear(inputs, self.weight))
+        # NEW: with h = ReLU(x A), y = [h0 | h1] B = h0 B0 + h1 B1, where B0 stands above B1. Each
+        # term has the gradient of y, which all ranks know, because they compute the same loss.
+        output = Message.apply(F.linear(inputs, self.weight), all_reduce, nothing, None)
         return output if self.bias is None else output + self.bias  # once, after the sum
 
 
@@ -232,10 +198,49 @@ def add_flags(parser):
 def check_flags(parser, args, world_size):
     """Refuse a model that the ranks cannot split. The batch is never split."""
     if args.model not in ("mlp", "cnn"):
-        parser.error(f"sequence_parallel.py splits --model {args.model}: use mlp or cnn here")
+        parser.error(f"head_parallel.py splits --model {args.model}: use mlp or cnn here")
     if args.width % world_size:
         near = max(1, round(args.width / world_size)) * world_size
         parser.error(f"{world_size} ranks cannot split --width {args.width}: use {near}")
+
+
+# ---------- Unchanged from message_gradients.py ----------
+# You know what follows: Message(), nothing() and all_reduce(). If you copy this lesson, copy this,
+# too.
+
+
+class Message(torch.autograd.Function):
+    """A message with a gradient.
+
+    An autograd.Function is a function with a gradient of our own. Its `apply` calls forward().
+    Later, autograd calls backward() with the gradient of the output, and takes what it returns as
+    the gradient of the input. What backward() needs, forward() keeps in `ctx`.
+    """
+
+    @staticmethod
+    def forward(ctx, x, send, send_back, group):
+        """Send x. Returns what arrives. `group` has the ranks that take part; None: all."""
+        ctx.send_back = send_back
+        ctx.group = group
+        return send(x.contiguous(), group)  # messages need contiguous memory
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """Send the gradient of what has arrived. Returns the gradient of x."""
+        gradient = ctx.send_back(gradient.contiguous(), ctx.group)  # also a message
+        return gradient, None, None, None  # the other arguments of forward() have no gradient
+
+
+def nothing(x, group):
+    """Return x itself."""
+    return x
+
+
+def all_reduce(x, group):
+    """Return the sum of all ranks' tensors."""
+    total = x.clone()  # all_reduce overwrites its tensor, and autograd may need x elsewhere
+    dist.all_reduce(total, group=group)
+    return total
 
 
 # ---------- Unchanged from distributed_data_parallel_torchrun.py ----------

@@ -120,7 +120,7 @@ def kept_by_block(model: Model, tp: int) -> float:
     attention = 2 * model.width**2 * (1 + keys)  # parameters
     neurons = (model.block_size() - attention) / (model.matrices * model.width)
     of_neuron = 2 if model.matrices == 2 else 4  # SwiGLU keeps more
-    whole = 2 * model.width  # where pairs of layers begin: sequence_parallel.py --sequence
+    whole = 2 * model.width  # where pairs of layers begin: sequence_parallel.py
     split = model.width * (4 + 2 * keys) + neurons * of_neuron
     return model.half * (whole + split / tp) + FULL * (model.heads + 4) / tp
 

@@ -31,7 +31,7 @@ Try breaking it, in a copy beside it:
      trained?
 Now write it yourself: `checkpoint_block.py` in `playground/exercises/`.
 Builds on: fully_sharded_data_parallel.py
-The next lesson, `sequence_parallel.py`, splits the attention heads and the tokens between ranks.
+The next lesson, `head_parallel.py`, splits the attention heads between ranks.
 """
 
 import os

@@ -1,40 +1,46 @@
-"""Context parallelism: each rank computes some of the tokens of each sequence.
+"""Context parallelism by a ring: the keys and values of all tokens travel, and the queries stay.
 
-Run it, with attention by a ring, and then by all_to_alls:
+Run it, and then again without keeping the scores for `backward()`:
     torchrun --standalone --nproc-per-node 2 playground/transformer/context_parallel.py
-    torchrun --standalone --nproc-per-node 2 playground/transformer/context_parallel.py --by ulysses
+    torchrun --standalone --nproc-per-node 2 \
+        playground/transformer/context_parallel.py --recompute
 
-It trains a small language model, which predicts the next byte of a text. The bytes are its tokens,
-and the sequence length is 128. It prints the same numbers as `single_gpu.py --model language`, up
-to rounding (with `--double` all twelve digits agree), and then what each rank has. With the first
-command:
-    rank 0 has 64 of 128 tokens, and keeps 94,879,744 bytes; it computes 6,144 scores
-    rank 1 has 64 of 128 tokens, and keeps 94,879,744 bytes; it computes 6,144 scores
+Both print the same numbers as `single_gpu.py --model language`, up to rounding (with `--double` all
+twelve digits agree), and then what each rank has. With the first command:
+    rank 0 has 64 of 128 tokens, computes 6,144 scores, and keeps 162,656,256 bytes
+    rank 1 has 64 of 128 tokens, computes 6,144 scores, and keeps 158,593,024 bytes
 
-The activations of a long sequence may not fit on one GPU. So each rank has all parameters, but only
-its own tokens. Norms, MLPs and the loss treat each token by itself. For attention, the keys and
-values of all tokens travel around a ring of ranks, while the queries stay.
+As in `ulysses.py`, each rank has its own tokens, and only attention needs those of other ranks.
+Here a rank keeps its queries. It computes what they read from its own chunk, the keys and values of
+its tokens. Then all ranks pass their chunk on to the next rank, and compute what their queries read
+from the chunk that has arrived. After n - 1 such steps, every chunk has been on every rank.
 
-Attention is causal: a token reads itself and those before it. So each head has 8,256 scores for a
-row, one for each such pair of a query and a key. A rank computes rectangles of scores, and masks
-some of them.
-With `--order plain`, rank 0 has the first half of the tokens, computes 4,096 scores, and waits for
-rank 1, which computes 8,192. With `--order zigzag`, the default, each rank has some early tokens
-and some late ones (`playground/pages/figures/context.svg`, with four ranks).
+A token with the scores s reads the mean of the values, weighted with softmax(s). No rank has all
+scores of a token, but the means over the chunks can be merged. A chunk's weight in the whole mean
+is the sum of its exp(s), or e^L with L = log(sum(exp(s))). Here is an example with 2 in place of e:
+    chunk 1    s = 1 1    values 6 0    mean 3      L = log2(2 + 2) = 2
+    chunk 2    s = 2 2    values 3 6    mean 4.5    L = log2(4 + 4) = 3
+    merged     weights 4/12 and 8/12, the softmax of the two L, so 3 * 1/3 + 4.5 * 2/3 = 4
 
-With `--by ulysses`, three all_to_alls give each rank all tokens of some heads, and a fourth sends
-the results back (`playground/pages/figures/split.svg`). Two ranks then send three quarters of the
-ring's bytes, and with more ranks an even smaller part. But Ulysses needs a number of ranks that
-divides the heads of the keys and values. The ring works with any number of heads, and could compute
-while it sends.
+That is ring attention (https://arxiv.org/abs/2310.01889). Two things are left:
+- **Equal work.** A token reads itself and those before it. With `--order plain`, rank 0 has the
+  first half of the tokens, computes 4,096 scores of each head and row, and waits for rank 1, which
+  computes 8,192. With `--order zigzag`, the default, each rank has some early tokens and some late
+  ones (`playground/pages/figures/context.svg`, with four ranks).
+- **Memory.** For `backward()`, autograd keeps the scores of all chunks, and the chunks, too. With
+  `--recompute`, it keeps only what goes into the ring (90,423,296 bytes). `backward()` then sends
+  the chunks around once more, and has the scores of one layer at a time. (Libraries write the
+  gradient of attention by hand, as FlashAttention does, and have those of one chunk at a time.)
 
 Try breaking it, in a copy beside it, with `--double`, and compare the losses:
-  1. Write `parallel = model`, without DDP. Is there an error?
-  2. Leave out `total_of_rows *= correction`. When would this be no fault?
-  3. In `backward()`, indent the line with `pass_on(grad_travelling, group)`, so that it is in the
-     `if`. Where are the gradients of a rank's keys and values at the end?
+  1. In `attend_to_chunk`, return `mean, torch.zeros_like(log)`. With which number of ranks is this
+     no fault?
+  2. Pass a chunk on by `to_next(chunk, group)`, without Message. Which gradients are lost?
+  3. With `--order plain --timeout 10`, let rank 0 skip what it cannot read: before the line with
+     `attend_to_chunk`, write `if theirs[0] > positions[rank][-1]: continue`. Why does rank 1 wait
+     in `backward()`, although rank 0 has received every chunk?
 Now write `ring_attention.py` in `playground/exercises/`.
-Builds on: sequence_parallel.py
+Builds on: ulysses.py
 The next lesson, `expert_parallel.py`, gives each rank different parameters, and sends it tokens.
 """
 
@@ -51,6 +57,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # find common/ from any folder
@@ -62,6 +69,71 @@ from common.transformer import Attention
 
 # Here and below, positions[r] has the positions of rank r's tokens in the sequence, in ascending
 # order. `group` has the ranks that split a sequence. None means all ranks, as in this lesson.
+# PyTorch's own context parallelism is experimental, and does not run on CPUs. So this is by hand.
+def ring_attention(query, key, value, positions, group):
+    """Return what this rank's tokens read from all tokens, in the shape of `query`.
+
+    The inputs are of this rank's tokens, (N, heads, own tokens, size).
+    """
+    rank = dist.get_rank(group)
+    world_size = dist.get_world_size(group)
+    # If two heads share their keys and values, four heads become (N, 2, 2, tokens, size), and the
+    # two heads of keys and values (N, 2, 1, tokens, size). So PyTorch pairs them by broadcasting.
+    query = query.unflatten(1, (key.shape[1], -1))
+    chunk = torch.stack([key.unsqueeze(2), value.unsqueeze(2)])
+    means = []
+    logs = []
+    for step in range(world_size):
+        theirs = positions[(rank - step) % world_size]  # whose keys and values are here now
+        mean, log = attend_to_chunk(query, *chunk, positions[rank], theirs)
+        means.append(mean)
+        logs.append(log)
+        if step < world_size - 1:
+            # NEW: to the next rank. backward() sends the gradient of the chunk to the previous one,
+            # and so each chunk collects its gradients on the way home.
+            chunk = Message.apply(chunk, to_next, to_previous, group)
+    weights = torch.cat(logs, dim=-1).softmax(dim=-1)  # NEW: of each chunk in the whole mean
+    read = torch.zeros_like(query)
+    for mean, weight in zip(means, weights.split(1, dim=-1), strict=True):
+        read = read + weight * mean
+    return read.flatten(1, 2)
+
+
+def attend_to_chunk(query, keys, values, mine, theirs):
+    """Return the mean of a chunk's values for each query, and L, the log of its sum of exp(s).
+
+    mine and theirs are the positions of the queries and of the keys.
+    """
+    rows, columns = visible(mine, theirs)
+    keys = keys[..., columns, :]
+    values = values[..., columns, :]
+    scores = query[..., rows, :] @ keys.mT * query.shape[-1] ** -0.5  # PyTorch's scale
+    later = (theirs[columns] > mine[rows][:, None]).to(scores.device)
+    scores = scores.masked_fill(later, -torch.inf)
+    # NEW: the tokens before `rows` read nothing of this chunk: a mean of 0, with the weight 0.
+    # (With zigzag, rank 0 has such tokens, so it keeps a little more than rank 1.)
+    above = (0, 0, rows.start, 0)
+    mean = F.pad(scores.softmax(dim=-1) @ values, above)
+    log = F.pad(scores.logsumexp(dim=-1, keepdim=True), above, value=-torch.inf)
+    return mean, log
+
+
+def visible(mine, theirs):
+    """Return two slices: my tokens that read any of theirs, and theirs that are read.
+
+    The other scores are masked, so they are not computed. An example with 16 tokens and zigzag:
+    rank 0 has 0-3 and 12-15, and rank 1 has 4-11. Of rank 0's queries, the last four read all keys
+    of rank 1, so it computes 4 x 8 scores. All queries of rank 1 read the first four keys of rank
+    0, so it computes 8 x 4. Either slice may be empty.
+    """
+    first = int((mine < theirs[0]).sum())
+    end = int((theirs <= mine[-1]).sum())
+    return slice(first, None), slice(0, end)
+
+
+# ---------- Equal work: which tokens a rank has ----------
+
+
 def plain(tokens, world_size):
     """Return the positions of each rank's tokens: one part of the sequence after another."""
     return torch.arange(tokens).chunk(world_size)
@@ -79,170 +151,14 @@ def zigzag(tokens, world_size):
 ORDERS = {"plain": plain, "zigzag": zigzag}
 
 
-def scores_of(query, key, query_positions, key_positions):
-    """Return the score of each query and key: -inf if the key's token comes later."""
-    scores = query @ key.mT * query.shape[-1] ** -0.5  # the scale that PyTorch's attention has
-    later = key_positions.to(scores.device) > query_positions.to(scores.device)[:, None]
-    return scores.masked_fill(later, -torch.inf)
+# ---------- Memory: keep no scores ----------
 
 
-def visible(mine, theirs):
-    """Return two slices: my tokens that read any of theirs, and theirs that are read.
-
-    The other scores are masked, so they are not computed. An example with 16 tokens and zigzag:
-    rank 0 has 0-3 and 12-15, and rank 1 has 4-11. Of rank 0's queries, the last four read all keys
-    of rank 1, so it computes 4 x 8 scores. All queries of rank 1 read the first four keys of rank
-    0, so it computes 8 x 4. Either slice may be empty.
-    """
-    first = int((mine < theirs[0]).sum())
-    end = int((theirs <= mine[-1]).sum())
-    return slice(first, None), slice(0, end)
-
-
-def pass_on(tensor, group):
-    """Send a tensor to the next rank of the ring, and return the previous rank's."""
-    rank = dist.get_rank(group)
-    world_size = dist.get_world_size(group)
-    if world_size == 1:
-        return tensor
-    received = torch.empty_like(tensor)
-    send = dist.P2POp(dist.isend, tensor, group=group, group_peer=(rank + 1) % world_size)
-    receive = dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % world_size)
-    for request in dist.batch_isend_irecv([send, receive]):
-        request.wait()  # a faster ring would compute a chunk while the next one travels
-    return received
-
-
-# PyTorch's own context parallelism is experimental, and does not run on CPUs. So this is by hand.
-class RingAttention(torch.autograd.Function):
-    """Causal attention of this rank's tokens to all tokens (https://arxiv.org/abs/2310.01889).
-
-    query, key and value are those of this rank's tokens, (..., own tokens, size). A chunk is the
-    keys and values of one rank. All chunks travel around a ring, and the queries stay.
-    """
-
-    @staticmethod
-    def forward(ctx, query, key, value, positions, group):
-        """Return what this rank's tokens have read, of the shape of `query`."""
-        rank = dist.get_rank(group)
-        world_size = dist.get_world_size(group)
-        mine = positions[rank]
-        # A token with the scores s_j reads  sum_j exp(s_j) v_j / sum_j exp(s_j),  and exp() of a
-        # large score overflows. So both sums are kept divided by exp(m), where m is the largest
-        # score so far: `total` is sum_j exp(s_j - m), and `read` is sum_j exp(s_j - m) v_j.
-        # An example with 2 in place of e, two chunks, s = 1 1 | 2 2 and v = 6 0 | 3 6:
-        #     chunk 1: m = 1, total = 1 + 1 = 2, read = 6 + 0 = 6
-        #     chunk 2: m = 2, so both are halved: total = 1 + 1 + 1 = 3, read = 3 + 3 + 6 = 12
-        #     at the end: read / total = 12 / 3 = 4
-        maximum = query.new_full((*query.shape[:-1], 1), -torch.inf)  # m
-        total = torch.zeros_like(maximum)
-        read = torch.zeros_like(query)
-        travelling = torch.stack([key, value])
-        for step in range(world_size):
-            theirs = positions[(rank - step) % world_size]  # whose keys and values are here now
-            rows, columns = visible(mine, theirs)
-            if columns.stop > 0:  # otherwise all their tokens come after mine
-                keys, values = travelling[..., columns, :]
-                scores = scores_of(query[..., rows, :], keys, mine[rows], theirs[columns])
-                # These three are views, so a change in them changes the tensors above.
-                m = maximum[..., rows, :]
-                total_of_rows = total[..., rows, :]
-                read_of_rows = read[..., rows, :]
-                # NEW: if this chunk has a larger score M, each earlier term exp(s_j - m) must
-                # become exp(s_j - M). So both sums are multiplied by exp(m - M).
-                larger = torch.maximum(m, scores.amax(dim=-1, keepdim=True))  # M
-                correction = (m - larger).exp()  # 0 in the first step, in which m is -inf
-                weights = (scores - larger).exp()
-                total_of_rows *= correction
-                total_of_rows += weights.sum(dim=-1, keepdim=True)
-                read_of_rows *= correction
-                read_of_rows += weights @ values
-                m.copy_(larger)
-            if step < world_size - 1:
-                travelling = pass_on(travelling, group)
-        read /= total
-        # NEW: no scores are kept. backward() computes them again, chunk by chunk. The last tensor
-        # is L = log(sum_j exp(s_j)) = m + log(total), and exp(s_j - L) is the softmax.
-        ctx.save_for_backward(query, key, value, read, maximum + total.log())
-        ctx.positions = positions
-        ctx.group = group
-        return read
-
-    @staticmethod
-    def backward(ctx, gradient):
-        """Return the gradients of query, key and value, and None for positions and group."""
-        query, key, value, read, log_total = ctx.saved_tensors
-        rank = dist.get_rank(ctx.group)
-        world_size = dist.get_world_size(ctx.group)
-        mine = ctx.positions[rank]
-        scale = query.shape[-1] ** -0.5
-        # Below, dx is the gradient of x. That of o, do, is the argument `gradient`. L is as in
-        # forward(). A query q reads o with the weights p_j = exp(s_j - L). dk_j and dv_j are sums
-        # over all queries. These are the terms of one query:
-        #     o = sum_j p_j v_j      gives  dp_j = do . v_j  and  dv_j = p_j do
-        #     p = softmax(s)         gives  ds_j = p_j (dp_j - c)  with  c = sum_j p_j dp_j
-        #     dp_j = do . v_j        gives  c = do . sum_j p_j v_j = do . o
-        #     s_j = scale (q . k_j)  gives  dq = scale sum_j ds_j k_j  and  dk_j = scale ds_j q
-        c = (gradient * read).sum(dim=-1, keepdim=True)  # known before any key arrives
-        grad_query = torch.zeros_like(query)
-        travelling = torch.stack([key, value])
-        grad_travelling = torch.zeros_like(travelling)
-        for step in range(world_size):
-            theirs = ctx.positions[(rank - step) % world_size]
-            rows, columns = visible(mine, theirs)
-            keys, values = travelling[..., columns, :]
-            queries = query[..., rows, :]
-            grad_read = gradient[..., rows, :]  # do
-            scores = scores_of(queries, keys, mine[rows], theirs[columns])
-            weights = (scores - log_total[..., rows, :]).exp()  # p
-            grad_scores = weights * (grad_read @ values.mT - c[..., rows, :])  # ds
-            grad_query[..., rows, :] += scale * grad_scores @ keys
-            grad_keys, grad_values = grad_travelling[..., columns, :]  # views, and += changes them
-            # Heads that share their keys and values add up their gradients.
-            grad_keys += (scale * grad_scores.mT @ queries).sum_to_size(grad_keys.shape)
-            grad_values += (weights.mT @ grad_read).sum_to_size(grad_values.shape)
-            if step < world_size - 1:
-                travelling = pass_on(travelling, ctx.group)
-            # NEW: the gradients of keys and values travel with them, and each rank adds its part.
-            # After the last step they move once more, and are home.
-            grad_travelling = pass_on(grad_travelling, ctx.group)
-        grad_key, grad_value = grad_travelling
-        return grad_query, grad_key, grad_value, None, None
-
-
-def ring_attention(query, key, value, positions, group):
-    """Return what this rank's tokens read, of the shape of `query`, (N, heads, tokens, size)."""
-    # If two heads share their keys and values, four heads become (N, 2, 2, tokens, size), and the
-    # two heads of keys and values (N, 2, 1, tokens, size). So PyTorch pairs them by broadcasting.
-    query = query.unflatten(1, (key.shape[1], -1))
-    read = RingAttention.apply(query, key.unsqueeze(2), value.unsqueeze(2), positions, group)
-    return read.flatten(1, 2)
-
-
-def attend_to_all(attention, attend, positions, group, inputs):
-    """Turn this rank's tokens, (N, own tokens, width), into what they have read from all tokens."""
-    query, key, value = attention.project(inputs)
-    read = attend(query, key, value, positions, group)
-    return attention.output(read.transpose(1, 2).flatten(2))
-
-
-def split_tokens(model, attend, positions, group):
-    """Let each rank compute its own tokens. All ranks keep the whole model."""
-    for module in model.modules():
-        if isinstance(module, Attention):
-            # NEW: attention gets a different forward(). All other modules stay as they are.
-            module.forward = partial(attend_to_all, module, attend, positions, group)
-            # NEW: queries and keys are rotated by their true positions, and not by 0, 1, 2 ...
-            module.positions = positions[dist.get_rank(group)]
-
-
-def keep_own_tokens(loader, mine):
-    """Leave only this rank's tokens in a loader's rows of text, and in their labels."""
-    # NEW: common/data.py has shifted the labels already: each is the next byte of the text. Here it
-    # would be too late, because the byte after a chunk is on another rank.
-    rows = loader.dataset
-    rows.images = rows.images[:, mine]
-    rows.labels = rows.labels[:, mine]
+def recomputed(attend, query, key, value):
+    """Return what `attend` returns. Of it, autograd keeps only the inputs (--recompute)."""
+    # NEW: backward() calls `attend` again, with all its messages. All ranks do so together, because
+    # their layers are the same.
+    return checkpoint(attend, query, key, value, use_reentrant=False)
 
 
 def train(args):
@@ -254,71 +170,147 @@ def train(args):
         keep_own_tokens(loader, positions[rank])
     torch.manual_seed(args.seed)
     model = make_model(args).to(device)
-    split_tokens(model, ATTENTION[args.by], positions, group=None)
-    # NEW: each rank has the loss of its own tokens. All have equally many, so the loss of a batch
-    # is the average over the ranks, and so is its gradient, as in data parallelism.
-    parallel = DistributedDataParallel(model)
+    attend = partial(ring_attention, positions=positions, group=None)
+    if args.recompute:
+        attend = partial(recomputed, attend)
+    split_tokens(model, attend, positions[rank])
+    parallel = DistributedDataParallel(model)  # averages the gradients, as in ulysses.py
     torch.manual_seed(args.seed + rank)  # dropout, if there is any, must differ between ranks
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
     for epoch in range(args.epochs):
         fit_epoch(epoch, parallel, optimizer, train_loader, test_loader, device, args)
-    show_tokens(model, positions, train_loader, device, args)
+    show_tokens(model, positions, train_loader, device)
     # DDP refers to the group, so delete DDP first. Otherwise the process may hang.
     del parallel
     dist.destroy_process_group()
 
 
-# ---------- Ulysses: inside attention, the ranks split the heads, and not the tokens ----------
+# You can stop here: what follows only prints, and reads the flags.
 
 
-class Exchange(torch.autograd.Function):
-    """An all_to_all with a gradient: part i of a stack goes to rank i."""
+def show_tokens(model, positions, loader, device):
+    """Print how many tokens and scores each rank has, and what autograd keeps for backward()."""
+    rank = dist.get_rank()
+    mine = positions[rank]
+    scores = 0
+    for theirs in positions:
+        rows, columns = visible(mine, theirs)
+        scores += len(mine[rows]) * len(theirs[columns])
+    line = f"rank {rank} has {len(mine)} of {len(mine) * len(positions)} tokens"
+    line += f", computes {scores:,} scores"
+    line += f", and keeps {count_kept(model, loader, device):,} bytes"
+    lines = [None] * dist.get_world_size()
+    dist.all_gather_object(lines, line)
+    if rank == 0:
+        print(*lines, sep="\n", flush=True)
+
+
+def add_flags(parser):
+    """Add the flags that only this lesson has. It trains the language model by default."""
+    parser.set_defaults(model="language")
+    add = parser.add_argument
+    add("--order", choices=ORDERS, default="zigzag", help="which tokens a rank has")
+    add("--recompute", action="store_true", help="keep no scores for backward()")
+
+
+def check_flags(parser, args, world_size):
+    """Refuse another model, and tokens that the ranks cannot split."""
+    if args.model != "language":
+        parser.error(f"--model {args.model} reads images: use --model language")
+    if ROW % (2 * world_size):
+        parser.error(f"{world_size} ranks cannot split {ROW} tokens: use 2, 4 or 8 ranks")
+
+
+# ---------- Unchanged from message_gradients.py ----------
+# You know what follows: Message(), shift(), to_next() and to_previous(). If you copy this lesson,
+# copy this, too.
+
+
+class Message(torch.autograd.Function):
+    """A message with a gradient.
+
+    An autograd.Function is a function with a gradient of our own. Its `apply` calls forward().
+    Later, autograd calls backward() with the gradient of the output, and takes what it returns as
+    the gradient of the input. What backward() needs, forward() keeps in `ctx`.
+    """
 
     @staticmethod
-    def forward(ctx, parts, group):
-        """Return what arrives, part i from rank i."""
+    def forward(ctx, x, send, send_back, group):
+        """Send x. Returns what arrives. `group` has the ranks that take part; None: all."""
+        ctx.send_back = send_back
         ctx.group = group
-        received = torch.empty_like(parts)
-        dist.all_to_all_single(received, parts, group=group)
-        return received
+        return send(x.contiguous(), group)  # messages need contiguous memory
 
     @staticmethod
     def backward(ctx, gradient):
-        """Send the gradient of each part back to its rank, which is the same exchange."""
-        return Exchange.apply(gradient.contiguous(), ctx.group), None
+        """Send the gradient of what has arrived. Returns the gradient of x."""
+        gradient = ctx.send_back(gradient.contiguous(), ctx.group)  # also a message
+        return gradient, None, None, None  # the other arguments of forward() have no gradient
 
 
-def to_heads(tensor, positions, group):
-    """Turn (N, all heads, own tokens, size) into (N, own heads, all tokens, size)."""
-    parts = torch.stack(tensor.chunk(dist.get_world_size(group), dim=1)).contiguous()
-    tokens = torch.cat(list(Exchange.apply(parts, group)), dim=2)
-    return tokens[:, :, torch.cat(positions).argsort()]  # by position, as is_causal=True needs
+def shift(x, by, group):
+    """Send x to the rank that is `by` further in a ring. Returns what arrives from the other."""
+    rank = dist.get_rank(group)
+    n = dist.get_world_size(group)
+    if n == 1:
+        return x
+    arrived = torch.empty_like(x)
+    send = dist.P2POp(dist.isend, x, group=group, group_peer=(rank + by) % n)
+    receive = dist.P2POp(dist.irecv, arrived, group=group, group_peer=(rank - by) % n)
+    for request in dist.batch_isend_irecv([send, receive]):
+        request.wait()
+    return arrived
 
 
-def to_tokens(tensor, positions, group):
-    """Turn (N, own heads, all tokens, size) into (N, all heads, own tokens, size)."""
-    parts = torch.stack([tensor[:, :, theirs] for theirs in positions]).contiguous()
-    return torch.cat(list(Exchange.apply(parts, group)), dim=1)
+def to_next(x, group):
+    """Send x to rank r + 1. Returns what rank r - 1 has sent."""
+    return shift(x, 1, group)
 
 
-def ulysses_attention(query, key, value, positions, group):
-    """Return the same as ring_attention, by all_to_alls (https://arxiv.org/abs/2309.14509)."""
-    # NEW: a rank gets all tokens of its heads. A head needs no other head, so PyTorch's attention
-    # can compute it.
-    query = to_heads(query, positions, group)
-    key = to_heads(key, positions, group)
-    value = to_heads(value, positions, group)
-    read = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-    return to_tokens(read, positions, group)
+def to_previous(x, group):
+    """Send x to rank r - 1. Returns what rank r + 1 has sent."""
+    return shift(x, -1, group)
 
 
-ATTENTION = {"ring": ring_attention, "ulysses": ulysses_attention}
+# ---------- Unchanged from ulysses.py ----------
+# You know what follows: attend_to_all(), split_tokens(), keep_own_tokens(), count_kept(), join(),
+# fit_epoch(), run_epoch() and main(). If you copy this lesson, copy this, too.
 
 
-# You can stop here: what follows only prints, and reads the flags.
-def show_tokens(model, positions, loader, device, args):
-    """Print how many tokens and scores each rank has, and what autograd keeps for backward()."""
-    rank = dist.get_rank()
+def attend_to_all(attention, attend, inputs):
+    """Turn this rank's tokens, (N, own tokens, width), into what they have read from all tokens."""
+    query, key, value = attention.project(inputs)
+    read = attend(query, key, value)
+    return attention.output(read.transpose(1, 2).flatten(2))
+
+
+def split_tokens(model, attend, mine):
+    """Let each rank compute its own tokens. All ranks keep the whole model.
+
+    Args:
+        model: any module that has layers of attention.
+        attend: turns queries, keys and values of this rank's tokens into what they read.
+        mine: the positions of this rank's tokens in the sequence.
+    """
+    for module in model.modules():
+        if isinstance(module, Attention):
+            # Attention gets a different forward(). All other modules stay as they are.
+            module.forward = partial(attend_to_all, module, attend)
+            # Queries and keys are rotated by their true positions, and not by 0, 1, 2 ...
+            module.positions = mine
+
+
+def keep_own_tokens(loader, mine):
+    """Leave only this rank's tokens in a loader's rows of text, and in their labels."""
+    # Common/data.py has shifted the labels already: each is the next byte of the text. Here it
+    # would be too late, because the byte after a chunk is on another rank.
+    rows = loader.dataset
+    rows.images = rows.images[:, mine]
+    rows.labels = rows.labels[:, mine]
+
+
+def count_kept(model, loader, device):
+    """Return the bytes that autograd keeps for backward() of a batch, besides the parameters."""
     storages = {}  # the memory behind tensors, by its address: what shares memory counts once
 
     def note(tensor):
@@ -331,42 +323,7 @@ def show_tokens(model, positions, loader, device, args):
         model(rows.to(device))
     for parameter in model.parameters():
         storages.pop(parameter.untyped_storage().data_ptr(), None)
-    kept = sum(storage.nbytes() for storage in storages.values())
-    mine = positions[rank]
-    tokens = len(mine) * len(positions)
-    line = f"rank {rank} has {len(mine)} of {tokens} tokens, and keeps {kept:,} bytes"
-    if args.by == "ring":
-        scores = 0
-        for theirs in positions:
-            rows, columns = visible(mine, theirs)
-            scores += len(mine[rows]) * len(theirs[columns])
-        line += f"; it computes {scores:,} scores"
-    lines = [None] * dist.get_world_size()
-    dist.all_gather_object(lines, line)
-    if rank == 0:
-        print(*lines, sep="\n", flush=True)
-
-
-def add_flags(parser):
-    """Add the flags that only this lesson has. It trains the language model by default."""
-    parser.set_defaults(model="language")
-    parser.add_argument("--by", choices=ATTENTION, default="ring", help="a ring, or all_to_alls")
-    parser.add_argument("--order", choices=ORDERS, default="zigzag", help="which tokens a rank has")
-
-
-def check_flags(parser, args, world_size):
-    """Refuse another model, and tokens or heads that the ranks cannot split."""
-    if args.model != "language":
-        parser.error(f"--model {args.model} reads images: use --model language")
-    if ROW % (2 * world_size):
-        parser.error(f"{world_size} ranks cannot split {ROW} tokens: use 2, 4 or 8 ranks")
-    if args.by == "ulysses" and args.heads % (2 * world_size):  # two heads share keys and values
-        parser.error(f"{world_size} ranks cannot split --heads {args.heads}: use --by ring")
-
-
-# ---------- Unchanged from distributed_data_parallel_torchrun.py ----------
-# You know what follows: join(), fit_epoch(), run_epoch() and main(). If you copy this lesson, copy
-# this, too.
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 def join(args):

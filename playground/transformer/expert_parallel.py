@@ -12,7 +12,9 @@ the last test batch's tokens went to each expert:
 A block of a transformer ends with an MLP, which computes each token separately. A mixture of
 experts (MoE) has several MLPs in its place, the experts. A small linear layer, the router or gate,
 gives each token a score for every expert, and the expert with the best score computes the token
-(top-1 routing). So the model has more parameters, but a token still passes through one MLP.
+(top-1 routing). So the model has more parameters, but a token still passes through one MLP. (For
+top-2, send each token twice, and add up what comes back, weighted by the scores. On a GPU,
+`torch.nn.functional.grouped_mm` multiplies for all experts of a rank; torch 2.9 has none yet.)
 
 Each rank keeps some of the experts, and reads images of its own, as in data parallelism. In each
 block, one all_to_all brings the tokens to the ranks of their experts, and another brings them back
@@ -25,7 +27,7 @@ added to the loss (https://arxiv.org/abs/2101.03961). On MNIST, the load becomes
     block 2: its experts get 24%, 25%, 23%, 28% of the tokens
 
 Try breaking it, in a copy beside it (`--double --dataset digits --batch_size 120 --timeout 10`):
-  1. In `compute`, replace the first or the second `Exchange.apply` with `all_to_all`. What is lost?
+  1. In `compute`, write `there(rows, None)`, or at the end `back(outputs, None)`. What is lost?
   2. In `average_gradients`, write `if True:`, so experts are averaged, too. Is there an error?
   3. In `balance_loss`, delete the all_reduce. Compare 1 and 2 ranks with `--balance 0.1`.
   4. Before the line with `mlp(`, write `if mine.any():`, and indent that line. In `forward`, before
@@ -55,29 +57,12 @@ from common.models import make_model
 from common.transformer import Block
 
 
-def all_to_all(rows, send_counts, receive_counts):
+def all_to_all(rows, group, send_counts, receive_counts):
     """Send send_counts[r] rows to rank r, and receive receive_counts[r]. Returns what arrives."""
     arrived = rows.new_empty(sum(receive_counts), rows.shape[1])
     # The output comes first: the tensors received and sent, then the counts received and sent.
-    dist.all_to_all_single(arrived, rows.contiguous(), receive_counts, send_counts)
+    dist.all_to_all_single(arrived, rows, receive_counts, send_counts, group=group)
     return arrived
-
-
-class Exchange(torch.autograd.Function):
-    """all_to_all with a gradient. Without it, the graph of autograd would end at the message."""
-
-    @staticmethod
-    def forward(ctx, rows, send_counts, receive_counts):
-        """Return the rows that arrive. `ctx` carries the counts to backward()."""
-        ctx.send_counts = send_counts
-        ctx.receive_counts = receive_counts
-        return all_to_all(rows, send_counts, receive_counts)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        """Return the gradients of the rows that were sent. The counts have none."""
-        # NEW: each row's gradient is on the rank that has received the row, so it travels back.
-        return all_to_all(gradient, ctx.receive_counts, ctx.send_counts), None, None
 
 
 def make_expert(width):
@@ -141,8 +126,11 @@ class Mixture(torch.nn.Module):
         # all_to_all takes its counts as Python numbers. On a GPU, tolist() waits for them.
         send_counts = self.load.view(world_size, here).sum(dim=1).tolist()
         receive_counts = arriving.view(world_size, here).sum(dim=1).tolist()
+        # NEW: the gradient of a row is on the rank that has received the row, so it travels back.
+        there = partial(all_to_all, send_counts=send_counts, receive_counts=receive_counts)
+        back = partial(all_to_all, send_counts=receive_counts, receive_counts=send_counts)
         # NEW: a rank to which no token comes calls each all_to_all, too.
-        arrived = Exchange.apply(rows, send_counts, receive_counts)
+        arrived = Message.apply(rows, there, back, None)
         # Which expert does each of these rows need? In the docstring's example, rank 0 has A (0)
         # and B (1). `arriving` counts A and B of rank 0, and A and B of rank 1: 2 1 1 0. The
         # experts of these counts are 0 1 0 1. So the experts of the rows A0 A0 B0 A1 are 0 0 1 0.
@@ -152,10 +140,10 @@ class Mixture(torch.nn.Module):
         for number, mlp in enumerate(self.experts.values()):
             mine = expert == number
             # NEW: called with 0 rows, too. Then the parameters of this MLP have gradients (0), and
-            # `outputs` depends on `arrived`. Otherwise autograd would skip both Exchanges here,
+            # `outputs` depends on `arrived`. Otherwise autograd would skip both messages here,
             # and the other ranks would wait.
             outputs[mine] = mlp(arrived[mine])
-        return Exchange.apply(outputs, receive_counts, send_counts)
+        return Message.apply(outputs, back, there, None)
 
 
 def train(args):
@@ -248,6 +236,32 @@ def check_flags(parser, args, world_size):
     if args.experts % world_size:
         near = max(1, round(args.experts / world_size)) * world_size
         parser.error(f"{world_size} ranks cannot divide --experts {args.experts}: use {near}")
+
+
+# ---------- Unchanged from message_gradients.py ----------
+# You know what follows: Message(). If you copy this lesson, copy this, too.
+
+
+class Message(torch.autograd.Function):
+    """A message with a gradient.
+
+    An autograd.Function is a function with a gradient of our own. Its `apply` calls forward().
+    Later, autograd calls backward() with the gradient of the output, and takes what it returns as
+    the gradient of the input. What backward() needs, forward() keeps in `ctx`.
+    """
+
+    @staticmethod
+    def forward(ctx, x, send, send_back, group):
+        """Send x. Returns what arrives. `group` has the ranks that take part; None: all."""
+        ctx.send_back = send_back
+        ctx.group = group
+        return send(x.contiguous(), group)  # messages need contiguous memory
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """Send the gradient of what has arrived. Returns the gradient of x."""
+        gradient = ctx.send_back(gradient.contiguous(), ctx.group)  # also a message
+        return gradient, None, None, None  # the other arguments of forward() have no gradient
 
 
 # ---------- Unchanged from mixed_precision.py ----------

@@ -1,41 +1,39 @@
-"""Tensor parallelism of a transformer: ranks split its heads, with `--sequence` its tokens, too.
+"""Sequence parallelism: between the split layers of a transformer, each rank has some tokens only.
 
-Run it, with the heads split, and then with heads and tokens:
+Run it:
     torchrun --standalone --nproc-per-node 2 playground/transformer/sequence_parallel.py
-    torchrun --standalone --nproc-per-node 2 playground/transformer/sequence_parallel.py --sequence
 
 It prints the same numbers as `single_gpu.py --model transformer`, up to rounding (with `--double`
-all twelve digits agree), and then what autograd keeps for `backward()` on each rank. With the first
-command, these are 10,224,640 bytes; with the second:
+all twelve digits agree), and then what autograd keeps for `backward()` on each rank:
     rank 0 keeps 9,249,792 bytes
     rank 1 keeps 9,249,792 bytes
 
-A head of attention uses its own columns of query, key and value, and no others. So the ranks split
-these three layers by columns and the output layer by rows: a pair, as in `tensor_parallel.py`
-(`playground/pages/figures/split.svg`, on the left). The two layers of the MLP are another pair.
-Between the pairs, a block adds the pair's output to the tokens and computes a LayerNorm, and every
-rank does so for all tokens.
+In `head_parallel.py`, whose ranks keep 10,224,640 bytes, every rank adds up and normalizes all
+tokens between two pairs of layers. Here each rank does so for its own tokens only. In the letters
+of `placements.py`, tokens are S1 between the pairs, and not R. So other messages begin and end a
+pair (https://arxiv.org/abs/2205.05198):
 
-With `--sequence`, each rank does so for its own tokens only, which is called sequence parallelism
-(https://arxiv.org/abs/2205.05198). In the letters of `placements.py`, tokens are then S1 between
-the pairs, and not R. So a pair begins with an all_gather of all tokens (S1 to R) and ends with a
-reduce_scatter of the ranks' terms (P to S1). Here, `--sequence` saves only a tenth, because the
-first layer of a pair keeps its input, which is all tokens. Megatron-LM saves more: it keeps a
-rank's own tokens, and gathers the others again in `backward()`.
+    a pair    of head_parallel.py        here, and for backward()
+    begins    nothing, all_reduce        all_gather of all tokens, reduce_scatter
+    ends      all_reduce, nothing        reduce_scatter of the terms, all_gather
 
-With `--by dtensor`, PyTorch's DTensor does the same, and `state_dict()` works. (By hand, it raises
-an error. `tensor_parallel.py` says why, and how to clip gradients.) Some parameters stay plain
-tensors, so `clip_grad_norm_` refuses the mixture: add up the squares here, too. With `--sequence`,
-first move the gradients that are P to R.
+By a ring, an all_reduce sends as many bytes as an all_gather and a reduce_scatter together. A tenth
+of the memory is saved here, and not more, because the first layer of a pair keeps its input, which
+is all tokens. Megatron-LM keeps a rank's own tokens, and gathers the others again in `backward()`.
+
+What is not split, such as a LayerNorm, now sees only the tokens of one rank. So its gradient is a
+term (P), and an all_reduce adds up the terms.
+
+With `--by dtensor`, PyTorch's DTensor does the same. To clip gradients there, first move those that
+are P to R.
 
 Try breaking it, in a copy beside it, with `--double`, and compare the losses:
-  1. With `--sequence`, leave out the line with `register_hook`. Is there an error?
-  2. In AllTokens, return `BeginPair.apply(tokens, True, self.group)`. Which gradients are wrong?
-  3. On rank r, let `keep_shard` keep the columns or rows r, r + n, r + 2n, ... Is the MLP right?
-  4. With `--by dtensor --sequence`, leave norm1 and norm2 out of the plan. What is wrong?
+  1. Leave out the line with `register_hook`. Is there an error?
+  2. In AllTokens, write reduce_scatter in place of own_tokens. Which gradients are wrong?
+  3. With `--by dtensor`, leave norm1 and norm2 out of the plan. What is wrong?
 Now repair `fault_many_times_the_gradient.py` in `playground/exercises/`.
-Builds on: tensor_parallel.py
-The next lesson, `context_parallel.py`, splits the tokens inside attention, too.
+Builds on: head_parallel.py
+The next lesson, `ulysses.py`, splits the tokens of a long sequence, and the heads in attention.
 """
 
 import os
@@ -68,88 +66,224 @@ from common.models import make_model
 
 
 # Here and below, `group` has the ranks that split a block. None means all ranks, as in this lesson.
-def cut(tensor, dim, group):
-    """Return equal chunks of a tensor along a dimension, one for each rank."""
-    world_size = dist.get_world_size(group)
-    if tensor.shape[dim] % world_size:
-        raise ValueError(f"{world_size} ranks cannot split a dimension of {tensor.shape[dim]}")
-    return tensor.chunk(world_size, dim)
-
-
-def keep_shard(parameter, dim, group):
-    """Return this rank's shard of a parameter, as a new parameter."""
-    shard = cut(parameter.detach(), dim, group)[dist.get_rank(group)].clone()
-    return torch.nn.Parameter(shard, requires_grad=parameter.requires_grad)
-
-
-def all_reduce(terms, group):
-    """Return the sum of the terms of all ranks, for all tokens."""
-    total = terms.clone()
-    dist.all_reduce(total, group=group)
-    return total
-
-
-def reduce_scatter(terms, group):
-    """Return the sum of the terms of all ranks, for the tokens of this rank."""
-    chunks = [chunk.contiguous() for chunk in cut(terms, 1, group)]
-    own_sum = torch.empty_like(chunks[0])
-    # NEW: [1 2 3 4] on rank 0 and [10 20 30 40] on rank 1 become [11 22] and [33 44].
-    dist.reduce_scatter(own_sum, chunks, group=group)
-    return own_sum
+# Tokens are (N, tokens, width), and each rank has equally many.
+def own_tokens(tokens, group):
+    """Return the tokens of this rank. Nothing is sent."""
+    return tokens.chunk(dist.get_world_size(group), dim=1)[dist.get_rank(group)].contiguous()
 
 
 def all_gather(tokens, group):
-    """Return the tokens of all ranks. Each rank passes equally many, (N, tokens / n, width)."""
-    tokens = tokens.contiguous()  # all_gather needs this, and some gradients are not contiguous
+    """Return the tokens of all ranks."""
     chunks = [torch.empty_like(tokens) for _ in range(dist.get_world_size(group))]
     # NEW: [11 22] on rank 0 and [33 44] on rank 1 become [11 22 33 44] on both.
     dist.all_gather(chunks, tokens, group=group)
     return torch.cat(chunks, dim=1)
 
 
-class BeginPair(torch.autograd.Function):
-    """Where a pair begins, which needs all tokens.
+def reduce_scatter(terms, group):
+    """Return the sum of the terms of all ranks, for the tokens of this rank."""
+    chunks = [chunk.contiguous() for chunk in terms.chunk(dist.get_world_size(group), dim=1)]
+    own_sum = torch.empty_like(chunks[0])
+    # NEW: [1 2 3 4] on rank 0 and [10 20 30 40] on rank 1 become [11 22] and [33 44].
+    dist.reduce_scatter(own_sum, chunks, group=group)
+    return own_sum
 
-    Without --sequence, forward() sends nothing, and backward() makes an all_reduce, as in
-    AddGradients of tensor_parallel.py. With it, they make an all_gather and a reduce_scatter.
+
+class OwnTokens(torch.nn.Module):
+    """Before the first block: keep the tokens of this rank."""
+
+    def __init__(self, group):
+        super().__init__()
+        self.group = group
+
+    def forward(self, tokens):
+        """Turn all tokens into those of this rank."""
+        return own_tokens(tokens, self.group)
+
+
+class AllTokens(torch.nn.Module):
+    """After the last block: give each rank all tokens."""
+
+    def __init__(self, group):
+        super().__init__()
+        self.group = group
+
+    def forward(self, tokens):
+        """Turn the tokens of this rank into all tokens."""
+        # NEW: from here on, all ranks compute the same loss of all tokens. So each has the whole
+        # gradient already, and keeps that of its own tokens, as message_gradients.py shows.
+        return Message.apply(tokens, all_gather, own_tokens, self.group)
+
+
+def split_by_hand(model, group):
+    """Split the blocks of a transformer, and between their pairs of layers the tokens."""
+    # NEW: every rank uses all tokens in a pair, so their gradient is a sum over the ranks. And each
+    # term of a sum gets its gradient, which a rank has for its own tokens, and needs for all.
+    begin = (all_gather, reduce_scatter)
+    end = (reduce_scatter, all_gather)
+    terms = [*model.stage1[0].parameters()]  # the embedding: its gradient comes from own tokens
+    for stage in (model.stage1, model.stage2):
+        for index, layer in enumerate(stage):
+            if hasattr(layer, "attention"):
+                block = SplitBlock(layer, begin, end, group)
+                stage[index] = block
+                terms += [*block.norm1.parameters(), *block.norm2.parameters()]
+                terms += [bias for bias in (block.bias1, block.bias2) if bias is not None]
+    for parameter in terms:
+        # NEW: add up the terms. If a bias's gradients from four tokens are 1, 2, 3 and 4, rank 0
+        # has 3, rank 1 has 7, and the hook returns 10.
+        if parameter.requires_grad:
+            parameter.register_hook(partial(all_reduce, group=group))
+    model.stage1.insert(1, OwnTokens(group))
+    model.stage2.insert(len(model.stage2) - 1, AllTokens(group))
+
+
+def split_by_dtensor(model, mesh):
+    """Let PyTorch split the blocks, and between their pairs of layers the tokens."""
+    whole = Replicate()
+    own = Shard(1)
+    begin = PrepareModuleInput(input_layouts=own, desired_input_layouts=whole)  # an all_gather
+    plan = {}  # what happens at each layer, by its name
+    for name, layer in model.named_modules():
+        if hasattr(layer, "attention"):
+            plan[f"{name}.attention"] = begin
+            plan[f"{name}.mlp"] = begin
+            *mlp_columns, mlp_row = [f"mlp.{inner}" for inner in mlp_layers(layer.mlp)]
+            for column in ("attention.query", "attention.key", "attention.value", *mlp_columns):
+                plan[f"{name}.{column}"] = ColwiseParallel()
+            for row in ("attention.output", mlp_row):
+                plan[f"{name}.{row}"] = RowwiseParallel(output_layouts=own)  # a reduce_scatter
+            # NEW: the gradients of these layers become P. DTensor adds up the terms each time the
+            # optimizer reads them, which Adam does three times in a step.
+            plan[f"{name}.norm1"] = SequenceParallel()
+            plan[f"{name}.norm2"] = SequenceParallel()
+    # NEW: these do what OwnTokens and AllTokens do. The parameters of the last layer are plain
+    # tensors, so its input must be one, too: use_local_output.
+    to_own = PrepareModuleOutput(output_layouts=whole, desired_output_layouts=own)
+    to_all = PrepareModuleInput(
+        input_layouts=own, desired_input_layouts=whole, use_local_output=True
+    )
+    plan["stage1.0"] = to_own
+    plan[f"stage2.{len(model.stage2) - 1}"] = to_all
+    parallelize_module(model, mesh, plan)
+
+
+# You can stop here: what follows reads the flags.
+
+
+def check_flags(parser, args, world_size):
+    """Refuse a model that the ranks cannot split. The batch is never split."""
+    if args.model in ("mlp", "cnn"):
+        parser.error(f"tensor_parallel.py splits --model {args.model}: use transformer here")
+    heads = args.heads
+    # In a language model, two heads share their keys and values.
+    unit = 2 * world_size if args.model == "language" else world_size
+    if heads % unit:
+        near = max(1, round(heads / unit)) * unit
+        parser.error(f"{world_size} ranks cannot split --heads {heads}: use {near}")
+    tokens = ROW if args.model == "language" else args.tokens
+    if tokens % world_size:
+        parser.error(f"{world_size} ranks cannot split {tokens} tokens: use head_parallel.py")
+
+
+# ---------- Unchanged from message_gradients.py ----------
+# You know what follows: Message() and all_reduce(). If you copy this lesson, copy this, too.
+
+
+class Message(torch.autograd.Function):
+    """A message with a gradient.
+
+    An autograd.Function is a function with a gradient of our own. Its `apply` calls forward().
+    Later, autograd calls backward() with the gradient of the output, and takes what it returns as
+    the gradient of the input. What backward() needs, forward() keeps in `ctx`.
     """
 
     @staticmethod
-    def forward(ctx, tokens, sequence, group):
-        """Return all tokens."""
-        ctx.sequence = sequence  # backward() needs both
+    def forward(ctx, x, send, send_back, group):
+        """Send x. Returns what arrives. `group` has the ranks that take part; None: all."""
+        ctx.send_back = send_back
         ctx.group = group
-        return all_gather(tokens, group) if sequence else tokens
+        return send(x.contiguous(), group)  # messages need contiguous memory
 
     @staticmethod
     def backward(ctx, gradient):
-        """Return the gradient of the tokens that forward() was given."""
-        # NEW: every rank has used all tokens, so their gradient is a sum over the ranks.
-        add_up = reduce_scatter if ctx.sequence else all_reduce
-        return add_up(gradient, ctx.group), None, None  # `sequence` and `group` have no gradient
+        """Send the gradient of what has arrived. Returns the gradient of x."""
+        gradient = ctx.send_back(gradient.contiguous(), ctx.group)  # also a message
+        return gradient, None, None, None  # the other arguments of forward() have no gradient
 
 
-class EndPair(torch.autograd.Function):
-    """Where a pair ends, and each rank has a term for every token.
+def all_reduce(x, group):
+    """Return the sum of all ranks' tensors."""
+    total = x.clone()  # all_reduce overwrites its tensor, and autograd may need x elsewhere
+    dist.all_reduce(total, group=group)
+    return total
 
-    Without --sequence, forward() makes an all_reduce, and backward() sends nothing, as in AddTerms
-    of tensor_parallel.py. With it, they make a reduce_scatter and an all_gather.
-    """
 
-    @staticmethod
-    def forward(ctx, terms, sequence, group):
-        """Return the sum of the terms: for all tokens, or with --sequence for this rank's."""
-        ctx.sequence = sequence
-        ctx.group = group
-        return reduce_scatter(terms, group) if sequence else all_reduce(terms, group)
+# ---------- Unchanged from head_parallel.py ----------
+# You know what follows: train(), SplitBlock(), mlp_layers(), plus(), keep_shard(), refuse_state(),
+# show_kept(), add_flags(), join(), fit_epoch(), run_epoch() and main(). If you copy this lesson,
+# copy this, too.
 
-    @staticmethod
-    def backward(ctx, gradient):
-        """Return the gradient of the terms."""
-        # NEW: each term gets the gradient of the sum. With --sequence, a rank has it for its own
-        # tokens, and needs it for all.
-        gradient = all_gather(gradient, ctx.group) if ctx.sequence else gradient
-        return gradient, None, None
+
+def train(args):
+    """Split a transformer, train it, and show what each rank keeps for backward()."""
+    rank, device = join(args)
+    train_loader, test_loader = loaders(args)  # all ranks read the same images
+    # The same seed on all ranks, because each keeps a shard of the same random parameters.
+    torch.manual_seed(args.seed)
+    model = make_model(args)
+    if args.by == "hand":
+        split_by_hand(model, group=None)
+    else:
+        mesh = dist.init_device_mesh(args.device, (dist.get_world_size(),))  # all ranks, in a row
+        # The group of a mesh may have PyTorch's own timeout: 30 minutes (gloo) or 10 (NCCL).
+        mesh.get_group().set_timeout(timedelta(seconds=args.timeout))
+        split_by_dtensor(model, mesh)
+    model = model.to(device)
+    fused = args.by == "hand"  # Adam's fused code refuses DTensors beside plain tensors
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=fused)
+    for epoch in range(args.epochs):
+        fit_epoch(epoch, model, optimizer, train_loader, test_loader, device, args)
+    show_kept(model, train_loader, device)
+    dist.barrier()  # DTensor keeps the group, and without this Python may abort at exit
+    dist.destroy_process_group()
+
+
+class SplitBlock(torch.nn.Module):
+    """A block of a transformer. Each rank has some heads, and some columns of the MLP."""
+
+    def __init__(self, block, begin, end, group):
+        super().__init__()
+        self.begin = begin  # what is sent where a pair of layers begins, and for its gradient
+        self.end = end  # the same where a pair ends
+        self.norm1 = block.norm1
+        self.attention = block.attention
+        self.norm2 = block.norm2
+        self.mlp = block.mlp
+        self.group = group
+        attention = self.attention
+        *mlp_columns, mlp_row = mlp_layers(self.mlp).values()
+        for layer in (attention.query, attention.key, attention.value, *mlp_columns):
+            # The columns of a head follow each other, so each rank gets whole heads.
+            layer.weight = keep_shard(layer.weight, dim=0, group=group)
+            if layer.bias is not None:
+                layer.bias = keep_shard(layer.bias, dim=0, group=group)
+        # The bias at the end of a pair is added once, after the sum over the ranks.
+        self.bias1 = attention.output.bias
+        self.bias2 = mlp_row.bias
+        for layer in (attention.output, mlp_row):
+            layer.weight = keep_shard(layer.weight, dim=1, group=group)
+            layer.bias = None
+        self.register_state_dict_pre_hook(refuse_state)
+
+    def forward(self, tokens):
+        """Turn tokens, (N, tokens, width), into tokens."""
+        inputs = Message.apply(self.norm1(tokens), *self.begin, self.group)
+        read = Message.apply(self.attention(inputs), *self.end, self.group)
+        tokens = tokens + plus(read, self.bias1)
+        inputs = Message.apply(self.norm2(tokens), *self.begin, self.group)
+        computed = Message.apply(self.mlp(inputs), *self.end, self.group)
+        return tokens + plus(computed, self.bias2)
 
 
 def mlp_layers(mlp):
@@ -163,152 +297,13 @@ def plus(total, bias):
     return total if bias is None else total + bias
 
 
-class SplitBlock(torch.nn.Module):
-    """A block of a transformer. Each rank has some heads, and some columns of the MLP."""
-
-    def __init__(self, block, sequence, group):
-        super().__init__()
-        self.norm1 = block.norm1
-        self.attention = block.attention
-        self.norm2 = block.norm2
-        self.mlp = block.mlp
-        self.sequence = sequence
-        self.group = group
-        attention = self.attention
-        *mlp_columns, mlp_row = mlp_layers(self.mlp).values()
-        for layer in (attention.query, attention.key, attention.value, *mlp_columns):
-            # NEW: the columns of a head follow each other, so each rank gets whole heads.
-            layer.weight = keep_shard(layer.weight, dim=0, group=group)
-            if layer.bias is not None:
-                layer.bias = keep_shard(layer.bias, dim=0, group=group)
-        # The bias at the end of a pair is added once, after the sum over the ranks.
-        self.bias1 = attention.output.bias
-        self.bias2 = mlp_row.bias
-        for layer in (attention.output, mlp_row):
-            layer.weight = keep_shard(layer.weight, dim=1, group=group)
-            layer.bias = None
-        self.register_state_dict_pre_hook(refuse_state)
-
-    def forward(self, tokens):
-        """Turn tokens into tokens: all of them, or with --sequence those of this rank."""
-        inputs = BeginPair.apply(self.norm1(tokens), self.sequence, self.group)
-        read = EndPair.apply(self.attention(inputs), self.sequence, self.group)
-        tokens = tokens + plus(read, self.bias1)
-        inputs = BeginPair.apply(self.norm2(tokens), self.sequence, self.group)
-        computed = EndPair.apply(self.mlp(inputs), self.sequence, self.group)
-        return tokens + plus(computed, self.bias2)
-
-    def not_split(self):
-        """Return the parameters of which each rank has a copy."""
-        biases = [bias for bias in (self.bias1, self.bias2) if bias is not None]
-        return [*self.norm1.parameters(), *self.norm2.parameters(), *biases]
-
-
-class OwnTokens(torch.nn.Module):
-    """Before the first block: keep the tokens of this rank."""
-
-    def __init__(self, group):
-        super().__init__()
-        self.group = group
-
-    def forward(self, tokens):
-        """Turn all tokens, (N, tokens, width), into those of this rank."""
-        return cut(tokens, 1, self.group)[dist.get_rank(self.group)].contiguous()
-
-
-class AllTokens(torch.nn.Module):
-    """After the last block: give each rank all tokens."""
-
-    def __init__(self, group):
-        super().__init__()
-        self.group = group
-
-    def forward(self, tokens):
-        """Turn the tokens of this rank into all tokens, (N, tokens, width)."""
-        chunks = list(cut(all_gather(tokens.detach(), self.group), 1, self.group))
-        # NEW: only this rank's own tokens are connected to autograd. All ranks compute the same
-        # loss of all tokens, so each has the whole gradient of its own tokens already.
-        chunks[dist.get_rank(self.group)] = tokens
-        return torch.cat(chunks, dim=1)
-
-
-def split_by_hand(model, sequence, group):
-    """Split the blocks of a transformer, and with --sequence its tokens."""
-    partial_gradients = []  # parameters whose gradient on a rank comes from its own tokens only
-    for stage in (model.stage1, model.stage2):
-        for index, layer in enumerate(stage):
-            if hasattr(layer, "attention"):
-                stage[index] = SplitBlock(layer, sequence, group)
-                partial_gradients += stage[index].not_split()
-    if not sequence:
-        return  # all ranks have all tokens, so they compute the same gradients of these parameters
-    partial_gradients += model.stage1[0].parameters()  # the embedding
-    for parameter in partial_gradients:
-        # NEW: add up the parts. If a bias's gradients from four tokens are 1, 2, 3 and 4, rank 0
-        # has 3, rank 1 has 7, and the hook returns 10.
-        if parameter.requires_grad:
-            parameter.register_hook(partial(all_reduce, group=group))
-    model.stage1.insert(1, OwnTokens(group))
-    model.stage2.insert(len(model.stage2) - 1, AllTokens(group))
-
-
-def train(args):
-    """Split a transformer, train it, and show what each rank keeps for backward()."""
-    rank, device = join(args)
-    train_loader, test_loader = loaders(args)  # all ranks read the same images
-    # The same seed on all ranks, because each keeps a shard of the same random parameters.
-    torch.manual_seed(args.seed)
-    model = make_model(args)
-    if args.by == "hand":
-        split_by_hand(model, args.sequence, group=None)
-    else:
-        mesh = dist.init_device_mesh(args.device, (dist.get_world_size(),))  # all ranks, in a row
-        # The group of a mesh may have PyTorch's own timeout: 30 minutes (gloo) or 10 (NCCL).
-        mesh.get_group().set_timeout(timedelta(seconds=args.timeout))
-        split_by_dtensor(model, mesh, args.sequence)
-    model = model.to(device)
-    fused = args.by == "hand"  # Adam's fused code refuses DTensors beside plain tensors
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=fused)
-    for epoch in range(args.epochs):
-        fit_epoch(epoch, model, optimizer, train_loader, test_loader, device, args)
-    show_kept(model, train_loader, device)
-    dist.barrier()  # DTensor keeps the group, and without this Python may abort at exit
-    dist.destroy_process_group()
-
-
-def split_by_dtensor(model, mesh, sequence):
-    """Let PyTorch split the blocks, and with --sequence the tokens."""
-    between = Shard(1) if sequence else Replicate()
-    # NEW: gives each rank all tokens, as BeginPair does. Without it, query, key and value would
-    # send a message each.
-    begin = PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate())
-    plan = {}  # what happens at each layer, by its name
-    for name, layer in model.named_modules():
-        if hasattr(layer, "attention"):
-            plan[f"{name}.attention"] = begin
-            plan[f"{name}.mlp"] = begin
-            *mlp_columns, mlp_row = [f"mlp.{inner}" for inner in mlp_layers(layer.mlp)]
-            for column in ("attention.query", "attention.key", "attention.value", *mlp_columns):
-                plan[f"{name}.{column}"] = ColwiseParallel()
-            for row in ("attention.output", mlp_row):
-                plan[f"{name}.{row}"] = RowwiseParallel(output_layouts=between)  # as EndPair
-            if sequence:
-                # NEW: the gradients of these layers become P. DTensor adds up the terms each time
-                # the optimizer reads them, which Adam does three times in a step.
-                plan[f"{name}.norm1"] = SequenceParallel()
-                plan[f"{name}.norm2"] = SequenceParallel()
-    if sequence:
-        whole = Replicate()
-        own = Shard(1)
-        # NEW: these do what OwnTokens and AllTokens do. The parameters of the last layer are plain
-        # tensors, so its input must be one, too: use_local_output.
-        to_own = PrepareModuleOutput(output_layouts=whole, desired_output_layouts=own)
-        to_all = PrepareModuleInput(
-            input_layouts=own, desired_input_layouts=whole, use_local_output=True
-        )
-        plan["stage1.0"] = to_own
-        plan[f"stage2.{len(model.stage2) - 1}"] = to_all
-    parallelize_module(model, mesh, plan)
+def keep_shard(parameter, dim, group):
+    """Return this rank's shard of a parameter, as a new parameter."""
+    world_size = dist.get_world_size(group)
+    if parameter.shape[dim] % world_size:
+        raise ValueError(f"{world_size} ranks cannot split {parameter.shape[dim]} rows or columns")
+    shard = parameter.detach().chunk(world_size, dim)[dist.get_rank(group)].clone()
+    return torch.nn.Parameter(shard, requires_grad=parameter.requires_grad)
 
 
 def refuse_state(layer, *_):
@@ -320,7 +315,6 @@ def refuse_state(layer, *_):
         )
 
 
-# You can stop here: what follows only counts, and reads the flags.
 def show_kept(model, loader, device):
     """Print the bytes that autograd keeps for backward() on each rank, besides the parameters."""
     storages = {}  # the memory behind tensors, by its address
@@ -345,31 +339,10 @@ def show_kept(model, loader, device):
 
 
 def add_flags(parser):
-    """Add the flags that only this lesson has."""
+    """Add the flag that only this lesson has."""
     parser.set_defaults(model="transformer")
-    add = parser.add_argument
-    add("--by", choices=["hand", "dtensor"], default="hand", help="this file, or PyTorch's DTensor")
-    add("--sequence", action="store_true", help="between the pairs, each rank has some tokens only")
-
-
-def check_flags(parser, args, world_size):
-    """Refuse a model that the ranks cannot split. The batch is never split."""
-    if args.model in ("mlp", "cnn"):
-        parser.error(f"tensor_parallel.py splits --model {args.model}: use transformer here")
-    heads = args.heads
-    # In a language model, two heads share their keys and values.
-    unit = 2 * world_size if args.model == "language" else world_size
-    if heads % unit:
-        near = max(1, round(heads / unit)) * unit
-        parser.error(f"{world_size} ranks cannot split --heads {heads}: use {near}")
-    tokens = ROW if args.model == "language" else args.tokens
-    if args.sequence and tokens % world_size:
-        parser.error(f"{world_size} ranks cannot split {tokens} tokens: leave --sequence out")
-
-
-# ---------- Unchanged from distributed_data_parallel_torchrun.py ----------
-# You know what follows: join(), fit_epoch(), run_epoch() and main(). If you copy this lesson, copy
-# this, too.
+    help = "what splits the layers: this file, or PyTorch's DTensor"
+    parser.add_argument("--by", choices=["hand", "dtensor"], default="hand", help=help)
 
 
 def join(args):

@@ -31,5 +31,8 @@ def small_data(lesson: str) -> str:
     """Return the data set for a short run of a lesson that trains."""
     if lesson == "resnet":
         return "fake"  # random images
-    reads_text = PATHS[lesson].parent.name == "language" or lesson == "context_parallel"
+    reads_text = PATHS[lesson].parent.name == "language" or lesson in (
+        "context_parallel",
+        "ulysses",
+    )
     return "text" if reads_text else "digits"

@@ -38,18 +38,19 @@ def _blocks(places: list[Tensor]) -> list:
     """Return the queries and keys of each step of this rank, as lists of places."""
     rank = dist.get_rank()
     steps = [([], []) for _ in places]
-    scores_of = context_parallel.scores_of
+    visible = context_parallel.visible
 
-    def noted(query, key, query_places, key_places):
-        for source, theirs in enumerate(places):
-            if key_places[0] in theirs:
-                step = (rank - source) % len(places)
-        steps[step] = (query_places.tolist(), key_places.tolist())
-        return scores_of(query, key, query_places, key_places)
+    def noted(mine, theirs):
+        rows, columns = visible(mine, theirs)
+        source = next(number for number, each in enumerate(places) if each.equal(theirs))
+        if len(mine[rows]) and len(theirs[columns]):
+            blocks = (mine[rows].tolist(), theirs[columns].tolist())
+            steps[(rank - source) % len(places)] = blocks
+        return rows, columns
 
     query = torch.randn(1, 1, len(places[rank]), 4)
-    with mock.patch.object(context_parallel, "scores_of", noted), torch.no_grad():
-        context_parallel.RingAttention.apply(query, query, query, places, dist.group.WORLD)
+    with mock.patch.object(context_parallel, "visible", noted), torch.no_grad():
+        context_parallel.ring_attention(query, query, query, places, dist.group.WORLD)
     return steps
 
 

@@ -9,6 +9,7 @@ import context_parallel
 import tensor_parallel
 import torch
 import torch.distributed as dist
+import ulysses
 from matplotlib.axes import Axes
 from torch.nn import functional as F
 
@@ -41,9 +42,11 @@ def count() -> dict[str, dict]:
         if way == "heads":
             split_heads(layer)
         else:
-            attend = context_parallel.ATTENTION[way]
-            arguments = (layer, attend, places, dist.group.WORLD)
-            layer.forward = partial(context_parallel.attend_to_all, *arguments)
+            attend = ulysses.ulysses_attention
+            if way == "ring":
+                attend = partial(context_parallel.ring_attention, positions=places)
+            attend = partial(attend, group=dist.group.WORLD)
+            layer.forward = partial(ulysses.attend_to_all, layer, attend)
             tokens = len(places[dist.get_rank()])
         inputs = torch.randn(IMAGES, tokens, WIDTH, requires_grad=True)
         shapes = []
@@ -77,7 +80,8 @@ def split_heads(layer: Attention) -> None:
         columns.weight = tensor_parallel.keep_shard(columns.weight, dim=0)
         columns.bias = tensor_parallel.keep_shard(columns.bias, dim=0)
     layer.output = tensor_parallel.RowLinear(layer.output)
-    layer.register_forward_pre_hook(lambda _, inputs: tensor_parallel.AddGradients.apply(*inputs))
+    pair = tensor_parallel.nothing, tensor_parallel.all_reduce, None
+    layer.register_forward_pre_hook(lambda _, inputs: tensor_parallel.Message.apply(*inputs, *pair))
 
 
 def draw(counts: dict, path: Path) -> None:

@@ -1,0 +1,337 @@
+"""Tensor parallelism of a transformer: the ranks split the heads of attention, and the MLPs.
+
+Run it:
+    torchrun --standalone --nproc-per-node 2 playground/transformer/head_parallel.py
+
+It prints the same numbers as `single_gpu.py --model transformer`, up to rounding (with `--double`
+all twelve digits agree), and then what autograd keeps for `backward()` on each rank:
+    rank 0 keeps 10,224,640 bytes
+    rank 1 keeps 10,224,640 bytes
+
+A head of attention uses its own columns of query, key and value, and no others. So the ranks split
+these three layers by columns and the output layer by rows: a pair, as in `tensor_parallel.py`
+(`playground/pages/figures/split.svg`, on the left). The two layers of the MLP are another pair.
+Between the pairs, a block adds the pair's output to the tokens and computes a LayerNorm, and every
+rank does so for all tokens.
+
+With `--by dtensor`, PyTorch's DTensor does the same, and `state_dict()` works. (By hand, it raises
+an error. `tensor_parallel.py` says why, and how to clip gradients.) Some parameters stay plain
+tensors, so `clip_grad_norm_` refuses the mixture: add up the squares here, too.
+
+Try breaking it, in a copy beside it, with `--double`, and compare the losses:
+  1. On rank r, let `keep_shard` keep the columns or rows r, r + n, r + 2n, ... Is the MLP right?
+  2. Leave out `layer.bias = None`. How many times is each of these biases added?
+Builds on: tensor_parallel.py
+The next lesson, `sequence_parallel.py`, splits the tokens between the pairs, too.
+"""
+
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn import functional as F
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # find common/ from any folder
+from common import flags
+from common.data import fetch, loaders
+from common.models import make_model
+
+
+# Here and below, `group` has the ranks that split a block. None means all ranks, as in this lesson.
+def keep_shard(parameter, dim, group):
+    """Return this rank's shard of a parameter, as a new parameter."""
+    world_size = dist.get_world_size(group)
+    if parameter.shape[dim] % world_size:
+        raise ValueError(f"{world_size} ranks cannot split {parameter.shape[dim]} rows or columns")
+    shard = parameter.detach().chunk(world_size, dim)[dist.get_rank(group)].clone()
+    return torch.nn.Parameter(shard, requires_grad=parameter.requires_grad)
+
+
+def mlp_layers(mlp):
+    """Return the linear layers of an MLP by name. The last one is split by rows, not columns."""
+    layers = mlp.named_modules()
+    return {name: layer for name, layer in layers if isinstance(layer, torch.nn.Linear)}
+
+
+def plus(total, bias):
+    """Return the sum and its bias, if there is one. The layers of --model language have none."""
+    return total if bias is None else total + bias
+
+
+class SplitBlock(torch.nn.Module):
+    """A block of a transformer. Each rank has some heads, and some columns of the MLP."""
+
+    def __init__(self, block, begin, end, group):
+        super().__init__()
+        self.begin = begin  # what is sent where a pair of layers begins, and for its gradient
+        self.end = end  # the same where a pair ends
+        self.norm1 = block.norm1
+        self.attention = block.attention
+        self.norm2 = block.norm2
+        self.mlp = block.mlp
+        self.group = group
+        attention = self.attention
+        *mlp_columns, mlp_row = mlp_layers(self.mlp).values()
+        for layer in (attention.query, attention.key, attention.value, *mlp_columns):
+            # NEW: the columns of a head follow each other, so each rank gets whole heads.
+            layer.weight = keep_shard(layer.weight, dim=0, group=group)
+            if layer.bias is not None:
+                layer.bias = keep_shard(layer.bias, dim=0, group=group)
+        # The bias at the end of a pair is added once, after the sum over the ranks.
+        self.bias1 = attention.output.bias
+        self.bias2 = mlp_row.bias
+        for layer in (attention.output, mlp_row):
+            layer.weight = keep_shard(layer.weight, dim=1, group=group)
+            layer.bias = None
+        self.register_state_dict_pre_hook(refuse_state)
+
+    def forward(self, tokens):
+        """Turn tokens, (N, tokens, width), into tokens."""
+        inputs = Message.apply(self.norm1(tokens), *self.begin, self.group)
+        read = Message.apply(self.attention(inputs), *self.end, self.group)
+        tokens = tokens + plus(read, self.bias1)
+        inputs = Message.apply(self.norm2(tokens), *self.begin, self.group)
+        computed = Message.apply(self.mlp(inputs), *self.end, self.group)
+        return tokens + plus(computed, self.bias2)
+
+
+def split_by_hand(model, group):
+    """Split the blocks of a transformer."""
+    begin = (nothing, all_reduce)  # NEW: the same pairs as in tensor_parallel.py
+    end = (all_reduce, nothing)
+    for stage in (model.stage1, model.stage2):
+        for index, layer in enumerate(stage):
+            if hasattr(layer, "attention"):
+                stage[index] = SplitBlock(layer, begin, end, group)
+
+
+def train(args):
+    """Split a transformer, train it, and show what each rank keeps for backward()."""
+    rank, device = join(args)
+    train_loader, test_loader = loaders(args)  # all ranks read the same images
+    # The same seed on all ranks, because each keeps a shard of the same random parameters.
+    torch.manual_seed(args.seed)
+    model = make_model(args)
+    if args.by == "hand":
+        split_by_hand(model, group=None)
+    else:
+        mesh = dist.init_device_mesh(args.device, (dist.get_world_size(),))  # all ranks, in a row
+        # The group of a mesh may have PyTorch's own timeout: 30 minutes (gloo) or 10 (NCCL).
+        mesh.get_group().set_timeout(timedelta(seconds=args.timeout))
+        split_by_dtensor(model, mesh)
+    model = model.to(device)
+    fused = args.by == "hand"  # Adam's fused code refuses DTensors beside plain tensors
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=fused)
+    for epoch in range(args.epochs):
+        fit_epoch(epoch, model, optimizer, train_loader, test_loader, device, args)
+    show_kept(model, train_loader, device)
+    dist.barrier()  # DTensor keeps the group, and without this Python may abort at exit
+    dist.destroy_process_group()
+
+
+def split_by_dtensor(model, mesh):
+    """Let PyTorch split the blocks."""
+    # NEW: the gradient of a pair's input is added up once. Without it, query, key and value would
+    # send a message each.
+    begin = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
+    plan = {}  # what happens at each layer, by its name
+    for name, layer in model.named_modules():
+        if hasattr(layer, "attention"):
+            plan[f"{name}.attention"] = begin
+            plan[f"{name}.mlp"] = begin
+            *mlp_columns, mlp_row = [f"mlp.{inner}" for inner in mlp_layers(layer.mlp)]
+            for column in ("attention.query", "attention.key", "attention.value", *mlp_columns):
+                plan[f"{name}.{column}"] = ColwiseParallel()
+            for row in ("attention.output", mlp_row):
+                plan[f"{name}.{row}"] = RowwiseParallel()
+    parallelize_module(model, mesh, plan)
+
+
+def refuse_state(layer, *_):
+    """Refuse state_dict(), because all ranks' shards have the same names, as replicas have."""
+    if dist.get_world_size(layer.group) > 1:
+        wrong = "a layer is split, and a checkpoint would take its shards for replicas"
+        raise RuntimeError(
+            f"{wrong}: torch.save [*model.parameters()] of each rank, or use DTensors"
+        )
+
+
+# You can stop here: what follows only counts, and reads the flags.
+def show_kept(model, loader, device):
+    """Print the bytes that autograd keeps for backward() on each rank, besides the parameters."""
+    storages = {}  # the memory behind tensors, by its address
+
+    def note(tensor):
+        """Note a tensor that autograd keeps."""
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        storages[local.untyped_storage().data_ptr()] = local.untyped_storage()
+        return tensor
+
+    images, _ = next(iter(loader))
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        model(images.to(device))
+    for parameter in model.parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        storages.pop(local.untyped_storage().data_ptr(), None)
+    kept = sum(storage.nbytes() for storage in storages.values())
+    rows = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, f"rank {dist.get_rank()} keeps {kept:,} bytes")
+    if dist.get_rank() == 0:
+        print(*rows, sep="\n", flush=True)
+
+
+def add_flags(parser):
+    """Add the flag that only this lesson has."""
+    parser.set_defaults(model="transformer")
+    help = "what splits the layers: this file, or PyTorch's DTensor"
+    parser.add_argument("--by", choices=["hand", "dtensor"], default="hand", help=help)
+
+
+def check_flags(parser, args, world_size):
+    """Refuse a model that the ranks cannot split. The batch is never split."""
+    if args.model in ("mlp", "cnn"):
+        parser.error(f"tensor_parallel.py splits --model {args.model}: use transformer here")
+    heads = args.heads
+    # In a language model, two heads share their keys and values.
+    unit = 2 * world_size if args.model == "language" else world_size
+    if heads % unit:
+        near = max(1, round(heads / unit)) * unit
+        parser.error(f"{world_size} ranks cannot split --heads {args.heads}: use {near}")
+
+
+# ---------- Unchanged from message_gradients.py ----------
+# You know what follows: Message(), nothing() and all_reduce(). If you copy this lesson, copy this,
+# too.
+
+
+class Message(torch.autograd.Function):
+    """A message with a gradient.
+
+    An autograd.Function is a function with a gradient of our own. Its `apply` calls forward().
+    Later, autograd calls backward() with the gradient of the output, and takes what it returns as
+    the gradient of the input. What backward() needs, forward() keeps in `ctx`.
+    """
+
+    @staticmethod
+    def forward(ctx, x, send, send_back, group):
+        """Send x. Returns what arrives. `group` has the ranks that take part; None: all."""
+        ctx.send_back = send_back
+        ctx.group = group
+        return send(x.contiguous(), group)  # messages need contiguous memory
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """Send the gradient of what has arrived. Returns the gradient of x."""
+        gradient = ctx.send_back(gradient.contiguous(), ctx.group)  # also a message
+        return gradient, None, None, None  # the other arguments of forward() have no gradient
+
+
+def nothing(x, group):
+    """Return x itself."""
+    return x
+
+
+def all_reduce(x, group):
+    """Return the sum of all ranks' tensors."""
+    total = x.clone()  # all_reduce overwrites its tensor, and autograd may need x elsewhere
+    dist.all_reduce(total, group=group)
+    return total
+
+
+# ---------- Unchanged from distributed_data_parallel_torchrun.py ----------
+# You know what follows: join(), fit_epoch(), run_epoch() and main(). If you copy this lesson, copy
+# this, too.
+
+
+def join(args):
+    """Join the process group that torchrun describes. Returns this rank and its device."""
+    local_rank = int(os.environ["LOCAL_RANK"])  # torchrun has numbered this node's processes
+    device, gpu = torch.device(args.device), None  # gpu stays None on a CPU
+    if args.device != "cpu":
+        device = gpu = torch.device(args.device, local_rank)
+        torch.accelerator.set_device_index(gpu)  # otherwise all ranks would take memory on GPU 0
+    backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA's GPUs, gloo for CPUs
+    dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=gpu)
+    rank = dist.get_rank()  # torchrun has set it, the world size and the address of rank 0
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, vars(args))
+    flags.check_same(everyone)  # an error, if nodes have different flags
+    if rank == 0:
+        print(f"{len(everyone)} ranks, {backend}, {args.device}", flush=True)
+    return rank, device
+
+
+def fit_epoch(epoch, model, optimizer, train_loader, test_loader, device, args):
+    """Train for one epoch, test, and print a line."""
+    rank = dist.get_rank()
+    train_loader.sampler.set_epoch(epoch)  # without this, all epochs have the same order
+    start = time.perf_counter()
+    title = f"epoch {epoch + 1}/{args.epochs}"
+    bar = tqdm(train_loader, title, leave=False, disable=None if rank == 0 else True)
+    loss, correct, images = run_epoch(model, bar, device, optimizer)
+    seconds = time.perf_counter() - start
+    speed = len(train_loader) * args.batch_size / seconds
+    _, test_correct, test_images = run_epoch(model, test_loader, device)
+    if rank == 0:
+        digits = 12 if args.double else 4
+        peak = ""  # of the memory that this rank's tensors have taken on its GPU
+        if args.device != "cpu":
+            peak = f"  {torch.accelerator.max_memory_allocated() / 2**20:,.0f} MiB"
+        print(
+            f"{title}  loss {loss / images:.{digits}f}"
+            f"  train {correct / images:.2%}  test {test_correct / test_images:.2%}"
+            f"  {seconds:.2f} s  {speed:,.0f} {args.unit}/s{peak}",
+            flush=True,
+        )
+
+
+def run_epoch(model, loader, device, optimizer=None):
+    """Train, or with no optimizer, test. Returns sums over all ranks: loss, correct, images."""
+    model.train(optimizer is not None)
+    # The sums stay on the device. Reading them in each step would make Python wait for the GPU.
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    for images, labels in loader:
+        images = images.to(device, non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
+        with torch.set_grad_enabled(model.training):
+            logits = model(images)
+            loss = F.cross_entropy(logits, labels)
+        if optimizer is not None:
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        sums[0] += loss.detach() * labels.numel()
+        sums[1] += (logits.argmax(dim=1) == labels).sum()
+        sums[2] += labels.numel()
+    dist.all_reduce(sums)
+    return sums.tolist()
+
+
+@record  # writes the traceback of an error to a file, and torchrun's report shows it
+def main():
+    """Read the flags, make sure that the data is there, and train as one of the ranks."""
+    parser = flags.ranks(__doc__)
+    add_flags(parser)
+    args = parser.parse_args()
+    parser.check_torchrun(args)  # an error of one line if torchrun has not started this
+    check_flags(parser, args, world_size=int(os.environ["WORLD_SIZE"]))
+    args.dataset = fetch(args.dataset, args.data_dir, args.batch_size)  # only one rank downloads
+    train(args)
+
+
+if __name__ == "__main__":
+    main()
