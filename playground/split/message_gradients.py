@@ -5,7 +5,8 @@ Run it:
 
 Autograd does not see messages. So a program must say what the gradient of a message is: another
 message. For pairs of messages that turn a rank's numbers x into y, this prints the gradient of x on
-each rank. It is right if the loss grows by so much when a number of x grows by 1, as measured here:
+each rank. It is right if the loss of all ranks together grows by as much when a number of x grows
+by 1, which is measured:
     each rank has a loss of its own    rank 0    rank 1
     to_next         to_previous        [10, 20]  [1, 2]    right
     all_to_all      all_to_all         [1, 10]   [2, 20]   right
@@ -17,14 +18,14 @@ each rank. It is right if the loss grows by so much when a number of x grows by 
 The loss is y[0] + 2 y[1] + 3 y[2] + ... on rank 0, ten times that on rank 1, and so on. So the
 digits of a gradient show which ranks it comes from. For example, all_gather puts the first number
 of rank 0 into y[0] on both ranks, so its gradient is 1 + 10. In the last line, autograd takes y for
-x. After an all_gather or a recv, which fill new tensors, x would get no gradient at all.
+a copy of x. After an all_gather or a recv, which fill new tensors, x would get no gradient at all.
 
 `backward()` sends against the arrows of `forward()`. The gradient of a number comes back from the
 rank that has received it. If several ranks have received it, their gradients are added up. And each
 term of a sum gets the gradient of the sum, so all_gather and reduce_scatter are a pair.
 
 Above, the whole loss is the sum of the ranks' losses, as in data parallelism. But if all ranks
-compute the same loss, it counts once. Each knows the whole gradient of y, and adding n up is wrong:
+compute the same loss, it counts once. Each knows the whole gradient of y, and a sum of n is wrong:
     all ranks have the same loss       rank 0  rank 1
     all_reduce      nothing            [1, 2]  [1, 2]  right
     all_gather      own_chunk          [1, 2]  [3, 4]  right
@@ -42,7 +43,7 @@ table only, in a deprecated and in a private module.
 
 Try breaking it, in a copy beside it. Predict what changes, and run it with 2 and with 3 ranks:
   1. In `to_previous`, shift by 1, as `to_next` does. Why is this no fault with 2 ranks?
-  2. In the first table, write own_chunk in place of reduce_scatter. Whose digits are missing?
+  2. In the first table, beside all_gather, write own_chunk. Whose digits are missing?
   3. Add all_gather, reduce_scatter to the second table. How many times too large is the gradient?
   4. Write `broadcast`, which gives all ranks the x of rank 0, and the message for its gradient.
 Builds on: placements.py

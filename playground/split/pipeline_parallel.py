@@ -16,16 +16,16 @@ they keep. The first layer has most of the parameters. With the first command:
 `manual_pipeline.py` sends activations and gradients by hand. Here a `PipelineStage` sends and
 receives them, and a schedule says when a rank computes which micro-batch: by default 1F1B, which
 you know. The others change the bubble (`model_parallel.py`), or what a rank keeps. Below are passes
-of rank 0, with 4 micro-batches (`playground/pages/figures/schedules.svg` shows four ranks):
+of a rank, with 4 micro-batches (`playground/pages/figures/schedules.svg` shows four ranks):
 
-- `GPipe` has the same bubble, and keeps the activations of all micro-batches:
+- `GPipe` has the same bubble, and keeps the activations of all micro-batches. On rank 0:
   F0 F1 F2 F3 B0 B1 B2 B3
-- `Interleaved1F1B` has two stages of half the size on each rank, here 0 and 2, with their number in
-  front. That is about half the bubble, and more messages (https://arxiv.org/abs/2104.04473):
+- `Interleaved1F1B` has two stages of half the layers on each rank, with their number in front, on
+  rank 0 the stages 0 and 2: about half the bubble, more messages (https://arxiv.org/abs/2104.04473):
   0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3
 - `InterleavedZeroBubble` also splits each backward pass. I computes the gradient of the input, for
   which the previous stage waits. W computes those of the parameters, for which no rank waits, so it
-  can fill the bubble (https://arxiv.org/abs/2401.10241). On rank 1, each W comes after the next I:
+  can fill the bubble (https://arxiv.org/abs/2401.10241). On rank 1, 3W0 comes after 3I1, and so on:
   1F0 1F1 3F0 3I0 3F1 3I1 3W0 1F2 1I0 3W1 1F3 1I1 1W0 3F2 3I2 1W1 3F3 3I3 3W2 1I2 3W3 1I3 1W2 1W3
 - `ZBVZeroBubble` splits them, too, and its stages run from rank 0 to the last rank and back, as a
   V. So rank 0 has the first stage and the last one.

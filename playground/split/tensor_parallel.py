@@ -19,10 +19,10 @@ message in between. Then an all_reduce adds up the terms (`playground/pages/figu
                                          [1 1]    all_reduce:           y = [5 6]
                                          [2 0]
 
-The gradient of x is such a sum, too, so `backward()` needs an all_reduce where the pair begins:
-these are the pairs nothing, all_reduce and all_reduce, nothing of `message_gradients.py`. All ranks
-read the same images, so nothing is averaged. Every pair waits for these messages, so keep the
-ranks in one node (https://arxiv.org/abs/1909.08053).
+The gradient of x is such a sum, too: each rank has used x for other columns. So `backward()` needs
+an all_reduce where the pair begins. (In `message_gradients.py`, these are the pairs "nothing,
+all_reduce" and "all_reduce, nothing".) All ranks read the same images, so nothing is averaged. A
+pair waits for these messages, so keep the ranks in one node (https://arxiv.org/abs/1909.08053).
 
 Shards made by hand are plain parameters, which PyTorch takes for whole ones. `clip_grad_norm_`
 finds a different norm on each rank, without an error: add up the shards' squares over all ranks,
@@ -34,7 +34,7 @@ CNN's convolutions stay plain parameters, and `clip_grad_norm_` refuses the mixt
 
 Try breaking it, in a copy beside it, with `--double`. Compare the losses, and what the ranks keep:
   1. In ColumnLinear, leave out the line with `Message`. What goes wrong?
-  2. Before `model = ...`, seed with `args.seed + rank`. Is there an error? Try `--by dtensor`, too.
+  2. Before `make_model`, seed with `args.seed + rank`. Is there an error? Try `--by dtensor`, too.
   3. In `fit_epoch()`, write `set_epoch(epoch + rank)`. Is there an error?
   4. Write `plan[first + "x"]`, and use `--by dtensor`. Then misspell the other key as well.
 Now write it yourself: `split_pair.py` in `playground/exercises/`.
@@ -142,9 +142,8 @@ def train(args):
 def find_pairs(model):
     """Return the names of the linear layers in pairs. A last one without a partner stays whole.
 
-    This fits the MLP and the CNN of this course. For your own model, list the pairs. Between
-    the two layers of a pair, only functions of single numbers may stand (ReLU or GELU, not softmax
-    or GLU).
+    This fits the MLP and the CNN of this course. For your own model, list the pairs. Between its
+    two layers, only functions of single numbers may stand (ReLU or GELU, not softmax or GLU).
     """
     linear = [name for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)]
     return list(zip(linear[::2], linear[1::2], strict=False))

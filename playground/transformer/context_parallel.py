@@ -28,17 +28,18 @@ That is ring attention (https://arxiv.org/abs/2310.01889). Two things are left:
   computes 8,192. With `--order zigzag`, the default, each rank has some early tokens and some late
   ones (`playground/pages/figures/context.svg`, with four ranks).
 - **Memory.** For `backward()`, autograd keeps the scores of all chunks, and the chunks, too. With
-  `--recompute`, it keeps only what goes into the ring (90,423,296 bytes). `backward()` then sends
-  the chunks around once more, and has the scores of one layer at a time. (Libraries write the
-  gradient of attention by hand, as FlashAttention does, and have those of one chunk at a time.)
+  `--recompute`, it keeps of attention only what goes into the ring (in all 90,423,296 bytes).
+  `backward()` then sends the chunks around once more, and has the scores of one layer at a time.
+  (Libraries write the gradient of attention by hand, as FlashAttention does, and have those of one
+  chunk at a time.)
 
 Try breaking it, in a copy beside it, with `--double`, and compare the losses:
   1. In `attend_to_chunk`, return `mean, torch.zeros_like(log)`. With which number of ranks is this
      no fault?
   2. Pass a chunk on by `to_next(chunk, group)`, without Message. Which gradients are lost?
-  3. With `--order plain --timeout 10`, let rank 0 skip what it cannot read: before the line with
-     `attend_to_chunk`, write `if theirs[0] > positions[rank][-1]: continue`. Why does rank 1 wait
-     in `backward()`, although rank 0 has received every chunk?
+  3. With 2 ranks and `--order plain --timeout 10`, let rank 0 skip what it cannot read: before the
+     line with `attend_to_chunk`, write `if theirs[0] > positions[rank][-1]: continue`. Why does
+     rank 1 wait in `backward()`, although rank 0 has received every chunk?
 Now write `ring_attention.py` in `playground/exercises/`.
 Builds on: ulysses.py
 The next lesson, `expert_parallel.py`, gives each rank different parameters, and sends it tokens.
@@ -111,7 +112,7 @@ def attend_to_chunk(query, keys, values, mine, theirs):
     later = (theirs[columns] > mine[rows][:, None]).to(scores.device)
     scores = scores.masked_fill(later, -torch.inf)
     # NEW: the tokens before `rows` read nothing of this chunk: a mean of 0, with the weight 0.
-    # (With zigzag, rank 0 has such tokens, so it keeps a little more than rank 1.)
+    # (With zigzag, rank 0 has such tokens, so with these rows it keeps a little more than rank 1.)
     above = (0, 0, rows.start, 0)
     mean = F.pad(scores.softmax(dim=-1) @ values, above)
     log = F.pad(scores.logsumexp(dim=-1, keepdim=True), above, value=-torch.inf)
@@ -124,7 +125,7 @@ def visible(mine, theirs):
     The other scores are masked, so they are not computed. An example with 16 tokens and zigzag:
     rank 0 has 0-3 and 12-15, and rank 1 has 4-11. Of rank 0's queries, the last four read all keys
     of rank 1, so it computes 4 x 8 scores. All queries of rank 1 read the first four keys of rank
-    0, so it computes 8 x 4. Either slice may be empty.
+    0, so it computes 8 x 4. If nothing is read, both slices are empty.
     """
     first = int((mine < theirs[0]).sum())
     end = int((theirs <= mine[-1]).sum())
@@ -302,9 +303,9 @@ def split_tokens(model, attend, mine):
 
 def keep_own_tokens(loader, mine):
     """Leave only this rank's tokens in a loader's rows of text, and in their labels."""
-    # Common/data.py has shifted the labels already: each is the next byte of the text. Here it
-    # would be too late, because the byte after a chunk is on another rank.
-    rows = loader.dataset
+    # Common/data.py has shifted the labels already: each is the next byte of the text. It
+    # would be too late to shift them here, because the byte after a chunk is on another rank.
+    rows = loader.dataset  # its images are bytes of the text
     rows.images = rows.images[:, mine]
     rows.labels = rows.labels[:, mine]
 

@@ -9,8 +9,9 @@ all twelve digits agree), and then what autograd keeps for `backward()` on each 
     rank 1 keeps 10,224,640 bytes
 
 A head of attention uses its own columns of query, key and value, and no others. So the ranks split
-these three layers by columns and the output layer by rows: a pair, as in `tensor_parallel.py`
-(`playground/pages/figures/split.svg`, on the left). The two layers of the MLP are another pair.
+these three layers by columns and the output layer by rows, as the two layers of a pair in
+`tensor_parallel.py` (`playground/pages/figures/split.svg`, on the left). A rank has whole heads, so
+even softmax, which runs over a head's scores, needs no message. The MLP is another pair.
 Between the pairs, a block adds the pair's output to the tokens and computes a LayerNorm, and every
 rank does so for all tokens.
 
@@ -171,6 +172,8 @@ def refuse_state(layer, *_):
 
 
 # You can stop here: what follows only counts, and reads the flags.
+
+
 def show_kept(model, loader, device):
     """Print the bytes that autograd keeps for backward() on each rank, besides the parameters."""
     storages = {}  # the memory behind tensors, by its address

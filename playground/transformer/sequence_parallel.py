@@ -13,22 +13,23 @@ tokens between two pairs of layers. Here each rank does so for its own tokens on
 of `placements.py`, tokens are S1 between the pairs, and not R. So other messages begin and end a
 pair (https://arxiv.org/abs/2205.05198):
 
-    a pair    of head_parallel.py        here, and for backward()
-    begins    nothing, all_reduce        all_gather of all tokens, reduce_scatter
-    ends      all_reduce, nothing        reduce_scatter of the terms, all_gather
+              in head_parallel.py      here
+    a pair    forward     backward     forward                     backward
+    begins    nothing     all_reduce   all_gather of all tokens    reduce_scatter
+    ends      all_reduce  nothing      reduce_scatter of terms     all_gather
 
 By a ring, an all_reduce sends as many bytes as an all_gather and a reduce_scatter together. A tenth
 of the memory is saved here, and not more, because the first layer of a pair keeps its input, which
 is all tokens. Megatron-LM keeps a rank's own tokens, and gathers the others again in `backward()`.
 
 What is not split, such as a LayerNorm, now sees only the tokens of one rank. So its gradient is a
-term (P), and an all_reduce adds up the terms.
+term (P), and an all_reduce adds up the terms. (Only after the last block, a rank has all tokens.)
 
 With `--by dtensor`, PyTorch's DTensor does the same. To clip gradients there, first move those that
 are P to R.
 
 Try breaking it, in a copy beside it, with `--double`, and compare the losses:
-  1. Leave out the line with `register_hook`. Is there an error?
+  1. Leave out the loop with `register_hook`. Is there an error?
   2. In AllTokens, write reduce_scatter in place of own_tokens. Which gradients are wrong?
   3. With `--by dtensor`, leave norm1 and norm2 out of the plan. What is wrong?
 Now repair `fault_many_times_the_gradient.py` in `playground/exercises/`.
@@ -117,8 +118,8 @@ class AllTokens(torch.nn.Module):
 
 def split_by_hand(model, group):
     """Split the blocks of a transformer, and between their pairs of layers the tokens."""
-    # NEW: every rank uses all tokens in a pair, so their gradient is a sum over the ranks. And each
-    # term of a sum gets its gradient, which a rank has for its own tokens, and needs for all.
+    # NEW: every rank uses all tokens in a pair, so their gradient is a sum over the ranks. At its
+    # end, a term has the gradient of the sum. A rank knows it for its own tokens, and needs all.
     begin = (all_gather, reduce_scatter)
     end = (reduce_scatter, all_gather)
     terms = [*model.stage1[0].parameters()]  # the embedding: its gradient comes from own tokens

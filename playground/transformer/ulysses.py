@@ -27,7 +27,7 @@ same parameters and equally many tokens, so DDP averages their gradients.
 
 The number of ranks must divide the heads of the keys and values. In this model, two heads share
 theirs, so four heads allow two ranks. The ring of the next lesson works with any number of heads,
-but sends more bytes (https://arxiv.org/abs/2309.14509).
+but from four ranks on it sends more bytes (https://arxiv.org/abs/2309.14509).
 
 Try breaking it, in a copy beside it, with `--double`, and compare the losses:
   1. Write `parallel = model`, without DDP. Is there an error?
@@ -116,9 +116,9 @@ def split_tokens(model, attend, mine):
 
 def keep_own_tokens(loader, mine):
     """Leave only this rank's tokens in a loader's rows of text, and in their labels."""
-    # NEW: common/data.py has shifted the labels already: each is the next byte of the text. Here it
-    # would be too late, because the byte after a chunk is on another rank.
-    rows = loader.dataset
+    # NEW: common/data.py has shifted the labels already: each is the next byte of the text. It
+    # would be too late to shift them here, because the byte after a chunk is on another rank.
+    rows = loader.dataset  # its images are bytes of the text
     rows.images = rows.images[:, mine]
     rows.labels = rows.labels[:, mine]
 
