@@ -84,7 +84,7 @@ ALL_THE_WORK = "So all of them do the same work. See the sampler."
 REPEATED = """steps {} to {} read what step 1 and after have read, in this order.
   Right without shuffling. Otherwise see set_epoch()."""
 BEGAN = "the ranks began {} steps, and ended {}."
-JOIN = "the ranks made {} steps. Right only inside DDP's join()."
+JOIN = "the ranks made {} steps. Right inside DDP's join(), or if the run was interrupted."
 
 
 def note(folder, most, script, is_module, flags):

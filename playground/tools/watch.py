@@ -23,6 +23,8 @@ With --html FILE, it also writes a page in which you can look at each moment of 
 """
 
 import argparse
+import atexit
+import contextlib
 import fcntl
 import os
 import signal
@@ -40,6 +42,11 @@ sys.path[:] = [*(folder for folder in sys.path if folder != str(HERE)), str(HERE
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise the profiler logs when it starts
 # PyTorch reads this when a group is made: its recorder keeps the last 200 calls.
 os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "200")
+
+ends = []  # the ends of pipes: to be read when the observer has ended, and by which process
+# Python calls the handlers in the opposite order. So those that PyTorch's import adds come first:
+# they end ranks that the script has left behind.
+atexit.register(lambda: [os.read(end, 1) for end, pid in ends if pid == os.getpid()])
 
 from watching.advice import advice_on
 from watching.anywhere import add_script, launched, path_of, run_with
@@ -69,7 +76,8 @@ def read_flags():
         if args.html.is_dir() or not os.access(args.html.parent, os.W_OK):
             parser.error(f"cannot write {args.html}")
     args.record = args.hang is None
-    if args.record and b"profiler.profile(" in args.path.read_bytes():
+    text = args.path.read_bytes()
+    if args.record and b"profiler" in text and b"profile(" in text:
         print("watch: only for hangs, because this script uses the profiler itself", flush=True)
         args.record = False
     return args
@@ -94,47 +102,51 @@ def folder_of_node():
 def start_observer(args, folder):
     """Start the process that shows where the ranks are: in the first process of this node.
 
-    It ends when this process and all ranks have ended. Returns it, and the file whose lock it sees.
+    It ends when this process and all ranks have ended. Returns the file whose lock it sees.
     """
     held = open(folder / "main", "w")  # noqa: SIM115, it stays open
     local_ranks = [os.environ[name] for name in LOCAL_RANK if name in os.environ]
     if launched() and local_ranks[:1] > ["0"]:
-        return None, held
+        return held
     try:
         fcntl.lockf(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:  # no local rank is known, and another process was faster
-        return None, held
+        return held
     command = [sys.executable, HERE / "watching" / "show.py", folder]
     command += [str(args.hang or 20), args.html or "", "recorded" if args.record else ""]
-    # In a session of its own, so that Ctrl-C does not end it before it has shown the ranks.
-    return subprocess.Popen(command, start_new_session=True), held
+    read_end, write_end = os.pipe()
+    # In a session of its own, so that Ctrl-C does not end it before it has shown the ranks. It is
+    # no child of the script, which may wait for all its children: what starts here ends at once.
+    subprocess.Popen(command, start_new_session=True, pass_fds=[write_end]).wait()
+    os.close(write_end)
+    if not launched():
+        ends.append((read_end, os.getpid()))
+    return held
 
 
 def ask_first(folder):
-    """At Ctrl-C, let the observer show where the ranks are, before they are ended.
-
-    Returns what Ctrl-C did before.
-    """
+    """At Ctrl-C, let the observer show where the ranks are, before they are ended."""
 
     def on_interrupt(number, frame):
-        (folder / "ask").touch()
+        with contextlib.suppress(OSError):  # the observer has ended
+            (folder / "ask").touch()
         patience = time.monotonic() + 3
         while (folder / "ask").exists() and time.monotonic() < patience:
             time.sleep(0.05)
         signal.default_int_handler(number, frame)
 
-    return signal.signal(signal.SIGINT, on_interrupt)
+    signal.signal(signal.SIGINT, on_interrupt)
 
 
 def main():
     """Run the script as `python script flags` would, and watch its ranks."""
     args = read_flags()
     folder = folder_of_node()
-    alone = launched() is None
-    if alone:
-        at_interrupt = ask_first(folder)
+    at_interrupt = signal.getsignal(signal.SIGINT)
+    if launched() is None and at_interrupt is signal.default_int_handler:
+        ask_first(folder)
     rank = Rank(folder, args.record)
-    observer, held = start_observer(args, folder)
+    held = start_observer(args, folder)
     settings = str(folder), args.record
     try:
         run_with("watching.inside", settings, args.script, args.is_module, args.flags)
@@ -145,9 +157,7 @@ def main():
     finally:
         rank.stop()
         held.close()
-        if alone:
-            observer.wait()
-            signal.signal(signal.SIGINT, at_interrupt)
+        signal.signal(signal.SIGINT, at_interrupt)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Two ranks that start in different ways, and what rank 1 does: python starts.py HOW WHAT PORT."""
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -55,9 +56,10 @@ def main():
             ranks.append(os.fork())
         if not all(ranks):
             be_a_rank(len(ranks) - 1, *rest)
-            os._exit(0)
-        for each in ranks:
-            os.waitpid(each, 0)
+            sys.exit()
+        with contextlib.suppress(ChildProcessError):
+            while os.wait():  # all children: the tool is none
+                pass
     else:
         context = multiprocessing.get_context(how)
         ranks = [context.Process(target=be_a_rank, args=(rank, *rest)) for rank in range(2)]

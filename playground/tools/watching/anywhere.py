@@ -26,8 +26,8 @@ LAUNCHERS = (  # how they name a process' rank, and the number of ranks
     ("PMI_RANK", "PMI_SIZE"),
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
 )
-# At this signal a rank writes its stack. Programs have handlers of their own for SIGUSR2.
-ASK = getattr(signal, "SIGRTMAX", signal.SIGUSR2)
+# At this signal a rank writes its stack. Programs have handlers of their own for SIGUSR1 and 2.
+ASK = signal.SIGRTMAX if hasattr(signal, "SIGRTMAX") else signal.SIGINFO  # macOS has the latter
 given_up = []  # the error of the tool in this process
 
 

@@ -44,9 +44,11 @@ class Rank(threading.Thread):
         self.path = Path(f"{path}.json")
         rank, size = launched() or (None, 0)
         self.notes = {"pid": os.getpid(), "rank": rank, "size": size, "joined": size > 0}
+        self.notes |= {"parent": os.getppid(), "called": False}
         self.notes |= {"since": time.time(), "calls": [], "stack": "", "end": ""}
         self.notes["script"] = running()
         self.place = None
+        self.earlier = getattr(sys, "last_value", None)  # an error of an earlier cell of a notebook
         self.stopped = threading.Event()
         self.stack = open(f"{path}.stack", "w")  # noqa: SIM115, it stays open
         fcntl.lockf(self.stack, fcntl.LOCK_EX)
@@ -64,6 +66,7 @@ class Rank(threading.Thread):
         self.write()
         self.start()
 
+    @harmless
     def forget(self):
         """Note nothing in a process that was forked from this one, unless it joins a group."""
         Rank.here = None
@@ -71,7 +74,7 @@ class Rank(threading.Thread):
         if self.sees_crashes:
             faulthandler.disable()
         for number in (ASK, signal.SIGINT, signal.SIGTERM):
-            faulthandler.unregister(number)
+            release(number)
         if self.recorder:
             self.recorder.forget()
 
@@ -125,10 +128,15 @@ class Rank(threading.Thread):
 
     def stop(self, error=None):
         """End the notes, because the script has ended, perhaps by an error."""
-        if self.stopped.is_set():
-            return
+        if Rank.here is not self or self.stopped.is_set():
+            return  # this process was forked from it, or it has ended
         error = error or sys.exc_info()[1] or getattr(sys, "last_value", None)
-        if self.recorder:
+        if isinstance(error, SystemExit) and error.__context__:
+            error = error.__context__  # mp.spawn ends a rank that has failed by sys.exit()
+        if error is self.earlier or not getattr(error, "code", True):  # sys.exit(0) is no error
+            error = None
+        # The profiler waits for a GPU, which may wait for a message that never comes.
+        if self.recorder and not (error and torch.cuda.is_initialized()):
             self.recorder.stop()
         self.stopped.set()
         self.join()
@@ -136,16 +144,15 @@ class Rank(threading.Thread):
         if given_up:
             self.path.unlink(missing_ok=True)
         os._exit = self.exit
-        faulthandler.unregister(signal.SIGINT)  # not ASK, which would end the process then
+        release(signal.SIGINT)  # not ASK, which would end the process then
+        release(signal.SIGTERM)
         fcntl.lockf(self.stack, fcntl.LOCK_UN)
 
     @harmless
     def note_end(self, error):
         """Note how this process ends."""
         self.notes |= {"end": "well", "calls": last_calls() or self.notes["calls"]}
-        if isinstance(error, SystemExit) and error.__context__:
-            error = error.__context__  # mp.spawn ends a rank that has failed by sys.exit()
-        if error and getattr(error, "code", True):  # sys.exit(0) is no error
+        if error:
             words = f"{type(error).__name__}: {error}"
             self.notes["end"] = words.split("\n")[0].removesuffix(": ")
             self.notes["stack"] = as_text(reversed([*traceback.walk_tb(error.__traceback__)]))
@@ -157,7 +164,7 @@ def joins(rank, size, folder, record):
     own = Rank.here or Rank(folder, record)
     if min(rank, size) >= 0:
         own.notes |= {"rank": rank, "size": size}
-    own.notes |= {"joined": True, "script": running()}
+    own.notes |= {"joined": True, "called": True, "script": running()}
     own.write()
     if own.recorder:  # before the others wait for this rank, because the profiler starts slowly
         own.recorder.begin()
@@ -168,6 +175,13 @@ def has_joined():
     own = Rank.here
     own.notes |= {"rank": dist.get_rank(), "size": dist.get_world_size()}
     own.write()
+
+
+def release(number):
+    """Write no stack at a signal any more. What the script does at it stays."""
+    handler = signal.getsignal(number)
+    if faulthandler.unregister(number) and handler is not None:
+        signal.signal(number, handler)
 
 
 def outwards(frame):

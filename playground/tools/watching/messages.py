@@ -5,6 +5,7 @@ operation before it runs, also those of batch_isend_irecv, hooks, DDP and DTenso
 of torch.distributed is replaced.
 """
 
+import contextlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -233,7 +234,9 @@ def recorded_calls() -> list[dict[str, Any]]:
 
 def last_calls() -> list[str]:
     """Return the last three collectives of this rank: number, group, name, shapes and state."""
-    return [call_in_words(entry) for entry in recorded_calls()[-3:]]
+    with contextlib.suppress(KeyError, ValueError):  # another thread may end the group just now
+        return [call_in_words(entry) for entry in recorded_calls()[-3:]]
+    return []
 
 
 def call_in_words(entry: dict[str, Any]) -> str:

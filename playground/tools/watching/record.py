@@ -110,8 +110,11 @@ class Recorder:
     def forget(self):
         """Record nothing, because this process was forked from the one that is recorded."""
         self.done = True
-        self.profiler = None
-        self.messages.most = 0
+        if self.noting:
+            self.messages.__exit__(None, None, None)
+        if self.profiler:
+            torch._C._autograd._enable_record_function(False)
+            self.profiler = None
 
     def begin(self):
         """Record from here on, because this process joins a group."""
@@ -158,7 +161,9 @@ class Recorder:
         self.noting = True
 
     def start_profiler(self):
-        """Start to record when operations begin and end."""
+        """Start to record when operations begin and end, unless the script does so itself."""
+        if torch.autograd._profiler_enabled():
+            return
         self.profiler = torch.profiler.profile()
         self.profiler.start()
 

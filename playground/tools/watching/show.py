@@ -20,6 +20,9 @@ from itertools import islice, pairwise
 from operator import itemgetter
 from pathlib import Path
 
+if __name__ == "__main__" and os.fork():
+    os._exit(0)  # see watch.py: the process that has started this waits for its end
+
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import psutil
@@ -55,7 +58,9 @@ def read_notes(folder):
             notes |= {"path": path, "alive": held and not notes["end"]}
             notes["gone"] = not held and not notes["end"]
             found.append(notes)
-    ranks = [notes for notes in found if notes["joined"]] or found
+    # A launcher may start one process on a node, which starts the ranks.
+    parents = {notes["parent"] for notes in found if notes["called"]}
+    ranks = [notes for notes in found if notes["joined"] and notes["pid"] not in parents] or found
     return sorted(ranks, key=lambda notes: (notes["rank"] is None, notes["rank"], notes["pid"]))
 
 
@@ -84,12 +89,13 @@ def ask_stacks(ranks):
         _, crashed, crash = stack.partition("Fatal Python error: ")
         if notes["gone"] and crashed:
             notes["crash"], _, notes["stack"] = crash.partition("\n")
-        elif notes["gone"]:
+        elif notes["gone"] and notes["file"].stat().st_mtime > notes["path"].stat().st_mtime:
             notes["stack"] = stack or notes["stack"]
 
 
 def own_lines(stack, script):
     """Return the lines of the script's own files in a stack, and in which function they wait."""
+    stack = stack.partition("Current thread's C stack")[0]  # which Python 3.14 adds
     main_thread = stack.rpartition("most recent call first")[2]  # it is the last one
     # faulthandler has \xfc for a letter that is not in ASCII.
     escapes = r"\\(x[\da-f]{2}|u[\da-f]{4}|U[\da-f]{8})"
@@ -149,10 +155,9 @@ def show_ranks(ranks, reason):
 
 def waits(notes):
     """Return whether a process has ended, or is no rank and waits for those that it has started."""
-    if notes["alive"] and not notes["joined"]:
+    if notes["alive"] and not notes["called"]:
         with contextlib.suppress(psutil.NoSuchProcess):
-            children = psutil.Process(notes["pid"]).children()
-            return any(child.pid != os.getpid() for child in children)
+            return bool(psutil.Process(notes["pid"]).children())
     return not notes["alive"]
 
 

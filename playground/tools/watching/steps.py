@@ -185,7 +185,8 @@ class Notes:
         for model in self.models:
             row["kinds"] += {type(each).__name__ for each in model.modules() if acts(each)}
             if isinstance(model, nn.parallel.DistributedDataParallel):
-                row["ddp"] = model.process_group.size() == dist.get_world_size()
+                of_all = model.process_group.size() == dist.get_world_size()
+                row["ddp"] = of_all and not model.parameters_to_ignore
             for name, parameter in model.named_parameters():
                 name = WRAPPERS.sub("", name)
                 names[parameter] = max(names.get(parameter, ""), name, key=len)
