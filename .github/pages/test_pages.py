@@ -84,10 +84,11 @@ def test_a_recorded_run_has_the_lines_of_its_lesson(name):
     """The lesson has changed since, if this fails: record it again."""
     recorded = json.loads((recordings.RECORDED / f"{name}.json").read_text())
     command = recordings.RECORDINGS[name].command
-    lines = (ROOT / re.search(r"page.html (\S+)", command)[1]).read_text().splitlines()
-    for number, text in recorded["text_of"].items():
-        line = lines[int(number) - 1].partition("  #")[0].strip()
-        assert text in ("", f"{number}: {line}")
+    for place, text in recorded["text_of"].items():
+        *file, number = place.split(":")
+        path = f"common/{file[0]}" if file else re.search(r"page.html (\S+)", command)[1]
+        line = (ROOT / path).read_text().splitlines()[int(number or 0) - 1]
+        assert text in ("", f"{place}: {line.partition('  #')[0].strip()}")
 
 
 @pytest.mark.parametrize("name", ["deadlock", "bucket", "pipeline"])

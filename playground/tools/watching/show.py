@@ -516,11 +516,19 @@ def lines_during(record, spans):
 
 def write_page(path, title, records, step, tables, waits):
     """Write a page that shows all ranks over time."""
-    kept = ("rank", "steps", "computing", "waits", "calls", "lines")
+    kept = ("rank", "steps", "computing", "waits")
     ranks = [{name: record[name] for name in kept} for record in records]
-    lines = {line for record in records for _, line in record["lines"]}
-    lines |= {call.get("line", "") for record in records for call in record["calls"]}
-    text_of = {line: code_of(records[0], line) for line in lines}
+    text_of = {"": ""}
+
+    def named(place):
+        """Return a short name of a line, without folders."""
+        name = place.rpartition("/")[2].removeprefix(":")
+        text_of[name] = code_of(records[0], place)
+        return name
+
+    for rank, record in zip(ranks, records, strict=True):
+        rank["lines"] = [[since, named(place)] for since, place in record["lines"]]
+        rank["calls"] = [call | {"line": named(call.get("line", ""))} for call in record["calls"]]
     data = {"title": title, "ranks": ranks, "step": step, "tables": list(tables.items())}
     words = json.dumps(data | {"longest": waits, "text_of": text_of}, separators=(",", ":"))
     # A line of the script may hold "</script>", which would end the page's.
@@ -560,11 +568,11 @@ def main():
         if failed and all_well and not was_interrupted:
             all_well = False
             known = all((notes["path"], notes["since"]) in shown for notes in ranks)
+            patience = time.time() + 3  # the others may have an error because of it
+            while time.time() < patience and any(notes["alive"] for notes in ranks):
+                time.sleep(0.1)
+                ranks = read_notes(folder)
             if not known and any(notes["gone"] or notes["end"] == "well" for notes in ranks):
-                patience = time.time() + 1  # the others may have an error because of it
-                while time.time() < patience and any(notes["alive"] for notes in ranks):
-                    time.sleep(0.1)
-                    ranks = read_notes(folder)
                 ended = [x for x in ranks if x["gone"]] or failed  # the others end because of it
                 who = name_of(ended[0]).partition(" (")[0]
                 show_ranks(ranks, f"{who} did not end well.")
