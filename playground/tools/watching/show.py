@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import textwrap
 import time
@@ -20,8 +21,10 @@ from itertools import islice, pairwise
 from operator import itemgetter
 from pathlib import Path
 
-if __name__ == "__main__" and os.fork():
-    os._exit(0)  # see watch.py: the process that has started this waits for its end
+if __name__ == "__main__" and sys.argv[-1] != "detached":
+    # See watch.py: this process ends at once, and the observer is no child of the script.
+    subprocess.Popen([sys.executable, *sys.argv, "detached"], close_fds=False)
+    os._exit(0)
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
@@ -542,7 +545,7 @@ def main():
     """Look at the notes ten times a second, until no rank is left."""
     if sys.stdout:  # it may be closed, and a line of the script may not be in ASCII
         sys.stdout.reconfigure(errors="backslashreplace")
-    folder, seconds, page, records_too = Path(sys.argv[1]), float(sys.argv[2]), *sys.argv[3:]
+    folder, seconds, page, records_too = Path(sys.argv[1]), float(sys.argv[2]), *sys.argv[3:5]
     shown = set()  # which ranks have been shown, and since when they had been at one place
     was_interrupted = False
     all_well = True
