@@ -245,7 +245,7 @@ def test_nothing_to_record(tmp_path):
     for job in [Lesson("watch", script, rank, env=path) for rank in range(2)]:
         done = job.wait(60)
         assert done.returncode == 0 and "done" in done.stdout.splitlines()
-        assert "notes nothing more, but goes on: TypeError" in done.stderr
+        assert "notes nothing more, and continues: TypeError" in done.stderr
 
 
 def test_a_module(tmp_path, monkeypatch):

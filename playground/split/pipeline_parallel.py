@@ -20,8 +20,9 @@ of a rank, with 4 micro-batches (`playground/pages/figures/schedules.svg` shows 
 
 - `GPipe` has the same bubble, and keeps the activations of all micro-batches. On rank 0:
   F0 F1 F2 F3 B0 B1 B2 B3
-- `Interleaved1F1B` has two stages of half the layers on each rank, with their number in front, on
-  rank 0 the stages 0 and 2: about half the bubble, more messages (https://arxiv.org/abs/2104.04473):
+- `Interleaved1F1B` has two stages of half the layers on each rank, here 0 and 2, with their number
+  in front. That is about half the bubble, and more messages (https://arxiv.org/abs/2104.04473).
+  On rank 0:
   0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3
 - `InterleavedZeroBubble` also splits each backward pass. I computes the gradient of the input, for
   which the previous stage waits. W computes those of the parameters, for which no rank waits, so it

@@ -12,7 +12,7 @@ several nodes, each shows its own ranks. On GPUs it shows no times. (Only --hang
 A script that trains is recorded for a few steps, after the first ones, which are slower. A step
 ends when the (first) optimizer has changed the parameters. A script without an optimizer is
 recorded from init_process_group to its end, at most for 10,000 operations. Bytes are those of the
-tensors that a rank passes to its calls, and lines are those of the script's own file.
+tensors that a rank passes to its calls. A call's line is the innermost one of your own files.
 
 If a rank stays in one call for 20 seconds, watch.py prints for each rank of this node the lines of
 your files at which it is, and the last collectives that it has called. It does the same when a rank

@@ -40,7 +40,7 @@ def harmless(function):
             return None if given_up else function(*args, **named)
         except Exception as error:
             given_up.append(error)
-            what = f"process {os.getpid()} notes nothing more, but goes on"
+            what = f"process {os.getpid()} notes nothing more, and continues"
             print(f"watching: {what}: {error!r}", file=sys.stderr)
 
     return guarded
