@@ -88,7 +88,8 @@ class SplitBlock(torch.nn.Module):
         attention = self.attention
         *mlp_columns, mlp_row = mlp_layers(self.mlp).values()
         for layer in (attention.query, attention.key, attention.value, *mlp_columns):
-            # NEW: the columns of a head follow each other, so each rank gets whole heads.
+            # NEW: the columns of a head follow each other, so each rank gets whole heads. Attention
+            # divides its columns by the size of a head, so here it finds n times fewer.
             layer.weight = keep_shard(layer.weight, dim=0, group=group)
             if layer.bias is not None:
                 layer.bias = keep_shard(layer.bias, dim=0, group=group)

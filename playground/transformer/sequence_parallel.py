@@ -23,7 +23,7 @@ of the memory is saved here, and not more, because the first layer of a pair kee
 is all tokens. Megatron-LM keeps a rank's own tokens, and gathers the others again in `backward()`.
 
 What is not split, such as a LayerNorm, now sees only the tokens of one rank. So its gradient is a
-term (P), and an all_reduce adds up the terms. (Only after the last block, a rank has all tokens.)
+term (P), and an all_reduce adds up the terms. After the last block, each rank gets all tokens.
 
 With `--by dtensor`, PyTorch's DTensor does the same. To clip gradients there, first move those that
 are P to R.
@@ -265,7 +265,8 @@ class SplitBlock(torch.nn.Module):
         attention = self.attention
         *mlp_columns, mlp_row = mlp_layers(self.mlp).values()
         for layer in (attention.query, attention.key, attention.value, *mlp_columns):
-            # The columns of a head follow each other, so each rank gets whole heads.
+            # The columns of a head follow each other, so each rank gets whole heads. Attention
+            # divides its columns by the size of a head, so here it finds n times fewer.
             layer.weight = keep_shard(layer.weight, dim=0, group=group)
             if layer.bias is not None:
                 layer.bias = keep_shard(layer.bias, dim=0, group=group)
