@@ -56,23 +56,37 @@ def run_fault(fault, folder, *watch, **options):
     return rows, done.stderr
 
 
-@pytest.mark.parametrize("fault", FOUND)
-def test_a_hang(fault, tmp_path):
-    """The lesson shows the line of each rank, and its call that is not done. So does watch.py."""
-    rows, said = run_fault(fault, tmp_path, "watch", "--hang", 2)
-    if "nothing" in rows["stacks"]:  # a rank was ending already when it wrote its last note
-        rows, said = run_fault(fault, tmp_path, "watch", "--hang", 2)
+def seen(fault, folder):
+    """Return, for each rank, the line in its last note, and watch.py's and both pending calls."""
+    rows, said = run_fault(fault, folder, "watch", "--hang", 2)
     assert rows["process"] == ["was there"] * 3, (rows, said)
     watched = places(said.rpartition("watch: no progress")[2])
-    for rank, (code, call) in enumerate(FOUND[fault]):
-        number = number_of(fault, code)
-        assert rows["stacks"][rank] == f"line {number}: {code}"
-        assert re.search(rf"line {number} in \w+: {re.escape(code)}\n    now in ", watched[rank])
-        for calls in (rows["recorder"][rank], watched[rank]):
-            last = calls.replace("(", "[").replace(")", "]").rpartition("#")
-            pending = "".join(last[1:]) if "not done" in calls else None
-            assert (call is None) == (pending is None)
-            assert call is None or call in pending
+    pending = []
+    for calls in (*rows["recorder"], *map(watched.get, range(3))):
+        last = calls.replace("(", "[").replace(")", "]").rpartition("#")
+        pending.append("".join(last[1:]) if "not done" in calls else "")
+    return rows["stacks"], watched, pending[:3], pending[3:]
+
+
+@pytest.mark.parametrize("fault", FOUND)
+def test_a_hang(fault, tmp_path):
+    """The lesson shows the line of each rank, and its call that is not done. So does watch.py.
+
+    A rank may be ending already when it writes its last note. That happens by chance, not always.
+    """
+    for attempt in range(3):
+        try:
+            stacks, watched, *pending = seen(fault, tmp_path)
+            for rank, (code, call) in enumerate(FOUND[fault]):
+                line = f"line {number_of(fault, code)}"
+                assert stacks[rank] == f"{line}: {code}"
+                assert re.search(rf"{line} in \w+: {re.escape(code)}\n    now in ", watched[rank])
+                for calls in pending:
+                    assert call in calls[rank] if call else not calls[rank]
+            return
+        except AssertionError:
+            if attempt == 2:
+                raise
 
 
 def test_a_killed_rank(tmp_path):

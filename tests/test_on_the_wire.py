@@ -30,7 +30,7 @@ def sent(nodes):
 def bytes_of_a_step(lesson, nodes):
     """Return the bytes that a rank sends in a step: two runs differ in nothing but their steps."""
     of_runs = []
-    for steps in (10, 50):
+    for steps in (10, 250):
         before = sent(nodes)
         flags = (*DIGITS, "--epochs", 1, "--batch_size", IMAGES // steps)
         # Otherwise the host's name may have an address outside.
@@ -38,7 +38,7 @@ def bytes_of_a_step(lesson, nodes):
             done = job.wait()
             assert done.returncode == 0, done.stderr
         of_runs.append(sent(nodes) - before)
-    return (of_runs[1] - of_runs[0]) / 40 / 2
+    return (of_runs[1] - of_runs[0]) / 240 / 2
 
 
 def numbers_of_the_page():
