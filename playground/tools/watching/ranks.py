@@ -110,6 +110,17 @@ def call(
         RuntimeError: if a rank fails, with its traceback.
         TimeoutError: if the ranks wait for too long, with the line of each.
     """
+    try:
+        return _call_once(function, world_size, args, group, seconds)
+    except RuntimeError as error:
+        # On a busy machine, it happens that gloo's ranks do not reach each other at once.
+        if "connectFullMesh failed" not in str(error):
+            raise
+    return _call_once(function, world_size, args, group, seconds)
+
+
+def _call_once(function, world_size, args, group, seconds):
+    """Do what call() does, with new processes."""
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         settings = function, args, f"file://{folder}/meet" if group else None, world_size
