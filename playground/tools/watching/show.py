@@ -184,6 +184,8 @@ def show_records(paths, page, all_ended_well=True):
     for record in records:
         find_steps(record)
     records = [record for record in records if record["steps"]]
+    # A rank that only generates, or keeps parameters for the others, has no steps to compare.
+    records = [record for record in records if record["borders"]] or records
     if not records:
         return
     calls_of = match_calls(records)
@@ -196,9 +198,9 @@ def show_records(paths, page, all_ended_well=True):
         what = f"step {number + 1} of the {len(records[0]['steps'])} that were recorded"
     title = f"{Path(records[0]['script']).name}, {what}, {(end - begin) / 1000:.2f} ms"
     text = ["", f"watch: {title}"]
-    missing = ranks_that_are_missing(records)
+    missing = sorted({*ranks_that_are_missing(records), *of_rank} - {r["rank"] for r in records})
     if missing:
-        why = "on another node, ended by a signal, or started in another way"
+        why = "on another node, without optimizer, ended by a signal, or started in another way"
         text.append(f"(Nothing is recorded here of {ranks_in_words(missing)}: {why}.)")
     if any("group" not in call for record in records for call in record["calls"]):
         unknown = "bytes, groups and lines of some are unknown"
