@@ -220,18 +220,6 @@ fully_sharded_export 2 | 2 | -s TMP/c.pt
     dist.destroy => weight = torch.load(args.savefile)["model"]["stage2.0.weight"]\n    ...
     dist.destroy => print("saved", weight.to_local().shape)\n    ...
     prints saved torch.Size([32, 64])
-sharded_muon 1 | 2 | --by gather
-    update.full_tensor() => update.to_local()
-    results.append(whole[ => results.append(whole)\n        continue\n        ...
-    loss 0.9729
-sharded_muon 2 | 2
-    rows = F.pad(rows, => pad = (rows,
-    same
-sharded_muon 3 | 2
-    wholes = [None if whole is None else orthogonalize(whole) for whole in wholes]\n => \n
-    tall = matrix.shape => if matrix is None:\n        return None\n    ...
-    append(scatter_rows(whole, => append(scatter_rows(orthogonalize(whole),
-    same
 manual_pipeline 1 | 2
     labels) * len(labels) / self.batch_size => labels)
     differs
@@ -409,6 +397,19 @@ token_mean 2 | 2 | --micro_batches 4
 token_mean 3 | 2 | --packed
     keep_apart(model)\n    if => pass\n    if
     differs
+trainer_and_generator 1 | 2
+    for _ in range(args.steps): => for step in range(args.steps):
+    receive_weights(model)\n => step or receive_weights(model)\n
+    send_weights(model, generator)\n => step or send_weights(model, generator)\n
+    prints ratio 1 +- 0.248
+    says 0.298
+trainer_and_generator 2 | 2 | --stale
+    new - old => new - new.detach()
+    says reward 0.997
+trainer_and_generator 3 | 3
+    advantages = (rewards => rewards = rewards[own]\n    advantages = (rewards
+    advantages[own, None] => advantages[:, None]
+    says 0.083
 vocabulary_parallel 1 | 2
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group) => pass
     differs

@@ -67,7 +67,8 @@ def chosen(main, monkeypatch):
         for stub, function in stubs.items():
             if hasattr(lesson, stub):
                 monkeypatch.setattr(lesson, stub, function)
-        env = launched(1) if by_torchrun(path) else {}
+        needed = 2 if name == "trainer_and_generator" else 1
+        env = launched(needed) if by_torchrun(path) else {}
         main(name, *flags, status=STOPPED, env=env)
         return seen["args"]
 
@@ -87,8 +88,8 @@ def test_apples_gpu(monkeypatch):
 def test_the_device(lesson, machine, main, chosen):
     """A lesson uses the GPU if there is one whose driver works, and the CPU otherwise.
 
-    The p2p lessons need two GPUs, and three lessons take them only if they are told to. If no GPU
-    works, --device cuda ends with status 2 and one line.
+    Lessons that only talk need two GPUs, and three lessons take them only if they are told to. If
+    no GPU works, --device cuda ends with status 2 and one line.
     """
     flags = () if lesson in TALKING else ("--batch_size", 120)
     for gpus, works in [(8, False), (1, True), (2, True)]:

@@ -105,7 +105,8 @@ mixed_precision 2; --double --precision bfloat16; leave out --precision
 mixed_precision 2; --clip -1; --clip & 0 or more
 sharded_data 7; ; 7 ranks cannot divide --batch_size 120: use --batch_size 119
 sharded_data 2; --files /none; not all files are in /none/digits & python & --files /none --make
-sharded_muon 2; --layers 1; no layer between & use --layers 2
+trainer_and_generator 1; ; two ranks: use --nproc-per-node 2
+trainer_and_generator 4; --rows 32; 3 trainers cannot divide --rows 32: use --rows 33
 fully_sharded_checkpoints 3; --async_save; --async_save & --run_dir
 fully_sharded_export 3; --savefile /proc/c/c.pt; cannot write /proc/c/c.pt
 manual_pipeline 2; --schedule F0,F1,B0,B1; 2 ranks need GPipe, 1F1B, or 2 lists
@@ -123,7 +124,9 @@ def test_wrong_flags(row, main):
     lesson, *ranks = words.split()
     env = launched(int(ranks[0])) if ranks else launched(3) if by_torchrun(lesson) else None
     dataset = "digits" if "--model" in flags else small_data(lesson)
-    base = ("--dataset", dataset, "--device", "cpu", "--batch_size", 120) if ranks else ()
+    base = ("--dataset", dataset, "--device", "cpu", "--batch_size", 120)
+    if not ranks or talks(lesson):
+        base = ()
     one_line(main(lesson, *base, *flags.split(), env=env), *expected.split(" & "))
 
 

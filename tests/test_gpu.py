@@ -81,8 +81,6 @@ ROWS = {  # a lesson with its flags, and on how many GPUs it runs; those that ta
     "fully_sharded_data_parallel --meta": (1, 2),
     "fully_sharded_checkpoints": (1, 2),
     "fully_sharded_export": (1, 2),
-    "sharded_muon": (1, 2),
-    "sharded_muon --by dtensor": (1, 2),
     "tensor_parallel --by hand --model cnn": (1, 2),
     "tensor_parallel --by dtensor": (1, 2),
     "hybrid_parallel --mesh 1x2": (2,),
@@ -193,6 +191,7 @@ def test_all_lessons_are_here():
     others = {"blocking_p2p", "nonblocking_p2p", "placements", "message_gradients", "resnet"}
     others |= {"finding_hangs", "thousand_ranks"}  # the latter computes nothing
     others |= {"survivors"}  # sends by gloo, from CPUs
+    others |= {"trainer_and_generator"}  # draws other numbers on a GPU
     assert {row.split()[0] for row in ROWS} | others == set(LESSONS)
 
 
@@ -253,6 +252,14 @@ def test_the_resnet_lesson(change):
     [expected] = epochs(run(copy, *flags, *CPU, processes=1).stdout)
     assert found["loss"] == pytest.approx(expected["loss"], abs=2e-4)
     assert 2 < epochs(output(start(copy, *flags)))[0]["loss"] < 4
+
+
+def test_weights_go_to_another_gpu():
+    """The generator's text has the ratio 1, and its rewards rise."""
+    out = output(start("trainer_and_generator"))
+    rows = re.findall(r"^step \d+/40  reward (\d\.\d+)  ratio 1 \+- (\d\.\d+),", out, re.M)
+    assert len(rows) == 4 and {ratio for _, ratio in rows} == {"0.000"}
+    assert float(rows[0][0]) < 0.3 < 0.6 < float(rows[-1][0])
 
 
 def test_checkpoints_move_between_gpu_and_cpu(tmp_path):

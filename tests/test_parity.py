@@ -78,7 +78,6 @@ MODEL["transformer"] = (*MODEL["mlp"], "--model", "transformer", "--tokens", 8, 
 MODEL["language"] = (*MODEL["mlp"][2:], "--model", "language", "--width", 16)
 NO_PARITY = {
     "single_gpu",
-    "sharded_muon",  # has an optimizer of its own. test_sharded_muon.py compares its ways
     "resnet",  # has batch norm
     "token_mean",  # has batches of paragraphs. test_token_mean.py compares its runs
 }

@@ -30,7 +30,7 @@ Try breaking it, in a copy beside it:
   2. In `save_file`, leave out `full_state_dict=True`. What is in the file?
 
 Builds on: fully_sharded_checkpoints.py
-The next lesson, `sharded_muon.py`, has an optimizer that needs whole matrices.
+The next lesson, `manual_pipeline.py`, has a process for each stage of a model.
 """
 
 import json
