@@ -34,6 +34,8 @@ Try breaking it, in a copy beside it:
   1. Send and receive the weights in the first step only. What do the ratios tell?
   2. With `--stale`, write `(new - new.detach()).exp()`. What is gained, and what is lost?
   3. Compute the advantages from `rows[own]` alone. With which numbers of trainers is it wrong?
+  4. In `write`, add `torch.autocast("cpu", torch.bfloat16)` to `no_grad()`. What do the ratios say?
+  5. Let only trainer 0 of two call `full_tensor()`. Where does each rank wait?
 
 Builds on: fully_sharded_data_parallel.py
 The next lesson, `vocabulary_parallel.py`, splits the layers that have a row for each word.
@@ -134,7 +136,7 @@ def run_trainer(model, rows, old, trainers, args):
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, fused=True)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3, fused=True)
     generator = dist.get_world_size() - 1
     own = slice(dist.get_rank(), None, generator)  # every n-th row, for n trainers
     apart = torch.zeros(2, dtype=old.dtype, device=rows.device)
@@ -182,10 +184,9 @@ def show_step(step, rows, apart, trainers, args):
     if dist.get_rank() == 0 and (step + 1) % 10 == 0:
         digits = 12 if args.double else 3
         text = re.sub(rb"[^ -~]", b"?", bytes(rows[0, 1:].tolist())).decode()
-        first, second = apart.tolist()
         print(
             f"step {step + 1}/{args.steps}  reward {reward(rows).mean():.{digits}f}"
-            f"  ratio 1 +- {first:.{digits}f}, {second:.{digits}f}  | {text}",
+            f"  ratio 1 +- {apart[0]:.{digits}f}, {apart[1]:.{digits}f}  | {text}",
             flush=True,
         )
 
@@ -196,7 +197,6 @@ def add_flags(parser):
     add("--stale", action="store_true", help="write the next rows while the last ones train")
     add("--steps", type=flags.positive, default=40, help="how often weights are sent")
     add("--rows", type=flags.positive, default=32, help="rows that are written in a step")
-    add("--lr", type=flags.number, default=3e-3, help="Adam's learning rate")
     add("--double", action="store_true", help="compute in float64, and print 12 digits")
     device = flags.accelerator() if torch.accelerator.device_count() > 1 else "cpu"
     add("--device", type=flags.device, default=device, help="default: cpu with fewer than two GPUs")
