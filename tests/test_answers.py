@@ -160,12 +160,13 @@ survivors 3 | 3 | --batch_size 128 --port 8904
 sending_less 1 | 2 | --by diloco
     agreed - parameter => parameter - agreed
     loss 2.2781
-sending_less 2 | 2 | --by powersgd --epochs 10
-    matrix_approximation_rank=4 => matrix_approximation_rank=1
-    says 91.92%
-sending_less 2 | 2 | --by powersgd --epochs 10
-    matrix_approximation_rank=4 => matrix_approximation_rank=1, use_error_feedback=False
-    says 86.53%
+sending_less 2 | 2
+    model = DistributedDataParallel(model)\n => ...\n        model.register_comm_hook(None, HOOK)\n
+    class LocalSteps => IMPORT\n\n\n...
+    IMPORT => from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import HOOK
+    HOOK) => bf16_compress_hook)
+    import HOOK => import bf16_compress_hook
+    loss 1.4058
 sharded_data 1 | 2 | --workers 1 --files TMP
     first sharded_data --make --files TMP
     manual_seed(seed + epoch) => manual_seed(seed + epoch + rank)

@@ -9,7 +9,6 @@ import expert_parallel
 import manual_data_parallel
 import manual_fully_sharded
 import overlapped_data_parallel
-import profile_steps
 import pytest
 import sharded_optimizer
 import torch
@@ -52,8 +51,6 @@ def on_a_rank(rank, frozen, once, twice):
     ways = (
         lambda model: manual_data_parallel.average_gradients,
         lambda model: manual_data_parallel.average_in_one_bucket,
-        lambda model: profile_steps.average_gradients,
-        lambda model: profile_steps.average_in_one_bucket,
         lambda model: expert_parallel.average_gradients,
         lambda model: overlapped_data_parallel.EachGradient(model).finish,
         lambda model: overlapped_data_parallel.Buckets(model, 1e-4).finish,

@@ -51,8 +51,7 @@ tensor_parallel; 2; cnn
 tensor_parallel --by dtensor; 2; mlp
 hybrid_parallel; 4; mlp
 hybrid_parallel --kind hsdp; 4; transformer
-profile_steps --average bucket; 3; mlp
-profile_steps --average each; 2; mlp
+profile_steps; 3; mlp
 sending_less; 3; transformer
 sharded_data --workers 1; 2; language
 mixed_precision --precision full --sharded; 3; language

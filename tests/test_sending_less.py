@@ -1,4 +1,4 @@
-"""sending_less.py: when its ways agree to the last digit, and what each sends.
+"""sending_less.py: when its ways agree to the last digit, and what local SGD sends.
 
 test_answers.py has DiLoCo's steps.
 """
@@ -7,20 +7,15 @@ import json
 import re
 from itertools import pairwise
 from statistics import median
-from unittest import mock
 
 import pytest
 import sending_less
-import torch
-import torch.distributed as dist
 from conftest import DIGITS, ROOT, losses, run
 from nodes import need
-from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from common.models import MLP
 from figures import sending_less as picture
-from watching.ranks import call
 
 SGD = (*DIGITS, "--batch_size", 120, "--epochs", 2, "--double", "--sgd", "--lr", 0.1)
 SAME = [
@@ -46,34 +41,6 @@ def test_batches_are_counted_and_not_steps():
     for batch in loader:
         seen.append(batch)  # no step at all
     assert agreed == [3, 6, 7]
-
-
-SIZE = 236_840  # bytes of the MLP's gradients, as the docstring has it
-THIN = 4 * 4 * (784 + 64 + 64 + 64 + 64 + 64 + 64 + 10)  # of P and Q for its four matrices
-SENT = {"bf16": SIZE / 2, "powersgd": THIN + 4 * (64 + 64 + 64 + 10)}  # with the four biases
-
-
-def hooked(rank):
-    """Add up the bytes that each hook sends in the eleventh step."""
-    sent = []
-    send = dist.all_reduce
-
-    def note(tensor, **options):
-        sent.append(tensor.nbytes)
-        return send(tensor, **options)
-
-    for by, expected in SENT.items():
-        model = sending_less.with_hook(MLP(), by)
-        with mock.patch.object(dist, "all_reduce", note):
-            for _ in range(11):
-                sent.clear()
-                F.cross_entropy(model(torch.rand(8, 1, 28, 28)), torch.arange(8)).backward()
-        assert sum(sent) == expected, by
-
-
-def test_what_the_hooks_send():
-    """All gradients in 16 bits, or two thin matrices for each of the four matrices."""
-    call(hooked, 2)
 
 
 def test_bytes_on_the_wire():

@@ -18,10 +18,8 @@ step, and not the throughput (images/s).
 
 DDP hides a part of its messages, because it sends a bucket as soon as all of its gradients are
 complete (`playground/pages/figures/overlap.svg`). On CPUs, messages slow the computing a little,
-because both use the same cores. Add one of these flags, and almost nothing is hidden:
-    --bucket_cap_mb 1000    a single bucket of DDP, which is complete only when backward() ends
-    --average bucket        one long message after backward(), as in manual_data_parallel.py
-    --average each          a message for each gradient after backward()
+because both use the same cores. Add `--bucket_cap_mb 1000`, and almost nothing is hidden, because a
+single bucket is complete only when backward() ends.
 
 Each rank writes what the profiler has recorded, a trace, to `traces/rank0.json`,
 `traces/rank1.json`, and so on. Open such a file at https://ui.perfetto.dev, which does not upload
@@ -43,7 +41,6 @@ import statistics
 import sys
 import time
 from datetime import timedelta
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -67,9 +64,8 @@ def train(args):
     train_loader, test_loader = loaders(args, rank, dist.get_world_size())
     torch.manual_seed(args.seed)
     model = make_model(args).to(device)
-    if args.average == "ddp":
-        # NEW: with bucket_cap_mb=None, DDP chooses the size of the buckets.
-        model = DistributedDataParallel(model, bucket_cap_mb=args.bucket_cap_mb)
+    # NEW: with bucket_cap_mb=None, DDP chooses the size of the buckets.
+    model = DistributedDataParallel(model, bucket_cap_mb=args.bucket_cap_mb)
     torch.manual_seed(args.seed + rank)  # dropout, if there is any, must differ between ranks
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
     # NEW: the first five steps are warmup and are not kept, because they are slower. Then ten are
@@ -79,29 +75,17 @@ def train(args):
     schedule = torch.profiler.schedule(wait=0, warmup=warmup, active=active, repeat=1)
     # acc_events=True only avoids a false warning of older versions of PyTorch.
     with torch.profiler.profile(schedule=schedule, acc_events=True) as profiler:
-        # NEW: fit_epoch() hands this function to run_epoch() in place of the optimizer.
-        step = partial(make_step, model, optimizer, AVERAGE.get(args.average), profiler)
         for epoch in range(args.epochs):
-            fit_epoch(epoch, model, step, train_loader, test_loader, device, args)
+            fit_epoch(epoch, model, optimizer, profiler, train_loader, test_loader, device, args)
     show_steps(profiler, f"{args.out}/rank{rank}.json")
     # DDP refers to the group, so delete DDP first. Otherwise the process may hang.
-    del model, step  # the function refers to DDP
+    del model
     dist.destroy_process_group()
 
 
-def make_step(model, optimizer, average, profiler, loss):
-    """Compute the gradients of a loss, average them, and make a step of the optimizer."""
-    optimizer.zero_grad()
-    loss.backward()
-    if average is not None:  # DDP has averaged in backward()
-        average(model)
-    optimizer.step()
-    profiler.step()  # NEW: a step ends here. The profiler counts them, and follows its schedule
-
-
-def run_epoch(model, loader, device, step=None):
-    """Train, or only test without step. Returns sums over all ranks: loss, correct, images."""
-    model.train(step is not None)
+def run_epoch(model, loader, device, optimizer=None, profiler=None):
+    """Train, or with no optimizer, test. Returns sums over all ranks: loss, correct, images."""
+    model.train(optimizer is not None)
     # The sums stay on the device. Reading them in each step would make Python wait for the GPU.
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     for images, labels in loader:
@@ -110,8 +94,11 @@ def run_epoch(model, loader, device, step=None):
         with torch.set_grad_enabled(model.training):
             logits = model(images)
             loss = F.cross_entropy(logits, labels)
-        if step is not None:
-            step(loss)  # NEW: make_step(), in place of backward() and the optimizer's step()
+        if optimizer is not None:
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            profiler.step()  # NEW: a step ends here. The profiler counts them for its schedule
         sums[0] += loss.detach() * labels.numel()
         sums[1] += (logits.argmax(dim=1) == labels).sum()
         sums[2] += labels.numel()
@@ -119,32 +106,9 @@ def run_epoch(model, loader, device, step=None):
     return sums.tolist()
 
 
-def average_gradients(model):
-    """Replace each gradient with its mean over the ranks, as in manual_data_parallel.py."""
-    for parameter in model.parameters():
-        if parameter.grad is not None:  # a frozen parameter has none
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= dist.get_world_size()
-
-
-def average_in_one_bucket(model):
-    """Do the same with one long message, which takes less time than many short ones."""
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    bucket = torch.cat([gradient.flatten() for gradient in gradients])
-    dist.all_reduce(bucket)
-    bucket /= dist.get_world_size()
-    sizes = [gradient.numel() for gradient in gradients]
-    for gradient, mean in zip(gradients, bucket.split(sizes), strict=True):
-        gradient.copy_(mean.view_as(gradient))
-
-
-AVERAGE = {"each": average_gradients, "bucket": average_in_one_bucket}
-
-
 def add_flags(parser):
     """Add the flags that only this lesson has."""
     add = parser.add_argument
-    add("--average", choices=["ddp", *AVERAGE], default="ddp", help="ddp, or by hand")
     size = "MiB in a bucket of DDP; default: first 1, then 25"
     add("--bucket_cap_mb", type=flags.positive, help=size)
     folder = "folder for rank0.json, rank1.json, ..."
@@ -220,9 +184,32 @@ def covered(events, step, pattern):
     return runs
 
 
+def fit_epoch(epoch, model, optimizer, profiler, train_loader, test_loader, device, args):
+    """Train for one epoch, test, and print a line."""
+    rank = dist.get_rank()
+    train_loader.sampler.set_epoch(epoch)  # without this, all epochs have the same order
+    start = time.perf_counter()
+    title = f"epoch {epoch + 1}/{args.epochs}"
+    bar = tqdm(train_loader, title, leave=False, disable=None if rank == 0 else True)
+    loss, correct, images = run_epoch(model, bar, device, optimizer, profiler)
+    seconds = time.perf_counter() - start
+    speed = len(train_loader) * args.batch_size / seconds
+    _, test_correct, test_images = run_epoch(model, test_loader, device)
+    if rank == 0:
+        digits = 12 if args.double else 4
+        peak = ""  # of the memory that this rank's tensors have taken on its GPU
+        if args.device != "cpu":
+            peak = f"  {torch.accelerator.max_memory_allocated() / 2**20:,.0f} MiB"
+        print(
+            f"{title}  loss {loss / images:.{digits}f}"
+            f"  train {correct / images:.2%}  test {test_correct / test_images:.2%}"
+            f"  {seconds:.2f} s  {speed:,.0f} {args.unit}/s{peak}",
+            flush=True,
+        )
+
+
 # ---------- Unchanged from distributed_data_parallel_torchrun.py ----------
-# You know what follows: join(), fit_epoch(), check_flags() and main(). If you copy this lesson,
-# copy this, too.
+# You know what follows: join(), check_flags() and main(). If you copy this lesson, copy this, too.
 
 
 def join(args):
@@ -241,30 +228,6 @@ def join(args):
     if rank == 0:
         print(f"{len(everyone)} ranks, {backend}, {args.device}", flush=True)
     return rank, device
-
-
-def fit_epoch(epoch, model, optimizer, train_loader, test_loader, device, args):
-    """Train for one epoch, test, and print a line."""
-    rank = dist.get_rank()
-    train_loader.sampler.set_epoch(epoch)  # without this, all epochs have the same order
-    start = time.perf_counter()
-    title = f"epoch {epoch + 1}/{args.epochs}"
-    bar = tqdm(train_loader, title, leave=False, disable=None if rank == 0 else True)
-    loss, correct, images = run_epoch(model, bar, device, optimizer)
-    seconds = time.perf_counter() - start
-    speed = len(train_loader) * args.batch_size / seconds
-    _, test_correct, test_images = run_epoch(model, test_loader, device)
-    if rank == 0:
-        digits = 12 if args.double else 4
-        peak = ""  # of the memory that this rank's tensors have taken on its GPU
-        if args.device != "cpu":
-            peak = f"  {torch.accelerator.max_memory_allocated() / 2**20:,.0f} MiB"
-        print(
-            f"{title}  loss {loss / images:.{digits}f}"
-            f"  train {correct / images:.2%}  test {test_correct / test_images:.2%}"
-            f"  {seconds:.2f} s  {speed:,.0f} {args.unit}/s{peak}",
-            flush=True,
-        )
 
 
 def check_flags(parser, args, world_size):

@@ -7,12 +7,10 @@ By default this is DDP, so it prints the same numbers as `single_gpu.py`, up to 
     epoch 1/3  loss 0.3960  train 88.26%  test 93.96%  1.43 s  41,881 images/s
 
 In each step, DDP sends as many bytes as the gradients have: 236,840 for the default model. At 10
-megabits a second this takes 0.19 s, while computing takes about a millisecond. There are two ways
-to send less. The ranks may send seldom: each trains alone for many steps (`--every`), and then they
-agree on their parameters (`--by local`, and `diloco`, which has a second optimizer for this). Or
-they still send in each step, but only an approximation of the gradients, by a communication hook, a
-function that DDP calls for each bucket (`--by bf16`, which rounds them, and `powersgd`, which sends
-two thin factors of each matrix). This simulates two such nodes (`run/README.md`):
+megabits a second this takes 0.19 s, while computing takes about a millisecond. So let the ranks
+send seldom: each trains alone for many steps (`--every`), and then they agree on their parameters.
+With `--by local` they take the mean, and with `--by diloco` a second optimizer makes a step towards
+it. This simulates two such nodes (`run/README.md`):
     GPUS=1 BANDWIDTH=10mbit run/rehearse_two_nodes.sh \
         playground/replicated/sending_less.py --epochs 1
 
@@ -20,8 +18,6 @@ On them, an epoch of MNIST takes, with these flags at the end of the command:
                                    seconds    MB sent    test
     (no flag)                      93.2       111.7      93.96%
     --by local                     2.2        2.4        93.38%
-    --by bf16                      46.8       56.2       93.85%
-    --by powersgd                  10.5       11.8       93.62%
     --by diloco                    2.2        2.4        93.40%
     --batch_size 1280 --lr 1e-2    9.1        11.0       93.59%
 
@@ -31,8 +27,9 @@ are a tenth of the messages, and the learning rate must be higher. The section "
 
 Try breaking it, in a copy beside it:
   1. Write `parameter - agreed` in `DiLoCo.agree()`. Where does the model go?
-  2. Give PowerSGD matrices of one column, and then also `use_error_feedback=False`. Compare the
-     accuracies.
+  2. DDP may also send fewer bytes in each step. Import `bf16_compress_hook` from
+     `torch.distributed.algorithms.ddp_comm_hooks.default_hooks`, and below the line that makes DDP
+     write `model.register_comm_hook(None, bf16_compress_hook)`. How does the loss change?
 Now write `outer_step.py` and `average_largest.py`, in `playground/exercises/`.
 Builds on: overlapped_data_parallel.py
 The next lesson, `sharded_data.py`, reads data that does not fit in memory.
@@ -47,8 +44,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -117,7 +112,7 @@ def train(args):
         outer = DiLoCo(parameters, args.outer_lr, args.outer_momentum)
         train_loader = LocalSteps(train_loader, outer.agree, args.every)
     else:
-        model = with_hook(model, args.by)
+        model = DistributedDataParallel(model)
     before = bytes_sent()
     for epoch in range(args.epochs):
         fit_epoch(epoch, model, optimizer, train_loader, test_loader, device, args)
@@ -127,34 +122,6 @@ def train(args):
     # DDP refers to the group, so delete DDP first. Otherwise the process may hang.
     del model
     dist.destroy_process_group()
-
-
-def with_hook(model, by):
-    """Wrap a model in DDP, which sends gradients in backward(): whole, rounded, or as products."""
-    # PowerSGD gets a single bucket, because with several it may hang on gloo. None: DDP chooses.
-    bucket_cap_mb = 1000 if by == "powersgd" else None
-    model = DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb)
-    if by == "bf16":
-        # NEW: as soon as a bucket of gradients is complete, DDP calls the hook, which averages it
-        # in DDP's place. This one sends bfloat16, which takes half of the bytes.
-        model.register_comm_hook(None, bf16_compress_hook)
-    if by == "powersgd":
-        # NEW: a matrix of gradients M, n x m, is nearly the product of two thin ones: P, n x 4, and
-        # the transpose of Q, m x 4. The hook sends only these: for a layer of 64 x 784 weights,
-        # 4 x (64 + 784) = 3,392 numbers in place of 50,176. It begins with the Q of the step before
-        # (https://arxiv.org/abs/1905.13727). "Mean" is over the ranks:
-        #     P = mean of M Q, whose columns are then made orthogonal, and of length 1
-        #     Q = mean of M^T P
-        #     P Q^T replaces the gradient
-        # Error feedback: each rank adds what is missing, M - P Q^T, to its M of the next step.
-        state = PowerSGDState(
-            process_group=None,
-            matrix_approximation_rank=4,  # columns of P and Q
-            start_powerSGD_iter=10,  # until then, gradients are sent whole
-            orthogonalization_epsilon=1e-8,  # otherwise a column of zeros becomes 0 / 0
-        )
-        model.register_comm_hook(state, powerSGD_hook)
-    return model
 
 
 class DiLoCo:
@@ -207,7 +174,7 @@ def bytes_sent():
 def add_flags(parser):
     """Add the flags that only this lesson has."""
     add = parser.add_argument
-    ways = ["ddp", "local", "bf16", "powersgd", "diloco"]
+    ways = ["ddp", "local", "diloco"]
     add("--by", choices=ways, default="ddp", help="how the ranks agree")
     add("--every", type=flags.positive, default=50, help="steps between messages (local, diloco)")
     add("--outer_lr", type=flags.number, default=0.7, help="rate of DiLoCo's outer optimizer")

@@ -6,24 +6,20 @@ import subprocess
 import sys
 from pathlib import Path
 
-from figures.style import BLUE, GREEN, INK, ORANGE, PINK, SKY, VERMILLION, new_figure, save
+from figures.style import BLUE, INK, ORANGE, PINK, VERMILLION, new_figure, save
 from watching.runs import epochs
 
 REHEARSAL = Path(__file__).resolve().parents[3] / "run" / "rehearse_two_nodes.sh"
 WAYS = {  # flags of the lesson; the epochs of each take a minute or two
     "DDP": "--epochs 1",
-    "bf16": "--by bf16 --epochs 2",
-    "powersgd": "--by powersgd --epochs 5",
     "local": "--by local --epochs 12",
     "diloco": "--by diloco --epochs 12",
     "batch of 1280": "--batch_size 1280 --lr 1e-2 --epochs 5",
     "batch of 5120": "--batch_size 5120 --lr 2e-2 --epochs 12",
 }
-COLOURS = (INK, SKY, GREEN, ORANGE, PINK, BLUE, VERMILLION)
+COLOURS = (INK, ORANGE, PINK, BLUE, VERMILLION)
 LABELS = {  # of the lines: at which dot, how far from it, and where the text ends at this place
     "DDP": ("DDP", 0, (8, 0), "left"),
-    "bf16": ("bf16", 0, (8, 2), "left"),
-    "powersgd": ("PowerSGD", 0, (8, 2), "left"),
     "local": ("local SGD", -1, (8, -4), "left"),
     "diloco": ("DiLoCo", 0, (-8, 0), "right"),
     "batch of 1280": ("batch of 1280", 0, (0, 12), "center"),
