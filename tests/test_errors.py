@@ -88,7 +88,6 @@ vocabulary_parallel 3; ; 3 ranks cannot split 256 words: use 2
 vocabulary_parallel 2; --model mlp; no vocabulary & use --model language
 four_axes 8; --mesh 2x2x2; not have 4 axes & use --mesh 1x8x1x1
 four_axes 5; --mesh 5x1x1x1; 5 stages, but only 4 & --layers
-four_axes 2; --mesh 1x2x1x1 --tied; use --mesh 2x...
 four_axes 2; --micro_batches 1; each stage: use --micro_batches 2
 four_axes 14; ; 7 ranks along dp with 4 & --batch_size 120: use 112
 four_axes 4; --mesh 1x1x1x4; along tp & --heads 4: use 8

@@ -1,4 +1,4 @@
-"""Four axes: the numbers of one process that ties its table and clips.
+"""four_axes.py: gradients that are clipped as the page shows it have one process's norm.
 
 test_parity.py compares the parameters, and test_pictures.py which ranks have what.
 """
@@ -6,22 +6,26 @@ test_parity.py compares the parameters, and test_pictures.py which ranks have wh
 import re
 
 import pytest
-from conftest import losses, run
+from conftest import ROOT, losses, run
 
 FLAGS = ("--batch_size", 48, "--epochs", 1, "--model", "language", "--width", 16, "--layers", 3)
 SHORT = {"DOCUMENTS": "30"}  # for two steps
-TIED = "    model = make_model(args)"
-CLIP = "            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)\n"
 STEP = "            optimizer.step()\n"
+PAGE = (ROOT / "playground" / "pages" / "sharding.md").read_text()
 
 
-def test_a_tied_table_and_clipping(change):
-    """The losses of one process, to 1e-10. The table is at both ends of two stages, or of three."""
-    tied = TIED.replace("model =", "args.tied = True\n    model =")
-    copy = change("single_gpu", (TIED, tied), (STEP, CLIP + STEP))
+def test_clipping(change):
+    """The losses of one process, to 1e-10, with two stages, and with three."""
+    clip = "            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)\n"
+    copy = change("single_gpu", (STEP, clip + STEP))
     [right] = losses(run(copy, *FLAGS, "--double", env=SHORT).stdout)
+    [unclipped] = losses(run("single_gpu", *FLAGS, "--double", env=SHORT).stdout)
+    assert abs(right - unclipped) > 1e-5
+    [lines] = re.findall(r"^```python\n(def clip_gradients.*?)^```$", PAGE, re.M | re.S)
+    epoch = "def run_epoch("
+    clip = "            clip_gradients(model, 0.1)\n"
+    copy = change("four_axes", (epoch, f"{lines}\n\n{epoch}"), (STEP, clip + STEP))
     for mesh, ranks in (("2x1x2x2", 8), ("3x2x1x1", 6)):
-        flags = (*FLAGS, "--double", "--mesh", mesh, "--tied", "--clip", 0.1)
-        done = run("four_axes", *flags, processes=ranks, env=SHORT)
+        done = run(copy, *FLAGS, "--double", "--mesh", mesh, processes=ranks, env=SHORT)
         assert re.fullmatch(r"text: .*\n", done.stderr)  # and no warning
         assert losses(done.stdout) == pytest.approx([right], abs=1e-10)

@@ -1,14 +1,14 @@
 r"""Four axes: pipeline, FSDP, context and tensor parallelism of a language model, on one mesh.
 
 Run it on a mesh of 2 x 2 x 1 x 2 ranks, along the axes pp (pipeline), dp (FSDP), cp (context) and
-tp (tensor parallelism). The second command has context parallelism, and one table (tied) for the
-embedding and the output layer. On two cores, the first command takes about three minutes:
+tp (tensor parallelism). The second command has context parallelism in place of FSDP and tensor
+parallelism. On two cores, the first one takes about three minutes:
     torchrun --standalone --nproc-per-node 8 playground/language/four_axes.py
     torchrun --standalone --nproc-per-node 4 \
-        playground/language/four_axes.py --mesh 2x1x2x1 --tied --clip 1
+        playground/language/four_axes.py --mesh 2x1x2x1
 
-Without `--tied` and `--clip`, it prints the same numbers as `single_gpu.py --model language`, up to
-rounding; with `--double` all twelve digits agree. First it prints what each rank keeps:
+It prints the same numbers as `single_gpu.py --model language`, up to rounding; with `--double` all
+twelve digits agree. First it prints what each rank keeps:
     rank 0  pp 0  dp 0  cp 0  tp 0  keeps 15,680 parameters
     rank 1  pp 0  dp 0  cp 0  tp 1  keeps 15,680 parameters
 
@@ -20,8 +20,7 @@ order that larger programs have, too. FSDP shards over dp and cp as if they were
 ranks along both have the same parameters, but different tokens. This is where gradients are summed:
 
     gradient of                   over pp             over dp and cp   over tp
-    a split layer of a block      no, in one stage    by FSDP          no, a rank has its own shard
-    embedding and output layer    no; --tied: summed  by FSDP          no, a rank has its own shard
+    a split layer                 no, in one stage    by FSDP          no, a rank has its own shard
     an RMSNorm                    no, in one stage    by FSDP          no, all ranks have the same
       if tp splits the tokens     the same            by FSDP          summed: each has some tokens
 
@@ -32,15 +31,15 @@ gradient of the RMSNorm's weight.
 On the ranks of a tp group, shards have the same name, so `torch.distributed.checkpoint` would take
 them for replicas of one tensor. Therefore `state_dict()` raises an error. To save them, write a
 folder for each index along tp: make a group of the ranks that have this index, and pass it to
-`dcp.save(dict(model.named_parameters()), ...)` as `process_group`.
+`dcp.save(dict(model.named_parameters()), ...)` as `process_group`. To clip gradients, also add up
+over the axes: `playground/pages/sharding.md` has the lines.
 
 Try breaking it, in a copy beside it, with `--double`, and compare the losses:
   1. With `--mesh 1x1x2x1`, train with `self.own(rows).roll(-1, dims=1)` in place of `own(labels)`,
      as if each rank had shifted its own tokens. Is there an error?
   2. With the same mesh, set `positions` of each attention to None after `split_tokens()`.
-  3. With `--mesh 2x1x1x1 --tied`, leave out the all_reduce of the table's gradient.
-  4. With `--mesh 1x2x1x1`, leave out `* self.ranks` in `loss()`. Why does the loss hardly change?
-  5. With `--mesh 1x2x1x2`, call `shard()` before `split_layers()`. Is there an error?
+  3. With `--mesh 1x2x1x1`, leave out `* self.ranks` in `loss()`. Why does the loss hardly change?
+  4. With `--mesh 1x2x1x2`, call `shard()` before `split_layers()`. Is there an error?
 
 Now repair `fault_labels_of_chunks.py` in `playground/exercises/`.
 Builds on: vocabulary_parallel.py
@@ -193,63 +192,40 @@ class Pipeline(torch.nn.Module):
 def train(args):
     """Make a mesh of four axes, train a language model on it, and show what each rank keeps."""
     rank, device = join(args)
-    timeout = timedelta(seconds=args.timeout)
-    mesh, flat = make_meshes(args.mesh, device, timeout)
+    mesh, flat = make_meshes(args.mesh, device, timedelta(seconds=args.timeout))
     train_loader, test_loader = same_size_loaders(args)  # all ranks read the same batches
     # The same seed on all ranks, because each keeps a part of the same random parameters.
     torch.manual_seed(args.seed)
     layers = make_layers(args)
-    if args.tied:
-        # NEW: the embedding's table is the output layer's, too, but their stages are on different
-        # ranks. So each has a copy, and their gradients are added up, over a group of the two.
-        layers[-1].output.weight = torch.nn.Parameter(layers[0].weight.detach().clone())
     model = wrap(layers, mesh, flat, device, args)
     show_mesh(model, mesh)
-    table = table_of(model) if args.tied else None
-    ends = group_of_ends(mesh, timeout) if args.tied else None
     # Dropout, if there is any, must be equal along tp only. With two ranks along tp, the ranks 0
     # and 1 are a group, 2 and 3 are the next one, and so on, and each group gets a seed.
     torch.manual_seed(args.seed + rank // mesh["tp"].size())
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
-    # NEW: fit_epoch() hands this function to run_epoch() in place of the optimizer.
-    step = partial(update, model, optimizer, args.clip, flat, table, ends)
     for epoch in range(args.epochs):
-        fit_epoch(epoch, model, step, train_loader, test_loader, device, args)
+        fit_epoch(epoch, model, optimizer, train_loader, test_loader, device, args)
     dist.barrier()  # DTensor keeps the groups, and without this Python may abort at exit
     dist.destroy_process_group()
 
 
-def update(model, optimizer, limit, flat, table, ends, rows, labels):
-    """Make a step of the optimizer. Returns the scores of the model."""
-    optimizer.zero_grad()
-    scores = model(rows, labels)
-    if table is not None:
-        # NEW: each copy has the gradient of its own use, and the table's is the sum of both.
-        # to_local() shares the memory of the gradient, so this changes the gradient itself.
-        dist.all_reduce(table.grad.to_local(), group=ends)
-    if limit > 0:
-        second_copy = table if model.is_last else None
-        clip_gradients(model, limit, flat, second_copy)
-    optimizer.step()
-    return scores
-
-
-def run_epoch(model, loader, device, step=None):
-    """Train by calling step(rows, labels) for each batch, or only test if there is none.
+def run_epoch(model, loader, device, optimizer=None):
+    """Train, or with no optimizer, test.
 
     Returns three sums: the loss, the number of tokens predicted correctly, the number of tokens.
     All ranks of a tp group count the same tokens, which changes neither mean nor percentages.
     """
-    model.train(step is not None)
+    model.train(optimizer is not None)
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     for rows, labels in loader:
         rows = rows.to(device, non_blocking=True)
         labels = labels.to(device, non_blocking=True)
-        if step is not None:
-            scores = step(rows, labels)
-        else:
-            with torch.no_grad():
-                scores = model(rows, labels)
+        if optimizer is not None:
+            optimizer.zero_grad()
+        with torch.set_grad_enabled(model.training):
+            scores = model(rows, labels)  # in training, this computes the gradients, too
+        if optimizer is not None:
+            optimizer.step()
         if scores is not None:
             own_labels = model.own(labels)
             tp_group = model.mesh.get_group("tp")
@@ -261,53 +237,7 @@ def run_epoch(model, loader, device, step=None):
     return sums.tolist()
 
 
-# You can stop here: what follows is for --tied and --clip, prints the mesh, and checks the flags.
-
-
-def group_of_ends(mesh, timeout):
-    """Return the group of two ranks that have the same shard of a tied table; None: not this rank.
-
-    One is in the first stage and one in the last, with the same dp, cp and tp.
-    """
-    first_stage = mesh.mesh[0].flatten().tolist()  # the numbers of its ranks
-    last_stage = mesh.mesh[-1].flatten().tolist()
-    pairs = [list(pair) for pair in zip(first_stage, last_stage, strict=True)]
-    group, _ = dist.new_subgroups_by_enumeration(pairs, timeout=timeout)
-    return group
-
-
-def table_of(model):
-    """Return this rank's shard of the embedding's or of the output layer's table; None: neither."""
-    if model.is_first:
-        return model.stage[0].weight
-    if model.is_last:
-        return model.stage[-1].output.weight
-    return None
-
-
-def clip_gradients(model, limit, flat, second_copy):
-    """Scale all gradients, so that the norm of the whole model's gradient is at most `limit`.
-
-    The norm is the root of the sum of all squares. What several ranks have counts once.
-    """
-    device = next(model.parameters()).device
-    split = torch.zeros((), dtype=torch.float64, device=device)
-    whole = torch.zeros_like(split)
-    for name, parameter in model.stage.named_parameters():
-        squares = parameter.grad.to_local().square().sum()
-        # The RMSNorms (norm1, norm2 and norm) are the only layers that split_layers() leaves whole.
-        if "norm" in name:
-            whole += squares  # the same on all ranks of a tp group
-        elif parameter is not second_copy:  # of a tied table, on the last stage
-            split += squares
-    # NEW: squares are added up over the axes along which the ranks have different numbers.
-    dist.all_reduce(split, group=flat.get_group("tp"))
-    total = split + whole
-    dist.all_reduce(total, group=flat.get_group("dp_cp"))  # shards of fully_shard
-    dist.all_reduce(total, group=flat.get_group("pp"))  # stages
-    factor = min(1, limit / (total.sqrt().item() + 1e-6))  # as torch.nn.utils.clip_grad_norm_ does
-    for parameter in model.parameters():
-        parameter.grad *= factor
+# You can stop here: what follows prints the mesh, and checks the flags.
 
 
 def show_mesh(model, mesh):
@@ -328,8 +258,6 @@ def add_flags(parser):
     add = parser.add_argument
     add("--mesh", help="ranks along pp, dp, cp and tp, as in 2x2x1x2, the default of 8 ranks")
     add("--micro_batches", type=flags.positive, default=4, help="of a dp rank's part of a batch")
-    add("--tied", action="store_true", help="the output layer has the embedding's table")
-    add("--clip", type=flags.number, default=0.0, help="the largest norm of the gradients; 0: any")
 
 
 def check_flags(parser, args, world_size):
@@ -352,8 +280,6 @@ def check_flags(parser, args, world_size):
     layers = args.layers + 2  # the blocks, the embedding, and the end of the model
     if pp_size > layers:
         parser.error(f"{pp_size} stages, but only {layers} layers: use a larger --layers")
-    if args.tied and pp_size == 1:
-        parser.error("--tied is for a table at both ends of a pipeline: use --mesh 2x...")
     if args.micro_batches < pp_size:
         wrong = f"--micro_batches {args.micro_batches}: 1F1B needs one for each stage"
         parser.error(f"{wrong}: use --micro_batches {pp_size}")
