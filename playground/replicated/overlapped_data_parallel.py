@@ -4,25 +4,29 @@ Run it:
     python playground/replicated/overlapped_data_parallel.py -g 2
 
 It prints the same numbers as `single_gpu.py`, up to rounding. Then it times ten steps with each of
-three ways to average the gradients (times differ much from run to run):
+four ways to average the gradients (times differ much from run to run):
     rank  how         backward (ms)  waiting (ms)  sum
-    0     afterwards  0.50           5.78          6.28
-    1     afterwards  0.48           5.75          6.23
-    0     each        2.87           3.60          6.46
-    1     each        2.97           2.70          5.67
-    0     buckets     2.50           0.89          3.39
-    1     buckets     2.48           1.16          3.64
+    0     afterwards  0.57           5.57          6.14
+    1     afterwards  0.55           5.97          6.52
+    0     one bucket  0.81           0.46          1.26
+    1     one bucket  0.86           0.38          1.24
+    0     each        1.33           3.25          4.57
+    1     each        1.15           4.03          5.19
+    0     buckets     1.54           1.35          2.89
+    1     buckets     1.08           1.46          2.54
 
 `manual_data_parallel.py` sends the gradients after `backward()`, and no rank computes while they
-travel ("afterwards"). But `backward()` completes the last layers' gradients first, so these can
-travel while it computes the rest. That takes a hook, a function that `backward()` calls as soon as
-a gradient is complete, and `all_reduce(..., async_op=True)`, which starts a message without waiting
-for it. With "each", every gradient has a message of its own. A bucket sends several gradients in
-one message. (DDP works with buckets, too: `playground/pages/figures/overlap.svg` draws its step.)
+travel ("afterwards", and in one message "one bucket"). But `backward()` completes the last layers'
+gradients first, so these can travel while it computes the rest. That takes a hook, a function that
+`backward()` calls as soon as a gradient is complete, and `all_reduce(..., async_op=True)`, which
+starts a message without waiting for it. With "each", every gradient has a message of its own. A
+bucket sends several gradients in one message. (DDP works with buckets, too:
+`playground/pages/figures/overlap.svg` draws its step.)
 
-Overlap pays on GPUs, because a message takes few of a GPU's processors, and its link is free. On
-CPUs, gloo's threads use the same cores as `backward()`, so "each" gains little, and on busy cores
-nothing. The buckets gain more, because they need three messages for the eight gradients.
+This model is so small that the number of messages decides: one late message is faster than three
+early ones. Overlap pays if messages are long: with `--width 1024 --batch_size 512`, two cores took
+50 ms with one bucket, and 37 with "each" (medians of three runs). It pays more on GPUs, because
+there a message takes few of a GPU's processors; gloo's threads use the same cores as `backward()`.
 
 All ranks must start the same messages in the same order. Here they do, because every parameter gets
 a gradient, and `backward()` completes the gradients in the same order on all ranks.
@@ -36,6 +40,7 @@ Builds on: manual_data_parallel.py
 The next lesson, `resumable.py`, resumes after a process has died.
 """
 
+import math
 import os
 import platform
 import sys
@@ -170,7 +175,7 @@ def show_overlap(batch, device, args):
     rows = [None] * dist.get_world_size()
     if dist.get_rank() == 0:
         print("rank  how         backward (ms)  waiting (ms)  sum", flush=True)
-    for how in ("afterwards", "each", "buckets"):
+    for how in ("afterwards", "one bucket", "each", "buckets"):
         dist.all_gather_object(rows, time_steps(how, batch, device, args))
         if dist.get_rank() == 0:
             print(*rows, sep="\n", flush=True)
@@ -182,6 +187,10 @@ def time_steps(how, batch, device, args):
     labels = batch[1].to(device)
     model = make_model(args).to(device)
     average = average_gradients  # afterwards, without hooks
+    if how == "one bucket":
+        # It is complete when backward() ends. So this has one message, and nothing overlaps.
+        one_bucket = Buckets(model, math.inf)
+        average = one_bucket.finish
     if how == "each":
         each_gradient = EachGradient(model)
         average = each_gradient.finish
