@@ -1,6 +1,5 @@
 """One rank without the others: it counts what each of four real ranks holds, keeps and gives."""
 
-from argparse import Namespace
 from collections import Counter
 
 import pytest
@@ -71,45 +70,3 @@ def test_four_real_ranks(words):
     words = f"{SMALL} {words}"
     expected = call(note_rank, 4, words, group=False)
     call(together, 4, words, expected)
-
-
-def note_layers(index, words):
-    """Return what rank 0 of a large model counts, with one layer and with two."""
-    held, kept, calls = alone(0, f"{words} --layers {index + 1}")
-    sent = Counter()
-    args = arguments(words)
-    for (kind, axis), given in calls.given.items():
-        sent[axis] += lesson.by_ring(kind, given, {"dp": args.dp, "tp": args.tp}[axis])
-    return [sum(held.values()), kept, sent["dp"], sent["tp"]]
-
-
-@pytest.mark.parametrize(
-    "words", ["--mesh 128x8", "--mesh 128x8 --checkpoint", "--mesh 1024x1 --heads 16"]
-)
-def test_the_formulas_of_plan(words):
-    """A block of 189 million parameters adds to each number what plan.py says."""
-    import plan
-
-    args = arguments(words)
-    of = call(note_layers, 2, words, group=False)
-    counted = [more - less for less, more in zip(of[0], of[1], strict=True)]
-    width, tokens = args.width, args.rows * args.sequence
-    block = 3 * width**2 + 3 * width * (11 * width // 4) + 2 * width
-    # Bytes do not depend on the speeds.
-    speeds = dict.fromkeys(("memory", "flops", "efficiency", "within", "between"), 1.0)
-    cluster = Namespace(nodes=128, gpus=8, **speeds)
-    mesh = plan.Plan("fsdp", 1, args.dp, 1, args.tp, args.rows, 1, float(args.checkpoint))
-    rows = []
-    for layers in (1, 2):
-        parameters = layers * block + (2 * args.words + 1) * width
-        sizes = (parameters, layers, width, args.heads, args.heads // 2, args.words, 3)
-        model = plan.Model(*sizes, args.sequence)
-        rows.append(plan.judge(model, cluster, mesh)["sent"])
-    held = 16 * block / (args.dp * args.tp)
-    sent = [rows[1][axis] - rows[0][axis] for axis in ("dp", "tp")]
-    kept = model.half * width / args.tp * tokens
-    if not args.checkpoint:
-        # plan.py leaves out the angles of queries and keys, and a copy of what attention has read.
-        angles = 4 * width // args.heads // 2
-        kept = tokens * (plan.kept_by_block(model, args.tp) + 2 * (angles + width / args.tp))
-    assert counted == pytest.approx([held, kept, *sent], rel=1e-3)

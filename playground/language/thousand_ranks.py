@@ -21,10 +21,9 @@ scatters its tokens four times, and the ends of the model twice. A last line has
 Rank 1,023 of the second command holds less than others: the first 1,000 ranks get 32 of the 32,000
 words each, and the last 24 ranks get none.
 
-Which mesh should train your model on 1,024 GPUs? `playground/tools/plan.py` compares them by
-formulas, for seconds, too. Before you rent the GPUs, a dry run finds what does not divide, much of
-what does not fit, and what is sent. `parallelize_module`, `fully_shard`, `backward()` and Adam are
-PyTorch's own, and run as they would there, with three replacements:
+Which mesh should train your model on 1,024 GPUs? Before you rent them, a dry run finds what does
+not divide, much of what does not fit, and what is sent. `parallelize_module`, `fully_shard`,
+`backward()` and Adam are PyTorch's own, and run as they would there, with three replacements:
 - There are no other ranks. With the backend "fake", each call returns at once.
 - On the meta device, the model is made and sharded without memory.
 - In FakeTensorMode, a tensor has a shape, a dtype and a device, but no memory. An operation finds
