@@ -20,7 +20,7 @@ c10d, a part of PyTorch. torchrun numbers them, so rank 0, which prints, may be 
 torchrun may set `OMP_NUM_THREADS` to 1, so that each process uses one core. To use four, put
 OMP_NUM_THREADS=4 in front. A wrong flag stands above torchrun's report, other errors at its end.
 
-This is the lesson to copy into a project of your own: the end of README.md says what to replace.
+This is the lesson to copy into a new project. (A script that you have: pages/your_script.md.)
 With `--savefile run.pt`, it saves after each epoch, and resumes there if you run it again. What has
 changed since lesson 7, and since lesson 4:
     git diff -w --patience --no-index playground/distributed_data_parallel{,_torchrun}.py
