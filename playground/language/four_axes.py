@@ -22,11 +22,11 @@ ranks along both have the same parameters, but different tokens. This is where g
     gradient of                   over pp             over dp and cp   over tp
     a split layer                 no, in one stage    by FSDP          no, a rank has its own shard
     an RMSNorm                    no, in one stage    by FSDP          no, all ranks have the same
-      if tp splits the tokens     the same            by FSDP          summed: each has some tokens
+      if tp splits the tokens     no                  by FSDP          summed: each has some tokens
 
 Two more sums are of activations' gradients. Over cp, the ring adds up those of keys and values.
-Over tp, a pair of layers begins with that of an RMSNorm's output, so all ranks compute the same
-gradient of the RMSNorm's weight.
+Over tp, `backward()` adds up the gradient of an RMSNorm's output, which all ranks have used. So all
+compute the same gradient of its weight.
 
 On the ranks of a tp group, shards have the same name, so `torch.distributed.checkpoint` would take
 them for replicas of one tensor. Therefore `state_dict()` raises an error. To save them, write a
@@ -84,8 +84,8 @@ def make_meshes(text, device, timeout):
     # layer waits for its messages.
     sizes = (pp_size, dp_size, cp_size, tp_size)
     mesh = dist.init_device_mesh(device.type, sizes, mesh_dim_names=("pp", "dp", "cp", "tp"))
-    # NEW: fully_shard shards over one axis, so the same ranks get a second mesh, in which dp and cp
-    # are one. With --mesh 1x2x2x2, rank 5 is dp 1, cp 0, tp 1 above, and dp_cp 2, tp 1 here.
+    # NEW: fully_shard takes two axes for HSDP, so the same ranks get a second mesh, in which dp and
+    # cp are one. With --mesh 1x2x2x2, rank 5 is dp 1, cp 0, tp 1 above, and dp_cp 2, tp 1 here.
     sizes = (pp_size, dp_size * cp_size, tp_size)
     flat = dist.init_device_mesh(device.type, sizes, mesh_dim_names=("pp", "dp_cp", "tp"))
     for group in (*mesh.get_all_groups(), *flat.get_all_groups()):
@@ -171,10 +171,10 @@ class Pipeline(torch.nn.Module):
         Ranks of a tp group have the same loss, and each passes on the gradient of its own scores.
         """
         losses, _ = SplitCrossEntropy.apply(scores, labels, self.mesh.get_group("tp"))
-        # NEW: the sum of the losses, divided by the number of all tokens. So every gradient is to
-        # be a plain sum, over micro-batches and over the ranks along dp and cp. But fully_shard
-        # divides by the number of these ranks, which is therefore a factor here. And the schedule
-        # would divide by the number of micro-batches, if it had no scale_grads=False.
+        # NEW: the sum of the losses, divided by the number of all tokens. So gradients are plain
+        # sums, over micro-batches and over the ranks along dp and cp. But fully_shard divides by
+        # the number of these ranks, so this multiplies by it. And the schedule would divide by the
+        # number of micro-batches, if it had no scale_grads=False.
         return losses.sum() / self.tokens * self.ranks
 
     def forward(self, rows, labels):

@@ -8,27 +8,27 @@ and training makes rows of high reward more likely. It prints, with the first ro
     step 10/40  reward 0.089  ratio 1 +- 0.000, 0.057  | ?o|????:n??r?a????K??9??
     step 40/40  reward 0.996  ratio 1 +- 0.000, 0.001  | eeeeeeeeeeeeeeeeeeeeeeee
     40 steps in 6.36 s
-Writing takes a forward() for each token, and programs such as vLLM are made for that. Training
-shards the parameters. So some ranks only train, one only writes, and in each step:
+Writing takes a forward() for each token. It is fastest with whole parameters, in a program made for
+it, such as vLLM. Training shards them. So some ranks only train, one only writes, and in a step:
 
     1. The trainers gather the parameters, one at a time. Trainer 0 sends them: 158,336 bytes.
     2. The generator writes 32 rows of 24 bytes. It sends them to all trainers, with the logarithms
        of their probabilities: 9,472 bytes.
     3. The trainers compute the advantage of each row: its reward less the mean of all rows, divided
-       by their standard deviation (GRPO, https://arxiv.org/abs/2402.03300). It says how much more
-       likely, or less, the row should be. With it they update the model twice.
+       by their standard deviation (GRPO, https://arxiv.org/abs/2402.03300). It is the factor of
+       the gradient that makes a row more likely. With it they update the model twice.
 
 In the second update, the model is no longer the one that wrote the rows. So each byte counts by the
-ratio of its new probability and the old one, but only from 0.8 to 1.2, so that no update goes far
-(PPO, https://arxiv.org/abs/1707.06347). The lines above have the mean distance of the ratios from
-1, in both updates.
+ratio of its new probability and the old one, and an update gains nothing by moving it beyond 0.8 or
+1.2 (PPO, https://arxiv.org/abs/1707.06347). The lines above have the mean distance of the ratios
+from 1, in both updates.
 
 The trainers wait while the generator writes, and it waits while they train. With `--stale` they
 work at the same time, the trainers on the rows of the step before. These were written by an older
 model, so the ratio is not 1 in the first update either:
     step 40/40  reward 0.770  ratio 1 +- 0.114, 0.133  | eooeo?o?ea?uiua?aeeoaooa
     40 steps in 4.58 s
-With `--double`, all numbers of trainers print the same twelve digits.
+With `--double`, any number of trainers prints the same twelve digits.
 
 Try breaking it, in a copy beside it:
   1. Send and receive the weights in the first step only. What do the ratios tell?

@@ -15,18 +15,19 @@ four ways to average the gradients (times differ much from run to run):
     0     buckets     1.54           1.35          2.89
     1     buckets     1.08           1.46          2.54
 
-`manual_data_parallel.py` sends the gradients after `backward()`, and no rank computes while they
-travel ("afterwards", and in one message "one bucket"). But `backward()` completes the last layers'
-gradients first, so these can travel while it computes the rest. That takes a hook, a function that
-`backward()` calls as soon as a gradient is complete, and `all_reduce(..., async_op=True)`, which
-starts a message without waiting for it. With "each", every gradient has a message of its own. A
-bucket sends several gradients in one message. (DDP works with buckets, too:
-`playground/pages/figures/overlap.svg` draws its step.)
+With "afterwards" (`manual_data_parallel.py`), and in a single message with "one bucket", the
+gradients are sent after `backward()`, and no rank computes while they travel. But `backward()`
+completes the last layers' gradients first, so these can travel while it computes the rest. That
+takes a hook, a function that `backward()` calls as soon as a gradient is complete, and
+`all_reduce(..., async_op=True)`, which starts a message without waiting for it. With "each", every
+gradient has a message of its own. A bucket sends several gradients in one message, here in three
+("buckets"). (DDP works with buckets, too: `playground/pages/figures/overlap.svg` draws its step.)
 
-This model is so small that the number of messages decides: one late message is faster than three
-early ones. Overlap pays if messages are long: with `--width 1024 --batch_size 512`, two cores took
-50 ms with one bucket, and 37 with "each" (medians of three runs). It pays more on GPUs, because
-there a message takes few of a GPU's processors; gloo's threads use the same cores as `backward()`.
+This model is so small that the number of messages decides: one late message is faster than the
+three early ones of "buckets". Overlap pays if messages are long: with `--width 1024 --batch_size
+512`, two cores took 50 ms with one bucket, and 37 with "each" (medians of three runs; with
+`--bucket_cap_mb 4`, "buckets" took 47). It pays more on GPUs, because there a message takes few of
+a GPU's processors; gloo's threads use the same cores as `backward()`.
 
 All ranks must start the same messages in the same order. Here they do, because every parameter gets
 a gradient, and `backward()` completes the gradients in the same order on all ranks.
@@ -87,7 +88,7 @@ class EachGradient:
 
 
 def train(local_rank, args):
-    """As one of the ranks, train, and then compare three ways to average the gradients."""
+    """As one of the ranks, train, and then compare four ways to average the gradients."""
     rank, device = join(local_rank, args)
     # loaders() of distributed_data_parallel_torchrun.py. Most later lessons import it, too.
     train_loader, test_loader = loaders(args, rank, dist.get_world_size())

@@ -12,9 +12,9 @@ of ten steps and of their parts for each rank. Here only rank 0 is shown (times 
 
 In "data", a rank only reads a batch. In "messages", it only waits, for a message or for a late rank
 (`playground/pages/stragglers.md` finds the late one). "computing" is the rest of the step, with
-most of Python's own overhead. "messages hidden" is how long messages travelled while the rank
-computed, so it is no part of the sum. The profiler makes steps slower, so compare the parts of a
-step, and not the throughput (images/s).
+Python's own overhead. "messages hidden" is how long messages travelled while the rank computed, so
+it is no part of the sum. The profiler makes steps slower, so compare the parts of a step, and not
+the throughput (images/s).
 
 DDP hides a part of its messages, because it sends a bucket as soon as all of its gradients are
 complete (`playground/pages/figures/overlap.svg`). On CPUs, messages slow the computing a little,
@@ -23,7 +23,7 @@ single bucket is complete only when backward() ends.
 
 Each rank writes what the profiler has recorded, a trace, to `traces/rank0.json`,
 `traces/rank1.json`, and so on. Open such a file at https://ui.perfetto.dev, which does not upload
-it. A row is a thread, and time runs to the right.
+it. A row is a thread, time runs to the right, and `gloo:` names a message.
 
 Try breaking it, in a copy beside it:
   1. Write `time.sleep(0.05 * dist.get_rank())` before `loss.backward()`. On which rank does

@@ -6,11 +6,11 @@ Run it:
 By default this is DDP, so it prints the same numbers as `single_gpu.py`, up to rounding:
     epoch 1/3  loss 0.3960  train 88.26%  test 93.96%  1.43 s  41,881 images/s
 
-In each step, DDP sends as many bytes as the gradients have: 236,840 for the default model. At 10
-megabits a second this takes 0.19 s, while computing takes about a millisecond. So let the ranks
-send seldom: each trains alone for many steps (`--every`), and then they agree on their parameters.
-With `--by local` they take the mean, and with `--by diloco` a second optimizer makes a step towards
-it. This simulates two such nodes (`run/README.md`):
+In each step of DDP, each of two ranks sends as many bytes as the gradients have: 236,840 for the
+default model. At 10 megabits a second this takes 0.19 s, while computing takes about a millisecond.
+So let the ranks send seldom: each trains alone for 50 steps (`--every`), and then they agree on
+their parameters. With `--by local` they take the mean, and with `--by diloco` a second optimizer
+makes a step towards it. This simulates two such nodes (`run/README.md`):
     GPUS=1 BANDWIDTH=10mbit run/rehearse_two_nodes.sh \
         playground/replicated/sending_less.py --epochs 1
 
@@ -58,7 +58,8 @@ from common.models import make_model
 class LocalSteps:
     """A loader of training batches. Each rank trains alone, and calls agree() after every few.
 
-    In between, the ranks send nothing, and their models drift apart. They also agree after the last
+    In between, the ranks send nothing, so their models drift apart. (Each also keeps an Adam of its
+    own, whose averages are never sent.) They also agree after the last
     batch of an epoch, to test one model. Batches are counted, not the optimizer's steps, because a
     rank may skip a step, as GradScaler does. (PyTorch has this, too: PostLocalSGDOptimizer.)
     """
@@ -127,9 +128,9 @@ def train(args):
 class DiLoCo:
     """Local SGD with a second, outer optimizer (https://arxiv.org/abs/2311.08105).
 
-    The ranks do not continue from the mean of their parameters. They take its distance from the
-    parameters on which they last agreed as a gradient, and make a step of the outer optimizer,
-    whose momentum keeps the direction of earlier steps.
+    The ranks do not continue from the mean of their parameters. The parameters on which they last
+    agreed, minus this mean, are the gradient for a step of the outer optimizer, whose momentum
+    keeps the direction of earlier steps.
     """
 
     def __init__(self, parameters, outer_lr, outer_momentum):

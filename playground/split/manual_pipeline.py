@@ -65,8 +65,8 @@ def gpipe(rank, world_size, micro_batches):
 
 def one_forward_one_backward(rank, world_size, micro_batches):
     """Return the passes of a rank: each backward pass as early as possible."""
-    # NEW: the p - r ranks from rank r to the last one, p - 1, compute a micro-batch before its
-    # gradient comes back to rank r. So rank r begins with p - r forward passes.
+    # NEW: a micro-batch crosses p - r stages, from rank r to the last one, before its gradient
+    # comes back. So that all of these have work, rank r begins with p - r forward passes.
     ahead = min(world_size - rank, micro_batches)
     passes = [f"F{number}" for number in range(ahead)]
     for number in range(micro_batches):
@@ -172,7 +172,7 @@ class Pipeline(torch.nn.Module):
         if self.rank < self.last_rank:
             gradient = torch.empty_like(output, memory_format=torch.contiguous_format)
             dist.recv(gradient, src=self.rank + 1, group=self.gradients)
-            # The gradient is here, so the activations have arrived. wait() lets go of their memory.
+            # The gradient is here, so the activations have arrived: wait() only frees their memory.
             self.sent_activations.pop(number).wait()
         output.backward(gradient)  # NEW: starts with the gradient that the next rank has sent
         if self.rank > 0:

@@ -5,7 +5,7 @@ Run it:
 
 Autograd does not see messages. So a program must say what the gradient of a message is: another
 message. For pairs of messages that turn a rank's numbers x into y, this prints the gradient of x on
-each rank. It is right if the loss of all ranks together grows by as much when a number of x grows
+each rank. It is right if it is what the sum of all ranks' losses grows by when a number of x grows
 by 1, which is measured:
     each rank has a loss of its own    rank 0    rank 1
     to_next         to_previous        [10, 20]  [1, 2]    right
@@ -25,7 +25,8 @@ rank that has received it. If several ranks have received it, their gradients ar
 term of a sum gets the gradient of the sum, so all_gather and reduce_scatter are a pair.
 
 Above, the whole loss is the sum of the ranks' losses, as in data parallelism. But if all ranks
-compute the same loss, it counts once. Each knows the whole gradient of y, and a sum of n is wrong:
+compute the same loss, it counts once. Each knows the whole gradient of y, so the sum of n copies is
+wrong:
     all ranks have the same loss       rank 0  rank 1
     all_reduce      nothing            [1, 2]  [1, 2]  right
     all_gather      own_chunk          [1, 2]  [3, 4]  right
@@ -38,8 +39,8 @@ Last, x may be one tensor of which each rank has a copy, like DDP's parameters. 
 
 In the letters of `placements.py`: the gradient of P is R, that of S is S, and that of R is R if all
 ranks do the same with it, P if each does something else. (DTensor does not see what you do after
-`to_local()`, so pass `grad_placements` there.) PyTorch has functions for the pairs of the first
-table only, in a deprecated and in a private module.
+`to_local()`, so pass `grad_placements` there.) In tensor parallelism, all ranks have the same loss:
+a pair of layers begins with the last table's line, and ends with the first line of the one before.
 
 Try breaking it, in a copy beside it. Predict what changes, and run it with 2 and with 3 ranks:
   1. In `to_previous`, shift by 1, as `to_next` does. Why is this no fault with 2 ranks?

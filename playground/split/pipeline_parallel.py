@@ -26,7 +26,7 @@ of a rank, with 4 micro-batches (`playground/pages/figures/schedules.svg` shows 
   0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3
 - `InterleavedZeroBubble` also splits each backward pass. I computes the gradient of the input, for
   which the previous stage waits. W computes those of the parameters, for which no rank waits, so it
-  can fill the bubble (https://arxiv.org/abs/2401.10241). On rank 1, 3W0 comes after 3I1, and so on:
+  can fill the bubble (https://arxiv.org/abs/2401.10241). On rank 1, 3W0 waits until after 3I1:
   1F0 1F1 3F0 3I0 3F1 3I1 3W0 1F2 1I0 3W1 1F3 1I1 1W0 3F2 3I2 1W1 3F3 3I3 3W2 1I2 3W3 1I3 1W2 1W3
 - `ZBVZeroBubble` splits them, too, and its stages run from rank 0 to the last rank and back, as a
   V. So rank 0 has the first stage and the last one.
@@ -72,13 +72,34 @@ def make_1f1b(layers, device, micro_batches):
     rank = dist.get_rank()
     world_size = dist.get_world_size()
     module = cut(layers, world_size)[rank].to(device)
-    # NEW: sends and receives activations, and in the backward pass their gradients.
+    # NEW: sends and receives activations, and in the backward pass their gradients. With the first
+    # batch, it finds out their shapes and dtypes, which all later ones must have.
     stage = PipelineStage(module, rank, world_size, device)
     # NEW: computes the passes of all micro-batches, and on the last rank the loss of each, here the
     # mean over its images. Then it divides the gradients by the number of micro-batches. With
     # micro-batches of equal size, this gives the gradient of the mean over the batch.
     schedule = Schedule1F1B(stage, micro_batches, F.cross_entropy)
     return Pipeline([stage], schedule)
+
+
+def make_other(name, layers, device, micro_batches):
+    """Return a pipeline with the schedule of this name, and the stages of this rank."""
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    count = world_size * STAGES_PER_RANK[name]
+    modules = cut(layers, count)
+    # With two ranks, rank 0 has stages 0 and 2, and rank 1 has 1 and 3. So every stage sends its
+    # output to the next rank, and the last rank sends that of its first stage to rank 0. In a V,
+    # rank 0 has 0 and 3, and rank 1 has 1 and 2.
+    numbers = range(rank, count, world_size)
+    if name in V_SHAPED:
+        numbers = (rank, count - 1 - rank)
+    stages = []
+    for number in numbers:
+        stages.append(PipelineStage(modules[number].to(device), number, count, device))
+    taken = stages[0] if name == "GPipe" else stages  # the other schedules take a list
+    schedule = get_schedule_class(name)(taken, micro_batches, F.cross_entropy)
+    return VPipeline(stages, schedule) if name in V_SHAPED else Pipeline(stages, schedule)
 
 
 class Pipeline(torch.nn.Module):
@@ -164,7 +185,7 @@ def run_epoch(model, loader, device, optimizer=None):
     return sums.tolist()
 
 
-# You can stop here: what follows are the other schedules, what is printed, and the flags.
+# You can stop here: what follows is for V shapes, prints, and reads the flags.
 
 STAGES_PER_RANK = {
     "1F1B": 1,
@@ -175,26 +196,6 @@ STAGES_PER_RANK = {
     "DualPipeV": 2,
 }
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
-
-
-def make_other(name, layers, device, micro_batches):
-    """Return a pipeline with the schedule of this name, and the stages of this rank."""
-    rank = dist.get_rank()
-    world_size = dist.get_world_size()
-    count = world_size * STAGES_PER_RANK[name]
-    modules = cut(layers, count)
-    # With two ranks, rank 0 has stages 0 and 2, and rank 1 has 1 and 3. So every stage sends its
-    # output to the next rank, and the last rank sends that of its first stage to rank 0. In a V,
-    # rank 0 has 0 and 3, and rank 1 has 1 and 2.
-    numbers = range(rank, count, world_size)
-    if name in V_SHAPED:
-        numbers = (rank, count - 1 - rank)
-    stages = []
-    for number in numbers:
-        stages.append(PipelineStage(modules[number].to(device), number, count, device))
-    taken = stages[0] if name == "GPipe" else stages  # the other schedules take a list
-    schedule = get_schedule_class(name)(taken, micro_batches, F.cross_entropy)
-    return VPipeline(stages, schedule) if name in V_SHAPED else Pipeline(stages, schedule)
 
 
 class VPipeline(Pipeline):

@@ -10,8 +10,8 @@ sum of all terms (P, partial). The lesson first prints [[1, 2], [3, 4]] with eac
     rank 0  [[1, 2], [3, 4]]  [[1, 2]]  [[1], [3]]  [[2, 3], [4, 5]]
     rank 1  [[1, 2], [3, 4]]  [[3, 4]]  [[2], [4]]  [[-1, -1], [-1, -1]]
 
-You write the program of a single process, and each operation sends what its placements require. If
-each rank adds up its own rows (S0), it has a term of the sum, so the result is P, and nothing is
+You write the program of a single process, and DTensor makes the calls that the placements require.
+If each rank adds up its own rows (S0), it has a term of the sum, so the result is P, and nothing is
 sent. But the ReLU of a sum is not the sum of the ReLUs, so `relu` of P makes an all_reduce first.
 In the same columns, these lines show how the result is placed, and what was sent:
     a.sum(0)       R   P              S0             P
@@ -30,7 +30,8 @@ x, or its own columns of a. It stays P until an all_reduce moves it to R, in `co
 (DDP does this for the parameters, and divides by n. Tensor parallelism does it for the input of a
 pair of layers.) In `backward()`, `redistribute` itself makes an all_gather where it made a
 reduce_scatter, and nothing for P to R. Where it made an all_gather, it makes a reduce_scatter,
-because the gradient here is P. (If it is R, each rank only keeps its shard.)
+because the gradient here is P. (Of a gradient that is R, each rank keeps its shard, without a
+message.)
 
 Try breaking it, in a copy beside it. Predict the lines that change before you run it:
   1. For tensor parallelism, write the placements [R, S0, S1]. Is y still right? What is sent?
@@ -110,7 +111,7 @@ def tensor_parallel(x, a, b):
 
 
 def sequence_parallel(x, a, b):
-    """The same, but before and after, each rank has some rows of x and y, which are tokens."""
+    """Tensor parallelism, but outside the pair each rank has some rows of x and y: tokens."""
     terms = (move(x, R) @ a).relu() @ b
     return move(terms, S0)
 

@@ -20,9 +20,10 @@ message in between. Then an all_reduce adds up the terms (`playground/pages/figu
                                          [2 0]
 
 The gradient of x is such a sum, too: each rank has used x for other columns. So `backward()` needs
-an all_reduce where the pair begins. (In `message_gradients.py`, these are the pairs "nothing,
-all_reduce" and "all_reduce, nothing".) All ranks read the same images, so nothing is averaged. A
-pair waits for these messages, so keep the ranks in one node (https://arxiv.org/abs/1909.08053).
+an all_reduce where the pair begins. (So a pair begins with "nothing, all_reduce" of
+`message_gradients.py`, and ends with "all_reduce, nothing".) All ranks read the same images, so
+nothing is averaged. A pair waits for these messages, so keep the ranks in one node
+(https://arxiv.org/abs/1909.08053).
 
 Shards made by hand are plain parameters, which PyTorch takes for whole ones. `clip_grad_norm_`
 finds a different norm on each rank, without an error: add up the shards' squares over all ranks,
@@ -143,7 +144,7 @@ def find_pairs(model):
     """Return the names of the linear layers in pairs. A last one without a partner stays whole.
 
     This fits the MLP and the CNN of this course. For your own model, list the pairs. Between its
-    two layers, only functions of single numbers may stand (ReLU or GELU, not softmax or GLU).
+    two layers, only elementwise functions may stand (ReLU or GELU, not softmax or GLU).
     """
     linear = [name for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)]
     return list(zip(linear[::2], linear[1::2], strict=False))

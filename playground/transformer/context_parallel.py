@@ -11,9 +11,10 @@ twelve digits agree), and then what each rank has. With the first command:
     rank 1 has 64 of 128 tokens, computes 6,144 scores, and keeps 158,593,024 bytes
 
 As in `ulysses.py`, each rank has its own tokens, and only attention needs those of other ranks.
-Here a rank keeps its queries. It computes what they read from its own chunk, the keys and values of
-its tokens. Then all ranks pass their chunk on to the next rank, and compute what their queries read
-from the chunk that has arrived. After n - 1 such steps, every chunk has been on every rank.
+Here a rank keeps its queries. First it computes what they read from its own chunk, which is the
+keys and values of its tokens. Then all ranks pass their chunk on to the next rank, and compute what
+their queries read from the chunk that has arrived. After n - 1 such steps, every chunk has been on
+every rank.
 
 A token with the scores s reads the mean of the values, weighted with softmax(s). No rank has all
 scores of a token, but the means over the chunks can be merged. A chunk's weight in the whole mean
@@ -24,14 +25,14 @@ is the sum of its exp(s), or e^L with L = log(sum(exp(s))). Here is an example w
 
 That is ring attention (https://arxiv.org/abs/2310.01889). Two things are left:
 - **Equal work.** A token reads itself and those before it. With `--order plain`, rank 0 has the
-  first half of the tokens, computes 4,096 scores of each head and row, and waits for rank 1, which
-  computes 8,192. With `--order zigzag`, the default, each rank has some early tokens and some late
-  ones (`playground/pages/figures/context.svg`, with four ranks).
-- **Memory.** For `backward()`, autograd keeps the scores of all chunks, and the chunks, too. With
-  `--recompute`, it keeps of attention only what goes into the ring (in all 90,423,296 bytes).
-  `backward()` then sends the chunks around once more, and has the scores of one layer at a time.
-  (Libraries write the gradient of attention by hand, as FlashAttention does, and have those of one
-  chunk at a time.)
+  first half of the tokens, computes 4,096 scores of each head and row, masked ones included, and
+  waits for rank 1, which computes 8,192. With `--order zigzag`, the default, each rank has some
+  early tokens and some late ones (`playground/pages/figures/context.svg`, with four ranks).
+- **Memory.** For `backward()`, autograd keeps the scores of all chunks, and the chunks, too: more
+  than in `ulysses.py`. With `--recompute`, it keeps of attention only what goes into the ring (in
+  all 90,423,296 bytes). `backward()` then sends the chunks around once more, and has the scores of
+  one layer at a time. (Libraries write the gradient of attention by hand, as FlashAttention does,
+  and have those of one tile at a time.)
 
 Try breaking it, in a copy beside it, with `--double`, and compare the losses:
   1. In `attend_to_chunk`, return `mean, torch.zeros_like(log)`. With which number of ranks is this
@@ -112,7 +113,7 @@ def attend_to_chunk(query, keys, values, mine, theirs):
     later = (theirs[columns] > mine[rows][:, None]).to(scores.device)
     scores = scores.masked_fill(later, -torch.inf)
     # NEW: the tokens before `rows` read nothing of this chunk: a mean of 0, with the weight 0.
-    # (With zigzag, rank 0 has such tokens, so with these rows it keeps a little more than rank 1.)
+    # (With zigzag, rank 0 has such tokens. So it keeps a little more than rank 1.)
     above = (0, 0, rows.start, 0)
     mean = F.pad(scores.softmax(dim=-1) @ values, above)
     log = F.pad(scores.logsumexp(dim=-1, keepdim=True), above, value=-torch.inf)

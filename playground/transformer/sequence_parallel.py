@@ -9,9 +9,9 @@ all twelve digits agree), and then what autograd keeps for `backward()` on each 
     rank 1 keeps 9,249,792 bytes
 
 In `head_parallel.py`, whose ranks keep 10,224,640 bytes, every rank adds up and normalizes all
-tokens between two pairs of layers. Here each rank does so for its own tokens only. In the letters
-of `placements.py`, tokens are S1 between the pairs, and not R. So other messages begin and end a
-pair (https://arxiv.org/abs/2205.05198):
+tokens between two pairs of layers. Here each rank does so for its own tokens only. So between the
+pairs, tokens are split (S1 in the letters of `placements.py`), and not R. Other messages begin and
+end a pair (https://arxiv.org/abs/2205.05198):
 
               in head_parallel.py      here
     a pair    forward     backward     forward                     backward
@@ -118,8 +118,8 @@ class AllTokens(torch.nn.Module):
 
 def split_by_hand(model, group):
     """Split the blocks of a transformer, and between their pairs of layers the tokens."""
-    # NEW: every rank uses all tokens in a pair, so their gradient is a sum over the ranks. At its
-    # end, a term has the gradient of the sum. A rank knows it for its own tokens, and needs all.
+    # NEW: every rank uses all tokens in a pair, so their gradient is a sum over the ranks. Where a
+    # pair ends, a rank has the gradient of its own tokens only, and its term needs that of all.
     begin = (all_gather, reduce_scatter)
     end = (reduce_scatter, all_gather)
     terms = [*model.stage1[0].parameters()]  # the embedding: its gradient comes from own tokens
@@ -255,7 +255,7 @@ class SplitBlock(torch.nn.Module):
 
     def __init__(self, block, begin, end, group):
         super().__init__()
-        self.begin = begin  # what is sent where a pair of layers begins, and for its gradient
+        self.begin = begin  # the messages where a pair of layers begins: forward, backward
         self.end = end  # the same where a pair ends
         self.norm1 = block.norm1
         self.attention = block.attention
@@ -266,7 +266,7 @@ class SplitBlock(torch.nn.Module):
         *mlp_columns, mlp_row = mlp_layers(self.mlp).values()
         for layer in (attention.query, attention.key, attention.value, *mlp_columns):
             # The columns of a head follow each other, so each rank gets whole heads. Attention
-            # divides its columns by the size of a head, so here it finds n times fewer.
+            # finds the number of its heads from that of its columns: n times fewer.
             layer.weight = keep_shard(layer.weight, dim=0, group=group)
             if layer.bias is not None:
                 layer.bias = keep_shard(layer.bias, dim=0, group=group)

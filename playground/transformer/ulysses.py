@@ -5,13 +5,14 @@ Run it:
 
 It trains a small language model, which predicts the next byte of a text. The bytes are its tokens,
 and a sequence has 128 of them. It prints the same numbers as `single_gpu.py --model language`, up
-to rounding (with `--double` all twelve digits agree), and then what each rank has:
+to rounding (with `--double` all twelve digits agree), and then what each rank has (a single one
+keeps 189,759,488 bytes):
     rank 0 has 64 of 128 tokens, and keeps 94,879,744 bytes
     rank 1 has 64 of 128 tokens, and keeps 94,879,744 bytes
 
 The activations of a long sequence may not fit on one GPU. With context parallelism, each rank has
-all parameters, but only its own tokens. A norm, an MLP and the loss treat each token by itself, so
-they need no message. Only attention reads other tokens.
+its own tokens everywhere, and all parameters. A norm, an MLP and the loss treat each token by
+itself, so they need no message. Only attention reads other tokens.
 
 But a head of attention needs no other head. So inside attention, the ranks split the heads, and an
 all_to_all gives each rank all tokens of its own heads. PyTorch's attention computes these, and
@@ -27,7 +28,7 @@ same parameters and equally many tokens, so DDP averages their gradients.
 
 The number of ranks must divide the heads of the keys and values. In this model, two heads share
 theirs, so four heads allow two ranks. The ring of the next lesson works with any number of heads,
-but from four ranks on it sends more bytes (https://arxiv.org/abs/2309.14509).
+but with more ranks it sends more bytes (https://arxiv.org/abs/2309.14509).
 
 Try breaking it, in a copy beside it, with `--double`, and compare the losses:
   1. Write `parallel = model`, without DDP. Is there an error?
