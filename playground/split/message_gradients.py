@@ -25,8 +25,7 @@ rank that has received it. If several ranks have received it, their gradients ar
 term of a sum gets the gradient of the sum, so all_gather and reduce_scatter are a pair.
 
 Above, the whole loss is the sum of the ranks' losses, as in data parallelism. But if all ranks
-compute the same loss, it counts once. Each knows the whole gradient of y, so the sum of n copies is
-wrong:
+compute the same loss, it counts once. Each knows the whole gradient of y, so n copies are wrong:
     all ranks have the same loss       rank 0  rank 1
     all_reduce      nothing            [1, 2]  [1, 2]  right
     all_gather      own_chunk          [1, 2]  [3, 4]  right
