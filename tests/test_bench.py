@@ -152,16 +152,8 @@ def test_a_bare_program_prints_the_numbers_of_its_lesson(lesson, bare):
     flags += [*SHORT, "--dataset", data]
     processes = int(processes) if processes else None
     expected = run(Path(lesson).name, *flags, processes=processes, env=few)
-    jobs = ranks(
-        ROOT / "tests/programs/bare.py",
-        kind,
-        data,
-        "data",
-        120,
-        1,
-        processes=processes or 1,
-        env=few,
-    )
-    done, *_ = [job.wait() for job in jobs]
+    words = (kind, data, "data", 120, 1)
+    program = ROOT / "tests/programs/bare.py"
+    done, *_ = [job.wait() for job in ranks(program, *words, processes=processes or 1, env=few)]
     assert len(epochs(done.stdout)) == 1, done.stderr
     assert epochs(done.stdout) == epochs(expected.stdout)

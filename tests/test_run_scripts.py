@@ -113,45 +113,6 @@ def test_quickstart_counts_the_gpus_that_torch_can_use(ready, tmp_path):
     assert done.stderr.replace(" \n", "\n").startswith(shown)
 
 
-ON_GPUS = """#!/bin/sh
-case "$*" in
-*is_available*) echo "| GPUs | 2 of them |" ;;
-*fetch*) echo digits ;;
-*language_model.py*) echo "epoch 2/2  loss 5.9  7.51 s  61,077 tokens/s  MFU 42.4%  perplexity 9" ;;
-*single_gpu.py*) echo "epoch 5/5  loss 1.5  0.01 s  1,234 images/s" ;;
-*attention.py*) echo "| attention, bfloat16 | 1 ms by cudnn_attention |" ;;
-*bare.py*) printf '0.02 s  %s images/s\\n' 999 1,300 998 ;;
-*pytest*)
-    echo "4 workers [3 items]"
-    echo "[gw0] [ 33%] PASSED test_gpu.py::test_a"
-    echo "[gw1] [ 66%] FAILED test_gpu.py::test_b[ddp --model cnn-2]"
-    exec sleep 600 ;;
-esac
-"""
-
-
-def test_a_page_about_gpus(checkout):
-    """run/gpu.sh writes it in time."""
-    python = checkout / "python"
-    python.write_text(ON_GPUS)
-    python.chmod(0o755)
-    done = script(checkout / "run" / "gpu.sh", PYTHON=str(python), LIMIT="1")
-    assert done.returncode == 1, done.stderr
-    page = (checkout / "gpu.md").read_text()
-    for row in (
-        "| GPUs | 2 of them |",
-        "| single_gpu.py on digits | 1234 images/s |",
-        "| a bare loop on digits | 1300 images/s |",
-        "| language_model.py, 0.6 billion parameters | 61,077 tokens/s  MFU 42.4% |",
-        "| attention, bfloat16 | 1 ms by cudnn_attention |",
-        "| tests in test_gpu.py | 3 |",
-        "| failed | 1 |",
-        "The tests were interrupted after 1 s.",
-        "- FAILED: `test_gpu.py::test_b[ddp --model cnn-2]`",
-    ):
-        assert f"{row}\n" in page, page
-
-
 def test_ranks_that_share_a_gpu():
     """Each is a node of one rank. Here the GPU is the CPU. One process has the same loss."""
     flags = ("--dataset", "digits", "--batch_size", "120", "--epochs", "1", "--double")
