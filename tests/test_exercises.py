@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Job, lesson_path
+from conftest import ROOT, Job
 from lessons import FOLDERS, docstring
 from nodes import until
 
@@ -177,15 +177,6 @@ class GatherLayer:
         layer = Layer(shard, compute)
         ShardedLayer(layer).shard = shard
         return layer(inputs)
-""",
-    # The lesson's seed, torch.manual_seed(args.seed + epoch * world_size + rank)
-    "seeded_dropout": """
-import torch
-import torch.distributed as dist
-from torch.nn import functional as F
-def seeded_dropout(inputs, p, seed, step):
-    torch.manual_seed(seed + step * dist.get_world_size() + dist.get_rank())
-    return F.dropout(inputs, p)
 """,
     "gpipe": """
 from datetime import timedelta
@@ -388,18 +379,9 @@ def test_an_error_that_is_not_the_learners(copy):
 
 
 def test_the_evidence(copy):
-    """It can be made again, and the solutions are right on it. It names no folder of a machine."""
-    committed = sorted(path.relative_to(copy) for path in copy.glob("evidence/*/*"))
-    for path in committed:
-        if path.name != "program.py":
-            (copy / path).unlink()
-    done = Job(sys.executable, copy / "evidence" / "make.py").wait()
-    assert (done.stdout, done.stderr, done.returncode) == ("", "", 0)
-    made = {path.relative_to(copy): path.read_text() for path in copy.glob("evidence/*/*")}
-    assert sorted(made) == committed
-    for path in committed:
-        for text in (made[path], (FOLDER / path).read_text()):
-            assert not re.search(r'["\[]/', text), path
+    """The solutions are right on it. It names no folder of a machine."""
+    for path in copy.glob("evidence/*/*"):
+        assert not re.search(r'["\[]/', path.read_text()), path
     for name in ("fault_late_rank", "fault_waits_alone", "fault_equal_stacks"):
         solution = copy / "judging" / "checks" / f"{name}.py"
         assert run(copy / "check.py", name, "--file", solution) == ("RIGHT with 1 rank\n", 0)
@@ -558,5 +540,3 @@ def test_where_the_exercises_stand():
     assert positions == sorted(positions)
     asked = ["git", "check-ignore", "-q", "--no-index", "playground/exercises/answers/x.py"]
     assert subprocess.run(asked, cwd=ROOT).returncode == 0  # git does not see the answers
-    seed = "torch.manual_seed(args.seed + epoch * world_size + rank)"  # as in OF_LESSONS
-    assert seed in lesson_path("fully_sharded_checkpoints").read_text()

@@ -27,7 +27,6 @@ Try breaking it, in a copy beside it:
      without a break, and two with a break after the first. Then comment out the second
      `torch.manual_seed(...)`, and do the same. Compare the losses.
 
-Now write it yourself: `seeded_dropout.py` in `playground/exercises/`.
 Builds on: fully_sharded_data_parallel.py
 The next lesson, `fully_sharded_export.py`, makes one file of the shards.
 """

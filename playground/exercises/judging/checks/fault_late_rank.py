@@ -10,7 +10,7 @@ JOIN = False
 WORLD_SIZES = (1,)
 CASES = {"the evidence of four ranks": {}}
 FOLDER = "late_rank"
-# evidence/make.py lets this rank be so late.
+# This rank slept so long in each step, when the evidence was made.
 RANK = 3
 MILLISECONDS = 250
 HINTS = """
