@@ -39,7 +39,7 @@ Try breaking it, in a copy beside it:
   2. In `run_epoch()`, split logits and labels with `tensor_split`, and add up the mean losses of
      the micro-batches. How many times too large are the gradients, and why does Adam hardly react?
 Builds on: single_gpu.py
-The next lesson, `overlapped_data_parallel.py`, is in `replicated/`. It sends in `backward()`.
+This is the last lesson of the ten. `playground/README.md` has the others: choose from them.
 """
 
 import sys
