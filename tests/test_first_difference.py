@@ -61,6 +61,7 @@ AMONG_RANKS = {
     "same images": (1, "the ranks read the same examples in 8 of 8 steps", "the same work"),
     "same epoch": (3, "steps 5 to 8 read what step 1 and after have read", "see set_epoch()"),
     "local SGD": (3, "step 1 leaves", "Before step 3 they are equal again"),
+    "closure": (1, "step 1 leaves", "0.weight and 5 more of 6", "loss that the closure returns"),
     "seeds": (3, "the ranks start with different tensors: 0.weight", "Right for shards"),
     "fewer": (1, "the ranks began 6, 5 steps, and ended 5, 5."),
     "FSDP": (0, "the ranks agree: 8 steps"),
@@ -76,7 +77,7 @@ def train_in_ddp(rank, fault, folder):
     if fault == "FSDP":
         own[1] = nn.LayerNorm(8)
         fully_shard(model)
-    elif fault not in ("no DDP", "local SGD", "seeds"):
+    elif fault not in ("no DDP", "local SGD", "seeds", "closure"):
         options = {"find_unused_parameters": True} if fault == "head" else {}
         sends = fault not in ("own buffers", "twice")
         model = DistributedDataParallel(own, broadcast_buffers=sends, **options)
@@ -86,6 +87,8 @@ def train_in_ddp(rank, fault, folder):
         own[0].weight.data += 1
     rate = 0.02 if fault == "own rate" and rank == 1 else 0.01
     optimizer = torch.optim.Adam(own.parameters(), rate)
+    if fault == "closure":
+        optimizer = torch.optim.LBFGS(own.parameters(), max_iter=2)
     if fault == "own state" and rank == 0:
         for parameter in own.parameters():
             kept = {name: torch.ones_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
@@ -101,11 +104,19 @@ def train_in_ddp(rank, fault, folder):
         chosen = order[16 * (step % 4) :][:16][0 if fault == "same images" else rank :: 2]
         parts = chosen.chunk(2) if fault == "twice" else [chosen]
         forward = own if fault == "module" else model
-        optimizer.zero_grad()
-        losses = [F.cross_entropy(forward(images[part]), labels[part]) for part in parts]
-        for loss in losses:
-            loss.backward()
-        optimizer.step()
+
+        def losses_of(forward=forward, parts=parts):
+            optimizer.zero_grad()
+            losses = [F.cross_entropy(forward(images[part]), labels[part]) for part in parts]
+            for loss in losses:
+                loss.backward()
+            return losses[0]
+
+        if fault == "closure":
+            optimizer.step(losses_of)
+        else:
+            losses_of()
+            optimizer.step()
         for parameter in own.parameters() if fault == "local SGD" and step % 2 else ():
             dist.all_reduce(parameter.data)
             parameter.data /= 2

@@ -49,8 +49,8 @@ INPUTS = """The first run has {} inputs, of which {} are on no rank.
   The ranks have {}, of which {} are not in the first run.
   See the sampler (seed, rank, set_epoch), batch size, skipped steps, and what makes the inputs."""
 OUTPUTS = """equal inputs have other outputs.
-  See buffers, further inputs, precision, messages in forward(), slices of parameters, changes of
-  parameters before the step, and whether ranks that split a layer have the same inputs."""
+  See dropout, buffers, further inputs, precision, messages in forward(), slices of parameters, what
+  changes parameters before the step, and whether ranks that split a layer have the same inputs."""
 LABELS = """the outputs are equal, but not the loss's gradient there.
   See labels, loss, weights, and means of unequal parts."""
 SCALED = """the loss's gradient at the outputs has another scale, if the ranks take a mean.
@@ -62,6 +62,9 @@ MISSING = """The optimizer's parameters have no gradient, or one of zeros.
   See requires_grad, detach(), zero_grad(), and whether the optimizer was made before sharding."""
 OWN = "Each rank has its own, whose {} would be right: a message is missing, or is sent in step()."
 UNKNOWN = "See the loss, the labels, and the messages."
+CLOSURE = """
+  step(closure) computes gradients later than they are noted, and a search for a good step enlarges
+  rounding. So this may be no fault: compare the losses."""
 NO_STEP = "first_difference: {} is empty, because no optimizer of torch.optim has made a step."
 UNLIKE = "the ranks start with different tensors: {}\n  "
 PARTS = "Right for shards, stages and experts. Otherwise see the seed, and what rank 0 sends."
@@ -72,6 +75,8 @@ EACH_ITS_OWN = """Their gradients differed before this step, so each rank has us
   Collectives that each rank has called in this step: {}.
   See the average over the ranks, and what goes past DDP: model.module(x) in place of model(x),
   no_sync(), two forward passes before two backward(), parameters put in after DDP()."""
+IN_THE_STEP = """step(closure) has computed their gradients, which are not noted.
+  See the average over the ranks, also of the loss that the closure returns."""
 EQUAL_GRADIENTS = """Their gradients were equal before this step.
   See the optimizer's state (did each rank load it?), and what changes parameters after a step."""
 AGAIN = "\n  Before step {} they are equal again: right if the ranks average them there."
@@ -339,7 +344,8 @@ def compare(first, second):
                 if designed and why != STARTS:
                     why += f"\n  By design, {' and '.join(designed)} may differ. Try without."
                 line = f"first difference: step {number}, {kind} {place(pairs, found, len(twos))}"
-                return 1, f"{line}\n  {why}\n  Before, the runs agreed to {known:.1e}."
+                words = f"{line}\n  {why}\n  Before, the runs agreed to {known:.1e}."
+                return (3, words + CLOSURE) if ones[0]["closure"] else (1, words)
             if kind == "value of":
                 last = {key: b for key, (_, b) in pairs.items()}
             known = max([known, *sizes.values()])
@@ -388,8 +394,9 @@ def compare_ranks(folder):
         faults.append(BEGAN.format(numbers(begun), numbers(ended)))
     settings = (other_setting(number, row[0], row) for number, row in enumerate(rows, 1))
     faults += [f"{line}, on rank 0 {right}." for line, right in settings if line][:1]
-    shards = {name for own in rows[0] for name in own["shards"]}
-    names = [name for name in rows[0][0]["value of"] if name not in shards]
+    # Before a first step(closure), no model has been called, so the names are not known yet.
+    shards = {name for own in rows[-1] for name in own["shards"]}
+    names = [name for name in rows[-1][0]["value of"] if name not in shards]
     ddp = all(own["ddp"] for own in rows[0])
     parts = differ(rows[0], "value of", names)
     if parts:
@@ -441,6 +448,7 @@ def drift_of(rows, names):
         called = numbers(dict.fromkeys(counts)) if any(counts) else "none"
         called += f", on rank 0 {before[0]['calls'][1]} last" if counts[0] else ""
         why = EACH_ITS_OWN if differ(before, "gradient of", found) else EQUAL_GRADIENTS
+        why = IN_THE_STEP if before[0]["closure"] else why
         words = LEAVES.format(number, some(found, names), why.format(called))
         later = enumerate(rows[number + 1 :], number + 2)
         again = [step for step, row in later if not differ(row, "value of", found)]

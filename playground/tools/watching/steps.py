@@ -154,6 +154,7 @@ class Notes:
         joined = dist.is_available() and dist.is_initialized()
         rank, size = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
         row = {"ranks": size, "examples": self.examples, "buffer": {}}
+        row["closure"] = any(map(callable, (*args[1:], *kwargs.values())))
         row |= self.tensors_of(optimizer)
         row["calls"] = self.new_calls()
         for name, module in chain(*(model.named_modules() for model in self.models)):
