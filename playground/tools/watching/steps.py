@@ -29,13 +29,19 @@ def sums_of(tensor):
     local = local.detach().to_dense()
     if local.untyped_storage().nbytes() < local.nbytes:
         return NOTHING  # its memory is freed, as that of a layer that is gathered when needed
-    numbers = local.cpu().double().flatten()
+    return sums_of_rows(local.flatten()[None])[0]
+
+
+def sums_of_rows(rows):
+    """Return the five sums of each row of a tensor with two axes."""
+    numbers = rows.cpu().double()
     finite = numbers.isfinite()
     numbers = numbers.where(finite, 0)
     # These look random, and are the same everywhere.
-    weights = (torch.arange(len(numbers)).double() * 0.6180339887498949 % 1 - 0.5) * 12**0.5
-    sums = [(~finite).sum(), numbers @ numbers, numbers.sum(), numbers @ weights]
-    return [len(numbers), *map(float, sums)]
+    weights = (torch.arange(numbers.shape[1]).double() * 0.6180339887498949 % 1 - 0.5) * 12**0.5
+    counts = torch.full((len(rows),), numbers.shape[1]).double()
+    sums = [(~finite).sum(1).double(), numbers.square().sum(1), numbers.sum(1), numbers @ weights]
+    return torch.stack([counts, *sums], dim=1).tolist()
 
 
 def batches(values):
@@ -56,8 +62,9 @@ def inputs_of(values):
 @harmless
 def append(examples, tensor):
     """Append the sums of its row to the notes of each example."""
-    for example, row in zip(examples, tensor.detach().cpu(), strict=True):
-        example.append(sums_of(row))
+    rows = tensor.detach().to_dense()[:, None].flatten(1)
+    for example, sums in zip(examples, sums_of_rows(rows), strict=True):
+        example.append(sums)
 
 
 def acts(module):
