@@ -2,11 +2,12 @@
 
     python tests/develop/lint_pages.py
 
-It prints a line for each fault, and its status is 1 if there is one. Whether commands print what is
-shown is checked by test_readme.py, which runs them.
+It prints how many lines of Python there are, and a line for each fault. Its status is 1 if there is
+one. Whether commands print what is shown is checked by test_readme.py, which runs them.
 """
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -25,6 +26,7 @@ for folder in ("common", "playground", "tests"):
     FILES |= {path.name for path in (ROOT / folder).rglob("*.py")}
 NAMES = r"(?:playground(?:/\w+)?|run|common|tests)/\w+\.(?:py|sh|sbatch)\b"
 MADE_BY_THE_READER = ("playground/broken.py",)
+CEILING = 25_200  # lines of Python around the lessons: what is new replaces something old
 
 
 def without_code(text):
@@ -113,13 +115,26 @@ def faults_of_tests():
             yield f"tests/README.md: there is no test {name}"
 
 
+def too_many_lines():
+    """Count the lines of Python, and find whether those around the lessons are too many."""
+    words = ["git", "ls-files", "*.py"]
+    listed = subprocess.run(words, cwd=ROOT, text=True, capture_output=True, check=True)
+    lessons = {PATHS[lesson] for lesson in LESSONS}
+    counts = {True: 0, False: 0}
+    for path in map(ROOT.joinpath, listed.stdout.split()):
+        counts[path in lessons] += len(path.read_text().splitlines())
+    print(f"{counts[True]:,} lines of lessons, {counts[False]:,} of Python around them")
+    if counts[False] > CEILING:
+        yield f"there may be {CEILING:,} lines around the lessons, and CEILING is never raised"
+
+
 def main():
     """Print all faults. Returns the exit status."""
     found = []
     for page, text in PAGES.items():
         for fault in (*too_wide(text), *broken_links(page, text)):
             found.append(f"{page}: {fault}")
-    found += [*faults_of_figures(), *faults_of_lessons(), *faults_of_tests()]
+    found += [*faults_of_figures(), *faults_of_lessons(), *faults_of_tests(), *too_many_lines()]
     for fault in found:
         print(fault)
     return 1 if found else 0
