@@ -10,6 +10,7 @@ import tempfile
 import time
 from unittest import mock
 
+import psutil
 import pytest
 import watch
 from conftest import DIGITS, ROOT, Job, Lesson, epochs, free_port, lesson_path, one_process, run
@@ -263,7 +264,8 @@ def test_a_crash(what):
     """It shows where each rank was when one of them has crashed, was killed, or has ended early."""
     done = run("watch", "--hang", 30, STARTS, "fork", what, free_port())
     report = done.stderr.partition("watch: rank ")[2]
-    rank_0, rank_1 = re.split("^rank 1 ", report, flags=re.M)
+    assert "\nrank 1 " in report, done.stderr
+    rank_0, rank_1 = report.split("\nrank 1 ")
     if what == "left out":
         assert " has crashed: Aborted\n" in rank_0
         assert re.search(r"line \d+ in train: dist\.all_reduce\(torch\.ones\(2\)\)", rank_0)
@@ -273,6 +275,25 @@ def test_a_crash(what):
         assert " has ended by RuntimeError: " in rank_0 and " has ended\n" in rank_1
     if what != "left out":
         assert re.search(r"line \d+ in train: loss\.backward\(\)", rank_0)
+
+
+def test_a_late_observer(tmp_path):
+    """It shows the ranks even if all of them have ended before it sees that one has failed."""
+    command = (sys.executable, lesson_path("watch"), "--hang", 30, STARTS, "fork", "left out")
+    job = Job(*command, free_port(), env={"TMPDIR": str(tmp_path)})
+    observers = []
+    while not observers:
+        for process in psutil.process_iter(["cmdline"]):
+            words = process.info["cmdline"] or []
+            if words[-1:] == ["detached"] and any(str(tmp_path) in word for word in words):
+                observers.append(process)
+    observers[0].suspend()
+    while len(list(tmp_path.glob("*/*.stack"))) < 3 or len(job.pids()) > 2:
+        time.sleep(0.1)
+    observers[0].resume()
+    done = job.wait()
+    assert "watch: rank 0 did not end well." in done.stderr, done.stderr
+    assert " has crashed: Aborted\n" in done.stderr and "\nrank 1 " in done.stderr
 
 
 def places(report):

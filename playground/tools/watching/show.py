@@ -549,11 +549,13 @@ def main():
         sys.stdout.reconfigure(errors="backslashreplace")
     folder, seconds, page, records_too = Path(sys.argv[1]), float(sys.argv[2]), *sys.argv[3:5]
     shown = set()  # which ranks have been shown, and since when they had been at one place
-    was_interrupted = False
-    all_well = True
-    recorded = []
-    while any(is_held(path) for path in [folder / "main", *folder.glob("*.stack")]):
+    was_interrupted = was_told = was_recorded = False
+    failed_at = None
+    going = True
+    while going:
         time.sleep(0.1)
+        # After the last one has ended it looks once more: all may have ended since it looked last.
+        going = any(is_held(path) for path in [folder / "main", *folder.glob("*.stack")])
         ranks = read_notes(folder)
         stuck = [notes for notes in ranks if notes["still"] > seconds and not waits(notes)]
         new = [notes for notes in stuck if (notes["path"], notes["since"]) not in shown]
@@ -570,26 +572,21 @@ def main():
             show_ranks(ranks, f"no progress of {who} for {new[0]['still']:.0f} s.")
             shown |= {(notes["path"], notes["since"]) for notes in ranks}
         failed = those_that_failed(ranks)
-        if failed and all_well and not was_interrupted:
-            all_well = False
-            known = all((notes["path"], notes["since"]) in shown for notes in ranks)
-            patience = time.time() + 3  # the others may have an error because of it
-            while time.time() < patience and any(notes["alive"] for notes in ranks):
-                time.sleep(0.1)
-                ranks = read_notes(folder)
-            if not known and any(notes["gone"] or notes["end"] == "well" for notes in ranks):
+        failed_at = failed_at or (time.time() if failed else None)
+        # The others may have an error because of it. If all have one, each has told of it.
+        waiting = any(notes["alive"] for notes in ranks) and time.time() < (failed_at or 0) + 3
+        silent = any(notes["gone"] or notes["end"] == "well" for notes in ranks)
+        if failed and silent and not waiting and not was_told and not was_interrupted:
+            was_told = True
+            if any((notes["path"], notes["since"]) not in shown for notes in ranks):
                 ended = [x for x in ranks if x["gone"]] or failed  # the others end because of it
                 who = name_of(ended[0]).partition(" (")[0]
                 show_ranks(ranks, f"{who} did not end well.")
         records = list(folder.glob("*.record"))
-        if records and not recorded and len(records) == len(ranks):
-            recorded = records
-            show_records(records, page, all_well)
-    records = list(folder.glob("*.record"))
-    all_well = not those_that_failed(read_notes(folder))
-    if not recorded:
-        show_records(records, page, all_well)
-    if records_too and all_well and not records:
+        if records and not was_recorded and (len(records) == len(ranks) or not going):
+            was_recorded = True
+            show_records(records, page, not failed)
+    if records_too and not failed and not records:
         print("watch: nothing is recorded. It takes a process that joins a group.", flush=True)
     shutil.rmtree(folder)
 
