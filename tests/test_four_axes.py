@@ -1,6 +1,6 @@
 """four_axes.py: gradients that are clipped as the page shows it have one process's norm.
 
-test_parity.py compares the parameters, and test_pictures.py which ranks have what.
+test_parity.py compares the parameters.
 """
 
 import re

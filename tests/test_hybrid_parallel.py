@@ -1,4 +1,4 @@
-"""The hybrid lesson: its messages along each axis, and clipping. test_parity.py has its numbers."""
+"""The hybrid lesson: clipping, and a rank that does nothing. test_watch.py has its messages."""
 
 import re
 import textwrap

@@ -1,7 +1,7 @@
 """The ring of nonblocking_p2p.py, and the cure of the deadlock with three ranks.
 
 The last rank and the first are neighbours in the ring, and both are even. What the lessons print is
-compared by test_readme.py, and their calls by test_pictures.py.
+compared by test_readme.py.
 """
 
 import os

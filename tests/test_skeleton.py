@@ -69,9 +69,9 @@ MAY_IMPORT = {  # the parts of the course that stand below each folder
     "playground/transformer": {"common"},
     "playground/language": {"common"},
     "playground/tools": set(),
-    "playground/pages/figures": {"common", "figures", *LESSONS},
+    "playground/pages/figures": {"figures"},
     "playground/exercises": {"check", "judging"},
-    "playground/exercises/judging": {"common", "figures", "check", "judging"},
+    "playground/exercises/judging": {"common", "check", "judging"},
     "playground/exercises/judging/checks": {"common", "check", "judging"},
 }
 

@@ -1,6 +1,6 @@
 """Tensor parallelism of others' layers. test_parity.py has the numbers of the lesson.
 
-test_pictures.py has the messages of a pair, and test_message_gradients.py their gradients.
+test_watch.py has the messages of a step, and test_message_gradients.py their gradients.
 """
 
 import pytest

@@ -27,6 +27,8 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 PARAMETERS = 4 * 59_210  # bytes of those of the MLP
 HALF = PARAMETERS // 2
 HIDDEN = 4 * 128 * 64  # bytes of a hidden layer of a batch
+LANGUAGE = 158_336  # those of the language model's parameters
+TOKENS = 4 * 12 * 64 * 32  # of the activations of half of the tokens
 WITHOUT_A_FUNCTION = """# \xe9
 import sys
 import torch
@@ -45,7 +47,7 @@ before = state()
 runpy.run_path(sys.argv.pop(1), run_name="__main__")
 assert state() == before
 """
-# What each of two ranks gives to its calls in a step, and in how many calls.
+# What each rank gives to its calls in a step, and in how many calls.
 GIVEN = {
     "manual_data_parallel": [("all_reduce", 8, PARAMETERS)],
     "manual_fully_sharded": [("all_gather", 8, PARAMETERS), ("reduce_scatter", 4, PARAMETERS)],
@@ -55,23 +57,47 @@ GIVEN = {
         ("reduce_scatter", 4, PARAMETERS),
     ],
     "pipeline_parallel": [("recv", 8, HIDDEN), ("send", 8, HIDDEN)],
+    # The outputs of both pairs, and the gradient of the input of the second one.
+    "tensor_parallel": [("all_reduce", 3, 4 * 128 * (64 + 10 + 64))],
+    # The same for half of the batch, and FSDP's messages, which are halves of halves.
+    "hybrid_parallel": [
+        ("all_gather", 4, HALF // 2 + 74),  # what is not split: the biases of the second layers
+        ("all_gather", 4, HALF // 2 + 74),
+        ("all_reduce", 1, 4 * 64 * 64),
+        ("all_reduce", 2, 4 * 64 * (64 + 10)),
+        ("reduce_scatter", 4, HALF + 2 * 74),
+    ],
+    # In two blocks and both directions: queries, outputs, and half as many keys and values.
+    "ulysses": [("all_to_all", 16, 12 * TOKENS), ("all_reduce", 1, LANGUAGE)],
+    "context_parallel": [
+        ("recv", 4, 4 * TOKENS),
+        ("send", 4, 4 * TOKENS),
+        ("all_reduce", 1, LANGUAGE),
+    ],
 }
 
 
 @pytest.mark.parametrize("lesson", GIVEN)
 def test_messages_of_a_lesson(lesson):
     """The table has each call of a step, its group and its bytes, and what a rank holds."""
-    done = run("watch", lesson_path(lesson), *DIGITS, "--epochs", 1, processes=2)
-    rows = re.findall(r"^all    (\w+) +2 +(\d+) +([\d,]+) +\S*\d+: \S", done.stdout, re.M)
+    flags, settings = (*DIGITS, "--epochs", 1), {}
+    if lesson in ("ulysses", "context_parallel"):
+        flags, settings = ("--batch_size", 12, "--width", 32, "--epochs", 1), {"DOCUMENTS": "30"}
+    processes = 4 if lesson == "hybrid_parallel" else 2
+    done = run("watch", lesson_path(lesson), *flags, processes=processes, env=settings)
+    row = r"^all    (\w+) +2(?: \w+)? +(\d+) +([\d,]+) +\S*\d+: \S"
+    rows = re.findall(row, done.stdout, re.M)
     given = [(kind, int(count), int(size.replace(",", ""))) for kind, count, size in rows]
-    assert sorted(given) == GIVEN[lesson]
+    assert sorted(given) == sorted(GIVEN[lesson])
     # Of parameters and of their gradients. A pipeline's ranks hold different parts.
     held = re.findall(r"^(?:all|[01]) +([\d,]+) +\1 +[\d,]+$", done.stdout, re.M)
     both = [int(size.replace(",", "")) for size in held]
     if lesson == "pipeline_parallel":
         assert len(both) == 2 and sum(both) == PARAMETERS
-    else:
-        assert both == [PARAMETERS if lesson == "manual_data_parallel" else HALF]
+    elif "sharded" in lesson:
+        assert both == [HALF]
+    elif lesson == "manual_data_parallel":
+        assert both == [PARAMETERS]
 
 
 def test_who_waits_for_whom(tmp_path):

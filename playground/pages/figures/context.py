@@ -1,57 +1,13 @@
 """Which scores each rank computes in the ring of context_parallel.py, in both orders."""
 
 from pathlib import Path
-from unittest import mock
 
-import context_parallel
-import torch
-import torch.distributed as dist
 from matplotlib.axes import Axes
-from torch import Tensor
 
-from figures.counting import of_all_ranks, runs
 from figures.style import COLOURS, INK, add_legend, box, new_figure, save
 
 RANKS = 4
 TOKENS = 16
-
-
-def count() -> dict[str, dict]:
-    """Note which blocks of scores each rank computes in the ring, for both orders of the tokens.
-
-    Returns:
-        For each order "places" (of each rank's tokens), and "blocks": for each rank a list with an
-        entry for each step. It has the places of the queries and of the keys whose scores are
-        computed; both are empty if the rank computes nothing in this step.
-    """
-    counts = {}
-    for name, order in context_parallel.ORDERS.items():
-        places = order(TOKENS, dist.get_world_size())
-        counts[name] = {
-            "places": [mine.tolist() for mine in places],
-            "blocks": of_all_ranks(_blocks(places)),
-        }
-    return counts
-
-
-def _blocks(places: list[Tensor]) -> list:
-    """Return the queries and keys of each step of this rank, as lists of places."""
-    rank = dist.get_rank()
-    steps = [([], []) for _ in places]
-    visible = context_parallel.visible
-
-    def noted(mine, theirs):
-        rows, columns = visible(mine, theirs)
-        source = next(number for number, each in enumerate(places) if each.equal(theirs))
-        if len(mine[rows]) and len(theirs[columns]):
-            blocks = (mine[rows].tolist(), theirs[columns].tolist())
-            steps[(rank - source) % len(places)] = blocks
-        return rows, columns
-
-    query = torch.randn(1, 1, len(places[rank]), 4)
-    with mock.patch.object(context_parallel, "visible", noted), torch.no_grad():
-        context_parallel.ring_attention(query, query, query, places, dist.group.WORLD)
-    return steps
 
 
 def draw(counts: dict, path: Path) -> None:
@@ -85,6 +41,17 @@ def _draw_scores(panel: Axes, count: dict) -> None:
     panel.set_ylim(TOKENS, 0)  # the first token is on top
     panel.set_aspect("equal")
     panel.set(xticks=[], yticks=[], xlabel="keys")
+
+
+def runs(numbers: list[int]) -> list[list[int]]:
+    """Return ascending numbers as a list of first numbers and ends: 0 1 2 6 7 is [0, 3], [6, 8]."""
+    found = []
+    for number in numbers:
+        if found and found[-1][1] == number:
+            found[-1][1] += 1
+        else:
+            found.append([number, number + 1])
+    return found
 
 
 def _draw_work(panel: Axes, count: dict) -> None:

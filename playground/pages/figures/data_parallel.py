@@ -1,56 +1,9 @@
 """How two ranks divide a batch and average a gradient, in a step of manual_data_parallel.py."""
 
-import argparse
 from functools import partial
-from itertools import islice
 from pathlib import Path
 
-import manual_data_parallel
-import torch
-import torch.distributed as dist
-
-from common.models import MLP
-from figures.counting import forward_and_backward, of_all_ranks
 from figures.style import GREY, ORANGE, PALE_ORANGE, SKY, arrow, box, new_figure, save
-
-RANKS = 2
-GLOBAL_BATCH = 8
-DIGIT = 4  # w is the bias of its output
-
-
-def count() -> dict[str, list]:
-    """Run a step with a global batch of eight digits, by functions of the lesson.
-
-    Returns:
-        For each rank: "images" (the numbers of its images in the data set), and of one parameter w
-        "drawn" (its first value), "sent" (after send_weights()), "own gradient", "gradient" (after
-        average_gradients()) and "updated" (after Adam's step), rounded to four digits.
-    """
-    rank = dist.get_rank()
-    world_size = dist.get_world_size()
-    flags = argparse.Namespace(dataset="digits", data_dir="", seed=0, batch_size=GLOBAL_BATCH)
-    flags.double = False
-    flags.device = "cpu"
-    loader, _ = manual_data_parallel.loaders(flags, rank, world_size)
-    loader.sampler.set_epoch(0)
-    counts = {"images": list(islice(loader.sampler, GLOBAL_BATCH // world_size))}
-    torch.manual_seed(rank)
-    model = MLP()
-    parameter = list(model.parameters())[-1]  # a bias of the last layer for each digit
-    counts["drawn"] = parameter[DIGIT].item()
-    manual_data_parallel.send_weights(model)
-    counts["sent"] = parameter[DIGIT].item()
-    images, labels = next(iter(loader))
-    forward_and_backward(model, images, labels)
-    counts["own gradient"] = parameter.grad[DIGIT].item()
-    manual_data_parallel.average_gradients(model)
-    counts["gradient"] = parameter.grad[DIGIT].item()
-    torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-6).step()
-    counts["updated"] = parameter[DIGIT].item()
-    everything = {}
-    for name, value in counts.items():
-        everything[name] = of_all_ranks(round(value, 4) if name != "images" else value)
-    return everything
 
 
 def draw(counts: dict, path: Path) -> None:

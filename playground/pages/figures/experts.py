@@ -1,44 +1,14 @@
 """How the tokens of a batch travel to their experts and back, in expert_parallel.py."""
 
-import argparse
-from functools import partial
 from pathlib import Path
 
-import expert_parallel
 import numpy
-import torch
-import torch.distributed as dist
 from matplotlib.axes import Axes
 
-from common.data import loaders
-from common.models import Transformer
-from figures.counting import of_all_ranks
 from figures.style import BLUE, GREY, ORANGE, add_legend, box, new_figure, save
 
-RANKS = 2
-EXPERTS = 4
 STAYS = GREY
 TRAVELS = ORANGE
-
-
-def count() -> dict:
-    """Train on the digits for an epoch, and note where the first block's router sends tokens.
-
-    Returns:
-        "loads": for each rank, how many of its tokens go to each expert in the last step.
-    """
-    rank = dist.get_rank()
-    data = {"dataset": "digits", "data_dir": None, "double": True, "device": "cpu"}
-    args = argparse.Namespace(seed=0, batch_size=120, **data)
-    train_loader, _ = loaders(args, rank, dist.get_world_size())
-    torch.manual_seed(0)
-    model = Transformer().double()  # in float64, the counts are the same on each machine
-    for block in (model.stage1[1], model.stage2[0]):
-        block.mlp = expert_parallel.Mixture(block.mlp, EXPERTS).double()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-6, fused=True)
-    step = partial(expert_parallel.make_step, model, optimizer, 0.0)
-    expert_parallel.run_epoch(model, train_loader, torch.device("cpu"), step)
-    return {"loads": of_all_ranks(model.stage1[1].mlp.load.tolist())}
 
 
 def ribbon(axes: Axes, start: tuple, end: tuple, height: float, colour: str) -> None:

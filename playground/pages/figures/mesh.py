@@ -2,47 +2,7 @@
 
 from pathlib import Path
 
-import hybrid_parallel
-import torch.distributed as dist
-
-from common.models import MLP
-from figures.counting import forward_and_backward, of_all_ranks, random_batch, two_rows
 from figures.style import BLUE, GREY, ORANGE, PINK, add_legend, box, double_arrow, new_figure, save
-from watching.messages import Messages
-
-RANKS = 4
-
-
-def count() -> list[dict]:
-    """Count what each rank of hybrid_parallel.py sends in a step on a mesh with two rows.
-
-    Returns:
-        A dict for each picture: "kind", "images" (in the global batch), "mesh" (the ranks of each
-        row), and "sent": for each axis the bytes that each rank sends.
-    """
-    pictures = []
-    two_kinds = two_rows(("dp", "tp"))
-    for kind, images in (("tp", 128), ("tp", 1024), ("hsdp", 128)):
-        model = MLP()
-        if kind == "tp":
-            mesh = two_kinds
-            hybrid_parallel.split(model, mesh["tp"])
-            hybrid_parallel.shard(model, mesh["dp"])
-            batch = random_batch(images // 2)
-        else:
-            mesh = two_rows(("replicate", "shard"))
-            hybrid_parallel.shard(model, mesh)
-            batch = random_batch(images // dist.get_world_size())
-        forward_and_backward(model, *batch)  # the first step gathers more
-        with Messages() as messages:
-            forward_and_backward(model, *batch)
-        sent = {}
-        for axis in mesh.mesh_dim_names:
-            own = round(messages.sent(group=mesh[axis].get_group().group_name))
-            sent[axis] = of_all_ranks(own)
-        picture = {"kind": kind, "images": images, "mesh": mesh.mesh.tolist(), "sent": sent}
-        pictures.append(picture)
-    return pictures
 
 
 def draw(counts: list, path: Path) -> None:

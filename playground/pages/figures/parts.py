@@ -1,63 +1,11 @@
 """Which ranks of four_axes.py have which part of a parameter, of its gradient, of an activation."""
 
-import argparse
 from pathlib import Path
 
-import four_axes
-import torch
-import torch.distributed as dist
-
-from common.data import ROW
-from common.language import VOCABULARY
-from common.models import make_layers
-from figures.counting import of_all_ranks, runs
 from figures.style import BLUE, GREEN, SKY, add_legend, box, new_figure, save
 
-RANKS = 16
-ROWS = 8  # of the text in a global batch
+ROWS, ROW = 8, 128  # of the text in a global batch, and bytes of a row
 HIGH = 0.7  # of a box
-BLOCK = 2  # the layer that is looked at: the first one of the second stage
-
-
-def count() -> list[dict]:
-    """Note what each rank of four_axes.py has in a step, on a mesh of 2 x 2 x 2 x 2 ranks.
-
-    Returns:
-        A dict for each rank: "place" in the mesh, "rows" and "tokens" (of the global batch), which
-        its stage computes, and the rows of a weight in the second block: those of its "shard" and
-        of the "term" of the gradient that it computes. Both are None in the first stage.
-    """
-    mesh = dist.init_device_mesh("cpu", (2, 2, 2, 2), mesh_dim_names=("pp", "dp", "cp", "tp"))
-    flat = dist.init_device_mesh("cpu", (2, 4, 2), mesh_dim_names=("pp", "dp_cp", "tp"))
-    args = argparse.Namespace(batch_size=ROWS, micro_batches=2, model="language", double=False)
-    args.width = args.layers = args.heads = None
-    layers = make_layers(args)
-    weight = layers[BLOCK].mlp.gate.weight
-    numbers = torch.arange(len(weight))
-    weight.data = weight.data * 0 + numbers[:, None]  # the rows have their numbers, to be known by
-    model = four_axes.wrap(layers, mesh, flat, torch.device("cpu"), args)
-    mine = {"place": mesh.get_coordinate(), "shard": None, "term": None}
-    numbers = torch.arange(ROWS)[:, None].expand(ROWS, ROW)
-    mine["rows"] = runs(model.own(numbers)[:, 0].tolist())
-    mine["tokens"] = runs(model.own(torch.arange(ROW).expand(ROWS, ROW))[0].tolist())
-    if model.is_last:
-        gate = model.stage[0].mlp.gate
-
-        def note(gate, inputs, output):
-            """Note the rows of the weight with which the layer computes."""
-            mine["term"] = runs(gate.weight.detach()[:, 0].long().tolist())
-            assert len(inputs[0]) * args.micro_batches == len(model.own(numbers))
-            assert inputs[0].shape[1] == len(model.mine)
-
-        gate.register_forward_hook(note)
-        shard = gate.weight.to_local()
-        mine["shard"] = runs(shard[:, 0].long().tolist())
-    model.train()
-    rows, labels = torch.randint(VOCABULARY, (2, ROWS, ROW))
-    model(rows, labels)
-    if model.is_last:
-        assert gate.weight.grad.to_local().shape == shard.shape
-    return of_all_ranks(mine)
 
 
 def draw(counts: list, path: Path) -> None:

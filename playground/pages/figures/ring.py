@@ -1,52 +1,8 @@
 """Which chunk each rank sends in a ring all-reduce, and what it then holds."""
 
 from pathlib import Path
-from unittest import mock
 
-import nonblocking_p2p
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
-from figures.counting import of_all_ranks
 from figures.style import BLUE, ORANGE, PALE, SKY, arrow, box, new_figure, save
-
-RANKS = 4
-
-
-def count() -> dict[str, list]:
-    """Add up a tensor with one number for each rank, by ring_all_reduce() of nonblocking_p2p.py.
-
-    Returns:
-        "sent": for each rank and step the number of the chunk that the rank sends.
-        "held": for each rank, at the start and after each step, a text for each chunk, such as
-            "013": it is the sum of the chunks of these ranks.
-    """
-    rank = dist.get_rank()
-    # Bit r of a chunk says whether the chunk of rank r has been added.
-    numbers = torch.full((dist.get_world_size(),), 2.0**rank)
-    sent = []
-    held_chunks = []
-    start_exchange = nonblocking_p2p.start_exchange
-
-    def noted(mine, theirs, right, left):
-        sent.append(mine.storage_offset())  # each chunk is one number
-        held_chunks.append(_added_ranks(numbers))
-        return start_exchange(mine, theirs, right, left)
-
-    with mock.patch.object(nonblocking_p2p, "start_exchange", noted):
-        nonblocking_p2p.ring_all_reduce(numbers)
-    held_chunks.append(_added_ranks(numbers))
-    return {"sent": of_all_ranks(sent), "held": of_all_ranks(held_chunks)}
-
-
-def _added_ranks(numbers: Tensor) -> list[str]:
-    """Return for each number the ranks whose bits are set in it."""
-    texts = []
-    for number in numbers.tolist():
-        bits = f"{int(number):b}"[::-1]
-        texts.append("".join(str(rank) for rank, bit in enumerate(bits) if bit == "1"))
-    return texts
 
 
 def draw(counts: dict, path: Path) -> None:

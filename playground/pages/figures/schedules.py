@@ -1,15 +1,14 @@
-"""In which order each rank computes, in a step of four schedules of pipeline_parallel.py."""
+"""In which order each rank computes, in a step of four schedules of pipeline_parallel.py.
+
+Its numbers have a text for each rank, in PyTorch's own notation: "4F0" is the forward pass of
+micro-batch 0 in stage 4. B is a backward pass. If it is split, I computes the gradient of the
+input, and W computes those of the parameters.
+"""
 
 import re
 from pathlib import Path
 from typing import NamedTuple
 
-import pipeline_parallel
-import torch
-from torch import nn
-
-from common.models import MLP
-from figures.counting import MICRO_BATCHES, of_all_ranks, random_batch
 from figures.style import (
     BLUE,
     GREEN,
@@ -26,65 +25,6 @@ from figures.style import (
 )
 
 RANKS = 4
-DRAWN = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble")
-METHODS = {  # of a PipelineStage, and what each computes
-    "forward_one_chunk": "forward",
-    "backward_one_chunk": "backward",
-    "backward_weight_one_chunk": "weights",
-}
-
-
-def count() -> dict[str, list[str]]:
-    """Note in which order each rank computes in a step of pipeline_parallel.py.
-
-    Returns:
-        For each schedule a text for each rank, in PyTorch's own notation: "4F0" is the forward pass
-        of micro-batch 0 in stage 4. B is a backward pass. If it is split, I computes the gradient
-        of the input, and W computes those of the parameters.
-    """
-    orders = {}
-    device = torch.device("cpu")
-    for name in DRAWN:
-        model = MLP(16, layers=7)
-        layers = nn.Sequential(*model.stage1, *model.stage2)
-        if name == "1F1B":
-            pipeline = pipeline_parallel.make_1f1b(layers, device, MICRO_BATCHES)
-        else:
-            pipeline = pipeline_parallel.make_other(name, layers, device, MICRO_BATCHES)
-        images, labels = random_batch(2 * MICRO_BATCHES)
-        marks = []
-        for stage in pipeline.stages:
-            for method, kind in METHODS.items():
-                _note_calls(stage, method, (stage.stage_index, kind), marks)
-        pipeline(images, labels)
-        orders[name] = of_all_ranks(_order(marks))
-    return orders
-
-
-def _note_calls(stage: object, name: str, kind: tuple, marks: list[tuple]) -> None:
-    """Make a method of a stage add to the marks what it computes, and the micro-batch."""
-    method = getattr(stage, name)
-
-    def noted(micro_batch, *args, **kwargs):
-        marks.append((*kind, micro_batch))
-        return method(micro_batch, *args, **kwargs)
-
-    setattr(stage, name, noted)
-
-
-def _order(marks: list[tuple]) -> str:
-    """Return what a rank has computed, in PyTorch's notation."""
-    split = set()
-    for stage, kind, micro_batch in marks:
-        if kind == "weights":
-            split.add((stage, micro_batch))
-    words = []
-    for stage, kind, micro_batch in marks:
-        letter = {"forward": "F", "backward": "B", "weights": "W"}[kind]
-        if kind == "backward" and (stage, micro_batch) in split:
-            letter = "I"
-        words.append(f"{stage}{letter}{micro_batch}")
-    return " ".join(words)
 
 
 class Span(NamedTuple):
@@ -116,7 +56,7 @@ def bubble(spans: list[Span], ranks: int) -> float:
 
 
 def stages_on_a_rank(orders: list[str]) -> int:
-    """Return how many stages each rank has in the orders of count()."""
+    """Return how many stages each rank has."""
     stages = set()
     for order in orders:
         stages |= set(re.findall(r"(\d+)F", order))
@@ -130,7 +70,7 @@ def logical_time(orders: list[str], stages_per_rank: int) -> list[Span]:
     is split in two, each part takes 1.
 
     Args:
-        orders: of each rank, as count() returns them.
+        orders: of each rank.
         stages_per_rank: how many stages the layers of a rank are.
 
     Returns:

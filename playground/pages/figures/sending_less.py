@@ -1,22 +1,9 @@
 """How fast several ways of data parallelism train over 10 Mbit/s, in runs of sending_less.py."""
 
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 from figures.style import BLUE, INK, ORANGE, PINK, VERMILLION, new_figure, save
-from watching.runs import epochs
 
-REHEARSAL = Path(__file__).resolve().parents[3] / "run" / "rehearse_two_nodes.sh"
-WAYS = {  # flags of the lesson; the epochs of each take a minute or two
-    "DDP": "--epochs 1",
-    "local": "--by local --epochs 12",
-    "diloco": "--by diloco --epochs 12",
-    "batch of 1280": "--batch_size 1280 --lr 1e-2 --epochs 5",
-    "batch of 5120": "--batch_size 5120 --lr 2e-2 --epochs 12",
-}
 COLOURS = (INK, ORANGE, PINK, BLUE, VERMILLION)
 LABELS = {  # of the lines: at which dot, how far from it, and where the text ends at this place
     "DDP": ("DDP", 0, (8, 0), "left"),
@@ -27,38 +14,6 @@ LABELS = {  # of the lines: at which dot, how far from it, and where the text en
 }
 WRONG = (2, 3, 4, 6, 10, 20)  # marks of an axis
 SECONDS = (2, 5, 10, 20, 50, 100)
-
-
-def count() -> dict[str, dict[str, dict]]:
-    """Train on MNIST in each way, with one and with two ranks on each of two nodes."""
-    counts = {}
-    for ranks_of_node in (1, 2):
-        runs = {way: run(ranks_of_node, flags.split()) for way, flags in WAYS.items()}
-        counts[f"{2 * ranks_of_node} ranks"] = runs
-    return counts
-
-
-def run(ranks_of_node: int, flags: list[str]) -> dict[str, list | float]:
-    """Train on two simulated nodes that send at most 10 Mbit/s.
-
-    Returns:
-        For each epoch, "seconds" of training since the start, "loss" and "test" (accuracy, %).
-        "megabytes" that a node sends in an epoch.
-    """
-    settings = {"GPUS": str(ranks_of_node), "BANDWIDTH": "10mbit", "PYTHON": sys.executable}
-    command = [REHEARSAL, "playground/replicated/sending_less.py", *flags]
-    done = subprocess.run(
-        command, env=os.environ | settings, check=True, stdout=subprocess.PIPE, text=True
-    )
-    found = {"seconds": [], "loss": [], "test": []}
-    total = 0.0
-    for epoch in epochs(re.sub("^node0: ", "", done.stdout, flags=re.M)):
-        total += epoch["seconds"]
-        found["seconds"].append(round(total, 2))
-        found["loss"].append(epoch["loss"])
-        found["test"].append(epoch["test"])
-    sent = re.search(r"sent by this node: (\S+) MB", done.stdout)
-    return found | {"megabytes": round(float(sent[1]) / len(found["loss"]), 2)}
 
 
 def draw(counts: dict, path: Path) -> None:

@@ -1,87 +1,13 @@
 """What each rank has of attention that is split by heads or by tokens, and what it sends."""
 
-from functools import partial
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
-import context_parallel
-import tensor_parallel
-import torch
-import torch.distributed as dist
-import ulysses
 from matplotlib.axes import Axes
-from torch.nn import functional as F
 
-from common.transformer import Attention
 from figures.style import BLACK, COLOURS, GREY, VERMILLION, add_legend, box, new_figure, save
-from watching.messages import Messages
 
-RANKS = 4
 TOKENS = 16
-WIDTH = 32
 HEADS = 4
-IMAGES = 120
-
-
-def count() -> dict[str, dict]:
-    """Split a layer of attention in three ways, and count what a rank has and sends in a step.
-
-    Returns:
-        For "heads", "ring" and "ulysses" a dict: "between" and "inside" have the (heads, tokens) of
-        a rank between layers of attention and inside, "parameters" how many numbers it has, and
-        "sent" the bytes that it sends in both passes.
-    """
-    world_size = dist.get_world_size()
-    counts = {}
-    for way in ("heads", "ring", "ulysses"):
-        torch.manual_seed(0)
-        layer = Attention(WIDTH, HEADS)
-        places = context_parallel.plain(TOKENS, world_size)
-        tokens = TOKENS
-        if way == "heads":
-            split_heads(layer)
-        else:
-            attend = ulysses.ulysses_attention
-            if way == "ring":
-                attend = partial(context_parallel.ring_attention, positions=places)
-            attend = partial(attend, group=dist.group.WORLD)
-            layer.forward = partial(ulysses.attend_to_all, layer, attend)
-            tokens = len(places[dist.get_rank()])
-        inputs = torch.randn(IMAGES, tokens, WIDTH, requires_grad=True)
-        shapes = []
-        patch = mock.patch.object(F, "scaled_dot_product_attention", _note_shape(shapes))
-        with patch, Messages() as messages:
-            layer(inputs).sum().backward()
-        inside = shapes[0] if shapes else [HEADS, tokens]
-        counts[way] = {
-            "between": [HEADS, tokens],
-            "inside": inside,
-            "parameters": sum(parameter.numel() for parameter in layer.parameters()),
-            "sent": messages.sent(),
-        }
-    return counts
-
-
-def _note_shape(shapes: list) -> Any:
-    """Return PyTorch's attention, which also notes the heads and the tokens of its queries."""
-    attend = F.scaled_dot_product_attention
-
-    def noted(query, key, value, **options):
-        shapes.append(list(query.shape[1:3]))
-        return attend(query, key, value, **options)
-
-    return noted
-
-
-def split_heads(layer: Attention) -> None:
-    """Keep some heads of this layer on this rank, with functions of tensor_parallel.py."""
-    for columns in (layer.query, layer.key, layer.value):
-        columns.weight = tensor_parallel.keep_shard(columns.weight, dim=0)
-        columns.bias = tensor_parallel.keep_shard(columns.bias, dim=0)
-    layer.output = tensor_parallel.RowLinear(layer.output)
-    pair = tensor_parallel.nothing, tensor_parallel.all_reduce, None
-    layer.register_forward_pre_hook(lambda _, inputs: tensor_parallel.Message.apply(*inputs, *pair))
 
 
 def draw(counts: dict, path: Path) -> None:

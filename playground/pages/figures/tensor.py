@@ -3,43 +3,7 @@
 from itertools import pairwise
 from pathlib import Path
 
-import tensor_parallel
-
-from common.models import MLP
-from figures.counting import of_all_ranks, random_batch
 from figures.style import BLUE, INK, ORANGE, PINK, VERMILLION, arrow, box, new_figure, save
-from watching.messages import Messages
-
-RANKS = 2
-
-
-def count() -> dict:
-    """Split the MLP as tensor_parallel.py does, and note shapes and messages of its second pair.
-
-    These are its last two layers. The first pair has no message in backward(), because the images
-    need no gradient.
-
-    Returns:
-        "x" and "y": the shapes of the input and of the output.
-        "ranks": for each rank the shapes of its "A", "x A" and "B".
-        "forward" and "backward": how many all_reduces there are, and the bytes of their tensors.
-    """
-    model = MLP()
-    tensor_parallel.split(model, tensor_parallel.find_pairs(model))
-    column, _, row = model.stage2
-    images, _ = random_batch(128)
-    inputs = model.stage1(images)
-    with Messages() as forward:
-        output = model.stage2(inputs)
-    with Messages() as backward:
-        output.sum().backward()
-    shapes = {"A": list(column.weight.T.shape), "x A": list(column(inputs).shape)}
-    shapes["B"] = list(row.weight.T.shape)
-    counts = {"x": list(inputs.shape), "y": list(output.shape), "ranks": of_all_ranks(shapes)}
-    for name, messages in (("forward", forward), ("backward", backward)):
-        nbytes = sum(message.nbytes for message in messages.noted)
-        counts[name] = [len(messages.noted), nbytes]
-    return counts
 
 
 def draw(counts: dict, path: Path) -> None:
