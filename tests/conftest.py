@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import hashlib
 import importlib
 import os
 import re
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from filelock import FileLock
 from lessons import PATHS, ROOT
 from nodes import HOSTS, Nodes
 from preloaded import Script
@@ -262,10 +264,32 @@ def epochs(text):
     return [{name: line[name] for name in ("loss", "train", "test")} for line in runs.epochs(text)]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def shared(tmp_path_factory, worker_id):
+    """Tell once() which folder all workers of pytest share."""
+    own = tmp_path_factory.getbasetemp()
+    once.folder = own if worker_id == "master" else own.parent
+
+
+def once(key, make):
+    """Return a folder that make(folder) has filled. It is called once, for all workers."""
+    folder = once.folder / hashlib.sha256(repr(key).encode()).hexdigest()
+    with FileLock(f"{folder}.lock"):
+        if not (folder / "made").exists():
+            folder.mkdir(exist_ok=True)
+            make(folder)
+            (folder / "made").touch()
+    return folder
+
+
 @functools.cache
 def single_gpu(*flags):
     """Return the epoch lines of single_gpu.py, which runs only once with these flags."""
-    return epochs(run("single_gpu", *flags).stdout)
+
+    def make(folder):
+        (folder / "out").write_text(run("single_gpu", *flags).stdout)
+
+    return epochs((once(("single_gpu", *flags), make) / "out").read_text())
 
 
 def one_process(*flags, apart=2.01e-4):

@@ -6,13 +6,12 @@ compares what the lessons print in float32.
 """
 
 import functools
-import tempfile
-from pathlib import Path
+import json
 
 import first_difference
 import pytest
 import torch
-from conftest import DIGITS, epochs, free_port, run, single_gpu, talks
+from conftest import DIGITS, epochs, free_port, once, run, single_gpu, talks
 from lessons import LESSONS
 
 pytestmark = pytest.mark.quick
@@ -104,9 +103,12 @@ def noted(lesson, *flags, folder, processes=None):
 @functools.cache
 def expected(model):
     """Return the epoch lines and the steps of single_gpu.py. It runs once for each model."""
-    with tempfile.TemporaryDirectory() as folder:
-        lines = noted("single_gpu", *MODEL[model], folder=Path(folder))
-        return lines, first_difference.read(Path(folder))
+
+    def make(folder):
+        (folder / "lines").write_text(json.dumps(noted("single_gpu", *MODEL[model], folder=folder)))
+
+    folder = once(("parity", model), make)
+    return json.loads((folder / "lines").read_text()), first_difference.read(folder)
 
 
 def test_all_training_lessons_are_here():
