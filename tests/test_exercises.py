@@ -30,7 +30,7 @@ ORDER = importlib.import_module("check").ORDER
 
 def check_of(name):
     """Return an Exercise."""
-    return importlib.import_module("judging.attempt").Exercise(name)
+    return importlib.import_module("judging.exercise").Exercise(name)
 
 
 def begins(lines, verdict):
@@ -80,7 +80,7 @@ def test_the_tasks():
             goals = ["rung 1", "your answer passes it if", "rung 2", "your answer passes it if"]
         assert re.search(".*".join(goals), " ".join(task.lower().split())), name
         assert len(check.HINTS.strip().split("\n\n")) == 3, name
-        answer = importlib.import_module("judging.exercise").answer(name)
+        answer = importlib.import_module("judging.solution").answer(name)
         assert re.search(r'^Why: |^    """Why: ', answer, re.M), name
         assert len(answer.splitlines()) < 90, name
 
@@ -244,7 +244,7 @@ def solved(folder, name):
     path = folder / "judging" / "checks" / f"{name}.py"
     imported = r"^(?:import torch.*|from (?!judging).* import .*)\n"
     imports = re.findall(imported, path.read_text(), re.M)
-    solution = importlib.import_module("judging.exercise").text_of(path, name).rstrip()
+    solution = importlib.import_module("judging.solution").text_of(path, name).rstrip()
     last = 'if __name__ == "__main__":\n    check(__file__)\n'
     return "\n\n".join(["from check import check\n" + "".join(imports), solution, last])
 

@@ -173,7 +173,7 @@ def state_of(name):
     if not isinstance(state, str):
         from judging import judge  # imports torch, which takes longer than all else here
 
-        state = judge.in_one_line(name, judge.verdicts_on(name, answer_to(name)))
+        state = judge.judge(name, answer_to(name)).in_one_line()
         keep(name, key, state)
     return state
 
@@ -226,11 +226,11 @@ def show(name, args):
     key = None
     if not (args.file or args.seconds or args.ranks):
         key = key_of(name)
-    verdicts = judge.verdicts_on(name, file, seconds=args.seconds, sizes=args.ranks)
+    judged = judge.judge(name, file, seconds=args.seconds, sizes=args.ranks)
     if key:
-        keep(name, key, judge.in_one_line(name, verdicts))
-    lines = judge.report(name, verdicts, args.trace) or [your_turn(name, args.file)]
-    is_right = judge.first_fault(verdicts) is None
+        keep(name, key, judged.in_one_line())
+    lines = judged.report(args.trace) or [your_turn(name, args.file)]
+    is_right = judged.fault is None
     if is_right and key and after(name):
         lines.append(f"next: python {shown(__file__)} {after(name)}")
     print(in_colour(lines[0]), *lines[1:], sep="\n", flush=True)
@@ -284,9 +284,9 @@ def main():
     if args.ranks and min(args.ranks) < 1:
         parser.error("--ranks: at least 1")
     if args.hint or args.answer:
-        from judging import exercise  # its folder sets variables of PyTorch
+        from judging import solution  # its folder sets variables of PyTorch
 
-        print(exercise.hint(name, args.hint) if args.hint else exercise.answer(name))
+        print(solution.hint(name, args.hint) if args.hint else solution.answer(name))
         return 0
     if args.reset:
         reset(name)

@@ -15,5 +15,5 @@ from judging import judge  # noqa: E402, it is found there
 
 name, answers = json.loads(sys.argv[1])
 for answer in answers:
-    lines = judge.report(name, judge.verdicts_on(name, *answer))
+    lines = judge.judge(name, *answer).report()
     print(json.dumps(lines or ["your turn"]), flush=True)

@@ -1,100 +1,16 @@
 """An answer to an exercise on one number of ranks: it is run, and judged."""
 
-import importlib
 import re
 from dataclasses import dataclass, field
 
-from judging.exercise import solution_of
 from judging.traffic import trace
 from judging.trial import PRINTED, be_a_rank, go_through
-from judging.words import (
-    LOST,
-    costs,
-    in_ranks,
-    lost_message,
-    sent_with_gaps,
-    used,
-    why_it_hangs,
-    why_it_is_wrong,
-)
-from watching.facts import TOLERANCE, difference
+from judging.words import LOST, costs, in_ranks, why_it_is_wrong
+from watching.facts import difference
 from watching.ranks import free_port, started
 
 SECONDS_FOR_A_CASE = 8  # for which all ranks wait, or one computes; also for importing the file
 KINDS = ("your turn", "forbidden", "ended", "error", "connection")  # which Crash is told first
-
-
-class Exercise:
-    """What a module of checks/ has, and here the defaults of what is optional.
-
-    For each of the CASES, its run(the learner's function, rank, world_size, **case) calls the
-    function on each rank. expected(rank, world_size, **case) returns what run() should return. The
-    function with the name of the exercise is its solution; of a fault, REPAIR is what is edited in
-    its task, and WHY the reason. MISTAKES, on which the tests try the check, has edits of the
-    solution by the words that the verdict should have. HINTS are three, with empty lines in
-    between.
-
-    Args:
-        name: of the module.
-    """
-
-    NAME = ""  # of the function, if the module has another name
-    HELPERS = ()  # the names of what --answer shows before the solution
-    WORLD_SIZES = (1, 2, 3, 4, 5)
-    JOIN = True  # whether the ranks are in a group when they call the function
-    FAULT = ""  # how the verdict on the task of a fault begins
-    RUNG_1 = ""  # what the first of two rungs is, as in "RIGHT for 7 numbers"; "": there is one
-    RUNG_2 = ""  # what the second one adds, as in "Next: any length."
-    CASES_OF_RUNG_1 = 1  # how many of the CASES the first one has
-    ONLY = None  # the kinds of messages that are allowed; None: all
-    INSTEAD = ""  # what is allowed, in words
-    TOLERANCE = TOLERANCE
-    LIMITS = {}  # see limits
-    WORDS = {}  # by a pattern, which is searched in the lines of a verdict
-    STARTS = False  # whether run(), with a function that does nothing, returns what was at first
-
-    def __init__(self, name):
-        self.name = name
-        self.module = importlib.import_module(f"judging.checks.{name}")
-        vars(self).update(vars(self.module))
-
-    def __reduce__(self):
-        """Every process finds it by its name."""
-        return Exercise, (self.name,)
-
-    def runs(self, size):
-        """Return what runs one after another: (a function of the check, a number of ranks)."""
-        return [(self.run, size)]
-
-    def expected(self, rank, world_size, **case):
-        """Return what run() should return."""
-        return None
-
-    def limits(self, rank, world_size, **case):
-        """Return how many "messages", "bytes" and "rounds" of messages a rank of several needs."""
-        return self.LIMITS
-
-    def start(self, rank, world_size, **case):
-        """Return what the result is before the learner's function does anything; None: unknown."""
-        return self.run(nothing, rank, world_size, **case) if self.STARTS else None
-
-    def explain(self, trial):
-        """Return words on a Trial with wrong results, if the check has some."""
-        return None
-
-    @property
-    def rungs(self):
-        """How many rungs it has."""
-        return 2 if self.RUNG_1 else 1
-
-    @property
-    def of_rung_1(self):
-        """The names of the cases of the first of two rungs. In them, a rank may send too much."""
-        return list(self.CASES)[: self.CASES_OF_RUNG_1] if self.RUNG_1 else []
-
-    def solution(self, words=None):
-        """Return its solution, or the function that has one of its MISTAKES."""
-        return solution_of(self.module, self.MISTAKES[words] if words else ())
 
 
 @dataclass
@@ -126,6 +42,11 @@ class Verdict:
     trace: list[str] = field(default_factory=list)
     printed: list[str] = field(default_factory=list)
     passed: int = 0
+
+    def in_words(self):
+        """Return the first line about a fault."""
+        case = f", {self.case}" if self.case else ""
+        return f"{self.kind} with {self.ranks}{case}"
 
 
 class Attempt:
@@ -222,14 +143,14 @@ class Attempt:
             trial.verdict, trial.rank = "HANG", min(trial.places)
             places = [trial.places.get(rank, "has finished") for rank in all_ranks(trial)]
             verdict.lines = [f"rank {rank} {place}" for rank, place in enumerate(places)]
-            verdict.why = why_it_hangs(trial)
+            verdict.why = trial.why_it_hangs()
             return
         if not with_results:
             return
         for rank in all_ranks(trial):
             trial.expected[rank] = self.exercise.expected(rank, trial.world_size, **trial.case)
         wrong = [rank for rank in all_ranks(trial) if self.differs(trial.results, trial, rank)]
-        lost = lost_message(trial)
+        lost = trial.lost_message()
         if wrong:
             self.judge_results(trial, verdict, wrong)
         elif lost:
@@ -263,7 +184,7 @@ class Attempt:
         if any(self.differs(later, trial, rank) for rank in wrong):
             for rank in all_ranks(trial):
                 trial.start[rank] = self.exercise.start(rank, trial.world_size, **trial.case)
-            verdict.facts = sent_with_gaps(trial)
+            verdict.facts = trial.sent_with_gaps()
             verdict.is_clear = verdict.facts is not None
             verdict.facts = verdict.facts or why_it_is_wrong(trial, self.exercise.TOLERANCE)
         else:
@@ -274,7 +195,7 @@ class Attempt:
         """Find a rank that sends more than is needed."""
         for rank in all_ranks(trial):
             limits = self.exercise.limits(rank, trial.world_size, **trial.case)
-            for unit, number in used(trial, rank).items():
+            for unit, number in trial.used(rank).items():
                 if unit in limits and number > limits[unit]:
                     trial.verdict, trial.rank = "COSTLY", rank
                     verdict.lines = [costs(rank, unit, number, limits[unit])]
@@ -292,11 +213,6 @@ class Attempt:
             if not words and re.search(pattern, text, re.S):
                 words = others
         return words
-
-
-def nothing(first, *others):
-    """Do nothing, in place of the learner's function, and return the first argument."""
-    return first
 
 
 def all_ranks(trial):

@@ -1,102 +1,84 @@
-"""The solution of an exercise, as text and as a function. Nothing here imports PyTorch.
+"""What the check of an exercise has."""
 
-A check has its solution as a function or a class. The check of a fault has REPAIR instead: what is
-edited in the task. Edits are pairs of texts. The first one of a pair stands once in the text, and
-the second one replaces it.
-"""
+import importlib
 
-import ast
-import difflib
-from pathlib import Path
-
-FOLDER = Path(__file__).resolve().parents[1]
+from judging.solution import solution_of
+from watching.facts import TOLERANCE
 
 
-def parts_of(path):
-    """Return the functions, classes and constants of a file by name, as nodes."""
-    found = {}
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            found[node.targets[0].id] = node.value
-        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            found[node.name] = node
-    return found
+class Exercise:
+    """What a module of checks/ has, and here the defaults of what is optional.
+
+    For each of the CASES, its run(the learner's function, rank, world_size, **case) calls the
+    function on each rank. expected(rank, world_size, **case) returns what run() should return. The
+    function with the name of the exercise is its solution; of a fault, REPAIR is what is edited in
+    its task, and WHY the reason. MISTAKES, on which the tests try the check, has edits of the
+    solution by the words that the verdict should have. HINTS are three, with empty lines in
+    between.
+
+    Args:
+        name: of the module.
+    """
+
+    NAME = ""  # of the function, if the module has another name
+    HELPERS = ()  # the names of what --answer shows before the solution
+    WORLD_SIZES = (1, 2, 3, 4, 5)
+    JOIN = True  # whether the ranks are in a group when they call the function
+    FAULT = ""  # how the verdict on the task of a fault begins
+    RUNG_1 = ""  # what the first of two rungs is, as in "RIGHT for 7 numbers"; "": there is one
+    RUNG_2 = ""  # what the second one adds, as in "Next: any length."
+    CASES_OF_RUNG_1 = 1  # how many of the CASES the first one has
+    ONLY = None  # the kinds of messages that are allowed; None: all
+    INSTEAD = ""  # what is allowed, in words
+    TOLERANCE = TOLERANCE
+    LIMITS = {}  # see limits
+    WORDS = {}  # by a pattern, which is searched in the lines of a verdict
+    STARTS = False  # whether run(), with a function that does nothing, returns what was at first
+
+    def __init__(self, name):
+        self.name = name
+        self.module = importlib.import_module(f"judging.checks.{name}")
+        vars(self).update(vars(self.module))
+
+    def __reduce__(self):
+        """Every process finds it by its name."""
+        return Exercise, (self.name,)
+
+    def runs(self, size):
+        """Return what runs one after another: (a function of the check, a number of ranks)."""
+        return [(self.run, size)]
+
+    def expected(self, rank, world_size, **case):
+        """Return what run() should return."""
+        return None
+
+    def limits(self, rank, world_size, **case):
+        """Return how many "messages", "bytes" and "rounds" of messages a rank of several needs."""
+        return self.LIMITS
+
+    def start(self, rank, world_size, **case):
+        """Return what the result is before the learner's function does anything; None: unknown."""
+        return self.run(nothing, rank, world_size, **case) if self.STARTS else None
+
+    def explain(self, trial):
+        """Return words on a Trial with wrong results, if the check has some."""
+        return None
+
+    @property
+    def rungs(self):
+        """How many rungs it has."""
+        return 2 if self.RUNG_1 else 1
+
+    @property
+    def of_rung_1(self):
+        """The names of the cases of the first of two rungs. In them, a rank may send too much."""
+        return list(self.CASES)[: self.CASES_OF_RUNG_1] if self.RUNG_1 else []
+
+    def solution(self, words=None):
+        """Return its solution, or the function that has one of its MISTAKES."""
+        return solution_of(self.module, self.MISTAKES[words] if words else ())
 
 
-def path_of(name):
-    """Return the path of an exercise's check."""
-    return FOLDER / "judging" / "checks" / f"{name}.py"
-
-
-def name_of(parts, name):
-    """Return the name of what a learner writes, which is that of the solution, too."""
-    return parts["NAME"].value if "NAME" in parts else name
-
-
-def text_of(path, name):
-    """Return the text of a function or class of a file, with its decorators."""
-    node = parts_of(path)[name]
-    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return "\n".join(lines[first - 1 : node.end_lineno]) + "\n"
-
-
-def source_of(name, edits=()):
-    """Return the text of an exercise's solution, without its HELPERS, with some more edits."""
-    parts = parts_of(path_of(name))
-    if "REPAIR" not in parts:
-        return edited(text_of(path_of(name), name_of(parts, name)), edits)
-    text = text_of(FOLDER / f"{name}.py", name_of(parts, name))
-    return edited(edited(text, ast.literal_eval(parts["REPAIR"])), edits)
-
-
-def hint(name, number):
-    """Return hint 1, 2 or 3 of an exercise. There are empty lines between them."""
-    return parts_of(path_of(name))["HINTS"].value.strip().split("\n\n")[number - 1]
-
-
-def answer(name):
-    """Return an exercise's solution with its HELPERS. Of a fault: why, and what to change."""
-    parts = parts_of(path_of(name))
-    if "REPAIR" in parts:
-        task = text_of(FOLDER / f"{name}.py", name_of(parts, name)).splitlines()
-        repaired = source_of(name).splitlines()
-        _, _, *lines = difflib.unified_diff(task, repaired, lineterm="")
-        lines = ["..." if line.startswith("@@") else line for line in lines]
-        return "\n".join([f"Why: {parts['WHY'].value}", *lines])
-    helpers = ast.literal_eval(parts["HELPERS"]) if "HELPERS" in parts else ()
-    texts = [text_of(path_of(name), helper) for helper in helpers]
-    return "\n\n".join([*texts, source_of(name)]).rstrip()
-
-
-def edited(text, edits):
-    """Return a text with edits."""
-    for old, new in zip(edits[::2], edits[1::2], strict=True):
-        if text.count(old) != 1:
-            raise ValueError(f"there is {text.count(old)} times {old!r} in\n{text}")
-        text = text.replace(old, new)
-    return text
-
-
-def solution_of(check, edits=()):
-    """Return the solution of a check, a module, with some more edits. It may be a class."""
-    name = check.__name__.rpartition(".")[2]
-    wanted = getattr(check, "NAME", name)
-    if wanted in vars(check) and not edits:
-        return getattr(check, wanted)
-    names = dict(vars(check))
-    if wanted not in names:
-        exec(compile(before(FOLDER / f"{name}.py"), check.__file__, "exec"), names)
-    exec(compile(source_of(name, edits), check.__file__, "exec"), names)
-    return names[wanted]
-
-
-def before(task):
-    """Return a task's imports, functions and classes, but not its import of check.py."""
-    nodes = []
-    for node in ast.parse(task.read_text(encoding="utf-8")).body:
-        is_check = isinstance(node, ast.ImportFrom) and node.module == "check"
-        kinds = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
-        if isinstance(node, kinds) and not is_check:
-            nodes.append(node)
-    return ast.Module(nodes, [])
+def nothing(first, *others):
+    """Do nothing, in place of the learner's function, and return the first argument."""
+    return first

@@ -24,60 +24,6 @@ def sizes_in_words(sizes):
     return f"{first}{last} rank" if sizes == [1] else f"{first}{last} ranks"
 
 
-def why_it_hangs(trial):
-    """Return words for a hang: which message is missing. None if it is not known."""
-    calls = [mine[-1].call if mine else None for mine in trial.messages]
-    if all(call == "send" for call in calls):
-        return "Every rank waits in send until its message is received. Which rank receives?"
-    sent, missing = trial.steps
-    for rank, recv in missing:
-        if recv.peer is not None:
-            return f"Rank {rank} waits for a message that rank {recv.peer} has not sent."
-    for each in sent:
-        if not each.received:
-            return f"Rank {each.receiver} has not received a message from rank {each.sender}."
-    if sent:
-        return "Each message has a sender and a receiver. Is wait() called for each request?"
-    first = [each.call for each in trial.messages[0]]
-    for mine in trial.messages:
-        if [each.call for each in mine] != first:
-            return "All ranks must call the same collectives in the same order."
-    return None
-
-
-def lost_message(trial):
-    """Return words if a message was not received, or a recv has got none; otherwise None."""
-    sent, missing = trial.steps
-    for each in sent:
-        if not each.received:
-            return f"rank {each.receiver} has not received a message from rank {each.sender}"
-    for rank, recv in missing:
-        origin = f", from rank {recv.peer}" if recv.peer is not None else ""
-        return f"rank {rank} expects one more message{origin}"
-    return None
-
-
-def sent_with_gaps(trial):
-    """Return words on a tensor of which gloo has sent other numbers; None if there is none."""
-    for rank, mine in enumerate(trial.messages):
-        for each in mine:
-            if each.with_gaps and each.kind in ("broadcast", "reduce", "all_reduce", "scatter"):
-                lies = "has a tensor that is not contiguous, and gloo sends its memory as it lies"
-                return f"Rank {rank}'s {each.call} {lies}. Send .contiguous()."
-    return None
-
-
-def used(trial, rank):
-    """Return what a rank has sent."""
-    calls = [each for each in trial.messages[rank] if each.kind != "recv"]
-    sent, _ = trial.steps
-    return {
-        "rounds": max((each.step for each in sent), default=0),
-        "bytes": sum(each.nbytes for each in calls),
-        "messages": len(calls),
-    }
-
-
 def costs(rank, unit, number, limit):
     """Return what is used and what is enough, in words."""
     enough = f"{limit} {'is' if limit == 1 else 'are'} enough"
