@@ -22,8 +22,8 @@ from nodes import HOSTS, Nodes
 from preloaded import Script
 from sshd import Sshd
 
-from watching import runs
-from watching.ranks import free_port  # tests import it from here, too
+from instruments import runs
+from instruments.ranks import free_port  # tests import it from here, too
 
 # The folder in which the lessons look for MNIST. Tests that need it are skipped if it is not there.
 DATA = ROOT / "data"

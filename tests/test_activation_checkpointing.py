@@ -5,8 +5,8 @@ import argparse
 import activation_checkpointing as lesson
 import torch
 
-from watching.messages import Messages
-from watching.ranks import call
+from instruments.messages import Messages
+from instruments.ranks import call
 
 SIZES = {"width": 16, "layers": 2, "tokens": 7, "heads": 4}
 

@@ -14,7 +14,7 @@ import pytest
 from conftest import ROOT, SHORT, Lesson, alive, epochs, ranks, run, single_gpu
 from nodes import until
 
-from watching import runs
+from instruments import runs
 
 EPOCHS = """import sys
 for epoch, speed in enumerate({speeds}, start=1):

@@ -10,7 +10,7 @@ from torchvision.datasets import MNIST
 from torchvision.transforms import Compose, Normalize, ToTensor
 
 from common.data import Images, fetch, load, loaders
-from watching.ranks import call
+from instruments.ranks import call
 
 # Bytes of the unpacked files.
 SIZES = {

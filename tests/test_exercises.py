@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from check import ORDER
 from conftest import ROOT, Job
 from lessons import FOLDERS, docstring
 from nodes import until
@@ -24,8 +25,6 @@ EXERCISES = sorted(path.stem for path in (JUDGING / "checks").glob("*.py"))
 RIGHT = "RIGHT with 1, 2, 3, 4 and 5 ranks"
 QUICK = ("all_gather", "average_gradients", "fault_too_many_images")  # one of each kind
 NAMES = [pytest.param(name, marks=[pytest.mark.quick] * (name in QUICK)) for name in EXERCISES]
-sys.path.append(str(FOLDER))
-ORDER = importlib.import_module("check").ORDER
 
 
 def check_of(name):
@@ -227,7 +226,7 @@ def test_ctrl_c(tmp_path):
 def copy(tmp_path):
     """The exercises of a fresh clone."""
     not_committed = shutil.ignore_patterns("__pycache__", "answers")
-    for name in ("common", "playground/tools/watching", "playground/exercises"):
+    for name in ("common", "playground/tools/instruments", "playground/exercises"):
         shutil.copytree(ROOT / name, tmp_path / "co\xfcrse" / name, ignore=not_committed)
     return tmp_path / "co\xfcrse" / "playground" / "exercises"
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from conftest import DIGITS, epochs, run
 
-from watching.messages import Messages
-from watching.ranks import call
+from instruments.messages import Messages
+from instruments.ranks import call
 
 FLAGS = (*DIGITS, "--batch_size", 120, "--epochs", 1, "--tokens", 7, "--double")
 

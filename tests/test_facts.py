@@ -1,13 +1,9 @@
 """facts.py tells how results differ. Each fact is true, and none is told that fits by chance."""
 
-import sys
-
 import pytest
 import torch
-from conftest import ROOT
 
-sys.path.append(str(ROOT / "playground" / "tools"))
-from watching.facts import difference, facts  # noqa: E402, it is found there
+from instruments.facts import difference, facts
 
 pytestmark = pytest.mark.quick
 A = torch.arange(1.0, 13)  # 12 numbers, none of which is 0

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from watching.ranks import call
-from watching.steps import Notes, sums_of
+from instruments.ranks import call
+from instruments.steps import Notes, sums_of
 
 TOOL = "first_difference"
 # Each fault, and a part of what is said about it.

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from common.models import Transformer
-from watching.messages import Messages
-from watching.ranks import call
+from instruments.messages import Messages
+from instruments.ranks import call
 
 
 def made(dtype, sharded, double=False):

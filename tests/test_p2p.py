@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from conftest import lesson_path, run
 
-from watching.ranks import call
+from instruments.ranks import call
 
 
 def test_cures_of_a_deadlock():

@@ -8,7 +8,7 @@ import runpy
 import pytest
 from conftest import ROOT, free_port
 
-from watching.ranks import call
+from instruments.ranks import call
 
 PAGE = (ROOT / "playground" / "pages" / "questions.md").read_text()
 INTRODUCTION, *SECTIONS = re.split("^## ", PAGE, flags=re.M)

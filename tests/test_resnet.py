@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torchvision.models import resnet18
 
-from watching.messages import Messages
-from watching.ranks import call
+from instruments.messages import Messages
+from instruments.ranks import call
 
 LESSON = "resnet"
 FEW = (SIZES.format(1800, 200), SIZES.format(60, 12))

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from common.models import make_layers, make_model
 from common.transformer import Block
-from watching.ranks import call
+from instruments.ranks import call
 
 CPU = torch.device("cpu")
 

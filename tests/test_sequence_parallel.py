@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from common.models import Transformer
-from watching.messages import Messages
-from watching.ranks import call
+from instruments.messages import Messages
+from instruments.ranks import call
 
 
 def count(_, lesson, expected):

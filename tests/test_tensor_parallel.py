@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from watching.ranks import call
+from instruments.ranks import call
 
 
 def split_others(rank):

@@ -16,7 +16,7 @@ import watch
 from conftest import DIGITS, ROOT, Job, Lesson, epochs, free_port, lesson_path, one_process, run
 from nodes import need, read_until
 
-from watching import show
+from watching import report
 from watching.advice import advice_on
 
 PAGE = (ROOT / "playground/pages/watching.md").read_text()
@@ -134,7 +134,7 @@ def test_no_line_of_the_script_comes_between(gpu, tmp_path, monkeypatch):
         records[-1].write_text(json.dumps(record))
     terminal = mock.Mock()
     monkeypatch.setattr(sys, "stdout", terminal)
-    show.show_records(records, "")
+    report.show_records(records, "")
     [text] = filter(None, [call.args[0] for call in terminal.write.call_args_list])
     assert text.startswith("\nwatch: watched.py, all of it, 5.00 ms\n")
     if gpu:
@@ -189,7 +189,7 @@ def test_a_script_ends_as_it_does_without():
     assert done.returncode == 0, done.stderr
     done = run("watch", WATCHED, "fails", status=1)
     assert "ValueError: rank 1 fails" in done.stderr
-    assert "show.py" not in done.stderr and "troubleshooting" not in done.stderr
+    assert "observer.py" not in done.stderr and "troubleshooting" not in done.stderr
     assert "No rank waits long" not in done.stdout
     done = run("watch", WATCHED, "killed", status=1)  # no process is left
     assert "SIGKILL" in done.stderr

@@ -50,7 +50,7 @@ ROWS = re.findall(r"^\| (.*) \| (\[.*) \|$", (FOLDER / "README.md").read_text("u
 PARTS = {part: re.findall(r"\((\w+)\.py\)", links) for part, links in ROWS}
 ORDER = sum(PARTS.values(), [])
 
-from watching.terminal import coloured
+from instruments.terminal import coloured
 
 
 def check(file):
@@ -138,7 +138,7 @@ def key_of(name):
     """Return a text that differs when an answer needs a new verdict."""
     files = [answer_to(name), task_of(name), JUDGING / "checks" / f"{name}.py"]
     files += sorted(JUDGING.glob("*.py"))
-    files += sorted((FOLDER.parent / "tools" / "watching").glob("*.py"))
+    files += sorted((FOLDER.parent / "tools" / "instruments").glob("*.py"))
     digest = hashlib.sha256(version("torch").encode())
     for file in files:
         digest.update(hashlib.sha256(file.read_bytes()).digest())

@@ -32,7 +32,7 @@ from statistics import median
 from tabulate import tabulate
 from tqdm import tqdm
 
-from watching.runs import run
+from instruments.runs import run
 
 PLAYGROUND = Path(__file__).resolve().parents[1]
 RUNS = [  # N stands for -g

@@ -48,8 +48,8 @@ ends = []  # the ends of pipes: to be read when the observer has ended, and by w
 # they end ranks that the script has left behind.
 atexit.register(lambda: [os.read(end, 1) for end, pid in ends if pid == os.getpid()])
 
+from instruments.anywhere import add_script, launched, path_of, run_with
 from watching.advice import advice_on
-from watching.anywhere import add_script, launched, path_of, run_with
 from watching.inside import Rank
 
 # How launchers name a process' number on its node.
@@ -112,7 +112,7 @@ def start_observer(args, folder):
         fcntl.lockf(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:  # no local rank is known, and another process was faster
         return held
-    command = [sys.executable, HERE / "watching" / "show.py", folder]
+    command = [sys.executable, HERE / "watching" / "observer.py", folder]
     command += [str(args.hang or 20), args.html or "", "recorded" if args.record else ""]
     read_end, write_end = os.pipe()
     # In a session of its own, so that Ctrl-C does not end it before it has shown the ranks. It is

@@ -1,10 +1,10 @@
 """Judges the answers to the exercises.
 
-judge.py judges an answer with one number of ranks after another, and reports. attempt.py has
-Exercise, which tells what a module of checks/ may have, and Attempt: an answer on one number of
-ranks, and its verdict. trial.py runs it, traffic.py counts what it sends, and words.py puts it into
-words, with the facts of tools/watching/facts.py. exercise.py makes the solutions, single.py trains
-in one process, and evidence.py reads what was found in the evidence of a run.
+judge.py judges an answer with one number of ranks after another, and reports. exercise.py tells
+what a module of checks/ may have, and solution.py makes its solution. attempt.py has an answer on
+one number of ranks, and its verdict: trial.py runs it, traffic.py counts what it sends, and
+words.py puts it into words, with the facts of tools/instruments/facts.py. single.py trains in one
+process, and evidence.py reads what was found in the evidence of a run.
 """
 
 import os
@@ -15,6 +15,6 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
-# Find common/ and watching/.
+# Find common/ and instruments/.
 PLAYGROUND = Path(__file__).resolve().parents[2]
 sys.path += [str(PLAYGROUND.parent), str(PLAYGROUND / "tools")]

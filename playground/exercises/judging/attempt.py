@@ -3,11 +3,11 @@
 import re
 from dataclasses import dataclass, field
 
+from instruments.facts import difference
+from instruments.ranks import free_port, started
 from judging.traffic import trace
 from judging.trial import PRINTED, be_a_rank, go_through
 from judging.words import LOST, costs, in_ranks, why_it_is_wrong
-from watching.facts import difference
-from watching.ranks import free_port, started
 
 SECONDS_FOR_A_CASE = 8  # for which all ranks wait, or one computes; also for importing the file
 KINDS = ("your turn", "forbidden", "ended", "error", "connection")  # which Crash is told first

@@ -2,8 +2,8 @@
 
 import importlib
 
+from instruments.facts import TOLERANCE
 from judging.solution import solution_of
-from watching.facts import TOLERANCE
 
 
 class Exercise:

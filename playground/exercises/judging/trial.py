@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 import common  # noqa: F401, it silences a warning that PyTorch 2.13 and 2.14 print in the ranks
+from instruments.ranks import news
 from judging.traffic import Counting, Forbidden, Message, steps
-from watching.ranks import news
 
 GIGABYTE = 2**30
 MEMORY = GIGABYTE  # what a rank may take in addition to what `import torch` has taken

@@ -5,7 +5,7 @@ import math
 
 import torch
 
-from watching.facts import facts
+from instruments.facts import facts
 
 LENGTH = 190  # characters of a line, at most
 LOST = "Another rank has left the group, or its process has ended, so the connection is lost."

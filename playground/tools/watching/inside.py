@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from watching.anywhere import ASK, given_up, harmless, launched, running
-from watching.messages import last_calls
+from instruments.anywhere import ASK, given_up, harmless, launched, running
+from instruments.messages import last_calls
 from watching.record import Recorder
 
 

@@ -3,11 +3,11 @@
 import gc
 
 import torch
-from judging.kept import Watching
 from judging.single import gradients_of
 from torch import nn
 
-from watching.facts import facts
+from instruments.facts import facts
+from instruments.memory import Memory
 
 NAME = "CheckpointBlock"
 WORLD_SIZES = (1, 2)
@@ -84,7 +84,7 @@ def run(checkpoint_block, rank, world_size, kind, **case):
     block, images, first = block_of(kind, rank, **case)
     inputs = first(images)
     torch.manual_seed(1)
-    with Watching() as memory:
+    with Memory() as memory:
         output = checkpoint_block.apply(block, inputs, *block.parameters())
         before = torch.rand(3)  # as another layer would draw them
         # A copy of the inputs is nothing to complain about, nor is the state of the random numbers.

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from watching.facts import difference
+from instruments.facts import difference
 
 NAME = "train"
 FAULT = "WRONG with 2 ranks, 1 step ... the parameters that rank 1 has after its own step"

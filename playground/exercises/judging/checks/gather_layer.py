@@ -5,10 +5,11 @@ import math
 
 import torch
 import torch.distributed as dist
-from judging.kept import Watching
 from judging.single import mean_of
 from torch import nn
 from torch.func import functional_call
+
+from instruments.memory import Memory
 
 NAME = "GatherLayer"
 CASES = {
@@ -97,7 +98,7 @@ def run(gather_layer, rank, world_size, kind, frozen=False, learn_inputs=True, a
     enough = shard.nbytes + inputs.nbytes
     if world_size == 1 or any_memory:
         enough = math.inf
-    with Watching() as memory:
+    with Memory() as memory:
         output = gather_layer.apply(inputs, shard, compute)
         until_backward = memory.kept(enough, inputs, shard, output)
         output.backward(gradient_of(output))

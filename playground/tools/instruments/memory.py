@@ -6,13 +6,13 @@ import time
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from watching.messages import Operations, flat
+from instruments.messages import Operations, flat
 
 LOOKS = 100
 
 
-class Watching(Operations):
-    """Notes all memory that is taken inside `with Watching() as memory:`."""
+class Memory(Operations):
+    """Notes all memory that is taken inside `with Memory() as memory:`."""
 
     def __init__(self):
         super().__init__()

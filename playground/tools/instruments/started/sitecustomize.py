@@ -13,6 +13,6 @@ with contextlib.suppress(ImportError):  # the system may have one, which this on
 sys.modules.setdefault(__name__, own)
 sys.path.append(str(HERE.parents[1]))  # behind all other folders
 
-from watching.anywhere import notice
+from instruments.anywhere import notice
 
 notice()

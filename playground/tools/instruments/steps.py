@@ -15,8 +15,8 @@ from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 from torch.utils._pytree import tree_leaves
 
-from watching.anywhere import harmless
-from watching.messages import call_in_words, recorded_calls
+from instruments.anywhere import harmless
+from instruments.messages import call_in_words, recorded_calls
 
 WRAPPERS = re.compile(r"(_fsdp_wrapped_|_checkpoint_wrapped_)?module\.|_orig_mod\.")
 COUNT, STRANGE, SQUARES, SUM, PLACES = range(5)  # what sums_of() returns

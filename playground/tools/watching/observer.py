@@ -1,0 +1,221 @@
+"""The process beside the ranks of a node: it shows where they hang, or what they have recorded."""
+
+import contextlib
+import fcntl
+import json
+import linecache
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+if __name__ == "__main__" and sys.argv[-1] != "detached":
+    # See watch.py: this process ends at once, and the observer is no child of the script.
+    subprocess.Popen([sys.executable, *sys.argv, "detached"], close_fds=False)
+    os._exit(0)
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+import psutil
+
+from instruments.anywhere import ASK, is_own
+from instruments.terminal import ranks_in_words
+from watching.report import show_records
+
+
+def is_held(path):
+    """Return whether the process that has locked a file is still there."""
+    with open(path, "r+") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False
+
+
+def read_notes(folder):
+    """Return what the processes of this node have noted: the ranks, or all, if there is no rank."""
+    found = []
+    for path in folder.glob("*.json"):
+        held = is_held(path.with_suffix(".stack"))  # before the notes, which it may write last
+        with contextlib.suppress(FileNotFoundError):  # it has given up just now
+            notes = json.loads(path.read_text())
+            # A rank that lets no thread of Python run writes no notes. On a busy machine they may
+            # only be late.
+            written = path.stat().st_mtime
+            late = time.time() - written > 5
+            notes["still"] = (time.time() if late else written) - notes["since"]
+            notes |= {"path": path, "alive": held and not notes["end"]}
+            notes["gone"] = not held and not notes["end"]
+            found.append(notes)
+    # A launcher may start one process on a node, which starts the ranks.
+    parents = {notes["parent"] for notes in found if notes["called"]}
+    ranks = [notes for notes in found if notes["joined"] and notes["pid"] not in parents] or found
+    return sorted(ranks, key=lambda notes: (notes["rank"] is None, notes["rank"], notes["pid"]))
+
+
+def ask_stacks(ranks):
+    """Let each rank that is there write its stack, in place of what it has noted last."""
+    for notes in ranks:
+        notes["file"] = notes["path"].with_suffix(".stack")
+        notes["before"] = notes["file"].stat().st_size
+        if notes["alive"]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(notes["pid"], ASK)
+    asked = missing = [notes for notes in ranks if notes["alive"]]
+    end = time.time() + 5
+    while missing and time.time() < end:  # a rank that Ctrl-Z has stopped writes nothing
+        time.sleep(0.1)
+        missing = []
+        for notes in asked:
+            at_interrupt = notes["path"].with_suffix(".interrupted").read_text()
+            stack = at_interrupt or notes["file"].read_text()[notes["before"] :]
+            notes["stack"] = stack or notes["stack"]
+            # The main thread stands last, and a long stack ends with dots.
+            if not re.search(r"(in <module>|\.\.\.|<no Python frame>)\n$", stack):
+                missing.append(notes)
+    for notes in ranks:
+        stack = notes["file"].read_text()
+        _, crashed, crash = stack.partition("Fatal Python error: ")
+        if notes["gone"] and crashed:
+            notes["crash"], _, notes["stack"] = crash.partition("\n")
+        elif notes["gone"] and notes["file"].stat().st_mtime > notes["path"].stat().st_mtime:
+            notes["stack"] = stack or notes["stack"]
+
+
+def own_lines(stack, script):
+    """Return the lines of the script's own files in a stack, and in which function they wait."""
+    stack = stack.partition("Current thread's C stack")[0]  # which Python 3.14 adds
+    main_thread = stack.rpartition("most recent call first")[2]  # it is the last one
+    # faulthandler has \xfc for a letter that is not in ASCII.
+    escapes = r"\\(x[\da-f]{2}|u[\da-f]{4}|U[\da-f]{8})"
+    main_thread = re.sub(escapes, lambda found: chr(int(found[1][1:], 16)), main_thread)
+    frames = re.findall(r'File "(.*)", line (\d+) in (.*)', main_thread)
+    # What is outside of a process of multiprocessing has started it.
+    outer = [number for number, frame in enumerate(frames) if frame[2] == "_bootstrap"]
+    frames = frames[: min(outer, default=None)]
+    if not frames:
+        return ["no function of Python: it is ending, or Ctrl-Z has stopped it"]
+    own = []
+    for path, number, function in reversed(frames):
+        if is_own(path, script):
+            where = function if path == script else f"{function} in {Path(path).name}"
+            own.append(f"line {number} in {where}: {linecache.getline(path, int(number)).strip()}")
+    path, number, function = frames[0]
+    # The call of main() is of interest only to a script that has no function.
+    own = [line for line in own if " in <module>: " not in line or line == own[-1]]
+    return own[-4:] + [f"now in {function}, {Path(path).name}:{number}"]
+
+
+def show_ranks(ranks, reason):
+    """Print where the ranks are. Those that are at the same place share their lines."""
+    ranks_at = {}
+    ask_stacks(ranks)
+    for notes in ranks:
+        lines = []
+        if notes["alive"] or notes["stack"]:
+            lines = own_lines(notes["stack"], notes["script"])
+        if notes["calls"]:
+            seen = "last noted calls" if notes["gone"] else "last calls"
+            lines.append(f"{seen}: {', '.join(notes['calls'])}")
+        if "crash" in notes:
+            state = f"has crashed: {notes['crash']}"
+        elif notes["gone"]:
+            state = "has ended without a word, as if it was killed. It was last seen here:"
+        elif notes["end"] == "well":
+            state = "has ended"
+            lines = lines[-1:] if notes["calls"] else []
+        elif notes["end"]:
+            state = textwrap.shorten(f"has ended by {notes['end']}", 150)
+        elif notes["still"] < 1:
+            state = "is running"
+        else:
+            state = f"has been here for {notes['still']:.0f} s"
+        ranks_at.setdefault(tuple(lines), []).append(f"{name_of(notes)} {state}")
+    text = [f"watch: {reason} The ranks of this node:"]
+    for lines, heads in ranks_at.items():
+        text += [*heads, *(f"    {line}" for line in lines)]
+    absent = {*range(max(notes["size"] for notes in ranks))} - {notes["rank"] for notes in ranks}
+    if absent:
+        which = ranks_in_words(sorted(absent)) if len(absent) < 9 else f"{len(absent)} ranks"
+        why = "on another node, not yet at init_process_group, or started in another way"
+        text.append(f"(Not seen: {which}: {why}.)")
+    print(*text, sep="\n", file=sys.stderr, flush=True)
+
+
+def waits(notes):
+    """Return whether a process has ended, or is no rank and waits for those that it has started."""
+    if notes["alive"] and not notes["called"]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return bool(psutil.Process(notes["pid"]).children())
+    return not notes["alive"]
+
+
+def those_that_failed(ranks):
+    """Return the ranks that did not end well."""
+    return [notes for notes in ranks if notes["gone"] or notes["end"] not in ("", "well")]
+
+
+def name_of(notes):
+    """Return what a process is called."""
+    if notes["rank"] is None:
+        return f"process {notes['pid']}"
+    return f"rank {notes['rank']} (process {notes['pid']})"
+
+
+def main():
+    """Look at the notes ten times a second, until no rank is left."""
+    if sys.stdout:  # it may be closed, and a line of the script may not be in ASCII
+        sys.stdout.reconfigure(errors="backslashreplace")
+    folder, seconds, page, records_too = Path(sys.argv[1]), float(sys.argv[2]), *sys.argv[3:5]
+    shown = set()  # which ranks have been shown, and since when they had been at one place
+    was_interrupted = was_told = was_recorded = False
+    failed_at = None
+    going = True
+    while going:
+        time.sleep(0.1)
+        # After the last one has ended it looks once more: all may have ended since it looked last.
+        going = any(is_held(path) for path in [folder / "main", *folder.glob("*.stack")])
+        ranks = read_notes(folder)
+        stuck = [notes for notes in ranks if notes["still"] > seconds and not waits(notes)]
+        new = [notes for notes in stuck if (notes["path"], notes["since"]) not in shown]
+        # A rank that has just reached its place has not noted its last calls yet.
+        moving = any(notes["alive"] and notes["still"] < 2 for notes in ranks)
+        interrupted = (folder / "ask").exists()
+        interrupted |= any(path.stat().st_size for path in folder.glob("*.interrupted"))
+        if interrupted and not was_interrupted:
+            was_interrupted = True
+            show_ranks(ranks, "interrupted.")
+            (folder / "ask").unlink(missing_ok=True)
+        elif new and not was_interrupted and (not moving or new[0]["still"] > seconds + 3):
+            who = name_of(new[0]).partition(" (")[0]
+            show_ranks(ranks, f"no progress of {who} for {new[0]['still']:.0f} s.")
+            shown |= {(notes["path"], notes["since"]) for notes in ranks}
+        failed = those_that_failed(ranks)
+        failed_at = failed_at or (time.time() if failed else None)
+        # The others may have an error because of it. If all have one, each has told of it.
+        waiting = any(notes["alive"] for notes in ranks) and time.time() < (failed_at or 0) + 3
+        silent = any(notes["gone"] or notes["end"] == "well" for notes in ranks)
+        if failed and silent and not waiting and not was_told and not was_interrupted:
+            was_told = True
+            if any((notes["path"], notes["since"]) not in shown for notes in ranks):
+                ended = [x for x in ranks if x["gone"]] or failed  # the others end because of it
+                who = name_of(ended[0]).partition(" (")[0]
+                show_ranks(ranks, f"{who} did not end well.")
+        records = list(folder.glob("*.record"))
+        if records and not was_recorded and (len(records) == len(ranks) or not going):
+            was_recorded = True
+            show_records(records, page, not failed)
+    if records_too and not failed and not records:
+        print("watch: nothing is recorded. It takes a process that joins a group.", flush=True)
+    shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word
+    main()
