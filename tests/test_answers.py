@@ -22,8 +22,8 @@ import re
 import sys
 
 import pytest
-from conftest import DIGITS, FEWER, ROOT, Job, losses, run, talks
-from lessons import LESSONS, docstring, small_data
+from launch import DIGITS, FEWER, Job, losses, run
+from lessons import LESSONS, ROOT, docstring, small_data, talks
 
 ANSWERS = (ROOT / "playground" / "pages" / "answers.md").read_text()
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import bench
 import pytest
-from conftest import ROOT, SHORT, Lesson, alive, epochs, ranks, run, single_gpu
+from launch import SHORT, Lesson, alive, epochs, ranks, run, single_gpu
+from lessons import ROOT
 from nodes import until
 
 from instruments import runs

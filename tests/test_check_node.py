@@ -5,7 +5,8 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, Job
+from launch import Job
+from lessons import ROOT
 from nodes import HOSTS
 from sshd import Sshd
 

@@ -2,7 +2,7 @@
 
 import re
 
-from conftest import run
+from launch import run
 
 BEFORE = [[10.0, 11.0, 12.0], [20.0, 21.0, 22.0], [30.0, 31.0, 32.0]]  # on three ranks
 OWN = [10.0, 21.0, 32.0]

@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
-from conftest import SHORT, run
 from data_parallel import Replicas
+from launch import SHORT, run
 from torch.nn import functional as F
 
 from common.models import CNN, MLP

@@ -7,7 +7,7 @@ import os
 import re
 
 import torch
-from conftest import DIGITS, SHORT, epochs, run
+from launch import DIGITS, SHORT, epochs, run
 from nodes import small_disk
 
 from common.models import MLP

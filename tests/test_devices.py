@@ -8,8 +8,8 @@ import importlib
 
 import pytest
 import torch
-from conftest import IS_REAL, STANDIN, by_torchrun, launched, lesson_path, one_line, talks
-from lessons import LESSONS
+from launch import IS_REAL, STANDIN, launched, one_line
+from lessons import LESSONS, by_torchrun, lesson_path, talks
 
 from common.flags import accelerator
 

@@ -9,21 +9,8 @@ import time
 
 import pytest
 import torch
-from conftest import (
-    DIGITS,
-    IS_REAL,
-    LONG,
-    SHORT,
-    Lesson,
-    alive,
-    by_torchrun,
-    free_port,
-    launched,
-    one_line,
-    run,
-    talks,
-)
-from lessons import LESSONS, small_data
+from launch import DIGITS, IS_REAL, LONG, SHORT, Lesson, alive, free_port, launched, one_line, run
+from lessons import LESSONS, by_torchrun, small_data, talks
 from nodes import small_disk
 
 pytestmark = pytest.mark.quick

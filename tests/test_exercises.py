@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 from check import ORDER
-from conftest import ROOT, Job
-from lessons import FOLDERS, docstring
+from launch import Job
+from lessons import FOLDERS, ROOT, docstring
 from nodes import until
 
 FOLDER = ROOT / "playground" / "exercises"

@@ -5,7 +5,7 @@ import re
 import expert_parallel as lesson
 import pytest
 import torch
-from conftest import DIGITS, epochs, run
+from launch import DIGITS, epochs, run
 
 from instruments.messages import Messages
 from instruments.ranks import call

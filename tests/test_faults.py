@@ -10,10 +10,9 @@ import signal
 import sys
 import time
 
-from conftest import (
+from launch import (
     DIGITS,
     LONG,
-    ROOT,
     Job,
     Lesson,
     each_epoch,
@@ -23,6 +22,7 @@ from conftest import (
     run,
     wait_for_epoch,
 )
+from lessons import ROOT
 from nodes import ADDRESSES, read_until
 from test_errors import COME, told
 from test_resumable import assert_same_parameters

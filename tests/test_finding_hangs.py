@@ -6,7 +6,8 @@ What the docstring shows is compared by test_readme.py.
 import re
 
 import pytest
-from conftest import lesson_path, run
+from launch import run
+from lessons import lesson_path
 from test_watch import places
 
 LESSON = lesson_path("finding_hangs")

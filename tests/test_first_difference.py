@@ -10,7 +10,8 @@ import first_difference
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, SHORT, ranks, run
+from launch import SHORT, ranks, run
+from lessons import ROOT
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F

@@ -6,7 +6,8 @@ test_parity.py compares the parameters.
 import re
 
 import pytest
-from conftest import ROOT, losses, run
+from launch import losses, run
+from lessons import ROOT
 
 FLAGS = ("--batch_size", 48, "--epochs", 1, "--model", "language", "--width", 16, "--layers", 3)
 SHORT = {"DOCUMENTS": "30"}  # for two steps

@@ -5,7 +5,7 @@ import re
 import shutil
 
 import pytest
-from conftest import DIGITS, Evil, epochs, losses, ranks, run, single_gpu
+from launch import DIGITS, Evil, epochs, losses, ranks, run, single_gpu
 from nodes import small_disk
 from torch.distributed.checkpoint import FileSystemReader
 

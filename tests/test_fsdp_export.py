@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from conftest import DIGITS, launched, one_line, ranks, run
+from launch import DIGITS, launched, one_line, ranks, run
 from safetensors.torch import load_file
 
 from common.models import MODELS

@@ -11,12 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import (
+from launch import (
     ALL_GPUS,
     FEWER,
     Job,
     Lesson,
-    by_torchrun,
     each_epoch,
     epochs,
     free_port,
@@ -24,7 +23,7 @@ from conftest import (
     run,
     single_gpu,
 )
-from lessons import LESSONS, small_data
+from lessons import LESSONS, by_torchrun, own_flags, small_data
 
 CUDA = ("--device", "cuda")
 CPU = ("--device", "cpu")
@@ -202,15 +201,12 @@ def test_the_numbers_of_the_cpu(row, gpus, tmp_path):
     lesson, *flags = row.split()
     if lesson != "collectives":
         flags += ["--double", *(SMALL_TEXT if small_data(lesson) == "text" else TWO_EPOCHS)]
-    folder = {"resumable": "--run_dir", "profile_steps": "--out"}
-    if lesson == "sharded_data":
-        flags += ["--files", tmp_path]
-        run(lesson, "--make", *flags, *CPU)
-    own = [folder[lesson], tmp_path / "gpu"] if lesson in folder else []
-    out = output(start(lesson, *flags, *own, gpus=gpus))
-    own = [folder[lesson], tmp_path / "cpu"] if lesson in folder else []
     ranks = None if lesson in IN_ONE_PROCESS else gpus
-    expected = run(lesson, *flags, *own, *CPU, processes=ranks).stdout
+    own = {device: [*flags, *own_flags(lesson, tmp_path / device)] for device in ("gpu", "cpu")}
+    for each in own.values() if lesson == "sharded_data" else ():
+        run(lesson, "--make", *each, *CPU)
+    out = output(start(lesson, *own["gpu"], gpus=gpus))
+    expected = run(lesson, *own["cpu"], *CPU, processes=ranks).stdout
     assert epochs(out) == [pytest.approx(line, abs=1e-10) for line in epochs(expected)]
     if lesson in TABLES:
         assert shown(out) == shown(expected) and len(shown(out)) >= gpus

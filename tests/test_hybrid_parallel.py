@@ -4,7 +4,8 @@ import re
 import textwrap
 
 import pytest
-from conftest import DIGITS, ROOT, losses, ranks, run, single_gpu
+from launch import DIGITS, losses, ranks, run, single_gpu
+from lessons import ROOT
 
 LESSON = "hybrid_parallel"
 ONE_EPOCH = (*DIGITS, "--batch_size", 120, "--epochs", 1, "--double")

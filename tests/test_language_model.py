@@ -7,7 +7,7 @@ import shutil
 import language_model
 import pytest
 import torch
-from conftest import epochs, run
+from launch import epochs, run
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode

@@ -4,7 +4,8 @@ import re
 
 import pytest
 import torch
-from conftest import SHORT, lesson_path, ranks, run
+from launch import SHORT, ranks, run
+from lessons import lesson_path
 
 LESSON = "distributed_data_parallel_torchrun"  # the one to copy
 

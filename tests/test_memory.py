@@ -9,7 +9,8 @@ import resource
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Lesson, epochs, lesson_path, ranks
+from launch import Lesson, epochs, ranks
+from lessons import ROOT, lesson_path
 
 WIDE = ("--dataset", "digits", "--epochs", 1, "--width", 3072)
 FEWER_IMAGES = ("split([1500, 297])", "split([240, 60, 1497])[:2]")  # a step takes seconds

@@ -4,7 +4,8 @@ import os
 import signal
 
 import pytest
-from conftest import ROOT, Job
+from launch import Job
+from lessons import ROOT
 from nodes import FLAGS, HOSTS, LIGHT, STAYS, TRAVEL, check_places, need, read_until, variables
 
 

@@ -6,7 +6,8 @@ The ranks run on a node of their own, on which nothing else sends.
 import re
 
 import pytest
-from conftest import DIGITS, ROOT, ranks
+from launch import DIGITS, ranks
+from lessons import ROOT
 from nodes import sh
 
 from common.models import MLP

@@ -3,7 +3,8 @@
 import re
 import sys
 
-from conftest import ROOT, SHORT, Job, epochs, lesson_path, one_process, run
+from launch import SHORT, Job, epochs, one_process, run
+from lessons import ROOT, lesson_path
 
 WORKFLOW = ROOT / ".github" / "workflows" / "tests.yml"
 

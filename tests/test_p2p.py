@@ -11,7 +11,8 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import lesson_path, run
+from launch import run
+from lessons import lesson_path
 
 from instruments.ranks import call
 

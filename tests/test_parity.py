@@ -11,8 +11,8 @@ import json
 import first_difference
 import pytest
 import torch
-from conftest import DIGITS, epochs, free_port, once, run, single_gpu, talks
-from lessons import LESSONS
+from launch import DIGITS, epochs, free_port, once, run, single_gpu
+from lessons import LESSONS, own_flags, talks
 
 pytestmark = pytest.mark.quick
 # What is trained: a lesson with its flags, the processes (None: it takes no such flag), the model.
@@ -87,15 +87,9 @@ def noted(lesson, *flags, folder, processes=None):
 
     Returns the epoch lines.
     """
-    if lesson == "resumable":
-        flags += ("--run_dir", folder / "run")
-    if lesson == "survivors":
-        flags += ("--port", free_port())
-    if lesson == "profile_steps":
-        flags += ("--out", folder / "traces")
+    flags += (*own_flags(lesson, folder), *(("--port", free_port()) * (lesson == "survivors")))
     env = {"NOTES": str(folder), "DOCUMENTS": "40"}
     if lesson == "sharded_data":
-        flags += ("--files", folder / "files")
         run(lesson, "--make", "--double", *flags, env=env)
     return epochs(run(lesson, "--double", *flags, processes=processes, env=env).stdout)
 

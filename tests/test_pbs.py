@@ -8,7 +8,8 @@ import re
 import signal
 import sys
 
-from conftest import LONG, ROOT, SHORT, Job, epochs, one_process
+from launch import LONG, SHORT, Job, epochs, one_process
+from lessons import ROOT
 from nodes import LIGHT, PATIENT, check_places, read_until
 
 SCRIPT = ROOT / "run" / "pbs.sh"

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from conftest import SHORT, run
+from launch import SHORT, run
 
 
 @pytest.mark.parametrize(

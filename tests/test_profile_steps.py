@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import SHORT, run
+from launch import SHORT, run
 from profile_steps import step_times
 
 

@@ -1,6 +1,6 @@
 """Only rank 0 shows a progress bar, and only on a terminal."""
 
-from conftest import SHORT, run
+from launch import SHORT, run
 
 LESSON = "distributed_data_parallel"
 FLAGS = (*SHORT, "-g", 2)

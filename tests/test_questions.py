@@ -6,7 +6,8 @@ import re
 import runpy
 
 import pytest
-from conftest import ROOT, free_port
+from launch import free_port
+from lessons import ROOT
 
 from instruments.ranks import call
 

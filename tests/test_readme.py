@@ -8,8 +8,8 @@ import shlex
 import subprocess
 
 import pytest
-from conftest import FEWER, ROOT, Lesson, epochs, free_port, lesson_path, ranks, single_gpu, talks
-from lessons import LESSONS, described_commands, docstring, small_data
+from launch import FEWER, Lesson, epochs, free_port, ranks, single_gpu
+from lessons import LESSONS, ROOT, described_commands, docstring, lesson_path, small_data, talks
 from torch.distributed.run import parse_args
 
 PAGES = ROOT / "playground" / "pages"

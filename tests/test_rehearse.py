@@ -9,7 +9,8 @@ import signal
 import sys
 
 import pytest
-from conftest import ROOT, SHORT, Job, epochs, one_line, one_process
+from launch import SHORT, Job, epochs, one_line, one_process
+from lessons import ROOT
 from nodes import HOSTS, need
 
 SCRIPT = "../run/rehearse_two_nodes.sh"  # as seen from tests/

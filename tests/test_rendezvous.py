@@ -4,7 +4,8 @@ import re
 import socket
 
 import pytest
-from conftest import SHORT, Lesson, epochs, free_port, one_line, one_process, ranks, run, talks
+from launch import SHORT, Lesson, epochs, free_port, one_line, one_process, ranks, run
+from lessons import talks
 
 DDP = "distributed_data_parallel"
 

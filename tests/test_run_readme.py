@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Job, epochs
+from launch import Job, epochs
+from lessons import ROOT
 from nodes import ADDRESSES, HOSTS, need
 from test_readme import COMMANDS, agree, masked
 

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, epochs, lesson_path, one_line, one_process
-from lessons import LESSONS
+from launch import epochs, one_line, one_process
+from lessons import LESSONS, ROOT, lesson_path
 
 
 @pytest.fixture

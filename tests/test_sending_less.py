@@ -8,7 +8,8 @@ import sys
 
 import pytest
 import sending_less
-from conftest import DIGITS, ROOT, Job, losses, run
+from launch import DIGITS, Job, losses, run
+from lessons import ROOT
 from nodes import need
 from torch.utils.data import DataLoader
 

@@ -8,7 +8,7 @@ import re
 import numpy
 import pytest
 import torch
-from conftest import DIGITS, epochs, launched, one_line, one_process, run
+from launch import DIGITS, epochs, launched, one_line, one_process, run
 from sharded_data import Files, add_flags, beginning, resume, save
 
 from common import flags

@@ -6,9 +6,8 @@ import re
 import subprocess
 
 import pytest
-from conftest import ROOT, lesson_path
 from fold import FOLD, folded
-from lessons import LESSONS, READING_ORDER, docstring
+from lessons import LESSONS, READING_ORDER, ROOT, docstring, lesson_path
 
 IN_FULL = {  # these show the frames, which the others have below a fold; or have one of their own
     "blocking_p2p",

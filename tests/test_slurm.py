@@ -5,7 +5,7 @@ import signal
 import time
 
 import pytest
-from conftest import DIGITS, each_epoch, epochs, one_process, python_path
+from launch import DIGITS, each_epoch, epochs, one_process, python_path
 from nodes import FLAGS, HOSTS, LIGHT, PATIENT, Nodes, check_places, variables
 from slurm import Slurm, wait_for
 

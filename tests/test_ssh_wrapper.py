@@ -10,7 +10,8 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, Job
+from launch import Job
+from lessons import ROOT
 from nodes import FLAGS, HOSTS, LIGHT, STAYS, TRAVEL, check_places, read_until, variables
 
 SCRIPT = ROOT / "run" / "two_nodes_ssh.sh"

@@ -3,7 +3,8 @@
 import re
 
 import pytest
-from conftest import DIGITS, ROOT, ranks, run
+from launch import DIGITS, ranks, run
+from lessons import ROOT
 from test_watch import waits
 
 PAGE = (ROOT / "playground/pages/stragglers.md").read_text()

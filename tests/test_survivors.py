@@ -5,7 +5,7 @@ import re
 import signal
 
 import pytest
-from conftest import DIGITS, Lesson, epochs, free_port, one_process, run
+from launch import DIGITS, Lesson, epochs, free_port, one_process, run
 from nodes import ADDRESSES, read_until
 
 FLAGS = (*DIGITS, "--batch_size", 120, "--epochs", 4, "--double")

@@ -6,7 +6,7 @@ import first_difference
 import pytest
 import token_mean as lesson
 import torch
-from conftest import epochs, run
+from launch import epochs, run
 from torch.nn import functional as F
 
 from common.models import Language

@@ -7,7 +7,8 @@ import os
 import re
 import signal
 
-from conftest import ROOT, Job
+from launch import Job
+from lessons import ROOT
 from nodes import ADDRESSES, FLAGS, HOSTS, LIGHT, check_places, need, read_until
 
 SCRIPT = ROOT / "run" / "torchrun_node.sh"

@@ -8,7 +8,8 @@ import re
 import pytest
 import torch
 import trainer_and_generator as lesson
-from conftest import lesson_path, run
+from launch import run
+from lessons import lesson_path
 from torch.nn import functional as F
 
 LESSON = "trainer_and_generator"

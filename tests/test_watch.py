@@ -13,7 +13,8 @@ from unittest import mock
 import psutil
 import pytest
 import watch
-from conftest import DIGITS, ROOT, Job, Lesson, epochs, free_port, lesson_path, one_process, run
+from launch import DIGITS, Job, Lesson, epochs, free_port, one_process, run
+from lessons import ROOT, lesson_path
 from nodes import need, read_until
 
 from watching import report

@@ -6,7 +6,8 @@ from difflib import SequenceMatcher
 
 import pytest
 import torch
-from conftest import ROOT, run
+from launch import run
+from lessons import ROOT
 
 FOLDER = ROOT / "playground" / "your_script"
 PAGE = (ROOT / "playground" / "pages" / "your_script.md").read_text()

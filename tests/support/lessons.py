@@ -20,6 +20,24 @@ def docstring(lesson: str) -> str:
     return ast.get_docstring(ast.parse(PATHS[lesson].read_text()))
 
 
+def lesson_path(name):
+    """Return the path of a lesson, or of another script by its name in playground/ or its path."""
+    if Path(name).is_absolute():
+        return Path(name)
+    return PATHS.get(name, ROOT / "playground" / f"{name}.py")
+
+
+def by_torchrun(name):
+    """Whether a lesson gets its rank from the environment, and starts no processes itself."""
+    text = lesson_path(name).read_text()
+    return 'os.environ["LOCAL_RANK"]' in text and "mp.spawn(" not in text
+
+
+def talks(name):
+    """Whether a lesson trains nothing, such as one that sends numbers from rank to rank."""
+    return "def talk(" in lesson_path(name).read_text()
+
+
 def described_commands(lesson: str) -> list[str]:
     """Return the commands in a lesson's docstring that start it, each in one line."""
     text = re.sub(r" *\\\n +", " ", docstring(lesson))
@@ -36,3 +54,10 @@ def small_data(lesson: str) -> str:
         "ulysses",
     )
     return "text" if reads_text else "digits"
+
+
+def own_flags(lesson: str, folder: Path) -> list:
+    """Return the flags with which a lesson writes only into a folder."""
+    of = {"resumable": ["--run_dir", folder / "run"], "profile_steps": ["--out", folder / "traces"]}
+    of["sharded_data"] = ["--files", folder / "files"]
+    return of.get(lesson, [])

@@ -4,7 +4,7 @@ Such a run has its own session, pid, environment and output, and it receives sig
 from the command line. The ranks that mp.spawn starts are forked, too.
 
 Two things differ. PyTorch has read its variables (TORCH_*, OMP_NUM_THREADS) before the fork, and
-Python does not clean up at the end. Tests of these start Python: `cold=True` in conftest.py.
+Python does not clean up at the end. Tests of these start Python: `cold=True` in launch.py.
 """
 
 import concurrent.futures
