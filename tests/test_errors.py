@@ -155,8 +155,6 @@ def test_files_and_folders_that_can_not_be_written(tmp_path, main):
     for path in (tmp_path, tmp_path / "missing" / "c.pt"):
         done = main("distributed_data_parallel", *DIGITS, "--savefile", path)
         one_line(done, "--savefile", f"cannot write {path}")
-    done = run("resumable", "--run_dir", os.fsdecode(b"\xff"), status=2, cwd=tmp_path)
-    one_line(done, "--run_dir", "its name is not UTF-8")
     assert os.listdir(tmp_path) == ["file"]
 
 
