@@ -3,14 +3,17 @@
 test_parity.py compares the other lessons with single_gpu.py by the same function, in float64.
 """
 
+import re
+import shutil
 import sys
+import textwrap
 from contextlib import nullcontext
 
 import first_difference
 import pytest
 import torch
 import torch.distributed as dist
-from launch import SHORT, ranks, run
+from launch import SHORT, Job, ranks, run
 from lessons import ROOT
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -21,6 +24,7 @@ from instruments.ranks import call
 from instruments.steps import Notes, sums_of
 
 TOOL = "first_difference"
+README = (ROOT / "README.md").read_text()
 # Each fault, and a part of what is said about it.
 FAULTS = {
     "none": ("equal up to rounding: 4 steps",),
@@ -201,6 +205,20 @@ def test_the_ranks_of_one_run(fault, tmp_path):
     assert status == right, words
     for part in parts:
         assert part in words, words
+
+
+def test_the_fault_of_readme(tmp_path):
+    """README's commands print what it shows, up to how well the runs agreed."""
+    for name in ("common", "playground"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    block, shown = re.search(
+        r"^((?:    .+\n)+)\nThe last command prints:\n\n((?:    .+\n)+)", README, re.M
+    ).groups()
+    block = block.replace("python ", f"{sys.executable} ")
+    done = Job("bash", "-ec", textwrap.dedent(block), cwd=tmp_path).wait()
+    *_, found = done.stdout.partition("first difference: ")
+    masked = [re.sub(r"\d\S*e-\d+", "#", text) for text in (f"first difference: {found}", shown)]
+    assert masked[0] == textwrap.dedent(masked[1]), done.stderr
 
 
 def test_in_front_of_lessons(tmp_path, capsys, monkeypatch):

@@ -20,5 +20,8 @@ html_theme = "furo"
 pygments_dark_style = "github-dark"
 html_static_path = ["static"]
 html_css_files = ["pages.css"]
-html_js_files = [(None, {"body": f"const IDEAS = {json.dumps(Course().ideas)}"}), "pages.js"]
+course = Course()
+words = f"const IDEAS = {json.dumps(course.ideas)}, ERRORS = {json.dumps(course.errors)}"
+html_js_files = [(None, {"body": words}), "pages.js"]
+html_favicon = "static/icon.svg"
 smartquotes = html_copy_source = html_use_index = html_show_sphinx = html_show_copyright = False

@@ -8,6 +8,7 @@ code with what a reader can skip folded, and the answers to its questions behind
 
 import ast
 import html
+import json
 import os
 import re
 import shutil
@@ -15,12 +16,13 @@ import sys
 from difflib import unified_diff
 from itertools import pairwise
 from pathlib import Path
-from textwrap import dedent
+from textwrap import dedent, shorten
 
 from recordings import RECORDINGS, page_of
 
 COURSE = Path(__file__).resolve().parents[2]
 EXERCISES = "playground/exercises"
+ERRORS = "playground/pages/troubleshooting.md"
 REPOSITORY = os.environ.get("GITHUB_REPOSITORY")  # OWNER/NAME. Only the hosted workflow has it
 GITHUB = f"https://github.com/{REPOSITORY}"
 NOTEBOOK = "blob/main/run/notebook.ipynb"
@@ -45,10 +47,15 @@ BLOCK = re.compile(
 PART = re.compile(r"# (You can stop here.*)\.|# -{10} (.*) -{10}")
 # Words of a search about a problem. For these words, these pages come first.
 SYMPTOMS = {
-    "hangs": "hang stuck deadlock NCCL timeout watchdog desync py-spy",
-    "troubleshooting": "error message symptom crash NCCL timeout OOM out of memory connection"
-    " refused closed reset address already in use port NaN stuck deadlock hang uneven mismatch",
-    "stragglers": "slow rank GPU straggler late",
+    "playground/pages/hangs": "hang stuck deadlock NCCL timeout timed out watchdog desync py-spy",
+    "playground/pages/troubleshooting": "error message symptom crash NCCL timeout OOM out of"
+    " memory connection refused closed reset address already in use port NaN stuck deadlock hang"
+    " uneven mismatch",
+    "playground/pages/stragglers": "slow rank GPU straggler late",
+    "playground/pages/choosing": "does my model fit how much memory calculator estimate",
+    "playground/exercises/README": "exercises puzzles",
+    "run/README": "Slurm PBS MPI ssh cluster several machines Kubernetes",
+    "playground/pages/installing": "install CPU one GPU Windows macOS Docker detectron2",
 }
 # Words of the glossary with a plain meaning, too, in which lessons often use them.
 PLAIN = {"block", "buffer", "gather", "handle", "load", "norm", "pass", "reduce", "scatter"}
@@ -153,7 +160,7 @@ class Course:
 
     def __init__(self):
         self.parts, self.tasks = {}, {}  # by the name of the part
-        self.ideas = {f"playground/pages/{name}": words for name, words in SYMPTOMS.items()}
+        self.ideas = dict(SYMPTOMS)
         self.keywords = {f"{page}.md": ", ".join(self.ideas[page].split()) for page in self.ideas}
         table = (COURSE / EXERCISES / "README.md").read_text(encoding="utf-8")
         self.rows = self.chapters("playground/README.md")
@@ -211,6 +218,8 @@ class Course:
             r"`([^`\n]+)`|(https?://[^\s)]*\w)|([\\*<>\[\]#$|])"
             rf"|(?<![\w-])({longest_first})(?:e?s)?(?![\w-])"
         )
+        self.errors = []  # of each row of ERRORS: its messages, and what you see
+        self.named = self.with_rows((COURSE / ERRORS).read_text(encoding="utf-8"))
         self.explained, self.drawn = set(), set()  # the meanings and pictures of a page
         self.answers = self.chapters("playground/pages/answers.md")
         self.pictures = self.chapters("playground/pages/pictures.md")
@@ -219,6 +228,16 @@ class Course:
         """Return the text below each heading of a page."""
         parts = re.split(r"^## (.*)\n", (COURSE / file).read_text(encoding="utf-8"), flags=re.M)
         return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+    def with_rows(self, text: str) -> str:
+        """Return the text of ERRORS with a name for each row, for the search."""
+
+        def named(row: re.Match) -> str:
+            seen = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", row[1])
+            self.errors.append([re.findall("`([^`]+)`", seen), seen.replace("`", "")])
+            return f'| <a id="row-{len(self.errors)}"></a>{row[1]} |'
+
+        return re.sub(r"^\| (?!what you see|---)(.*?) \|(?= )", named, text, flags=re.M)
 
     def linked(self, text: str, file: str, here: str | None = None) -> str:
         """Return Markdown of a file with links to pages, as seen from a page in another place.
@@ -367,7 +386,9 @@ class Course:
         if REPOSITORY:
             facts += f" · [the file on GitHub]({GITHUB}/blob/main/{source.file})"
         lead = self.inline(f"{source.title}.", source.file)
-        return f"# {source.path.name}\n\n{{.facts}}\n{facts}\n\n{{.lead}}\n{lead}\n\n"
+        words = " ".join(source.title.replace("`", "").split())
+        tab = f"```{{title}} {words} ({source.path.name})\n```"
+        return f"# {source.path.name}\n\n{tab}\n\n{{.facts}}\n{facts}\n\n{{.lead}}\n{lead}\n\n"
 
     def lesson(self, lesson: Source) -> str:
         """Return the page of a lesson."""
@@ -425,6 +446,15 @@ def hints(task: Source) -> list[str]:
     raise ValueError(f"{check}: no HINTS")
 
 
+def described(text: str) -> str:
+    """Return the first sentences of a page, for a search engine."""
+    for paragraph in text.split("\n\n"):
+        if not paragraph.startswith(("#", "```", "{.facts}", "<", "---")):
+            paragraph = re.sub(r"\[([^]]*)\]\([^)]*\)|<[^>]*>|[`*\\]", r"\1", paragraph)
+            return shorten(paragraph.removeprefix("{.lead}"), 160, placeholder=" ...")
+    return ""
+
+
 def tree(entries: list[str], caption: str = "") -> str:
     """Return the hidden list of pages from which Sphinx makes the navigation."""
     options = ":hidden:\n" + f":caption: {caption}\n" * bool(caption)
@@ -438,8 +468,9 @@ def main() -> None:
     course = Course()
 
     def write(page: str, text: str) -> None:
-        if words := course.keywords.get(page):
-            text = f"---\nmyst:\n  html_meta:\n    keywords: {words}\n---\n\n{text}"
+        known = {"keywords": course.keywords.get(page), "description": described(text)}
+        known = {name: words for name, words in known.items() if words}
+        text = f"---\n{json.dumps({'myst': {'html_meta': known}})}\n---\n\n{text}"
         (out / page).parent.mkdir(parents=True, exist_ok=True)
         (out / page).write_text(text, encoding="utf-8")
 
@@ -485,7 +516,8 @@ def main() -> None:
     others = [*sorted(others), *(source.page for source in course.common)]
     below[".github/CONTRIBUTING.md"] = tree([f"/{page}" for page in others])
     for file in course.markdown:
-        text = course.linked((COURSE / file).read_text(encoding="utf-8"), file)
+        text = course.named if file == ERRORS else (COURSE / file).read_text(encoding="utf-8")
+        text = course.linked(text, file)
         write(file, text + below.get(file, ""))
     write("index.md", index + "".join(tree(pages, title) for title, pages in groups.items()))
     for name in RECORDINGS:

@@ -9,6 +9,8 @@ document.addEventListener("DOMContentLoaded", () => {
       const frame = document.createElement("iframe");
       frame.src = link.href;
       frame.title = "A recorded run";
+      // The front page has no question. Its frame is low, and leaves the wheel to the page.
+      if (!recording.querySelector("button")) frame.scrolling = "no";
       link.replaceWith(frame);
     };
     for (const button of recording.querySelectorAll("button"))
@@ -33,9 +35,12 @@ document.addEventListener("DOMContentLoaded", () => {
     };
     if (!recording.querySelector("button")) show();
   }
-  // A picture fills the window after a click.
-  for (const image of document.querySelectorAll("article img"))
-    image.onclick = () => image.classList.toggle("large");
+  // A picture is a link to itself: a phone enlarges it then, and a keyboard reaches it.
+  for (const image of document.querySelectorAll("article img")) {
+    const link = Object.assign(document.createElement("a"), { href: image.src });
+    image.replaceWith(link);
+    link.append(image);
+  }
   // A line may break before a flag, but not after its dash.
   for (const block of document.querySelectorAll(".highlight-console pre"))
     block.innerHTML = block.innerHTML.replace(/(?<=[\s>])-[^\s<]+/g, "<span class=flag>$&</span>");
@@ -51,6 +56,39 @@ document.addEventListener("DOMContentLoaded", () => {
   addEventListener("beforeprint", () =>
     document.querySelectorAll("details").forEach((fold) => { fold.open = true; }));
 });
+// A search need not have the short words that one types, unless there are no others.
+var splitQuery = (query) => {
+  const words = query.split(/[^\p{Letter}\p{Number}_]+/gu).filter((word) => word);
+  const longer = words.filter((word) => word.length > 2);
+  return longer.length ? longer : words;
+};
+// Above what a search finds stand the rows of troubleshooting.md with a message that is in the typed
+// text, or that has all typed words.
+document.addEventListener("DOMContentLoaded", () => {
+  const results = document.querySelector("#search-results");
+  if (!results) return;
+  const letters = (text) => new Set(text.toLowerCase().match(/[a-z_]{3,}/g));
+  const typed = letters(new URLSearchParams(location.search).get("q") ?? "");
+  const shared = (message) => {
+    const words = letters(message), both = words.intersection(typed).size;
+    const isName = !message.includes(" ");  // not of a flag or of code, if it is no error's
+    if (isName && !(typed.size < 3 && /^\w{8,}/.test(message))) return 0;
+    if (both === words.size) return 99 + both;
+    return both > 1 && both === typed.size ? both : 0;
+  };
+  const rows = ERRORS.map(([messages, seen], number) =>
+    [Math.max(0, ...messages.map(shared)), seen, number + 1]);
+  const list = document.createElement("ul");
+  list.className = "search errors";
+  for (const [score, seen, number] of rows.sort((a, b) => b[0] - a[0]).slice(0, 3)) {
+    if (!score) break;
+    const link = document.createElement("a");
+    link.href = `playground/pages/troubleshooting.html#row-${number}`;
+    link.textContent = seen;
+    list.appendChild(document.createElement("li")).append(link);
+  }
+  if (list.firstChild) results.before(list);
+});
 // Search shows first the pages whose row of IDEAS has the beginnings of all words that one types:
 // pages about symptoms, lessons, and others. Then come the other lessons in order, because the first
 // one that has a word explains it.
@@ -60,7 +98,7 @@ var Scorer = {
     const number = Object.keys(IDEAS).indexOf(page);
     if (number < 0) return score;
     const typed = new URLSearchParams(location.search).get("q").toLowerCase();
-    const words = typed.split(/[^a-z0-9.]+/).map((word) => ` ${word.replace(/s$/, "")}`);
+    const words = splitQuery(typed).map((word) => ` ${word.replace(/s$/, "")}`);
     if (words.every((word) => IDEAS[page].includes(word))) return 1000 - number;
     return /^run|\/pages\//.test(page) ? score : 500 - number;
   },
