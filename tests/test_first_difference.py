@@ -217,7 +217,7 @@ def test_the_fault_of_readme(tmp_path):
     block = block.replace("python ", f"{sys.executable} ")
     done = Job("bash", "-ec", textwrap.dedent(block), cwd=tmp_path).wait()
     *_, found = done.stdout.partition("first difference: ")
-    masked = [re.sub(r"\d\S*e-\d+", "#", text) for text in (f"first difference: {found}", shown)]
+    masked = [re.sub(r"\d\S*e[-+]\d+", "#", text) for text in (f"first difference: {found}", shown)]
     assert masked[0] == textwrap.dedent(masked[1]), done.stderr
 
 

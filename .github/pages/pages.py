@@ -33,8 +33,14 @@ COMMAND = re.compile(r"(?:[A-Z_0-9]+=\S+ )*(?:python|torchrun|tensorboard|git|pi
 FIRST_RUN = """Two processes train a model, and average its gradients ([lesson
 6](playground/manual_data_parallel.md)). Red is waiting. Zoom in, and point at anything:
 
-<div class="recording"><p><a href="recorded/each_gradient.html">Show the recorded run</a></p></div>
+<div class="recording first">
+<p><a href="recorded/each_gradient.html">Show the recorded run</a></p></div>
 """
+PLAYED = {  # a figure to play with, and what its link says
+    "manual_pipeline": ("pipeline", "Play with a pipeline"),
+    "model_parallel": ("pipeline", "Play with a pipeline"),
+    "choosing": ("memory", "Play with what a rank holds"),
+}
 # A docstring's blocks: a numbered list, another list, indented lines, or a paragraph.
 BLOCK = re.compile(
     r"(?P<list>(?:^ *\d+\. .*\n(?:^ {3,}\S.*\n)*)+)"
@@ -376,7 +382,8 @@ class Course:
                 buttons += f'<button type="button"{right}>{html.escape(answer)}</button>\n'
             result += f"```console\n$ {each.command}\n```\n\n"
             result += self.inline(each.question, lesson.file) + "\n\n"
-            result += f'<div class="recording">{buttons}<p hidden>{html.escape(each.why)}</p>\n'
+            why = f'<p role="status" hidden>{html.escape(each.why)}</p>'
+            result += f'<div class="recording">{buttons}{why}\n'
             result += f'<p><a href="{page}">Show the recorded run</a></p></div>\n\n'
         return "## A recorded run\n\n" + result if result else ""
 
@@ -402,7 +409,8 @@ class Course:
         page += self.prose(lesson, sections["before"])
         page += "## Run it\n\n" + self.prose(lesson, sections["run"])
         page += "## The idea\n\n" + self.prose(lesson, sections["idea"])
-        page += self.drawings(lesson, f"/{lesson.path.name}") + self.recordings(lesson)
+        page += self.drawings(lesson, f"/{lesson.path.name}") + player(lesson.page)
+        page += self.recordings(lesson)
         page += f"## The code\n\n{{download}}`{lesson.file} <{lesson.path.name}>` has"
         page += f" {len(lesson.lines)} lines. Those with a new idea are lit, and what you can skip"
         page += f" is folded.\n\n{lesson.code()}"
@@ -453,6 +461,15 @@ def described(text: str) -> str:
             paragraph = re.sub(r"\[([^]]*)\]\([^)]*\)|<[^>]*>|[`*\\]", r"\1", paragraph)
             return shorten(paragraph.removeprefix("{.lead}"), 160, placeholder=" ...")
     return ""
+
+
+def player(page: str) -> str:
+    """Return a figure to play with, if a page has one."""
+    if Path(page).stem not in PLAYED:
+        return ""
+    name, words = PLAYED[Path(page).stem]
+    link = f'<a href="{relative(f"_static/{name}.html", page)}">{words}</a>'
+    return f'<div class="recording"><p>{link}</p></div>\n\n'
 
 
 def tree(entries: list[str], caption: str = "") -> str:
@@ -518,7 +535,7 @@ def main() -> None:
     for file in course.markdown:
         text = course.named if file == ERRORS else (COURSE / file).read_text(encoding="utf-8")
         text = course.linked(text, file)
-        write(file, text + below.get(file, ""))
+        write(file, text + "\n" + player(file) + below.get(file, ""))
     write("index.md", index + "".join(tree(pages, title) for title, pages in groups.items()))
     for name in RECORDINGS:
         write(f"extra/recorded/{name}.html", page_of(name))

@@ -9,9 +9,11 @@ import html
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -323,7 +325,7 @@ def test_search_and_colours(tab, site):
     """
     for wanted, title in (
         ("NCCL timeout", "Finding hangs"),
-        ("out of memory", "Troubleshooting"),
+        ("out of memory", "CUDA out of memory"),
         ("slow rank", "Which rank is slow"),
         ("does my model fit", "Which parallelism when"),
         ("slurm", "Starting lessons on several machines"),
@@ -355,6 +357,31 @@ def test_search_and_colours(tab, site):
     tab.goto(f"file://{site}/index.html")
     tab.evaluate("document.body.dataset.theme = 'light'")  # as the page's own switch does
     tab.frames[1].wait_for_function(f"{colour} === '{light}'")
+
+
+def test_figures_to_play_with(tab, site):
+    """Orders are those of manual_pipeline.py, and bytes those that thousand_ranks.py counts."""
+    lesson = runpy.run_path(str(ROOT / "playground/split/manual_pipeline.py"))
+    tab.goto(f"file://{site}/playground/split/manual_pipeline.html")
+    frame = tab.frame_locator(".recording:not(:has(button)) iframe")
+    frame.get_by_text("Try it for real").wait_for()
+    [figure] = [each for each in tab.frames if each.url.endswith("/pipeline.html")]
+    for name, order in (("GPipe", "gpipe"), ("1F1B", "one_forward_one_backward")):
+        for place in product(range(2), (2, 3, 4), (1, 4, 7)):
+            assert figure.evaluate(f"SCHEDULES['{name}']{place}") == lesson[order](*place)
+    lists = "timed([['F0', 'B0', 'F1', 'B1'], ['F0', 'F1', 'B0', 'B1']]).stuck"
+    assert figure.evaluate(lists) == ["B0", "F1"]  # each waits for the other
+    tab.goto(f"file://{site}/_static/memory.html")
+    doc = (ROOT / "playground/language/thousand_ranks.py").read_text()
+    shown = re.findall(r"^    (?:holds|keeps) +([\d,.]+) MB", doc, re.M)
+    plan = "{dp: 128, tp: 8, pp: 1, gpus: 8, micro: 1, again: 0, count: 1, sequence: 4096}"
+    model = "{parameters: 6302208000, layers: 32, width: 4096, heads: 32, kv_heads: 32,"
+    model += " vocabulary: 32000, matrices: 2}"
+    held = tab.evaluate(f"held({model}, 'fsdp', {plan})")
+    parts = [held[part] / 1e6 for part in ("parameters", "gradients", "adam", "activations")]
+    counted = [float(each.replace(",", "")) for each in shown]
+    assert parts[:3] == pytest.approx(counted[:3], rel=0.01)
+    assert parts[3] == pytest.approx(counted[3], rel=0.15)  # a CPU keeps more of some operations
 
 
 @pytest.mark.parametrize("width", [1280, 1366])

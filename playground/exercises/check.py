@@ -78,8 +78,9 @@ def answer_to(name):
 
 
 def shown(path):
-    """Return a path as one can type it, from the working directory."""
-    return os.path.relpath(path)
+    """Return a path as one can type it, from the working directory if it leads down from there."""
+    near = os.path.relpath(path)
+    return str(path) if near.startswith(os.path.join("..", "..")) else near
 
 
 def is_program(name):

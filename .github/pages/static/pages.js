@@ -63,7 +63,7 @@ var splitQuery = (query) => {
   return longer.length ? longer : words;
 };
 // Above what a search finds stand the rows of troubleshooting.md with a message that is in the typed
-// text, or that has all typed words.
+// text, or most of it, or that has all typed words.
 document.addEventListener("DOMContentLoaded", () => {
   const results = document.querySelector("#search-results");
   if (!results) return;
@@ -74,7 +74,7 @@ document.addEventListener("DOMContentLoaded", () => {
     const isName = !message.includes(" ");  // not of a flag or of code, if it is no error's
     if (isName && !(typed.size < 3 && /^\w{8,}/.test(message))) return 0;
     if (both === words.size) return 99 + both;
-    return both > 1 && both === typed.size ? both : 0;
+    return both > 1 && both === typed.size || both > 3 && 2 * both > words.size ? both : 0;
   };
   const rows = ERRORS.map(([messages, seen], number) =>
     [Math.max(0, ...messages.map(shared)), seen, number + 1]);
@@ -98,7 +98,8 @@ var Scorer = {
     const number = Object.keys(IDEAS).indexOf(page);
     if (number < 0) return score;
     const typed = new URLSearchParams(location.search).get("q").toLowerCase();
-    const words = splitQuery(typed).map((word) => ` ${word.replace(/s$/, "")}`);
+    const all = typed.split(/[^a-z0-9.]+/), longer = all.filter((word) => word.length > 2);
+    const words = (longer.length ? longer : all).map((word) => ` ${word.replace(/s$/, "")}`);
     if (words.every((word) => IDEAS[page].includes(word))) return 1000 - number;
     return /^run|\/pages\//.test(page) ? score : 500 - number;
   },
