@@ -70,10 +70,10 @@ vocabulary_parallel; 4; language
 vocabulary_parallel --by dtensor; 2; language
 four_axes --mesh 2x1x2x1; 4; language
 """
-MODEL = {"mlp": (*DIGITS, "--batch_size", 120, "--epochs", 2)}  # flags that select a model
+MODEL = {"mlp": (*DIGITS, "--batch_size", 240, "--epochs", 2)}  # flags that select a model
 MODEL["cnn"] = (*MODEL["mlp"], "--model", "cnn", "--width", 16)
 MODEL["transformer"] = (*MODEL["mlp"], "--model", "transformer", "--tokens", 8, "--width", 16)
-MODEL["language"] = (*MODEL["mlp"][2:], "--model", "language", "--width", 16)
+MODEL["language"] = ("--batch_size", 120, "--epochs", 2, "--model", "language", "--width", 16)
 NO_PARITY = {
     "single_gpu",
     "resnet",  # has batch norm

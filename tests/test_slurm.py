@@ -1,12 +1,15 @@
 """The Slurm jobs in run/, submitted to a real Slurm cluster of two nodes."""
 
 import os
+import re
 import signal
+import sys
 import time
 
 import pytest
 from launch import DIGITS, each_epoch, epochs, one_process, python_path
-from nodes import FLAGS, HOSTS, LIGHT, PATIENT, Nodes, check_places, variables
+from lessons import ROOT
+from nodes import FLAGS, HOSTS, LIGHT, PATIENT, Nodes, check_places, until, variables
 from slurm import Slurm, wait_for
 
 SRUN = "run/slurm_srun.sbatch"
@@ -42,6 +45,47 @@ def test_what_each_rank_is_told_until_one_is_killed(flags, threads, slurm):
         assert f"'OMP_NUM_THREADS': '{threads}'" in seen
     os.kill(slurm.nodes.ranks()[1], signal.SIGKILL)
     assert slurm.wait(job)["JobState"] == "FAILED", output.read_text()
+    assert slurm.left() == []
+
+
+HANGS = """import time
+import torch
+import torch.distributed as dist
+def work(rank):
+    number = torch.ones(1)
+    dist.all_reduce(number)
+    if rank == 2:
+        time.sleep(9999)
+    dist.all_reduce(number)
+dist.init_process_group("gloo")
+print("starts", flush=True)
+work(dist.get_rank())
+"""
+
+
+def test_the_stacks_of_all_nodes(slurm, tmp_path):
+    """One command counts the lines at which the ranks are, as hangs.md shows. The odd one is first.
+
+    With LOGS, each rank writes a file.
+    """
+    (tmp_path / "my_script.py").write_text(HANGS)
+    job, _ = slurm.submit(SRUN, tmp_path / "my_script.py", LOGS=str(tmp_path / "logs"))
+    for rank in range(4):
+        wait_for(tmp_path / "logs" / f"rank{rank}.txt", "^starts$")
+    page = (ROOT / "playground" / "pages" / "hangs.md").read_text()
+    command, shown = re.search(
+        r"^    (srun --jobid .*?)\n\n.*?((?:^ {4} +\d \d [^\n]*\n)+)", page, re.M | re.S
+    ).groups()
+    command = command.replace("4242", str(job)).replace(".venv/bin/python", sys.executable)
+    shown = " ".join(re.findall(r"\S+", shown))
+
+    def all_wait():
+        done = slurm.command("bash", "-c", command)
+        return " ".join(re.findall(r"\S+", done.stdout)) == shown
+
+    until(all_wait, lambda: slurm.command("bash", "-c", command), 60)
+    slurm.command("scancel", job)
+    slurm.wait(job)
     assert slurm.left() == []
 
 

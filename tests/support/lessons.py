@@ -6,7 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PLAYGROUND = ROOT / "playground"
-TOOLS = ("bench", "first_difference", "plan", "watch")  # scripts beside the lessons
+TOOLS = ("bench", "first_difference", "stacks", "watch")  # scripts beside the lessons
 PARTS = ("", "replicated", "sharded", "split", "transformer", "language", "tools")
 FOLDERS = [PLAYGROUND / name for name in PARTS]
 PATHS = {path.stem: path for folder in FOLDERS for path in sorted(folder.glob("*.py"))}

@@ -25,6 +25,7 @@ JobAcctGatherType=jobacct_gather/none
 MpiDefault=none
 SlurmdParameters=config_overrides
 ReturnToService=2
+FirstJobId={first}
 KillWait=5
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
@@ -58,7 +59,9 @@ class Slurm:
         for host, address in zip(HOSTS, ADDRESSES, strict=True):
             (self.folder / f"spool-{host}").mkdir()
             lines.append(NODE.format(host=host, address=address))
-        text = SETTINGS.format(folder=self.folder, host=HOSTS[0], nodes="\n".join(lines))
+        text = SETTINGS.format(
+            folder=self.folder, host=HOSTS[0], first=os.getpid(), nodes="\n".join(lines)
+        )
         settings, key = self.folder / "slurm.conf", self.folder / "munge.key"
         settings.write_text(text)
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
