@@ -6,6 +6,7 @@
 # run/torchrun_node.sh.
 #   run/rehearse_two_nodes.sh                               # the DDP lesson, on the CPU
 #   run/rehearse_two_nodes.sh playground/X.py --epochs 1    # another lesson, with its flags
+#   run/rehearse_two_nodes.sh my_script.py --its_flags      # any other script
 #   run/rehearse_two_nodes.sh COMMAND...                    # any command
 #   NODES=4 GPUS=1 run/rehearse_two_nodes.sh                # four nodes, with one process on each
 # Your flags come last, so they replace the script's: try -ip 10.77.0.9. A command has the variables
@@ -63,13 +64,16 @@ done
 
 for ((node = 0; node < NODES; node++)); do
     if [[ $1 != *.py ]]; then
-        command=("$@")
-    elif grep -Eq '^ *(\w+ = )?(mp\.spawn|launch)\(' "$1"; then # it starts its ranks itself
+        command=("$1")
+    elif grep -q '"-nr"' "$1"; then # it starts its ranks itself
         command=("$PYTHON" "$1" -n "$NODES" -g "$GPUS" -nr "$node" -ip 10.77.0.1)
+    elif grep -Eq '\b(mp\.spawn|launch)\(' "$1"; then # no lesson, so its flags are not known
+        command=("$PYTHON" "$1")
     else
         command=(env NODES="$NODES" GPUS="$GPUS" PYTHON="$PYTHON" run/torchrun_node.sh "$1")
     fi
-    [[ $1 != *.py ]] || command+=(--device cpu "${@:2}")
+    [[ $1 != *.py ]] || ! grep -q "^from common" "$1" || command+=(--device cpu) # a lesson
+    command+=("${@:2}")
     echo "+ node$node: ${command[*]}" >&2
     named=(unshare --uts sh -c 'hostname "$0"; exec "$@"' "node$node")
     NODE0=10.77.0.1 NODE_RANK=$node ip netns exec node$node "${named[@]}" "${command[@]}" 2>&1 |

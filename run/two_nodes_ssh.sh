@@ -27,7 +27,7 @@ trap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM HUP
 for node in "${!hosts[@]}"; do
-    if grep -Eq '^ *(\w+ = )?(mp\.spawn|launch)\(' "$lesson"; then # it starts its ranks itself
+    if grep -q '"-nr"' "$lesson"; then # it starts its ranks itself
         command=("$lesson" -n ${#hosts[@]} -g "$GPUS" -nr "$node" -ip "$IP" --port "$PORT")
     else
         command=(-m torch.distributed.run --nnodes ${#hosts[@]} --nproc-per-node "$GPUS"

@@ -51,6 +51,18 @@ def test_what_the_lesson_gets():
     assert lines(done.stdout, 1).endswith("-ip 10.77.0.1 --device cpu -ip it's $HOME  \n")
 
 
+def test_what_another_script_gets(tmp_path):
+    """It has flags of its own, and gets no others: under torchrun, or started as it is."""
+    need("ip")
+    script = tmp_path / "my_script.py"
+    script.write_text("# torchrun starts it\n")
+    done = rehearse(script, "--width", "3", PYTHON="/bin/echo", GPUS="1").wait()
+    assert lines(done.stdout, 1).endswith(f" {script} --width 3\n"), done.stdout
+    script.write_text("mp.spawn(work, nprocs=2)\n")
+    done = rehearse(script, "--width", "3", PYTHON="/bin/echo").wait()
+    assert lines(done.stdout, 1) == f"{script} --width 3\n"
+
+
 def test_a_command_runs_on_all_nodes(prefix):
     """Each node has its host name, its address and the limit, and it reaches the other nodes."""
     command = "hostname; echo $NODE_RANK $NODE0; ip -o -4 addr show eth0; tc qdisc show dev eth0; "
