@@ -11,6 +11,7 @@ site=${1:-site}
 .venv/bin/python .github/pages/pages.py "$work/pages"
 .venv/bin/python -m sphinx -q -W --keep-going -j 2 -c .github/pages -d "$work/trees" \
     -D html_extra_path="$work/pages/extra" "$work/pages" "$site"
+(cd "$work/pages" && find . -name '*.md' -print0 | tar --null -T - -cf -) | tar -C "$site" -xf -
 echo "$site/index.html"
 if [ $# = 0 ]; then
     .venv/bin/python -m webbrowser "file://$PWD/site/index.html" >/dev/null

@@ -484,10 +484,14 @@ def main() -> None:
     shutil.rmtree(out, ignore_errors=True)
     course = Course()
 
+    about = {}
+
     def write(page: str, text: str) -> None:
-        known = {"keywords": course.keywords.get(page), "description": described(text)}
-        known = {name: words for name, words in known.items() if words}
-        text = f"---\n{json.dumps({'myst': {'html_meta': known}})}\n---\n\n{text}"
+        if page.endswith(".md"):
+            about[page] = described(text)
+            known = {"keywords": course.keywords.get(page), "description": about[page]}
+            known = {name: words for name, words in known.items() if words}
+            text = f"---\n{json.dumps({'myst': {'html_meta': known}})}\n---\n\n{text}"
         (out / page).parent.mkdir(parents=True, exist_ok=True)
         (out / page).write_text(text, encoding="utf-8")
 
@@ -537,6 +541,9 @@ def main() -> None:
         text = course.linked(text, file)
         write(file, text + "\n" + player(file) + below.get(file, ""))
     write("index.md", index + "".join(tree(pages, title) for title, pages in groups.items()))
+    # For programs that read (llmstxt.org). run/pages.sh copies the Markdown beside the pages.
+    listed = "".join(f"- [{page}]({page}): {words}\n" for page, words in about.items())
+    write("extra/llms.txt", f"# The PyTorch distributed playground\n\n{listed}")
     for name in RECORDINGS:
         write(f"extra/recorded/{name}.html", page_of(name))
     pictures = COURSE.glob("playground/pages/figures/*.[ps][nv]g")
