@@ -264,8 +264,8 @@ def check_flags(parser, args, world_size):
     """Choose a mesh if none is given, and refuse what its ranks cannot split."""
     if args.model != "language":
         parser.error(f"--model {args.model} has no vocabulary: use --model language")
-    if torch.__version__.startswith("2.9.") and not args.double:  # see pipeline_parallel.py
-        parser.error("torch 2.9 cannot run this in float32: use a newer version, or --double")
+    if torch.__version__.startswith("2.9."):  # see pipeline_parallel.py
+        parser.error("torch 2.9 cannot run this lesson: use a newer version")
     if args.mesh is None:
         pp_size = 2 if world_size % 2 == 0 else 1
         tp_size = 2 if world_size % 4 == 0 else 1

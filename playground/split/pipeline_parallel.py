@@ -292,11 +292,11 @@ def check_flags(parser, args, world_size):
     """Refuse what a schedule cannot run. Only micro-batches must divide the batch."""
     name = args.schedule
     count = args.micro_batches
-    if torch.__version__.startswith("2.9.") and (name in V_SHAPED or not args.double):
+    if torch.__version__.startswith("2.9."):
         # In its first step, 2.9 sends 8-byte numbers into a tensor of the default dtype:
         # https://github.com/pytorch/pytorch/pull/165539
-        double = "" if name in V_SHAPED else ", or --double"
-        parser.error(f"torch 2.9 cannot run --schedule {name}: use a newer version{double}")
+        words = "torch 2.9 cannot run this lesson"
+        parser.error(f"{words}: use a newer version")
     circular = name.startswith("Interleaved")
     if circular and world_size == 1:
         parser.error(f"--schedule {name} needs 2 ranks or more")
