@@ -9,7 +9,9 @@ def draw(counts: dict, path: Path) -> None:
     """Draw a column for each time at which a layer computes, and in it what is whole then."""
     sizes = counts["layers"]
     layers = len(sizes)
-    title = f"With FSDP, a rank has one of {layers} layers whole at a time"
+    whole = sum(sizes) / 1e6
+    title = f"With FSDP, a rank has one of {layers} layers whole: "
+    title += f"{max(sizes) / 1e6:.1f} MB, not {whole:.1f}"
     figure, panels = new_figure(title, 2, 1, 7.6)
     titles = {"freed": "FSDP", "kept": "FSDP with --keep_weights"}
     for panel, (name, title) in zip(panels[:, 0], titles.items(), strict=True):
@@ -28,7 +30,7 @@ def draw(counts: dict, path: Path) -> None:
             panel.text(x, -layers - 3.4, moment["computes"], **look)
         panel.set_xticks([])
         rows = [f"layer {layer}" for layer in range(1, layers + 1)]
-        rows += ["buffer", "together, MB", "computing: layer"]
+        rows += ["buffer", "both, MB", "computing: layer"]
         places = [-layer for layer in range(1, layers + 1)]
         places += [-layers - 1.2, -layers - 2.4, -layers - 3.4]
         panel.set_yticks(places, rows, fontsize=11)
@@ -36,7 +38,7 @@ def draw(counts: dict, path: Path) -> None:
         panel.set_xlim(-0.6, x + 0.6)
         panel.set_ylim(-layers - 5.1, -0.4)
         panel.spines[:].set_visible(False)
-        panel.set_title(f"{title}: together at most {most / 1e6:.1f} MB", loc="left")
+        panel.set_title(f"{title}: layers and buffer are at most {most / 1e6:.1f} MB", loc="left")
         for half, text in ((0, "forward pass"), (layers + 0.6, "backward pass")):
             panel.text(half + (layers - 1) / 2, -layers - 4.4, text, ha="center", va="center")
     add_legend(figure, {"layer is whole": BLUE, "buffer in which a layer arrives": ORANGE})

@@ -30,5 +30,8 @@ def draw(counts: dict, path: Path) -> None:
     axes.set_ylim(0.5 - len(counts), 0.5)
     axes.set_xlim(0, 112)
     axes.set_xlabel("MB")
-    add_legend(figure, colours, columns=3)
+    words = {"buffers": "buffers (of messages)"}
+    add_legend(
+        figure, {words.get(name, name): colour for name, colour in colours.items()}, columns=3
+    )
     save(figure, path)

@@ -132,14 +132,13 @@ def draw(counts: dict, path: Path) -> None:
             width = span.end - span.start
             corner = (span.start, RANKS - 1 - span.rank)
             colour = colours[letter][int(stage)]
-            text = span.micro_batch if width > 0.6 else ""  # otherwise there is no room for it
-            box(panel, corner, (width, 0.85), colour, text, fontsize=10)
+            box(panel, corner, (width, 0.85), colour, span.micro_batch, fontsize=10)
         panel.set_yticks([3.4, 2.4, 1.4, 0.4], [f"rank {rank}" for rank in range(RANKS)])
         panel.set_ylim(-0.1, RANKS)
         panel.set_title(f"{schedule}: {waiting[schedule]:.0%} waiting (bubble)", loc="left")
         panel.margins(x=0.01)
     panel.set_xlabel("time (1: a rank's forward pass); in the boxes: the number of the micro-batch")
-    names = {"forward": BLUE, "backward, or in two parts:": ORANGE}
-    names |= {"gradients of activations": PINK, "gradients of parameters": GREEN}
-    add_legend(figure, names | {"paler: a rank's second stage": SKY}, columns=2)
+    names = {"forward": BLUE, "backward": ORANGE, "paler: a rank's second stage": SKY}
+    names |= {"backward, activations only": PINK, "backward, parameters only": GREEN}
+    add_legend(figure, names, columns=2)
     save(figure, path)

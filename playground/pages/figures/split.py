@@ -29,8 +29,8 @@ def draw(counts: dict, path: Path) -> None:
         sent = f"a rank sends {count['sent'] / 1000:,.0f} kB,"
         inside.set_xlabel(f"tokens \u2192\n{sent}\nhas {count['parameters']:,} parameters")
     look = {"rotation": 0, "ha": "right", "va": "center"}
-    panels[0, 0].set_ylabel("between\nlayers:\nheads \u2193", **look)
-    panels[1, 0].set_ylabel("inside:\nheads \u2193", **look)
+    panels[0, 0].set_ylabel("between\nlayers of\nattention:\nheads \u2193", **look)
+    panels[1, 0].set_ylabel("inside\nattention:\nheads \u2193", **look)
     names = {f"rank {rank}": COLOURS[rank] for rank in range(len(COLOURS))}
     add_legend(figure, names | {"every rank": GREY})
     save(figure, path)
