@@ -58,7 +58,9 @@ for file in "${missing[@]}"; do
             install -r "$folder/torch.txt" --index-url "$TORCH_INDEX_URL"
         else
             echo "Installing $what into $PWD/.venv, once. On Linux this takes about 6 GB of disk," >&2
-            echo "most of it for CUDA. installing.md has how to install a smaller build for CPUs." >&2
+            echo "most of it for CUDA." >&2
+            command -v nvidia-smi >/dev/null ||
+                echo "No NVIDIA GPU was found: installing.md has how to get a small build for CPUs." >&2
         fi
     else
         echo "Installing $file into $PWD/.venv, once." >&2

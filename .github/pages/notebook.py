@@ -83,7 +83,9 @@ def cells(course: Course, lesson: Source) -> list:
     for text, picture in zip(parts[::2], [*parts[1::2], None], strict=True):
         shown = f'SVG("playground/{picture}")' if picture else f'show("{lesson.file}")'
         result += [v4.new_markdown_cell(text), v4.new_code_cell(shown)]
-    return result
+    broken = sections["broken"].replace("Try breaking it, in", "In", 1)
+    questions = course.prose(lesson, broken).replace('<details class="more">', "<details>")
+    return [*result, v4.new_markdown_cell(f"### Try breaking it\n\n{questions}")]
 
 
 def exercise(course: Course, task: Source) -> list:
