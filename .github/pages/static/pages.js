@@ -41,6 +41,9 @@ document.addEventListener("DOMContentLoaded", () => {
     image.replaceWith(link);
     link.append(image);
   }
+  // What a screen reader needs, and the theme lacks.
+  for (const caption of document.querySelectorAll(".caption[role=heading]")) caption.ariaLevel = 2;
+  for (const drawer of document.querySelectorAll("aside")) drawer.ariaLabel = drawer.className;
   // A line may break before a flag, but not after its dash.
   for (const block of document.querySelectorAll(".highlight-console pre"))
     block.innerHTML = block.innerHTML.replace(/(?<=[\s>])-[^\s<]+/g, "<span class=flag>$&</span>");
