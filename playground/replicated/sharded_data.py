@@ -35,7 +35,7 @@ Try breaking it, in a copy beside it:
      `--every 5 --stop`. How many images are read, and how many has the model seen?
   3. Let Files keep the arrays instead of the paths. How long is `pickle.dumps(train_set)` then?
 Builds on: resumable.py
-The next lesson, `sharded_optimizer.py`, shards what DDP replicates on every rank.
+This is the last lesson of this part. The next part begins with `sharded_optimizer.py`.
 """
 
 import bisect

@@ -30,7 +30,7 @@ Try breaking it, in a copy beside it:
   2. In `save_file`, leave out `full_state_dict=True`. What is in the file?
 
 Builds on: fully_sharded_checkpoints.py
-The next lesson, `manual_pipeline.py`, has a process for each stage of a model.
+This is the last lesson of this part. The next part begins with `manual_pipeline.py`.
 """
 
 import json

@@ -34,7 +34,7 @@ Try breaking it, in a copy beside it:
   2. In `fit_epoch()`, write `set_epoch(epoch + rank)`. Which ranks must read the same images?
   3. Call `shard(model, mesh["dp"])` before `split(model, mesh["tp"])`. Is there an error?
 Builds on: tensor_parallel.py
-The next lesson, `mixed_precision.py`, computes in 16 bits.
+This is the last lesson of this part. The next part begins with `mixed_precision.py`.
 """
 
 import math

@@ -34,7 +34,7 @@ Try breaking it, in a copy beside it (`--double --dataset digits --batch_size 12
      `order = ...`, write `expert = torch.zeros_like(expert)`. Which rank waits, and for what?
 Now write `expert_dispatch.py` in `playground/exercises/`, and repair `fault_averaged_experts.py`.
 Builds on: manual_data_parallel.py
-The next lesson, `language_model.py`, trains a language model.
+This is the last lesson of this part. The next part begins with `language_model.py`.
 """
 
 import os
