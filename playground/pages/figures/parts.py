@@ -11,8 +11,8 @@ HIGH = 0.7  # of a box
 def draw(counts: list, path: Path) -> None:
     """Draw two panels. In each, the ranks of the second stage have a box that is partly filled."""
     [(_, weight_rows)] = counts[-1]["term"]  # the last rank has the last rows
-    title = "Tensor parallelism (tp) and FSDP split a weight,\n"
-    title += "data (dp) and context parallelism (cp) the tokens"
+    title = "What each of 8 ranks has of a weight and of its input:\n"
+    title += "tp and FSDP split the weight, dp and cp the tokens"
     figure, panels = new_figure(title, 1, 2, 5)
     titles = ("a weight: rows \u2192", "its input: tokens \u2192, texts \u2193")
     for panel, title in zip(panels[0], titles, strict=True):
@@ -41,7 +41,11 @@ def draw(counts: list, path: Path) -> None:
         panel.set_xlim(-0.45, 2.15)
         panel.set_ylim(-3.7, 1.5)
         panel.axis("off")
-    colours = {"computes with these rows": SKY, "keeps these": BLUE, "computes these tokens": GREEN}
+    colours = {
+        "half that it computes with": SKY,
+        "eighth that it keeps": BLUE,
+        "tokens that it computes": GREEN,
+    }
     add_legend(figure, colours)
     save(figure, path)
 
