@@ -36,7 +36,7 @@ def draw(counts: dict, path: Path) -> None:
         box(axes, (column, 3), (width, 1), "none", gradient)
         down((middle, 2.95), (middle, 2.25))
         down((middle, 1.15), (middle, 0.45))
-        updated = f"the same Adam step: w = {counts['updated'][rank]:.4f}"
+        updated = f"Adam's step: w = {counts['updated'][rank]:.4f}"
         box(axes, (column, -0.6), (width, 1), GREY, updated)
     mean = f"all_reduce, and divide by {ranks}: {counts['gradient'][0]:.4f}"
     box(axes, (0, 1.2), (whole, 1), ORANGE, mean)

@@ -9,9 +9,7 @@ def draw(counts: dict, path: Path) -> None:
     """Draw a column for each time at which a layer computes, and in it what is whole then."""
     sizes = counts["layers"]
     layers = len(sizes)
-    whole = sum(sizes) / 1e6
-    title = f"With FSDP, a rank has one of {layers} layers whole: "
-    title += f"{max(sizes) / 1e6:.1f} MB, not {whole:.1f}"
+    title = "With FSDP, one layer at a time is whole, and one arrives"
     figure, panels = new_figure(title, 2, 1, 7.6)
     titles = {"freed": "FSDP", "kept": "FSDP with --keep_weights"}
     for panel, (name, title) in zip(panels[:, 0], titles.items(), strict=True):

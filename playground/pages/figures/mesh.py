@@ -14,8 +14,8 @@ def draw(counts: list, path: Path) -> None:
         "shard": ("parameters, gradients", BLUE),
         "replicate": ("gradients only", ORANGE),
     }
-    title = "With a larger batch, only tensor parallelism sends more"
-    figure, panels = new_figure(title, 1, len(counts), 4.2)
+    title = "What a rank sends in a step: with more images,\nonly tensor parallelism sends more"
+    figure, panels = new_figure(title, 1, len(counts), 4.5)
     most = 0
     for picture in counts:
         most = max([most, *(max(sent) for sent in picture["sent"].values())])

@@ -11,7 +11,7 @@ HIGH = 0.7  # of a box
 def draw(counts: list, path: Path) -> None:
     """Draw two panels. In each, the ranks of the second stage have a box that is partly filled."""
     [(_, weight_rows)] = counts[-1]["term"]  # the last rank has the last rows
-    title = "What each of 8 ranks has of a weight and of its input:\n"
+    title = "What the 8 ranks of a stage have of a weight and of its input:\n"
     title += "tp and FSDP split the weight, dp and cp the tokens"
     figure, panels = new_figure(title, 1, 2, 5)
     titles = ("a weight: rows \u2192", "its input: tokens \u2192, texts \u2193")
@@ -42,9 +42,9 @@ def draw(counts: list, path: Path) -> None:
         panel.set_ylim(-3.7, 1.5)
         panel.axis("off")
     colours = {
-        "half that it computes with": SKY,
-        "eighth that it keeps": BLUE,
-        "tokens that it computes": GREEN,
+        "computes with this half (tp)": SKY,
+        "keeps this eighth (FSDP)": BLUE,
+        "its tokens": GREEN,
     }
     add_legend(figure, colours)
     save(figure, path)

@@ -25,6 +25,12 @@ from figures.style import (
 )
 
 RANKS = 4
+NEW = {  # in a schedule
+    "GPipe": "",
+    "1F1B": " (keeps less)",
+    "Interleaved1F1B": " (two stages on a rank)",
+    "InterleavedZeroBubble": " (backward in two parts)",
+}
 
 
 class Span(NamedTuple):
@@ -124,7 +130,7 @@ def draw(counts: dict, path: Path) -> None:
         spans_of[schedule] = logical_time(orders, stages_on_a_rank(orders))
         waiting[schedule] = bubble(spans_of[schedule], RANKS)
     least = min(waiting.values())
-    title = f"Ranks wait for {waiting['GPipe']:.0%} of a step with GPipe, {least:.0%} at best"
+    title = f"The bubble is {waiting['GPipe']:.0%} of a step with GPipe, {least:.0%} at best"
     figure, panels = new_figure(title, len(counts), 1, 8, sharex=True)
     for panel, (schedule, spans) in zip(panels[:, 0], spans_of.items(), strict=True):
         for span in sorted(spans, key=lambda each: each.kind):
@@ -135,10 +141,10 @@ def draw(counts: dict, path: Path) -> None:
             box(panel, corner, (width, 0.85), colour, span.micro_batch, fontsize=10)
         panel.set_yticks([3.4, 2.4, 1.4, 0.4], [f"rank {rank}" for rank in range(RANKS)])
         panel.set_ylim(-0.1, RANKS)
-        panel.set_title(f"{schedule}: {waiting[schedule]:.0%} waiting (bubble)", loc="left")
+        panel.set_title(f"{schedule}{NEW[schedule]}: {waiting[schedule]:.0%} waiting", loc="left")
         panel.margins(x=0.01)
     panel.set_xlabel("time (1: a rank's forward pass); in the boxes: the number of the micro-batch")
-    names = {"forward": BLUE, "backward": ORANGE, "paler: a rank's second stage": SKY}
+    names = {"forward": BLUE, "backward": ORANGE, "paler: a rank's second stage": PALE_ORANGE}
     names |= {"backward, activations only": PINK, "backward, parameters only": GREEN}
     add_legend(figure, names, columns=2)
     save(figure, path)

@@ -11,8 +11,8 @@ def draw(counts: dict, path: Path) -> None:
     titles = {
         "rank 0 is late": "rank 0 sends, rank 1 receives; rank 0 starts late",
         "rank 1 is late": "rank 0 sends, rank 1 receives; rank 1 starts late",
-        "blocking": "both send and receive, and then compute",
-        "nonblocking": "both compute between isend, irecv and wait()",
+        "blocking": "both send and receive, then compute; rank 0 starts late",
+        "nonblocking": "both compute between isend, irecv and wait(); rank 0 starts late",
     }
     colours = {"asleep": GREY, "computing": BLUE, "send": ORANGE, "recv": ORANGE, "wait": ORANGE}
     texts = {"asleep": "asleep", "computing": "computes"}
