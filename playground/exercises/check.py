@@ -78,9 +78,8 @@ def answer_to(name):
 
 
 def shown(path):
-    """Return a path as one can type it, from the working directory if it leads down from there."""
-    near = os.path.relpath(path)
-    return str(path) if near.startswith(os.path.join("..", "..")) else near
+    """Return a path as one can type it, from the working directory."""
+    return os.path.relpath(path)
 
 
 def is_program(name):
@@ -89,8 +88,8 @@ def is_program(name):
 
 
 def your_turn(name, file=None):
-    """Return what there is to do, in one line. The file is the answer's, or another one."""
-    file = shown(file or answer_to(name))
+    """Return what there is to do, in one line. The file is the answer's, or one as it was given."""
+    file = file or shown(answer_to(name))
     if is_program(name):
         return f"your turn: repair the function in {file}"
     is_class = re.search(r"^class ", task_of(name).read_text(encoding="utf-8"), re.M)
