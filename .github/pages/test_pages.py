@@ -349,8 +349,10 @@ def test_search_and_colours(tab, site):
         found = tab.locator("ul.search a").first
         found.wait_for()
         assert title in found.inner_text()
-    found.click()  # the row, by its name
-    assert "SIGKILL" in tab.evaluate("document.querySelector(':target').parentNode.innerText")
+    found.click()
+    cell = tab.locator("td:has(:target)")  # the row, by its name
+    cell.wait_for()
+    assert "SIGKILL" in cell.inner_text()
     colour = "getComputedStyle(document.body).backgroundColor"
     light = tab.evaluate(colour)
     tab.emulate_media(color_scheme="dark")
