@@ -107,17 +107,13 @@ class Messages(Operations):
         sent = sent_bytes(kind, nbytes, group.size(), kept)
         self.noted.append(Message(kind, group.group_name, nbytes, sent))
 
-    def of(self, kind: str | None = None, group: str | None = None) -> list[Message]:
-        """Return the messages of one kind and in one process group; None: of all."""
-        found = []
-        for message in self.noted:
-            if kind in (None, message.kind) and group in (None, message.group):
-                found.append(message)
-        return found
+    def of(self, kind: str) -> list[Message]:
+        """Return the messages of one kind."""
+        return [message for message in self.noted if message.kind == kind]
 
-    def sent(self, kind: str | None = None, group: str | None = None) -> float:
+    def sent(self, kind: str) -> float:
         """Return the bytes that this rank has sent in these messages."""
-        return sum(message.sent for message in self.of(kind, group))
+        return sum(message.sent for message in self.of(kind))
 
 
 def kind_of(name: str) -> str | None:
