@@ -30,7 +30,6 @@ Try breaking it, in a copy beside it:
   2. DDP may also send fewer bytes in each step. Import `bf16_compress_hook` from
      `torch.distributed.algorithms.ddp_comm_hooks.default_hooks`, and below the line that makes DDP
      write `model.register_comm_hook(None, bf16_compress_hook)`. How does the loss change?
-Now write `outer_step.py` in `playground/exercises/`.
 Builds on: overlapped_data_parallel.py
 The next lesson, `sharded_data.py`, reads data that does not fit in memory.
 """

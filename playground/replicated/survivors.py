@@ -39,7 +39,6 @@ Try breaking it, in a copy beside it, with `--epochs 30` if you pause or join:
      change when one joins?
   3. In `compute`, divide the loss by `labels.numel() * dist.get_world_size()`, which averages the
      ranks' means, as DDP does. Which losses are right: with --batch_size 120, or with 128?
-Now write it yourself: `keep_training.py` in `playground/exercises/`.
 Builds on: resumable.py
 The next lesson, `resnet.py`, trains a larger model on colour images.
 """
