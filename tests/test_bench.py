@@ -1,18 +1,15 @@
 """bench.py: its numbers are the lessons' own, a failure is a row, and no process is left behind.
 
-Short scripts stand for most lessons. The last test is of the bare programs, which bench.py compares
-with lessons.
+Short scripts stand for most lessons.
 """
 
 import os
 import signal
 import sys
-from pathlib import Path
 
 import bench
 import pytest
-from launch import SHORT, Lesson, alive, epochs, ranks, run, single_gpu
-from lessons import ROOT
+from launch import SHORT, Lesson, alive, run, single_gpu
 from nodes import until
 
 from instruments import runs
@@ -38,6 +35,7 @@ def benched(tmp_path, monkeypatch, capsys):
     def called(scripts, *flags):
         for name, code in scripts.items():
             (tmp_path / f"{name}.py").write_text(code)
+        monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(bench, "PLAYGROUND", tmp_path)
         monkeypatch.setattr(sys, "argv", ["bench.py", *map(str, flags)])
         status = bench.main()
@@ -83,13 +81,15 @@ def test_what_fails_is_a_row(benched, monkeypatch):
     assert benched(scripts, "--only", "good")[0] == 0
 
 
-def test_a_pair(benched, monkeypatch):
-    """The medians without the first epoch, and their ratio."""
-    scripts = {"a": EPOCHS.format(speeds=[1, 2000, 4000]), "b": EPOCHS.format(speeds=[9, 500, 700])}
-    monkeypatch.setattr(bench, "PAIRS", [("a", "b", 0.87)])
-    status, [first, second] = benched(scripts, "--pairs", "--repeats", 2)
-    assert (status, first["per s"], second["per s"]) == (0, "3,000", "600")
-    assert (first["times"], first["at least"], second["times"]) == ("5.00", "0.87", "")
+def test_the_lines_take_turns(benched, monkeypatch, tmp_path):
+    """A row has the median of all its runs without their first epochs."""
+    scripts = {name: f"open('turns', 'a').write('{name}')\n" for name in "ab"}
+    scripts["a"] += EPOCHS.format(speeds=[1, 2000, 4000])
+    scripts["b"] += EPOCHS.format(speeds=[9, 500, 700])
+    monkeypatch.setattr(bench, "RUNS", [*scripts])
+    status, rows = benched(scripts, "--repeats", 2)
+    assert (status, [row["per s"] for row in rows]) == (0, ["3,000", "600"])
+    assert (tmp_path / "turns").read_text() == "abab"
 
 
 HANGS = """import subprocess
@@ -136,25 +136,3 @@ def test_the_memory_of_a_gpu(tmp_path):
     (tmp_path / "lesson.py").write_text("import torch\n")
     assert runs.run(["python", str(tmp_path / "lesson.py")]).gpu_memory == 4
     assert runs.run(["python", "-c", "pass"]).gpu_memory == 0
-
-
-BARE = [pair for pair in bench.PAIRS if "bare" in pair[1].split()]
-
-
-@pytest.mark.parametrize(("lesson", "bare"), [pair[:2] for pair in BARE])
-def test_a_bare_program_prints_the_numbers_of_its_lesson(lesson, bare):
-    """A lesson and its bare program print the same losses and accuracies on little data."""
-    lesson, *flags = lesson.split()
-    processes = None
-    if lesson == "torchrun":
-        processes, lesson, *flags = flags
-    *_, kind, data = bare.replace("mnist", "digits").split()
-    few = {"DOCUMENTS": "40"}  # of the text
-    flags += [*SHORT, "--dataset", data]
-    processes = int(processes) if processes else None
-    expected = run(Path(lesson).name, *flags, processes=processes, env=few)
-    words = (kind, data, "data", 120, 1)
-    program = ROOT / "tests/programs/bare.py"
-    done, *_ = [job.wait() for job in ranks(program, *words, processes=processes or 1, env=few)]
-    assert len(epochs(done.stdout)) == 1, done.stderr
-    assert epochs(done.stdout) == epochs(expected.stdout)
