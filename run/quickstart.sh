@@ -4,6 +4,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 run/setup.sh
+echo "loading PyTorch, the first time for up to a minute ..." >&2
 # torch is asked, because nvidia-smi also lists GPUs that are hidden or that torch cannot use.
 count='import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)'
 gpus=$(.venv/bin/python -W ignore -c "$count")

@@ -100,14 +100,15 @@ def test_console_block(block, request):
     """Run a block's commands, those of several nodes together, and compare all printed lines.
 
     The nodes get a free port, because another program may use the lessons' default port. What
-    run/quickstart.sh runs is in its first line; test_run_scripts.py checks that it does.
+    run/quickstart.sh runs is in its second line; test_run_scripts.py checks that it does.
     """
     more = [] if "--dataset" in block else ["--data_dir", request.getfixturevalue("mnist")]
     more += ["--port", free_port()] if " -n 2 " in block else []
     running = []
     for prompt, command, shown in commands(block):
         if command == "run/quickstart.sh":
-            command = shown.pop(0).removeprefix("+ ")
+            _, command, *shown = shown
+            command = command.removeprefix("+ ")
         command, _, grep = command.replace("10.0.0.1", "127.0.0.2").partition(" | ")
         running.append((start(command, *more), grep, shown))
         if not prompt:  # the next command is typed afterwards

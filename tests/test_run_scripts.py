@@ -104,11 +104,12 @@ def test_quickstart_counts_the_gpus_that_torch_can_use(ready, tmp_path):
         done = script(ready / "run" / "quickstart.sh", "--epochs", "1", GPUS=gpus, PATH=path)
         command = f"playground/distributed_data_parallel.py -g 2 {device}--epochs 1\n"
         assert done.stdout == command, done.stderr
-        first, _, *last = done.stderr.splitlines()
+        _, first, _, *last = done.stderr.splitlines()
         assert f"{first}\n" == f"+ python {command}"
         assert "    source .venv/bin/activate" in last  # what to type next
     # The block in README.md, which test_readme.py runs.
-    shown = re.search(r"^\$ run/quickstart.sh\n(.*\n)", (ROOT / "README.md").read_text(), re.M)[1]
+    block = r"^\$ run/quickstart.sh\n(.*\n.*\n)"
+    shown = re.search(block, (ROOT / "README.md").read_text(), re.M)[1]
     done = script(ready / "run" / "quickstart.sh", GPUS="0")
     assert done.stderr.replace(" \n", "\n").startswith(shown)
 
