@@ -24,8 +24,10 @@ SETUP = """\
 REPOSITORY = ""  # <- the address of the repository, such as https://github.com/you/your-copy
 
 import os
+import re
 
 import torch
+from IPython.core.magic import register_cell_magic
 from IPython.display import SVG, Code
 
 
@@ -38,6 +40,15 @@ def show(file):
     # A lesson's code, without its docstring and what earlier lessons have shown.
     code = open(file).read().partition('\\n\"""\\n')[2]
     return Code(code.partition("# ---------- Unchanged")[0].strip(), language="python")
+
+
+@register_cell_magic
+def changed(command, code):
+    # Run a copy of a lesson in which this code comes last, so it replaces what has its name.
+    lesson = re.search(r"playground/\\w+\\.py", command)[0]
+    before, start, end = open(lesson).read().rpartition("\\nif __name__ ==")
+    open("playground/broken.py", "w").write(before + "\\n" + code + start + end)
+    get_ipython().system(command.replace(lesson, "playground/broken.py"))
 
 
 if os.path.exists("../playground") and not os.path.exists("playground"):
@@ -66,6 +77,18 @@ exercises, and [`playground/pages/choosing.md`](pages/choosing.md) says which ki
 solves which problem. A T4 has no bfloat16 of its own: there, run
 `playground/transformer/mixed_precision.py` with `--precision float16`."""
 
+IDEAS = {  # a function of each lesson that one can change in the notebook
+    "blocking_p2p": "relay",
+    "nonblocking_p2p": "nonblocking",
+    "collectives": "all_reduce",
+    "single_gpu": "run_epoch",
+    "data_parallel": "train",
+    "manual_data_parallel": "average_gradients",
+    "distributed_data_parallel": "train",
+    "distributed_data_parallel_torchrun": "join",
+    "model_parallel": "TwoStages",
+}
+
 
 def cells(course: Course, lesson: Source) -> list:
     """Return the cells of a lesson: what it is, its commands, the idea, and the code."""
@@ -77,12 +100,17 @@ def cells(course: Course, lesson: Source) -> list:
     lead = f"[`{lesson.file}`]({lesson.path.name})" + f": {lead}" * bool(lead)
     result = [v4.new_markdown_cell(f"## {head}\n\n{lead}.\n\n{before}")]
     device = "" if lesson.path.stem in ("single_gpu", "model_parallel") else " {device}"
-    for command in re.findall(r"^\$ (.*?)(?: +#.*)?$", commands, re.M):
-        result.append(v4.new_code_cell(f"!{command}{device}"))
+    commands = re.findall(r"^\$ (.*?)(?: +#.*)?$", commands, re.M)
+    result += [v4.new_code_cell(f"!{command}{device}") for command in commands]
     parts = re.split(r"!\[[^]]*\]\((.*?)\)", re.sub("</?div.*?>\n*", "", after + idea))
     for text, picture in zip(parts[::2], [*parts[1::2], None], strict=True):
         shown = f'SVG("playground/{picture}")' if picture else f'show("{lesson.file}")'
         result += [v4.new_markdown_cell(text), v4.new_code_cell(shown)]
+    name = IDEAS[lesson.path.stem]
+    text = "\n".join(lesson.lines)
+    code = re.search(rf"^(?:def|class) {name}\b.*?(?=\n\n\n)", text, re.M | re.S)[0]
+    comment = "# Change this, and run the cell.\n"
+    result.append(v4.new_code_cell(f"%%changed {commands[0]}{device}\n{comment}{code}"))
     broken = sections["broken"].replace("Try breaking it, in", "In", 1)
     questions = course.prose(lesson, broken).replace('<details class="more">', "<details>")
     return [*result, v4.new_markdown_cell(f"### Try breaking it\n\n{questions}")]

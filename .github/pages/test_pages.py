@@ -110,6 +110,7 @@ echo "{program} $*"
 case "$*" in
 playground/single_gpu.py*) exec {python} "$@" --dataset digits ;;
 */check.py*) exec {python} "$@" ;;
+playground/broken.py*) ! grep -q "numbers + 5" "$1" || exec {python} "$@" ;;
 esac
 """
 
@@ -131,7 +132,7 @@ def test_the_notebook(course, monkeypatch, tmp_path):
     """It is what the docstrings make of it. Jupyter runs its cells, with the docstrings' commands.
 
     test_readme.py runs these commands. Here a script takes their place, and runs only one of them,
-    and the check of an exercise, in which an answer is written.
+    the check of an exercise, in which an answer is written, and a lesson with a changed function.
     """
     made = notebook.make()
     assert nbformat.read(notebook.NOTEBOOK, 4) == made
@@ -141,18 +142,25 @@ def test_the_notebook(course, monkeypatch, tmp_path):
             check = ROOT / pages.EXERCISES / "judging/checks/swap_with_neighbour.py"
             answer = re.search(r"^def swap_.*?(?=\n\n\n)", check.read_text(), re.M | re.S)[0]
             cell.source = cell.source.partition("def ")[0] + answer
+        cell.source = cell.source.replace("send(numbers,", "send(numbers + 5,")
     sources = "\n".join(cell.source for cell in made.cells)
     for path in re.findall(r"playground/[\w/]+\.(?:py|md|svg)", sources):
         assert path == "playground/broken.py" or (ROOT / path).exists(), path  # a copy
     commands = re.findall(r"^!((?:python|torchrun) .*?)(?: \{device\})?$", sources, re.M)
     docstrings = " ".join("".join(lesson.doc for lesson in course.lessons).split())
     of_lessons = [command for command in commands[1:] if "check.py" not in command]
+    changes = re.findall(r"^%%changed (.*?)(?: \{device\})?$", sources, re.M)
+    assert set(changes) < set(of_lessons) and len(changes) == len(notebook.IDEAS)
     assert len(of_lessons) > 8 and all(command in docstrings for command in of_lessons)
     stub(monkeypatch, tmp_path)
     execute(made, ROOT / "run")
     outputs = [output for cell in made.cells for output in cell.get("outputs", ())]
     printed = "".join(output.get("text", "") for output in outputs).splitlines()
-    assert [line for line in printed if line.startswith(("python ", "torchrun "))] == commands
+    started = [line for line in printed if line.startswith(("python ", "torchrun "))]
+    assert [line for line in started if "broken.py" not in line] == commands
+    copies = [re.sub(r"playground/\w+", "playground/broken", command) for command in changes]
+    assert [line for line in started if "broken.py" in line] == copies
+    assert any("rank 1 has [5.0, 6.0, 7.0, 8.0]" in line for line in printed)
     assert any(line.startswith("epoch 3/3  loss ") for line in printed)
     assert any("RIGHT" in line for line in printed)  # in colour
     shown = [output.data for output in outputs if "data" in output]
