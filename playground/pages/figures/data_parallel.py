@@ -3,14 +3,14 @@
 from functools import partial
 from pathlib import Path
 
-from figures.style import GREY, ORANGE, PALE_ORANGE, SKY, arrow, box, new_figure, save
+from figures.style import GREY, ORANGE, PALE_GREEN, SKY, arrow, box, new_figure, save
 
 
 def draw(counts: dict, path: Path) -> None:
     """Draw from top to bottom how two ranks divide a batch, and average a gradient."""
     title = "Two ranks have different images and take the same step"
     figure, [[axes]] = new_figure(title, 1, 1, 6)
-    colours = (SKY, PALE_ORANGE)
+    colours = (SKY, PALE_GREEN)
     parts = counts["images"]
     ranks = len(parts)
     left = (0.0, 6.0)  # of each rank's column, which is four images wide
@@ -30,7 +30,8 @@ def draw(counts: dict, path: Path) -> None:
             down((place + 0.5, 8.95), (column + number + 0.5, 7.65))
         axes.text(column - 0.2, 7.1, f"rank {rank}", ha="right", va="center", weight="bold")
         down((middle, 6.55), (middle, 5.85))
-        box(axes, (column, 4.8), (width, 1), GREY, f"same model: w = {counts['sent'][rank]:.4f}")
+        sent = f"same weight: w = {counts['sent'][rank]:.4f}"
+        box(axes, (column, 4.8), (width, 1), GREY, sent)
         down((middle, 4.75), (middle, 4.05))
         gradient = f"its gradient of w: {counts['own gradient'][rank]:.4f}"
         box(axes, (column, 3), (width, 1), "none", gradient)

@@ -66,7 +66,7 @@ def draw(counts: dict, path: Path) -> None:
         for start, end in (there, back):
             ribbon(axes, start, end, number, colour)
     for x, text in (
-        (0.0, "tokens,\nby expert"),
+        (0.0, "number of tokens,\nby expert"),
         (2.4, "counts, then\nall_to_all"),
         (5.25, "experts\ncompute"),
         (8.1, "all_to_all\nback"),

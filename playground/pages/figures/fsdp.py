@@ -9,7 +9,7 @@ def draw(counts: dict, path: Path) -> None:
     """Draw a column for each time at which a layer computes, and in it what is whole then."""
     sizes = counts["layers"]
     layers = len(sizes)
-    title = "With FSDP, one layer at a time is whole, and one arrives"
+    title = "With FSDP, only one layer at a time is whole"
     figure, panels = new_figure(title, 2, 1, 7.6)
     titles = {"freed": "FSDP", "kept": "FSDP with --keep_weights"}
     for panel, (name, title) in zip(panels[:, 0], titles.items(), strict=True):
@@ -23,11 +23,12 @@ def draw(counts: dict, path: Path) -> None:
             box(panel, (x - 0.5, -layers - 1.7), (1, 1), colour, edgecolor=GREY)
             together = moment["buffer"] + sum(sizes[layer - 1] for layer in moment["whole"])
             most = max(most, together)
-            look = {"ha": "center", "va": "center", "fontsize": 10}
+            look = {"ha": "center", "va": "center", "fontsize": 9}
             panel.text(x, -layers - 2.4, f"{together / 1e6:.1f}", **look)
             panel.text(x, -layers - 3.4, moment["computes"], **look)
         panel.set_xticks([])
         rows = [f"layer {layer}" for layer in range(1, layers + 1)]
+        rows[-1] += " (tiny)"
         rows += ["buffer", "both, MB", "computing: layer"]
         places = [-layer for layer in range(1, layers + 1)]
         places += [-layers - 1.2, -layers - 2.4, -layers - 3.4]
@@ -39,5 +40,5 @@ def draw(counts: dict, path: Path) -> None:
         panel.set_title(f"{title}: layers and buffer are at most {most / 1e6:.1f} MB", loc="left")
         for half, text in ((0, "forward pass"), (layers + 0.6, "backward pass")):
             panel.text(half + (layers - 1) / 2, -layers - 4.4, text, ha="center", va="center")
-    add_legend(figure, {"layer is whole": BLUE, "buffer in which a layer arrives": ORANGE})
+    add_legend(figure, {"layer is whole": BLUE, "buffer: a layer arrives from others": ORANGE})
     save(figure, path)

@@ -7,14 +7,18 @@ from figures.style import BLUE, GREY, ORANGE, PINK, add_legend, box, double_arro
 
 def draw(counts: list, path: Path) -> None:
     """Draw the ranks of each mesh in a grid, and arrows as wide as the bytes that they send."""
-    titles = {"tp": "\u2194 tensor parallel, \u2195 FSDP", "hsdp": "\u2194 FSDP, \u2195 replicas"}
+    titles = {
+        "tp": "\u2194 tensor parallel, \u2195 FSDP",
+        "hsdp": "another mesh:\n\u2194 FSDP, \u2195 replicas",
+    }
     travels = {
         "tp": ("activations, their gradients", PINK),
         "dp": ("parameters, gradients", BLUE),
         "shard": ("parameters, gradients", BLUE),
         "replicate": ("gradients only", ORANGE),
     }
-    title = "What a rank sends in a step: with more images,\nonly tensor parallelism sends more"
+    title = "What a rank sends in a step: with 8 times the images,\n"
+    title += "only tensor parallelism sends more"
     figure, panels = new_figure(title, 1, len(counts), 4.5)
     most = 0
     for picture in counts:

@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from figures.style import BLUE, GREEN, ORANGE, SKY, arrow, box, new_figure, save
+from figures.style import BLUE, GREEN, ORANGE, VERMILLION, arrow, box, new_figure, save
 
 
 def draw(counts: dict, path: Path) -> None:
     """Draw when rank 0 computes, and when its messages travel, in a step with DDP."""
-    colours = {"forward": SKY, "backward": BLUE, "optimizer": GREEN}
+    colours = {"forward": BLUE, "backward": VERMILLION, "optimizer": GREEN}
     ends = [parts["optimizer"][1] for parts in counts.values()]
     title = f"Messages travel during backward(): a step is {ends[1] - ends[0]:.0f} ms shorter"
     figure, panels = new_figure(title, len(counts), 1, 4.8, sharex=True)

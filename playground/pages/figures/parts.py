@@ -11,10 +11,13 @@ HIGH = 0.7  # of a box
 def draw(counts: list, path: Path) -> None:
     """Draw two panels. In each, the ranks of the second stage have a box that is partly filled."""
     [(_, weight_rows)] = counts[-1]["term"]  # the last rank has the last rows
-    title = "What the 8 ranks of a stage have of a weight and of its input:\n"
+    title = "What the ranks of stage 1 have of a weight and of its input:\n"
     title += "tp and FSDP split the weight, dp and cp the tokens"
     figure, panels = new_figure(title, 1, 2, 5)
-    titles = ("a weight: rows \u2192", "its input: tokens \u2192, texts \u2193")
+    titles = (
+        "a weight: rows \u2192 (tp, FSDP)",
+        "its input: texts \u2193 (dp),\ntokens \u2192 (cp)",
+    )
     for panel, title in zip(panels[0], titles, strict=True):
         panel.set_title(title, weight="bold")
         for rank, has in enumerate(counts):
@@ -33,7 +36,7 @@ def draw(counts: list, path: Path) -> None:
             box(panel, corner, (1, HIGH), "none")
             middle = corner[0] + 0.5
             panel.text(middle, corner[1] + 0.74, f"rank {rank}", ha="center", va="bottom")
-            if title == titles[0] and tp == 0:
+            if tp == 0:
                 y = corner[1] + HIGH / 2
                 panel.text(-0.08, y, f"dp {dp}\ncp {cp}", ha="right", va="center")
         for tp in (0, 1):
@@ -44,9 +47,9 @@ def draw(counts: list, path: Path) -> None:
     colours = {
         "computes with this half (tp)": SKY,
         "keeps this eighth (FSDP)": BLUE,
-        "its tokens": GREEN,
+        "its tokens: every second text (dp), half of it (cp)": GREEN,
     }
-    add_legend(figure, colours)
+    add_legend(figure, colours, columns=2)
     save(figure, path)
 
 

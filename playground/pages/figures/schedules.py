@@ -9,15 +9,17 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from matplotlib.ticker import MultipleLocator
+
 from figures.style import (
     BLUE,
     GREEN,
-    ORANGE,
     PALE_GREEN,
-    PALE_ORANGE,
     PALE_PINK,
+    PALE_VERMILLION,
     PINK,
     SKY,
+    VERMILLION,
     add_legend,
     box,
     new_figure,
@@ -27,7 +29,7 @@ from figures.style import (
 RANKS = 4
 NEW = {  # in a schedule
     "GPipe": "",
-    "1F1B": " (keeps less)",
+    "1F1B": " (keeps fewer activations)",
     "Interleaved1F1B": " (two stages on a rank)",
     "InterleavedZeroBubble": " (backward in two parts)",
 }
@@ -120,7 +122,7 @@ def draw(counts: dict, path: Path) -> None:
     """Draw the counted order of each schedule on logical time."""
     colours = {  # for the first stage of a rank, and for its second one
         "F": (BLUE, SKY),
-        "B": (ORANGE, PALE_ORANGE),
+        "B": (VERMILLION, PALE_VERMILLION),
         "I": (PINK, PALE_PINK),
         "W": (GREEN, PALE_GREEN),
     }
@@ -130,7 +132,8 @@ def draw(counts: dict, path: Path) -> None:
         spans_of[schedule] = logical_time(orders, stages_on_a_rank(orders))
         waiting[schedule] = bubble(spans_of[schedule], RANKS)
     least = min(waiting.values())
-    title = f"The bubble is {waiting['GPipe']:.0%} of a step with GPipe, {least:.0%} at best"
+    first = waiting["GPipe"]
+    title = f"Ranks wait (the bubble) {first:.0%} of a step with GPipe, {least:.0%} at best"
     figure, panels = new_figure(title, len(counts), 1, 8, sharex=True)
     for panel, (schedule, spans) in zip(panels[:, 0], spans_of.items(), strict=True):
         for span in sorted(spans, key=lambda each: each.kind):
@@ -143,8 +146,9 @@ def draw(counts: dict, path: Path) -> None:
         panel.set_ylim(-0.1, RANKS)
         panel.set_title(f"{schedule}{NEW[schedule]}: {waiting[schedule]:.0%} waiting", loc="left")
         panel.margins(x=0.01)
+    panel.xaxis.set_major_locator(MultipleLocator(5))
     panel.set_xlabel("time (1: a rank's forward pass); in the boxes: the number of the micro-batch")
-    names = {"forward": BLUE, "backward": ORANGE, "paler: a rank's second stage": PALE_ORANGE}
+    names = {"forward": BLUE, "backward": VERMILLION, "paler: the second stage": PALE_VERMILLION}
     names |= {"backward, activations only": PINK, "backward, parameters only": GREEN}
     add_legend(figure, names, columns=2)
     save(figure, path)

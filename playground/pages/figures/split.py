@@ -26,11 +26,13 @@ def draw(counts: dict, path: Path) -> None:
         _draw_grid(inside, count["inside"])
         between.set_title(titles[way], weight="bold")
         inside.set_title(travels[way], color=VERMILLION, weight="bold")
-        sent = f"a step sends {count['sent'] / 1000:,.0f} kB,"
-        inside.set_xlabel(f"tokens \u2192\n{sent}\na rank has {count['parameters']:,}\nparameters")
+        sent = f"a rank sends {count['sent'] / 1000:,.0f} kB"
+        inside.set_xlabel(
+            f"tokens \u2192\n{sent}\nin a step, and has\n{count['parameters']:,} parameters"
+        )
     look = {"rotation": 0, "ha": "right", "va": "center"}
-    panels[0, 0].set_ylabel("between\nlayers of\nattention:\nheads \u2193", **look)
-    panels[1, 0].set_ylabel("inside\nattention:\nheads \u2193", **look)
+    panels[0, 0].set_ylabel("between\nlayers of\nattention\n(heads \u2193)", **look)
+    panels[1, 0].set_ylabel("inside\nattention\n(heads \u2193)", **look)
     names = {f"rank {rank}": COLOURS[rank] for rank in range(len(COLOURS))}
     add_legend(figure, names | {"every rank": GREY})
     save(figure, path)

@@ -21,9 +21,10 @@ GREEN = "#009E73"
 SKY = "#56B4E9"
 PINK = "#CC79A7"
 VERMILLION = "#D55E00"
+RED = "#D3222A"  # as watch.py shows who waits
 COLOURS = [BLUE, ORANGE, GREEN, PINK]  # of four ranks
 PALE = "#BBDDF2"  # a lighter SKY
-PALE_ORANGE = "#F7D58A"
+PALE_VERMILLION = "#F0B48C"
 PALE_PINK = "#EAC4D9"
 PALE_GREEN = "#8FD3BE"
 GREY = "#B4B4B4"
@@ -105,7 +106,7 @@ def save(figure: Figure, path: Path) -> None:
 
 def ink_on(colour: str) -> str:
     """Return the colour of a text that can be read on a colour."""
-    return {BLUE: "white", "none": INK}.get(colour, BLACK)
+    return {BLUE: "white", RED: "white", "none": INK}.get(colour, BLACK)
 
 
 def box(

@@ -52,7 +52,7 @@ def draw(counts: dict, path: Path) -> None:
     tall = lanes[0] - lanes[1] + height
     for name, what in (("backward", "gradients\nof x"), ("forward", "y0 + y1")):
         number, size = counts[name]
-        text = f"{name}:\n{number} all_reduce\n{what}\n{size:,}\nbytes"
+        text = f"only in\n{name}:\n{number} all_reduce\n{what}\n{size:,}\nbytes"
         corner = (left[name], lanes[1] - height / 2)
         box(axes, corner, (widths[name], tall), ORANGE, text, fontsize=10)
     middle = (left["A"] + left["forward"]) / 2 - gap / 2

@@ -3,7 +3,7 @@
 from itertools import chain
 from pathlib import Path
 
-from figures.style import BLUE, GREY, ORANGE, box, new_figure, save
+from figures.style import BLUE, GREY, RED, box, new_figure, save
 
 
 def draw(counts: dict, path: Path) -> None:
@@ -14,7 +14,7 @@ def draw(counts: dict, path: Path) -> None:
         "blocking": "both send and receive, then compute; rank 0 starts late",
         "nonblocking": "both compute between isend, irecv and wait(); rank 0 starts late",
     }
-    colours = {"asleep": GREY, "computing": BLUE, "send": ORANGE, "recv": ORANGE, "wait": ORANGE}
+    colours = {"asleep": GREY, "computing": BLUE, "send": RED, "recv": RED, "wait": RED}
     texts = {"asleep": "asleep", "computing": "computes"}
     texts |= {"send": "waits in send", "recv": "waits in recv", "wait": "waits in wait"}
     title = "The rank that comes first waits, unless it computes"
