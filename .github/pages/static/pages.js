@@ -70,6 +70,7 @@ var splitQuery = (query) => {
 document.addEventListener("DOMContentLoaded", () => {
   const results = document.querySelector("#search-results");
   if (!results) return;
+  results.insertAdjacentHTML("beforebegin", "<h1>Search</h1>");
   const letters = (text) => new Set(text.toLowerCase().match(/[a-z_]{3,}/g));
   const typed = letters(new URLSearchParams(location.search).get("q") ?? "");
   const shared = (message) => {
