@@ -5,6 +5,7 @@ test_pbs.py trains with it.
 
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import sys
 import pytest
 from launch import Job
 from lessons import ROOT
-from nodes import FLAGS, HOSTS, LIGHT, STAYS, TRAVEL, check_places, read_until, variables
+from nodes import FLAGS, HOSTS, LIGHT, STAYS, TRAVEL, check_places, read_until, sh, variables
 
 SCRIPT = ROOT / "run" / "two_nodes_ssh.sh"
 STUBBORN = f"""\
@@ -93,12 +94,22 @@ def test_a_node_that_fails_ends_all(sshd, tmp_path):
 def test_a_lesson_for_torchrun_until_kill_9(sshd):
     """torchrun starts two ranks on each node, with the flags and the same variables.
 
-    After kill -9 of a rank, and of the script, no process stays.
+    The command of hangs.md shows where each of them is. After kill -9 of a rank, and of the script,
+    no process stays.
     """
     job = start(sshd, LIGHT, *FLAGS, **TRAVEL, **STAYS)
     text = read_until(job, r"^node\d: rank \d waits$", 4)
     check_places(text, *FLAGS)
     assert variables(text) == dict.fromkeys(HOSTS, str(TRAVEL))
+    page = (ROOT / "playground/pages/hangs.md").read_text()
+    command = re.search(r"^    (for host in .*)$", page, re.M)[1].replace(
+        "ssh ", sshd.command + " "
+    )
+    command = command.replace(".venv/bin/python", sys.executable)
+    shown = sh(*sshd.nodes.enter(0), "bash", "-c", f"cd {ROOT} && {command}")
+    found = set(re.findall(r"^(\d node\d) light.py:\d+ in <module>: select", shown, re.M))
+    # These nodes are one machine, with the same processes.
+    assert found >= {f"{rank} {host}" for host in HOSTS for rank in range(4)}, shown
     os.kill(sshd.nodes.ranks()[3], signal.SIGKILL)
     assert job.wait().returncode == 1
     assert sshd.left() == []
