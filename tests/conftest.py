@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from launch import DATA, DETECTRON2, IS_REAL, LAUNCHER_VARIABLES, MNIST, STANDIN, once
+from launch import DATA, DETECTRON2, IS_REAL, LAUNCHER_VARIABLES, MNIST, STANDIN, Job, once
 from lessons import ROOT, lesson_path
 from nodes import Nodes
 from sshd import Sshd
@@ -32,6 +32,14 @@ def shared(tmp_path_factory, worker_id):
     """Tell once() which folder all workers of pytest share."""
     own = tmp_path_factory.getbasetemp()
     once.folder = own if worker_id == "master" else own.parent
+
+
+@pytest.fixture(autouse=True)
+def nothing_goes_on():
+    """A test that fails ends what it has started, too."""
+    yield
+    while Job.running:
+        Job.running.pop().kill()
 
 
 @pytest.fixture

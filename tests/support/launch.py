@@ -81,6 +81,8 @@ class Job:
     script of Python with its flags, to be forked rather than started (see preloaded.py).
     """
 
+    running = set()  # those for which wait() has not waited
+
     def __init__(self, *command, env=None, cwd=None, cold=True):
         self.mark = uuid.uuid4().hex
         environment = dict(os.environ) | dict.fromkeys(LAUNCHER_VARIABLES)
@@ -91,17 +93,18 @@ class Job:
         environment = {name: value for name, value in environment.items() if value is not None}
         if not cold:
             self.process = Script(command, environment, cwd)
-            return
-        self.process = subprocess.Popen(
-            [str(word) for word in command],
-            env=environment,
-            cwd=cwd,
-            start_new_session=True,
-            text=True,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
+        else:
+            self.process = subprocess.Popen(
+                [str(word) for word in command],
+                env=environment,
+                cwd=cwd,
+                start_new_session=True,
+                text=True,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+        self.running.add(self)
 
     def pids(self):
         """Return the pids of its processes that are alive, the first one's first."""
@@ -142,6 +145,7 @@ class Job:
         if left:  # what starts later is not left behind, such as a job of Slurm
             self.kill()
         assert not left, f"left behind: {left}"
+        self.running.discard(self)
         return subprocess.CompletedProcess(self.process.args, self.process.returncode, out, err)
 
     def kill(self):
