@@ -12,17 +12,17 @@ torchrun starts the processes of a node, and sets variables in the environment o
 find rank 0, `MASTER_ADDR` and `MASTER_PORT`. `join` reads a fifth, `LOCAL_RANK`, which selects the
 GPU. Use torchrun, which comes with PyTorch, unless a larger program must start the ranks.
 
-On two nodes, run the same command on both. They find each other at the address of one of them, by
-c10d, a part of PyTorch. torchrun numbers them, so rank 0, which prints, may be on either:
-    torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d \
-        --rdzv-endpoint <ip of one node>:29500 playground/distributed_data_parallel_torchrun.py
+On two nodes, run this on the first one, and the same with `--node-rank 1` on the second one:
+    torchrun --nnodes 2 --node-rank 0 --nproc-per-node 2 --master-addr <ip of node 0> \
+        --master-port 29500 playground/distributed_data_parallel_torchrun.py
 
 torchrun may set `OMP_NUM_THREADS` to 1, so that each process uses one core. To use four, put
 OMP_NUM_THREADS=4 in front. A wrong flag stands above torchrun's report, other errors at its end.
 
-This is the lesson to copy into a new project. (A script that you have: pages/your_script.md.)
-With `--savefile run.pt`, it saves after each epoch, and resumes there if you run it again. What has
-changed since lesson 7, and since lesson 4:
+This is the lesson to copy into a new project. (A script that you have: pages/your_script.md.) With
+`--savefile run.pt`, it saves after each epoch, and resumes there if you run it again. The others
+wait while rank 0 saves, so let `--timeout`, 60 s, be longer than it takes (PyTorch's own default is
+10 or 30 minutes). What has changed since lesson 7, and since lesson 4:
     git diff -w --patience --no-index playground/distributed_data_parallel{,_torchrun}.py
     git diff -w --patience --no-index playground/{single_gpu,distributed_data_parallel_torchrun}.py
 
@@ -41,7 +41,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # later, it would keep the group: copying.md
+import torch.distributed.nn.functional  # before there is a group, or Python may abort at its end
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -70,13 +70,15 @@ def train(args):
     """Train as one of the ranks that torchrun has started."""
     rank, device = join(args)
     train_loader, test_loader = loaders(args, rank, dist.get_world_size())
-    torch.manual_seed(args.seed + rank)  # so that dropout, for example, differs between ranks
+    torch.manual_seed(args.seed)  # all ranks make the same model
     model = make_model(args).to(device)
     # fused=True is faster. eps makes the lessons' digits equal: in your project, leave it out.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
     done = resume(args, model, optimizer)  # NEW: before DDP is made
-    model = DistributedDataParallel(model)  # from here on, all ranks have the model of rank 0
+    model = DistributedDataParallel(model)  # sends the model of rank 0 to all ranks
     for epoch in range(done, args.epochs):
+        # Dropout, for example, differs between the ranks, and is the same if the run is resumed.
+        torch.manual_seed(args.seed + epoch * dist.get_world_size() + rank)
         fit_epoch(epoch, model, optimizer, train_loader, test_loader, device, args)
         if rank == 0 and args.savefile:  # no collective in here: the others would not call it
             save(args, epoch + 1, model.module, optimizer)  # module: the model inside DDP
@@ -137,7 +139,7 @@ def loaders(args, rank, world_size):
     if len(train_loader) == 0 or len(test_set) < world_size:
         raise ValueError("fewer training images than a batch has, or fewer test images than ranks")
     # Each test image counts once, and all ranks have equally many batches, because forward() may
-    # send messages, as that of DDP or FSDP does.
+    # send messages, as that of FSDP does.
     batches = torch.arange(len(test_set)).tensor_split(len(test_set) // 1000 + 1)
     own_batches = [batch[rank::world_size].tolist() for batch in batches]
     test_loader = DataLoader(test_set, batch_sampler=own_batches, **options)

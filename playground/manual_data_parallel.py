@@ -60,7 +60,7 @@ def send_weights(model):
 
     A model may also have tensors that are not trained, such as the running averages of batch norm.
     PyTorch calls them buffers, and they would have to be sent, too. What gloo sends must be
-    contiguous: it ignores strides, so a transposed tensor would arrive with wrong numbers.
+    contiguous: it ignores strides, so a column of a matrix would arrive with wrong numbers.
     """
     for parameter in model.parameters():
         # NEW: rank 0 sends, and the other ranks receive into their own parameters. detach() shares
@@ -189,7 +189,7 @@ def loaders(args, rank, world_size):
     # drop_last leaves out an incomplete last batch, which several ranks could not divide equally.
     train_loader = DataLoader(train_set, per_rank_batch, sampler=sampler, drop_last=True, **options)
     # NEW: each test image counts once (DistributedSampler would repeat some). Of each batch, of at
-    # most 1000, a rank takes every world_size-th. So all have equally many batches, as DDP needs.
+    # most 1000, a rank takes every world_size-th. So all have equally many batches, as FSDP needs.
     batches = torch.arange(len(test_set)).tensor_split(len(test_set) // 1000 + 1)
     own_batches = [batch[rank::world_size].tolist() for batch in batches]
     test_loader = DataLoader(test_set, batch_sampler=own_batches, **options)

@@ -25,7 +25,8 @@ micro-batches, and letters their backward passes. Autograd begins with the last 
     stage1 |0123..dcba|
     stage2 |.0123dcba.|
 
-The losses stay the same. On two GPUs, compare the images/s. On one device, nothing can overlap.
+The losses stay the same (but for batch norm). On two GPUs, compare the images/s. On one device,
+nothing can overlap.
 What has changed since `single_gpu.py`:
     git diff -w --patience --no-index playground/{single_gpu,model_parallel}.py
 
@@ -78,7 +79,8 @@ class TwoStages(torch.nn.Module):
             activations = self.stage1(micro_batch).to(self.devices[1])
             logits.append(self.stage2(activations))
         # NEW: run_epoch() computes the loss once for the whole batch, so micro-batches do not
-        # change the gradients. In backward(), autograd copies gradients between devices by itself.
+        # change the gradients (but for batch norm). In backward(), autograd copies gradients
+        # between devices by itself.
         return torch.cat(logits).to(self.devices[0])
 
 

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 from launch import SHORT, Job, epochs, one_line, one_process
-from lessons import ROOT
+from lessons import ROOT, docstring
 from nodes import HOSTS, need
 
 SCRIPT = "../run/rehearse_two_nodes.sh"  # as seen from tests/
@@ -93,11 +93,19 @@ def test_the_end_of_a_node_or_of_the_script_ends_all(prefix):
 
 
 def test_hosts_as_debian_installs_them():
-    """Each host's name leads to 127.0.1.1: the ordered command trains, and check_node.sh tells."""
+    """Each host's name leads to 127.0.1.1: the ordered commands train, and check_node.sh tells."""
     need("ip")
     flags = (*SHORT, "--timeout", 300)
     done = rehearse(LESSON, *flags, NAMES_AT="127.0.1.1", GPUS="1").wait()
     assert epochs(lines(done.stdout, 0)) == one_process(*SHORT)
+    # The command of two nodes in the docstring of lesson 9, as it is typed on each of them.
+    text = docstring("distributed_data_parallel_torchrun")
+    command = re.search(r"^    (torchrun --nnodes 2 .*\\\n.*)$", text, re.M)[1]
+    command = command.replace("<ip of node 0>", "$NODE0").replace("rank 0", "rank $NODE_RANK")
+    command = command.replace("torchrun", f"{sys.executable} -m torch.distributed.run", 1)
+    words = " ".join(map(str, flags))
+    done = rehearse("bash", "-c", f"{command} {words}", NAMES_AT="127.0.1.1").wait()
+    assert epochs(lines(done.stdout, 0)) == one_process(*SHORT), done.stderr
     done = rehearse("run/check_node.sh", NAMES_AT="127.0.1.1").wait()
     assert done.returncode == 0
     for node in range(2):

@@ -233,7 +233,7 @@ def send_weights(model):
 
     A model may also have tensors that are not trained, such as the running averages of batch norm.
     PyTorch calls them buffers, and they would have to be sent, too. What gloo sends must be
-    contiguous: it ignores strides, so a transposed tensor would arrive with wrong numbers.
+    contiguous: it ignores strides, so a column of a matrix would arrive with wrong numbers.
     """
     for parameter in model.parameters():
         # Rank 0 sends, and the other ranks receive into their own parameters. detach() shares
