@@ -12,6 +12,7 @@ from unittest import mock
 
 import psutil
 import pytest
+import stacks
 import watch
 from launch import DIGITS, Job, Lesson, epochs, free_port, one_process, run
 from lessons import ROOT, lesson_path
@@ -206,8 +207,34 @@ def test_advice_on_an_error(tmp_path):
     assert error_line == f"RuntimeError: {error}"
     assert last.startswith("watch: troubleshooting.md on `Address already in use`: another program")
     assert not advice_on("TypeError: load_state_dict() has no argument fully_shard")
+    [row] = advice_on("traceback : Signal 9 (SIGKILL) received by PID 4242")
+    assert "memory" in row
+    [row] = advice_on("SignalException: Process 4242 got signal: 15")
+    assert "scancel" in row  # and not the row of signal 1
     several = "Too many open files, No space left on device, Connection refused, is damaged"
     assert ["`No space" in row or "`Bus" in row for row in advice_on(several)] == [True, 0, 0]
+
+
+WAITS = """import time
+import torch.distributed as dist
+dist.init_process_group("gloo")
+print("waits", flush=True)
+time.sleep(3600)
+"""
+
+
+def test_the_ranks_that_stacks_finds(tmp_path):
+    """They are neither torchrun, which has a RANK of its own here, nor the observer of watch.py."""
+    script = tmp_path / "waits.py"
+    script.write_text(WAITS)
+    job = Job(*TORCHRUN, 2, ROOT / "playground/tools/watch.py", script, env={"RANK": "0"})
+    read_until(job, "^waits$", 2)
+    found = [(rank, each) for (rank, *_), each in stacks.ranks().items() if each.pid in job.pids()]
+    assert sorted(rank for rank, _ in found) == ["0", "1"]
+    for _, process in found:
+        assert str(script) in process.cmdline()
+        assert not {"torch.distributed.run", "detached"} & {*process.cmdline()}
+    assert len(job.pids()) > 3  # there are others
 
 
 def test_a_folder_that_others_can_write_to(tmp_path, monkeypatch):

@@ -22,17 +22,29 @@ from pathlib import Path
 import psutil
 
 OF_A_STEP = [name for name in ("SLURM_JOB_ID", "SLURMD_NODENAME") if name in os.environ]
+IDENTITY = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 NOT_OWN = r"-packages/|/lib/python3|^<"  # files of packages and of Python
 
 
-def rank_of(process):
-    """Return the rank of a process, or None. A child of a rank has the same RANK."""
+def identity_of(process):
+    """Return which rank a process is, RANK first, or None. A child of a rank is the same."""
     try:
-        variables = process.environ()
+        variables = process.environ() if process else {}
     except (psutil.Error, OSError):  # it has ended, or is another user's
         return None
     same = all(variables.get(name) == os.environ.get(name) for name in OF_A_STEP)
-    return variables.get("RANK") if same else None
+    return tuple(map(variables.get, IDENTITY)) if same and variables.get("RANK") else None
+
+
+def ranks():
+    """Return {identity: process}, with the oldest process of each rank, and no launcher."""
+    found = {}
+    for process in sorted(psutil.process_iter(), key=psutil.Process.create_time):
+        identity = identity_of(process)
+        if identity and process.pid != os.getpid():
+            found.setdefault(identity, process)
+    launchers = {process.ppid() for process in found.values()}
+    return {identity: each for identity, each in found.items() if each.pid not in launchers}
 
 
 def place_of(pid):
@@ -41,7 +53,7 @@ def place_of(pid):
     command = [program if program.exists() else "py-spy", "dump", "--json", "--pid", str(pid)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        return f"unknown: {done.stderr.strip().splitlines()[-1]}"
+        return f"unknown: {done.stderr.strip().splitlines()[0]}"
     threads = json.loads(done.stdout)
     frames = next(each["frames"] for each in threads if each["os_thread_id"] == pid)
     own = [each for each in frames if not re.search(NOT_OWN, each["filename"])]
@@ -56,11 +68,13 @@ def main():
     """Print a line for each rank of this node."""
     if not (Path(sys.executable).with_name("py-spy").exists() or shutil.which("py-spy")):
         sys.exit("error: there is no py-spy: pip install py-spy")
-    for process in psutil.process_iter():
-        rank = rank_of(process)
-        if rank and rank_of(process.parent()) != rank and process.pid != os.getpid():
-            print(rank, os.environ.get("SLURMD_NODENAME", socket.gethostname()), end=" ")
-            print(place_of(process.pid), flush=True)
+    found = ranks()
+    for (rank, *_), process in found.items():
+        print(rank, os.environ.get("SLURMD_NODENAME", socket.gethostname()), end=" ")
+        print(place_of(process.pid), flush=True)
+    if not found:
+        why = "no process was started with RANK among its variables (mp.spawn sets none)"
+        sys.exit(f"error: {why}: use py-spy dump --subprocesses --pid PID")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ def advice_on(text: str) -> list[str]:
         for message in re.findall(r"`([^`]+)`", seen):
             parts = [part.strip() for part in message.split("...")]
             is_own = " " in message.strip(". ") or re.fullmatch(r"\w+(Error|Exception)", message)
-            if is_own and all(part in text for part in parts):
+            # "signal: 1" is not in "signal: 15".
+            if is_own and all(re.search(rf"{re.escape(part)}(?!\d)", text) for part in parts):
                 found[message] = f"`{message}`: " + ". To do: ".join(cells)
     return list(dict.fromkeys(found[each] for each in sorted(found, key=len, reverse=True)))[:3]
