@@ -5,9 +5,12 @@ test_parity.py compares the parameters.
 
 import re
 
+import four_axes
 import pytest
 from launch import losses, run
 from lessons import ROOT
+
+from common.models import Language
 
 FLAGS = ("--batch_size", 48, "--epochs", 1, "--model", "language", "--width", 16, "--layers", 3)
 SHORT = {"DOCUMENTS": "30"}  # for two steps
@@ -30,3 +33,10 @@ def test_clipping(change):
         done = run(copy, *FLAGS, "--double", "--mesh", mesh, processes=ranks, env=SHORT)
         assert re.fullmatch(r"text: .*\n", done.stderr)  # and no warning
         assert losses(done.stdout) == pytest.approx([right], abs=1e-10)
+
+
+def test_a_shared_table_is_refused():
+    """Split, it would become two parameters, each with its own part of the gradient."""
+    model = Language(tied=True)
+    with pytest.raises(ValueError, match="two parameters"):
+        four_axes.wrap([*model.layers], None, None, None, None)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from common.models import Transformer
+from common.transformer import make_block
 from instruments.messages import Messages
 from instruments.ranks import call
 
@@ -32,3 +33,11 @@ OF_TOKENS = {"all_gather": 5, "reduce_scatter": 4, "all_reduce": 9}
 def test_messages(lesson, expected):
     """If tokens are split, the halves of each all_reduce, and sums for what all tokens share."""
     call(count, 2, lesson, expected)
+
+
+def test_a_norm_of_heads_is_refused():
+    """Its gradient would lack the heads of other ranks."""
+    block = make_block(16, heads=4)
+    block.attention.norm = torch.nn.RMSNorm(4)
+    with pytest.raises(ValueError, match="only linear layers"):
+        head_parallel.SplitBlock(block, (), (), group=None)

@@ -21,7 +21,7 @@ ranks along both have the same parameters, but different tokens. This is where g
 
     gradient of                   over pp             over dp and cp   over tp
     a split layer                 no, in one stage    by FSDP          no, a rank has its own shard
-    an RMSNorm                    no, in one stage    by FSDP          no, all ranks have the same
+    an RMSNorm between pairs      no, in one stage    by FSDP          no, all ranks have the same
       if tp splits the tokens     no                  by FSDP          summed: each has some tokens
 
 Two more sums are of activations' gradients. Over cp, the ring adds up those of keys and values.
@@ -107,7 +107,8 @@ def split_layers(stage, group):
 
 def shard(stage, mesh):
     """FSDP: shard each block of a stage, and then its other layers, over a mesh of one axis."""
-    blocks = [layer for layer in stage if isinstance(layer, SplitBlock)]
+    # (A wrapper of activation checkpointing has the block inside.)
+    blocks = [x for x in stage if any(isinstance(part, SplitBlock) for part in x.modules())]
     for module in (*blocks, stage):
         # NEW: all micro-batches of a step use the same parameters, so a rank keeps what it has
         # gathered for the first one until the last backward(). Gradients also stay whole until
@@ -117,6 +118,8 @@ def shard(stage, mesh):
 
 def wrap(layers, mesh, flat, device, args):
     """Return what this rank computes: its stage of the model, split and sharded."""
+    if layers[0].weight is layers[-1].output.weight:
+        raise ValueError("a table that two layers share would become two parameters here")
     # NEW: 1. The pipeline, so that a rank splits and shards the layers of its own stage only.
     stage = cut_stages(layers, mesh["pp"].size())[mesh.get_local_rank("pp")]
     # NEW: 2. Tensor parallelism. It cuts whole parameters, so it must come before fully_shard.

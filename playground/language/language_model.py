@@ -25,7 +25,8 @@ and the same command resumes from the newest one. These parts are new:
 - Tokens per second (the throughput) depend on the model and the machine. The model FLOPs
   utilization (MFU) can be compared between them: the operations that the model needs, divided by
   those that the machine could do in this time. The latter are measured with a product of two
-  matrices. For a GPU, better look them up in its data sheet, and give them as `--peak`.
+  matrices. For a GPU, better give the dense number of its data sheet (without sparsity), by
+  `--peak`.
 
 With `--double --constant --clip 0 --lr 1e-3`, all twelve digits are those of `single_gpu.py` with
 `--double --model language --batch_size 32 --epochs 5`.
@@ -230,8 +231,8 @@ def flops_per_token(model):
     # the gradient of the inputs, and for that of the weight.
     of_layers = 6 * numbers
     # NEW: in a block, the query of a token is multiplied by the keys of all tokens of its row, and
-    # the weights by their values: `width` numbers each. (It is customary to count what the causal
-    # mask leaves out, too, and not to count what checkpointing computes again.)
+    # the weights by their values: `width` numbers each. (PaLM and torchtitan, too, count what the
+    # causal mask leaves out; Megatron-LM does not. None counts what checkpointing computes again.)
     blocks = len(model.layers) - 2  # all but the embedding and the end
     width = layers[0].in_features
     of_attention = 6 * blocks * 2 * ROW * width

@@ -31,7 +31,8 @@ not divide, much of what does not fit, and what is sent. `parallelize_module`, `
 
 So bytes are counted, and seconds are not. (With a small model, four real ranks counted the same.)
 Memory that is needed only for a moment is not counted either: gathered layers, whole gradients,
-copies of scores. And on a GPU, some operations keep different tensors than on a CPU.
+copies of scores; nor is the embedding, which stays gathered until `backward()`. And on a GPU, some
+operations keep different tensors than on a CPU.
 
 Try breaking it, in a copy beside it:
   1. Run it with `--mesh 32x32`, a plan that does not work. Where does it stop, and why?

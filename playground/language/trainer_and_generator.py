@@ -14,9 +14,10 @@ it, such as vLLM. Training shards them. So some ranks only train, one only write
     1. The trainers gather the parameters, one at a time. Trainer 0 sends them: 158,336 bytes.
     2. The generator writes 32 rows of 24 bytes. It sends them to all trainers, with the logarithms
        of their probabilities: 9,472 bytes.
-    3. The trainers compute the advantage of each row: its reward less the mean of all rows, divided
-       by their standard deviation (GRPO, https://arxiv.org/abs/2402.03300). It is the factor of
-       the gradient that makes a row more likely. With it they update the model twice.
+    3. The trainers compute the advantage of each row: its reward less the mean of the rows with the
+       same prompt (here: all), divided by their standard deviation (GRPO,
+       https://arxiv.org/abs/2402.03300). It is the factor of the gradient that makes a row more
+       likely. With it they update the model twice.
 
 In the second update, the model is no longer the one that wrote the rows. So each byte counts by the
 ratio of its new probability and the old one, and an update gains nothing by moving it beyond 0.8 or

@@ -127,10 +127,13 @@ class SplitCrossEntropy(torch.autograd.Function):
         Both are (N, tokens), and the same on all ranks. A token with the label -100 has loss 0.
 
         Args:
-            scores: of this rank's words, (N, words, tokens), in float32 or float64.
+            scores: of this rank's words, (N, words, tokens), floating point.
             labels: among all words, or -100, int64 (N, tokens). Another one raises no error.
             group: the ranks that have the scores of the other words.
         """
+        scores = scores.to(
+            torch.promote_types(scores.dtype, torch.float32)
+        )  # 16 bits round too much
         largest = scores.amax(dim=1)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
         index, own = own_words(labels, scores.shape[1], group)

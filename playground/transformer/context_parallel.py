@@ -23,7 +23,7 @@ is the sum of its exp(s), or e^L with L = log(sum(exp(s))). Here is an example w
     chunk 2    s = 2 2    values 3 6    mean 4.5    L = log2(4 + 4) = 3
     merged     weights 4/12 and 8/12, the softmax of the two L, so 3 * 1/3 + 4.5 * 2/3 = 4
 
-That is ring attention (https://arxiv.org/abs/2310.01889). Two things are left:
+That is ring attention (https://arxiv.org/abs/2310.01889). Three things are left:
 - **Equal work.** A token reads itself and those before it. With `--order plain`, rank 0 has the
   first half of the tokens, computes 4,096 scores of each head and row, masked ones included, and
   waits for rank 1, which computes 8,192. With `--order zigzag`, the default, each rank has some
@@ -33,6 +33,8 @@ That is ring attention (https://arxiv.org/abs/2310.01889). Two things are left:
   all 90,423,296 bytes). `backward()` then sends the chunks around once more, and has the scores of
   one layer at a time. (Libraries write the gradient of attention by hand, as FlashAttention does,
   and have those of one tile at a time.)
+- **Overlap.** Here a rank waits for a chunk, and then computes. Libraries pass a chunk on while
+  they compute with it.
 
 Try breaking it, in a copy beside it, with `--double`, and compare the losses:
   1. In `attend_to_chunk`, return `mean, torch.zeros_like(log)`. With which number of ranks is this
@@ -79,15 +81,17 @@ def ring_attention(query, key, value, positions, group):
     """
     rank = dist.get_rank(group)
     world_size = dist.get_world_size(group)
+    # With 16 bits, the scores and L would be wrong in their third digit, so they get 32.
+    wide = torch.promote_types(query.dtype, torch.float32)
     # If two heads share their keys and values, four heads become (N, 2, 2, tokens, size), and the
     # two heads of keys and values (N, 2, 1, tokens, size). So PyTorch pairs them by broadcasting.
-    query = query.unflatten(1, (key.shape[1], -1))
+    query = query.unflatten(1, (key.shape[1], -1)).to(wide)
     chunk = torch.stack([key.unsqueeze(2), value.unsqueeze(2)])
     means = []
     logs = []
     for step in range(world_size):
         theirs = positions[(rank - step) % world_size]  # whose keys and values are here now
-        mean, log = attend_to_chunk(query, *chunk, positions[rank], theirs)
+        mean, log = attend_to_chunk(query, *chunk.to(wide), positions[rank], theirs)
         means.append(mean)
         logs.append(log)
         if step < world_size - 1:
@@ -98,7 +102,7 @@ def ring_attention(query, key, value, positions, group):
     read = torch.zeros_like(query)
     for mean, weight in zip(means, weights.split(1, dim=-1), strict=True):
         read = read + weight * mean
-    return read.flatten(1, 2)
+    return read.flatten(1, 2).to(key.dtype)
 
 
 def attend_to_chunk(query, keys, values, mine, theirs):

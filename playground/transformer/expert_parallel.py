@@ -19,9 +19,13 @@ top-2, send each token twice, and add up what comes back, weighted by the scores
 Each rank keeps some of the experts, and reads images of its own, as in data parallelism. In each
 block, one all_to_all brings the tokens to the ranks of their experts, and another brings them back
 (`playground/pages/figures/experts.svg`). All other parameters are replicas with averaged gradients.
+(DDP and `fully_shard` would take the experts for replicas and shards, without an error. Give
+`fully_shard` `ignored_params=`, a set of the experts' parameters, and divide their gradients as
+here.)
 
 Nothing makes the router spread the load (the tokens of each expert). With `--balance`, a term is
-added to the loss (https://arxiv.org/abs/2101.03961). On MNIST, the load becomes nearly even:
+added to the loss (https://arxiv.org/abs/2101.03961; large models of today add a bias to the scores
+instead, https://arxiv.org/abs/2408.15664). On MNIST, the load becomes nearly even:
     torchrun --standalone --nproc-per-node 2 playground/transformer/expert_parallel.py --balance 0.1
     block 1: its experts get 27%, 26%, 26%, 21% of the tokens
     block 2: its experts get 24%, 25%, 23%, 28% of the tokens
@@ -96,8 +100,8 @@ class Mixture(torch.nn.Module):
         here = count // dist.get_world_size()
         first = dist.get_rank() * here
         # NEW: all ranks draw the same experts, because their seeds are equal, and each keeps some.
-        # (clip_grad_norm_ would find a different norm on each rank.) Their names are their numbers
-        # over all ranks, so torch.distributed.checkpoint can tell the experts of all ranks apart.
+        # An expert's name is its number over all ranks, so torch.distributed.checkpoint can tell
+        # them apart. (clip_grad_norm_ would find a different norm on each rank.)
         names = [str(first + number) for number in range(here)]
         own = experts[first : first + here]
         self.experts = torch.nn.ModuleDict(zip(names, own, strict=True))
@@ -142,7 +146,7 @@ class Mixture(torch.nn.Module):
             # NEW: called with 0 rows, too. Then the parameters of this MLP have gradients (0), and
             # `outputs` depends on `arrived`. Otherwise autograd would skip both messages here,
             # and the other ranks would wait.
-            outputs[mine] = mlp(arrived[mine])
+            outputs[mine] = mlp(arrived[mine]).to(outputs.dtype)  # autocast may have changed it
         return Message.apply(outputs, back, there, None)
 
 

@@ -9,12 +9,13 @@ keeps 15,787,008):
     rank 0 keeps 10,224,640 bytes
     rank 1 keeps 10,224,640 bytes
 
-A head of attention uses its own columns of query, key and value, and no others. So the ranks split
-these three layers by columns and the output layer by rows, as the two layers of a pair in
-`tensor_parallel.py` (`playground/pages/figures/split.svg`, on the left). A rank has whole heads, so
-even softmax, which runs over a head's scores, needs no message. The MLP is another pair.
-Between the pairs, a block adds the pair's output to the tokens and computes a LayerNorm, and every
-rank does so for all tokens.
+A head of attention uses its own columns of query, key and value, and no others. (With GQA, a group
+of heads shares those of key and value.) So the ranks split these three layers by columns and the
+output layer by rows, as the two layers of a pair in `tensor_parallel.py`
+(`playground/pages/figures/split.svg`, on the left). A rank has whole heads, so even softmax, which
+runs over a head's scores, needs no message. The MLP is another pair. Between the pairs, a block
+adds the pair's output to the tokens and computes a LayerNorm, and every rank does so for all
+tokens.
 
 With `--by dtensor`, PyTorch's DTensor does the same, and `state_dict()` works. (By hand, it raises
 an error. `tensor_parallel.py` says why, and how to clip gradients.) Some parameters stay plain
@@ -64,7 +65,7 @@ def keep_shard(parameter, dim, group):
 
 
 def mlp_layers(mlp):
-    """Return the linear layers of an MLP by name. The last one is split by rows, not columns."""
+    """Return the linear layers of an MLP by name. The last one made is split by rows."""
     layers = mlp.named_modules()
     return {name: layer for name, layer in layers if isinstance(layer, torch.nn.Linear)}
 
@@ -88,9 +89,16 @@ class SplitBlock(torch.nn.Module):
         self.group = group
         attention = self.attention
         *mlp_columns, mlp_row = mlp_layers(self.mlp).values()
-        for layer in (attention.query, attention.key, attention.value, *mlp_columns):
-            # NEW: the columns of a head follow each other, so each rank gets whole heads. Attention
-            # finds the number of its heads from that of its columns: n times fewer.
+        columns = (attention.query, attention.key, attention.value, *mlp_columns)
+        others = {*attention.parameters(), *self.mlp.parameters()}
+        for layer in (*columns, attention.output, mlp_row):
+            others -= {*layer.parameters()}
+        if others:  # such as a norm of each head: a rank's gradient would lack those of other heads
+            raise ValueError("only linear layers can be between the two ends of a pair")
+        for layer in columns:
+            # NEW: the columns of a head follow each other, so each rank gets whole heads. (Not if
+            # one layer computes q, k and v, or gate and up: split it into its parts first.)
+            # Attention finds the number of its heads from that of its columns: n times fewer.
             layer.weight = keep_shard(layer.weight, dim=0, group=group)
             if layer.bias is not None:
                 layer.bias = keep_shard(layer.bias, dim=0, group=group)

@@ -9,9 +9,9 @@ all twelve digits agree), and then what autograd keeps for `backward()` on each 
     rank 1 keeps 9,249,792 bytes
 
 In `head_parallel.py`, whose ranks keep 10,224,640 bytes, every rank adds up and normalizes all
-tokens between two pairs of layers. Here each rank does so for its own tokens only. So between the
-pairs, tokens are split (S1 in the letters of `placements.py`), and not R. Other messages begin and
-end a pair (https://arxiv.org/abs/2205.05198):
+tokens between two pairs of layers. Here each rank does so for its own tokens only: between the
+pairs, tokens are split, S1 in the letters of `placements.py`. Other messages begin and end a pair
+(https://arxiv.org/abs/2205.05198):
 
               in head_parallel.py      here
     a pair    forward     backward     forward                     backward
@@ -26,7 +26,7 @@ What is not split, such as a LayerNorm, now sees only the tokens of one rank. So
 term (P), and an all_reduce adds up the terms. After the last block, each rank gets all tokens.
 
 With `--by dtensor`, PyTorch's DTensor does the same. To clip gradients there, first move those that
-are P to R.
+are P to R, and then add up squares, as by hand.
 
 Try breaking it, in a copy beside it, with `--double`, and compare the losses:
   1. Leave out the loop with `register_hook`. Is there an error?
@@ -132,7 +132,8 @@ def split_by_hand(model, group):
                 terms += [bias for bias in (block.bias1, block.bias2) if bias is not None]
     for parameter in terms:
         # NEW: add up the terms. If a bias's gradients from four tokens are 1, 2, 3 and 4, rank 0
-        # has 3, rank 1 has 7, and the hook returns 10.
+        # has 3, rank 1 has 7, and the hook returns 10. (fully_shard would replace the parameter,
+        # and drop its hook without an error. With FSDP, use DTensor.)
         if parameter.requires_grad:
             parameter.register_hook(partial(all_reduce, group=group))
     model.stage1.insert(1, OwnTokens(group))
@@ -264,9 +265,16 @@ class SplitBlock(torch.nn.Module):
         self.group = group
         attention = self.attention
         *mlp_columns, mlp_row = mlp_layers(self.mlp).values()
-        for layer in (attention.query, attention.key, attention.value, *mlp_columns):
-            # The columns of a head follow each other, so each rank gets whole heads. Attention
-            # finds the number of its heads from that of its columns: n times fewer.
+        columns = (attention.query, attention.key, attention.value, *mlp_columns)
+        others = {*attention.parameters(), *self.mlp.parameters()}
+        for layer in (*columns, attention.output, mlp_row):
+            others -= {*layer.parameters()}
+        if others:  # such as a norm of each head: a rank's gradient would lack those of other heads
+            raise ValueError("only linear layers can be between the two ends of a pair")
+        for layer in columns:
+            # The columns of a head follow each other, so each rank gets whole heads. (Not if
+            # one layer computes q, k and v, or gate and up: split it into its parts first.)
+            # Attention finds the number of its heads from that of its columns: n times fewer.
             layer.weight = keep_shard(layer.weight, dim=0, group=group)
             if layer.bias is not None:
                 layer.bias = keep_shard(layer.bias, dim=0, group=group)
@@ -289,7 +297,7 @@ class SplitBlock(torch.nn.Module):
 
 
 def mlp_layers(mlp):
-    """Return the linear layers of an MLP by name. The last one is split by rows, not columns."""
+    """Return the linear layers of an MLP by name. The last one made is split by rows."""
     layers = mlp.named_modules()
     return {name: layer for name, layer in layers if isinstance(layer, torch.nn.Linear)}
 

@@ -24,11 +24,14 @@ another all_to_all brings the results back to the ranks of their tokens
 
 Queries, keys and values need an all_to_all each, and the result a fourth. Their gradients are
 all_to_alls, too (`message_gradients.py`). Everything else is data parallelism: all ranks have the
-same parameters and equally many tokens, so DDP averages their gradients.
+same parameters and equally many tokens, so DDP averages their gradients. (If some labels are -100,
+the ranks' numbers are unequal: see `token_mean.py`. For packed documents, attention needs the mask
+of the whole row here, because `split_tokens` replaces the one that `token_mean.py` has set.)
 
-The number of ranks must divide the heads of the keys and values. In this model, two heads share
-theirs, so four heads allow two ranks. The ring of the next lesson works with any number of heads,
-but with more ranks it sends more bytes (https://arxiv.org/abs/2309.14509).
+The number of ranks must divide the heads of the keys and values (or these are repeated before, and
+more is sent). In this model, two heads share theirs, so four heads allow two ranks. The ring of the
+next lesson works with any number of heads, but with more ranks it sends more bytes
+(https://arxiv.org/abs/2309.14509).
 
 Try breaking it, in a copy beside it, with `--double`, and compare the losses:
   1. Write `parallel = model`, without DDP. Is there an error?
