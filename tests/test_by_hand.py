@@ -84,6 +84,13 @@ def on_a_rank(rank, frozen, once, twice):
     for layer in layers:
         layer.gather()
     close(list(model.parameters()), twice)
+    model = make(0)
+    with pytest.raises(RuntimeError, match="no gradient"):
+        overlapped_data_parallel.Buckets(model, 1).finish(model)
+    tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    tied[1].weight = tied[0].weight
+    with pytest.raises(ValueError, match="two layers"):
+        manual_fully_sharded.shard_layers(tied)
 
 
 def test_the_parameters_of_one_process():

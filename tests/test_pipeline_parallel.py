@@ -1,9 +1,21 @@
-"""The pipeline lessons: each rank holds only its own stages. test_parity.py has the numbers."""
+"""The pipeline lessons: each rank holds only its own stages, frozen ones, shared parameters.
 
+test_parity.py has the numbers.
+"""
+
+import copy
 import re
+from datetime import timedelta
 
+import manual_pipeline
+import pipeline_parallel
 import pytest
+import torch
 from launch import SHORT, run
+from torch import nn
+from torch.nn import functional as F
+
+from instruments.ranks import call
 
 
 @pytest.mark.parametrize(
@@ -18,3 +30,34 @@ def test_a_rank_holds_only_what_it_says_that_it_keeps(lesson, flags, change):
     changed = change(lesson, (counted, counted + check), ("import os\n", "import gc\nimport os\n"))
     out = run(changed, *SHORT, *flags, processes=2).stdout
     assert re.findall(r"keeps .*?([\d,]{3,}) parameters", out) == ["54,400", "4,810"]
+
+
+def train_behind_a_frozen_stage(rank):
+    """Compare the gradients of the second stage by hand. PyTorch's would be wrong: a refusal."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
+    layers[0].requires_grad_(False)
+    images, labels = torch.randn(6, 4), torch.randint(3, (6,))
+    right = copy.deepcopy(layers)
+    F.cross_entropy(right(images), labels).backward()
+    stage, shape = manual_pipeline.make_stage(layers, rank, images[0])
+    passes = ["F0", "F1", "B0", "B1"]
+    manual_pipeline.Pipeline(stage, shape, passes, timedelta(minutes=1))(images, labels)
+    torch.testing.assert_close(stage[0].weight.grad, right[rank].weight.grad)
+    with pytest.raises(ValueError, match="frozen stage"):
+        pipeline_parallel.make_other("DualPipeV", nn.Sequential(*layers, *right), "cpu", 2)
+
+
+def test_a_frozen_stage():
+    """It gets no gradient, and those behind it the right one, or PyTorch's schedule is refused."""
+    call(train_behind_a_frozen_stage, 2)
+
+
+@pytest.mark.parametrize("lesson", [manual_pipeline, pipeline_parallel])
+def test_stages_that_share_a_parameter(lesson):
+    """Each would train its own copy."""
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    assert len(lesson.cut(layers, 2)) == 2
+    layers[2].weight = layers[0].weight
+    with pytest.raises(ValueError, match="share"):
+        lesson.cut(layers, 2)

@@ -152,6 +152,7 @@ def note_hangs(rank, folder, seconds):
     Start it as a thread, after init_process_group(), and set ENDED before the group is destroyed.
     Choose less than the group's timeout. In a long run, 300 seconds are enough.
     """
+    Path(folder).mkdir(parents=True, exist_ok=True)
     while not ENDED.wait(seconds):
         # NEW: each rank has two files of its own, which have its last stacks and its last calls.
         with open(f"{folder}/stacks{rank}.txt", "w") as file:

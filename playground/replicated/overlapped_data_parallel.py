@@ -127,12 +127,13 @@ class Bucket:
 
     def finish(self):
         """Wait for the message, and copy its means into the gradients."""
+        if self.complete < len(self.parameters):
+            raise RuntimeError("a parameter of this bucket has got no gradient in this step")
         self.handle.wait()
         sizes = [parameter.numel() for parameter in self.parameters]
         for parameter, mean in zip(self.parameters, self.message.split(sizes), strict=True):
             parameter.grad.copy_(mean.view_as(parameter))
         self.complete = 0
-        self.handle = None  # so a bucket that was not sent in the next step is an error
 
 
 class Buckets:

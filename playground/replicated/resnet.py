@@ -99,6 +99,7 @@ def train(args):
     world_size = dist.get_world_size()
     train_loader, test_loader = loaders(args, rank, world_size)
     torch.manual_seed(args.seed)
+    # To freeze layers, do it here: DDP would not average what is unfrozen later.
     model = make_model(args, rank).to(device)
     model = DistributedDataParallel(model)
     if rank == 0:

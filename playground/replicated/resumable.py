@@ -23,9 +23,9 @@ checkpoints, a log, and curves for TensorBoard, in a folder (`--run_dir`: give e
 A cluster asks before it kills: Slurm, Kubernetes and machines that shut down send SIGTERM, and then
 wait. The signal may come in the middle of a step, and to some ranks only. So a handler sets a flag,
 and after every ten steps the ranks compute the maximum of their flags, which takes about 0.4 ms on
-a CPU. All stop after the same step, rank 0 saves, and all leave with status 0. The next run resumes
-in the middle of the epoch. Try it with `kill` and the process id that rank 0 prints. How to tell
-Slurm, and how long it waits, is in `run/README.md`.
+a CPU. All stop after the same step, rank 0 saves, and all leave with status 0 (torchrun with 1, if
+the signal came to it). The next run resumes in the middle of the epoch. Try it with `kill` and the
+process id that rank 0 prints. How to tell Slurm, and how long it waits, is in `run/README.md`.
 
 Try breaking it, in a copy beside it:
   1. Run it with restarts, `--epochs 30` and `--run_dir runs/killed`. Rank 0 prints its process id:
@@ -62,7 +62,9 @@ from common.data import fetch, loaders
 from common.models import make_model
 
 CHECKPOINTS = f"epoch-{'[0-9]' * 6}.pt"  # with six digits, the order of names is that of epochs
-FEW = 10  # steps between two looks at the flags: each look is a message, and waits for the GPU
+# Steps between two looks at the flags. Each look is a message, and waits for the GPU. Together, the
+# steps must take less time than the cluster waits.
+FEW = 10
 asked = False  # this rank's flag: has a signal asked it to stop?
 
 
@@ -114,6 +116,7 @@ def train(args):
     rank, device = join(args)
     for number in (signal.SIGTERM, signal.SIGUSR1):  # NEW: run/README.md has who sends which
         signal.signal(number, ask)
+    # (The workers of a DataLoader would die of it. Let their worker_init_fn ignore it.)
     if rank == 0:
         print(f"rank 0 is process {os.getpid()}", flush=True)
     train_loader, test_loader = loaders(args, rank, dist.get_world_size())
@@ -139,9 +142,9 @@ def fit(model, optimizer, train_loader, test_loader, device, args, folder, progr
     for epoch in range(progress["epoch"], args.epochs):
         done = progress["step"]
         train_loader.sampler.set_epoch(epoch)
-        # NEW: dropout, if there is any, draws different numbers on each rank and in each epoch.
-        # With `args.seed + rank` alone, a resumed run would draw those of the first epoch again.
-        torch.manual_seed(args.seed + epoch * world_size + rank)
+        # NEW: dropout, if there is any, draws different numbers on each rank, and wherever a run
+        # begins. With `args.seed + rank` alone, a resumed run would draw its first ones again.
+        torch.manual_seed(args.seed + (epoch * steps + done) * world_size + rank)
         start = time.perf_counter()
         title = f"epoch {epoch + 1}/{args.epochs}"
         bar = tqdm(train_loader, title, leave=False, disable=None if rank == 0 else True)

@@ -58,9 +58,10 @@ class LocalSteps:
     """A loader of training batches. Each rank trains alone, and calls agree() after every few.
 
     In between, the ranks send nothing, so their models drift apart. (Each also keeps an Adam of its
-    own, whose averages are never sent.) They also agree after the last
-    batch of an epoch, to test one model. Batches are counted, not the optimizer's steps, because a
-    rank may skip a step, as GradScaler does. (PyTorch has this, too: PostLocalSGDOptimizer.)
+    own, whose averages are never sent.) They also agree after the last batch of an epoch, to test
+    one model (but for batch norm's buffers: average those, too). Batches are counted, not the
+    optimizer's steps, because a rank may skip a step, as GradScaler does. (PyTorch has this, too:
+    PostLocalSGDOptimizer.)
     """
 
     def __init__(self, loader, agree, every):

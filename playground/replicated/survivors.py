@@ -162,7 +162,7 @@ def train(local_rank, args):
         sums = compute(model, optimizer, data[part], positions)
         tensors = [sums]
         if model.training:
-            tensors += [parameter.grad for parameter in model.parameters()]
+            tensors += [each.grad for each in model.parameters() if each.requires_grad]
         try:
             for tensor in tensors:
                 dist.all_reduce(tensor)

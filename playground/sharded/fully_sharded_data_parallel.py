@@ -24,8 +24,9 @@ four layers in `forward()` and again in `backward()`, and 4 reduce_scatters. In 
 1.5 times the bytes of DDP's all_reduce, and with gloo about twice as many.
 
 For users of DDP: `forward()` gathers layers by messages, so all ranks must also test, with equally
-many batches. `playground/pages/sharding.md` says what else changes, what replaces the arguments of
-the older `FullyShardedDataParallel`, and how to shard a model from Hugging Face.
+many batches. Buffers, such as batch norm's, are not sent. `playground/pages/sharding.md` says what
+else changes, what replaces the arguments of the older `FullyShardedDataParallel`, and how to shard
+a model from Hugging Face.
 
 Try breaking it, in a copy beside it:
   1. Make the optimizer before `shard(model, args)`. How far do the parameters move?
@@ -64,10 +65,12 @@ def shard(model, args):
     mesh = dist.init_device_mesh(args.device, (dist.get_world_size(),))
     # The group of a mesh may have PyTorch's own timeout: 30 minutes (gloo) or 10 (NCCL).
     mesh.get_group().set_timeout(timedelta(seconds=args.timeout))
-    for layer in model.layers:  # NEW: each layer is gathered by one message of its own
+    # NEW: each layer is gathered by one message of its own. (Of a transformer, list the blocks.)
+    for layer in model.layers:
         # Free it after forward(), or keep it until backward().
         fully_shard(layer, mesh=mesh, reshard_after_forward=not args.keep_weights)
-    # NEW: last, the whole model. By default, the rest stays whole from forward() to backward().
+    # NEW: last, the whole model, which takes the rest, also tables that two layers share. By
+    # default, the rest stays whole from forward() to backward().
     fully_shard(model, mesh=mesh)
 
 
@@ -122,7 +125,7 @@ def show_bytes(model, optimizer):
     held = {
         "the parameters' shards": sum(each.to_local().nbytes for each in parameters),
         "whole layers": sum(each.nbytes for each in whole),
-        "gradients": sum(each.grad.to_local().nbytes for each in parameters),
+        "gradients": sum(each.grad.to_local().nbytes for each in parameters if each.requires_grad),
         "optimizer state": state,
     }
     for name, nbytes in held.items():

@@ -18,9 +18,10 @@ Only dcp reads a sharded checkpoint. All other programs want one file:
     --load FOLDER   all ranks                       none
 
 For `--savefile`, the ranks gather one tensor after the other, and rank 0 writes a file that a plain
-model and optimizer can load. For `--load`, rank 0 reads such a file, and sends them one by one.
+model and optimizer can load. For `--load`, rank 0 reads such a file, and sends its tensors one by
+one.
 
-`--export` writes only the parameters, as safetensors, which many programs read. Those of
+`--export` writes only parameters and buffers, as safetensors, which many programs read. Those of
 `--model language` get the names of Llama in Hugging Face's transformers, so `LlamaForCausalLM` can
 load them. `--load` takes this folder, too. It has no optimizer state and no epoch, so training
 begins at epoch 1, with these parameters.
@@ -171,7 +172,10 @@ LLAMA = {  # the layers of a block, and their names in transformers
 def exported_shards(model, args):
     """Return this rank's shards, for --model language under the names of a Llama's layers."""
     if args.model != "language":
-        return model.state_dict()
+        # Without integers (of batch norm), and with one name for a table that two layers share.
+        named = [*model.named_parameters(), *model.named_buffers()]
+        names = {name for name, tensor in named if tensor.is_floating_point()}
+        return {name: each for name, each in model.state_dict().items() if name in names}
     embedding, *blocks, end = model.layers
     layers = {"model.embed_tokens": embedding, "model.norm": end.norm, "lm_head": end.output}
     for number, block in enumerate(blocks):

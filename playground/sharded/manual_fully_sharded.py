@@ -64,14 +64,17 @@ def flatten(tensors):
 class ShardedLayer:
     """Keeps this rank's shard of a layer, whose parameters have no memory between computations.
 
-    Reading a parameter then crashes Python, so states are refused. Each parameter must get a
-    gradient in backward(), have the dtype of its layer, and belong to one layer only.
-    clip_grad_norm_() would find the norm of this rank's shards only. To clip, sum the squares of
-    all `shard.grad` over the ranks first.
+    Reading a parameter then crashes Python, so state_dict() is refused. Each parameter must get a
+    gradient in every backward(), have the dtype of its layer, belong to one layer only, and be used
+    in that layer's forward() only. (nn.MultiheadAttention uses its out_proj's.) clip_grad_norm_()
+    would find the norm of this rank's shards only. To clip, sum the squares of all `shard.grad`
+    over the ranks first.
     """
 
     def __init__(self, layer, keep_weights=False):
         self.parameters = list(layer.parameters(recurse=False))
+        if any(each.untyped_storage().nbytes() == 0 for each in self.parameters):
+            raise ValueError("a parameter belongs to two layers, of which one is sharded already")
         self.whole = flatten([parameter.detach() for parameter in self.parameters])
         # NEW: a copy, which stays when `whole` is freed. The optimizer updates it.
         shard = self.whole.chunk(dist.get_world_size())[dist.get_rank()]

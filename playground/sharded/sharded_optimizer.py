@@ -11,17 +11,17 @@ agree), and then what rank 0 holds:
     rank 0 holds   236,840 bytes of optimizer state, with DDP 473,680
 
 DDP replicates everything. With Adam in float32, every parameter costs each rank 16 bytes: 4 for its
-value, 4 for its gradient, and 8 of optimizer state, which are Adam's two averages. ZeRO
+value, 4 for its gradient, and 8 of optimizer state, which are Adam's two moments. ZeRO
 (https://arxiv.org/abs/1910.02054) shards them over the n ranks in three stages: first the optimizer
 state, as here, which leaves 8 + 8/n bytes; then the gradients, too (4 + 12/n); then the parameters
 as well (16/n, the next lesson). For 7 billion parameters on 8 GPUs, the stages need 63, 38.5 and
 14 GB a GPU, and DDP 112 (`playground/pages/figures/holds.svg` draws a smaller model).
 
-All parameters become parts of one flat tensor of n shards, and each rank updates one of them. In a
+All parameters become parts of one flat tensor of n shards, and each rank updates one shard. In a
 step, a reduce_scatter gives each rank the mean gradient of its shard, the rank's optimizer updates
 the shard, and an all_gather sends the new shards to all ranks. In a ring, the two send as many
-bytes as DDP's all_reduce. With gloo, on CPUs, a reduce_scatter alone sends as many, so both send
-1.5 times as many (`playground/pages/sharding.md`). PyTorch's own ZeRO 1 is
+bytes as DDP's all_reduce. With gloo, on CPUs, the reduce_scatter alone sends that many, so the
+two together send 1.5 times as many (`playground/pages/sharding.md`). PyTorch's own ZeRO 1 is
 `ZeroRedundancyOptimizer`.
 
 Try breaking it, in a copy beside it:
@@ -65,7 +65,7 @@ class ShardedOptimizer:
     """Updates all parameters of a model, but keeps only this rank's shard of the optimizer state.
 
     All parameters have one weight decay, and each that is not frozen must get a gradient in every
-    step. The optimizer must update each number separately, as SGD and Adam do. Give a scheduler
+    step. The optimizer must be elementwise, as SGD and Adam are (not Muon). Give a scheduler
     `self.optimizer`.
 
     Before step(), a rank's gradients are those of its own images, so clip inside step(), after the
@@ -134,7 +134,7 @@ def train(args):
 def show_bytes(model, optimizer):
     """Print the bytes that rank 0 holds, and what it would hold with DDP."""
     parameters = sum(parameter.nbytes for parameter in model.parameters())
-    gradients = sum(parameter.grad.nbytes for parameter in model.parameters())
+    gradients = sum(each.grad.nbytes for each in optimizer.parameters)
     state = 0
     for averages in optimizer.optimizer.state.values():
         state += averages["exp_avg"].nbytes + averages["exp_avg_sq"].nbytes

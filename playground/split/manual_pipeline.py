@@ -31,8 +31,7 @@ Try breaking it, in a copy beside it:
      the gradients then, and why does Adam hardly notice?
   2. No copy is needed: add `--timeout 10 --schedule F0,B0,F1,B1 F0,F1,B0,B1`. What does each rank
      wait for? Find two lists with which the run ends.
-Now write it yourself: `gpipe.py` and `order_1f1b.py` in `playground/exercises/`. Your `gpipe.py`
-also handles frozen stages and integer inputs, which `Pipeline` does not.
+Now write it yourself: `gpipe.py` and `order_1f1b.py` in `playground/exercises/`.
 Builds on: model_parallel.py
 The next lesson, `pipeline_parallel.py`, lets PyTorch do this, with more schedules.
 """
@@ -174,7 +173,8 @@ class Pipeline(torch.nn.Module):
             dist.recv(gradient, src=self.rank + 1, group=self.gradients)
             # The gradient is here, so the activations have arrived: wait() only frees their memory.
             self.sent_activations.pop(number).wait()
-        output.backward(gradient)  # NEW: starts with the gradient that the next rank has sent
+        if output.requires_grad:  # not if all stages up to here are frozen
+            output.backward(gradient)  # NEW: starts with the gradient that the next rank has sent
         if self.rank > 0:
             if self.sent_gradient is not None:
                 self.sent_gradient.wait()  # the one before, so that only one is in memory
@@ -214,11 +214,15 @@ def make_stage(layers, rank, image):
 def cut(layers, count):
     """Cut an nn.Sequential into stages with about the same number of layers with parameters.
 
-    Two stages must not share a parameter, because each rank would train its own copy.
+    What your forward() does between layers, such as a reshape, must become a layer. One tensor
+    passes from stage to stage.
     """
     indices = with_parameters(layers)
     starts = [indices[number * len(indices) // count] for number in range(1, count)]
-    return [layers[start:end] for start, end in pairwise([0, *starts, len(layers)])]
+    stages = [layers[start:end] for start, end in pairwise([0, *starts, len(layers)])]
+    if sum(len([*stage.parameters()]) for stage in stages) > len([*layers.parameters()]):
+        raise ValueError("two stages share a parameter, and each would train its own copy")
+    return stages
 
 
 def with_parameters(layers):

@@ -5,8 +5,8 @@ Run it:
 
 Autograd does not see messages. So a program must say what the gradient of a message is: another
 message. For pairs of messages that turn a rank's numbers x into y, this prints the gradient of x on
-each rank. It is right if it is what the sum of all ranks' losses grows by when a number of x grows
-by 1, which is measured:
+each rank. It is right if it equals the measured growth of the sum of all ranks' losses when that
+number of x grows by 1:
     each rank has a loss of its own    rank 0    rank 1
     to_next         to_previous        [10, 20]  [1, 2]    right
     all_to_all      all_to_all         [1, 10]   [2, 20]   right
@@ -39,7 +39,7 @@ Last, x may be one tensor of which each rank has a copy, like DDP's parameters. 
 In the letters of `placements.py`: the gradient of P is R, that of S is S, and that of R is R if all
 ranks do the same with it, P if each does something else. (DTensor does not see what you do after
 `to_local()`, so pass `grad_placements` there.) In tensor parallelism, all ranks have the same loss:
-a pair of layers begins with the last table's line, and ends with the first line of the one before.
+a pair of layers begins with (nothing, all_reduce), and ends with (all_reduce, nothing).
 
 Try breaking it, in a copy beside it. Predict what changes, and run it with 2 and with 3 ranks:
   1. In `to_previous`, shift by 1, as `to_next` does. Why is this no fault with 2 ranks?

@@ -77,7 +77,8 @@ def make_1f1b(layers, device, micro_batches):
     stage = PipelineStage(module, rank, world_size, device)
     # NEW: computes the passes of all micro-batches, and on the last rank the loss of each, here the
     # mean over its images. Then it divides the gradients by the number of micro-batches. With
-    # micro-batches of equal size, this gives the gradient of the mean over the batch.
+    # micro-batches of equal size, this gives the gradient of the mean over the batch. (It also
+    # divides what was in .grad before. So to accumulate, take more micro-batches, and one step().)
     schedule = Schedule1F1B(stage, micro_batches, F.cross_entropy)
     return Pipeline([stage], schedule)
 
@@ -88,6 +89,9 @@ def make_other(name, layers, device, micro_batches):
     world_size = dist.get_world_size()
     count = world_size * STAGES_PER_RANK[name]
     modules = cut(layers, count)
+    splits = name not in ("GPipe", "Interleaved1F1B")  # backward passes, in two parts
+    if splits and not any(each.requires_grad for each in modules[0].parameters()):
+        raise ValueError(f"{name}: wrong gradients behind a frozen stage: use Interleaved1F1B")
     # With two ranks, rank 0 has stages 0 and 2, and rank 1 has 1 and 3. So every stage sends its
     # output to the next rank, and the last rank sends that of its first stage to rank 0. In a V,
     # rank 0 has 0 and 3, and rank 1 has 1 and 2.
@@ -147,7 +151,10 @@ def cut(layers, count):
     """Cut an nn.Sequential into stages, as in manual_pipeline.py."""
     starts = possible_starts(layers)
     inner = [starts[number * len(starts) // count] for number in range(1, count)]
-    return [layers[start:end] for start, end in pairwise([0, *inner, len(layers)])]
+    stages = [layers[start:end] for start, end in pairwise([0, *inner, len(layers)])]
+    if sum(len([*stage.parameters()]) for stage in stages) > len([*layers.parameters()]):
+        raise ValueError("two stages share a parameter, and each would train its own copy")
+    return stages
 
 
 def possible_starts(layers):

@@ -144,7 +144,8 @@ def find_pairs(model):
     """Return the names of the linear layers in pairs. A last one without a partner stays whole.
 
     This fits the MLP and the CNN of this course. For your own model, list the pairs. Between its
-    two layers, only elementwise functions may stand (ReLU or GELU, not softmax or GLU).
+    two layers, only elementwise functions may stand (ReLU or GELU; not softmax or GLU; nor dropout,
+    whose mask would be the same on all ranks).
     """
     linear = [name for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)]
     return list(zip(linear[::2], linear[1::2], strict=False))

@@ -40,5 +40,6 @@ def draw(counts: dict, path: Path) -> None:
         panel.set_title(f"{title}: layers and buffer are at most {most / 1e6:.1f} MB", loc="left")
         for half, text in ((0, "forward pass"), (layers + 0.6, "backward pass")):
             panel.text(half + (layers - 1) / 2, -layers - 4.4, text, ha="center", va="center")
-    add_legend(figure, {"layer is whole": BLUE, "buffer: it arrives here (backward: the next)": ORANGE})
+    buffer = "buffer: it arrives here (backward: the next)"
+    add_legend(figure, {"layer is whole": BLUE, buffer: ORANGE})
     save(figure, path)
