@@ -15,7 +15,7 @@ else
     [ "$1" != --all ] || shift
     case "$*" in
         *tests/* | *.github/*) ;; # a file of tests was given, or a test in it
-        *) set -- tests .github/pages "$@" ;;
+        *) set -- .github/pages tests "$@" ;; # the longest first
     esac
 fi
 exec .venv/bin/python -m pytest -n 4 --dist worksteal "$@"

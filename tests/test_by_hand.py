@@ -85,6 +85,9 @@ def on_a_rank(rank, frozen, once, twice):
         layer.gather()
     close(list(model.parameters()), twice)
     model = make(0)
+    buckets = overlapped_data_parallel.Buckets(model, 1e-4).buckets
+    sent = [each for bucket in buckets for each in bucket.parameters]
+    assert [*map(id, sent)] == [*map(id, reversed([*model.parameters()]))]  # the last layer first
     with pytest.raises(RuntimeError, match="no gradient"):
         overlapped_data_parallel.Buckets(model, 1).finish(model)
     tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))

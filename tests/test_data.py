@@ -126,3 +126,26 @@ def test_a_truncated_archive(mnist, tmp_path):
     damaged = copied(mnist, tmp_path, ARCHIVES) / "train-labels-idx1-ubyte.gz"
     os.truncate(damaged, damaged.stat().st_size // 2)
     assert f"{damaged} is damaged: delete it" in error_line(None, tmp_path)
+
+
+def test_the_order():
+    """With one rank, it is that of the seed."""
+    args = argparse.Namespace(dataset="digits", data_dir="", double=False, device="cpu")
+    args.batch_size = 120
+    for args.seed in (0, 1):
+        order = torch.randperm(1500, generator=torch.Generator().manual_seed(args.seed))
+        assert [*loaders(args)[0].sampler] == order.tolist()
+
+
+def test_a_download_that_breaks_off(tmp_path, monkeypatch):
+    """Nothing stays of it, so the next run downloads all of it again."""
+    raw = tmp_path / "MNIST" / "raw"
+
+    def break_off(*args, **options):
+        raw.mkdir(parents=True)
+        (raw / next(iter(SIZES))).write_bytes(b"half of it")
+        raise OSError("cut off")
+
+    monkeypatch.setattr(MNIST, "__init__", break_off)
+    assert fetch(None, tmp_path) == "digits"
+    assert not [*raw.iterdir()]

@@ -25,6 +25,8 @@ single_gpu; --model language --dataset digits; language cannot read --dataset di
 single_gpu; --dataset text; --model mlp cannot read --dataset text
 single_gpu; --model transformer --tokens 30; --tokens: 30 & 784 pixels
 single_gpu; --model transformer --heads 5; --heads 5 & --width 32
+single_gpu; --model language --heads 3 --width 48; --heads & must be even
+single_gpu; --model language --width 20; size of each & must be even
 single_gpu; --epochs 0; --epochs: 0 & 1 or more
 single_gpu; --speed 3; --speed
 single_gpu; --lr nan; --lr: nan & 0 or more

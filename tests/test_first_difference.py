@@ -57,6 +57,7 @@ AMONG_RANKS = {
     "none": (0, NONE),
     "no DDP": (1, "step 1 leaves", "gradients differed", "called in this step: none."),
     "module": (1, "step 1 leaves", "See the average", "from step 2 on, modules begin with diff"),
+    "later": (1, "step 3 leaves", "gradients differed", "called in this step: none."),
     "twice": (1, "step 1 leaves", "gradients differed", "all_reduce (91) last"),
     "head": (1, "step 1 leaves the ranks with different tensors: 3.weight and 1 more of 6,"),
     "own state": (1, "step 1 leaves", "See the optimizer's state"),
@@ -108,7 +109,7 @@ def train_in_ddp(rank, fault, folder):
             order = torch.randperm(64, generator=generator)
         chosen = order[16 * (step % 4) :][:16][0 if fault == "same images" else rank :: 2]
         parts = chosen.chunk(2) if fault == "twice" else [chosen]
-        forward = own if fault == "module" else model
+        forward = own if fault == "module" or (fault == "later" and step == 2) else model
 
         def losses_of(forward=forward, parts=parts):
             optimizer.zero_grad()

@@ -8,7 +8,7 @@ import re
 import four_axes
 import pytest
 from launch import losses, run
-from lessons import ROOT
+from lessons import ROOT, lesson_path
 
 from common.models import Language
 
@@ -40,3 +40,14 @@ def test_a_shared_table_is_refused():
     model = Language(tied=True)
     with pytest.raises(ValueError, match="two parameters"):
         four_axes.wrap([*model.layers], None, None, None, None)
+
+
+def test_a_step_gathers_once():
+    """All its micro-batches use the parameters that were gathered for the first one."""
+    flags = (lesson_path("four_axes"), *FLAGS[:-2], "--mesh", "1x2x1x1", "--micro_batches")
+    found = []
+    for count in (1, 3):
+        out = run("watch", *flags, count, processes=2, env=SHORT).stdout
+        pattern = r"^all +((?:all_gather|reduce_scatter) +2 \S* *\d+ +[\d,]+)"
+        found.append(re.findall(pattern, out, re.M))
+    assert found[0] == found[1] != []

@@ -34,6 +34,15 @@ def run_dir(tmp_path_factory):
     return folder
 
 
+def test_rank_0_chooses(change, tmp_path):
+    """On another node, a new folder may appear later."""
+    late = "    files = sorted(Path(run_dir)"
+    copy = change(LESSON, (late, f"    if dist.get_rank():\n        return []\n{late}"))
+    flags = (*DIGITS, "--batch_size", 120, "--run_dir", tmp_path / "run", "--epochs")
+    run(copy, *flags, 1, processes=2)
+    assert "1 of 2 epochs are done" in run(copy, *flags, 2, processes=2).stdout
+
+
 def test_an_unfinished_checkpoint_does_not_count(run_dir, tmp_path):
     """Without .metadata, which is written last, it is passed over (exercise 1)."""
     folder = shutil.copytree(run_dir, tmp_path / "run")

@@ -31,6 +31,15 @@ def test_the_operations_of_a_token(tied):
     assert language_model.flops_per_token(model) == counted
 
 
+def test_the_utilization():
+    """It is that of one machine's ranks together: --peak is that of one."""
+    for count in (1, 2):
+        out = run(LESSON, *SHORT, "--peak", 1e6, processes=count, env=FEW).stdout
+        speed, mfu = re.search(r"([\d,]+) tokens/s  MFU ([\d.]+)%", out).groups()
+        needed = language_model.flops_per_token(Language(width=16)) * int(speed.replace(",", ""))
+        assert float(mfu) / 100 == pytest.approx(needed / 1e6 / count, rel=0.01)
+
+
 def test_the_learning_rate():
     """It rises in a twentieth of the steps, and falls to a tenth."""
     factors = [language_model.warm_up_and_decay(step, 100) for step in range(101)]

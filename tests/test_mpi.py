@@ -48,3 +48,10 @@ def test_a_host_that_cannot_be_reached(sshd):
         assert done.returncode == 255
         assert "Could not resolve hostname node7: " in done.stderr
         assert "rank" not in done.stdout
+
+
+@pytest.mark.parametrize("kind", ["mpirun.openmpi", "mpiexec.hydra"])
+def test_the_port(kind, sshd):
+    """Each rank is told it."""
+    done = mpirun(sshd, kind, "MASTER_PORT", PYTHON="printenv", PORT="8889").wait()
+    assert done.stdout.split() == ["8889"] * 4, done.stderr

@@ -109,3 +109,10 @@ def test_batch_norm_and_accumulation_as_in_one_process(count):
     Nor do more micro-batches than images.
     """
     call(rank_of, 3, count)
+
+
+def test_the_parts_of_cifar(monkeypatch):
+    """It trains on one, and tests on the other."""
+    monkeypatch.setattr(lesson, "CIFAR10", lambda folder, train=True, transform=None: train)
+    args = argparse.Namespace(dataset="cifar10", data_dir="", double=False)
+    assert lesson.load(args) == (True, False)

@@ -1,5 +1,6 @@
 """The resumable lesson: restarts that change nothing, checkpoints that survive, one log."""
 
+import importlib
 import os
 import pickle
 import re
@@ -24,6 +25,8 @@ from launch import (
 )
 from nodes import small_disk
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from common import flags
 
 LESSON = "resumable"
 FLAGS = (*DIGITS, "--batch_size", 120, "--epochs", 3, "--double")
@@ -163,6 +166,30 @@ def test_a_run_is_resumed_with_the_same_flags(run_dir):
     assert f"{saved}: 3 of 3 epochs are done" in done.stdout
     assert not epochs(done.stdout)
     assert saved.read_bytes() == before
+
+
+OF_A_RUN = {"epochs", "data_dir", "device", "timeout", "help", "run_dir"}  # change no number
+OWN = {"resumable": set(), "fully_sharded_checkpoints": {"async_save", "width", "layers"}}
+OWN["sharded_data"] = {"make", "files", "workers", "savefile", "every", "stop"}
+
+
+@pytest.mark.parametrize("lesson", OWN)
+def test_the_flags_that_must_agree(lesson):
+    """They are all on which the numbers depend. (dcp itself refuses layers of other sizes.)"""
+    module, parser = importlib.import_module(lesson), flags.ranks("")
+    module.add_flags(parser)
+    known = {action.dest for action in parser._actions}
+    assert known - OF_A_RUN - OWN[lesson] == {*module.MUST_AGREE} - {"images"}
+
+
+def test_each_rank_and_epoch_has_a_seed_of_its_own(change):
+    """In the lesson to copy: for dropout, which a resumed run does not draw again."""
+    epoch = "        fit_epoch(epoch,"
+    note = "        print('seed', torch.initial_seed(), flush=True)\n"
+    copy = change("distributed_data_parallel_torchrun", (epoch, note + epoch))
+    ends = [job.wait() for job in ranks(copy, *DIGITS, "--batch_size", 120, "--epochs", 2)]
+    seeds = [re.findall(r"^seed (\d+)", end.stdout, re.M) for end in ends]
+    assert len({*seeds[0], *seeds[1]}) == 4, seeds
 
 
 def test_a_damaged_checkpoint(run_dir, tmp_path):

@@ -3,13 +3,16 @@
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
-from launch import epochs, one_line, one_process
+from launch import Job, epochs, one_line, one_process
 from lessons import LESSONS, ROOT, lesson_path
+from nodes import until
 
 
 @pytest.fixture
@@ -112,6 +115,19 @@ def test_quickstart_counts_the_gpus_that_torch_can_use(ready, tmp_path):
     shown = re.search(block, (ROOT / "README.md").read_text(), re.M)[1]
     done = script(ready / "run" / "quickstart.sh", GPUS="0")
     assert done.stderr.replace(" \n", "\n").startswith(shown)
+
+
+def test_quickstart_ends_as_its_lesson_does(ready):
+    """With its status, and without a word of success; at SIGTERM, together."""
+    python = ready / ".venv" / "bin" / "python"
+    write_program(python, '[ "$1" = -W ] && echo 0 || exit 3')
+    done = script(ready / "run" / "quickstart.sh")
+    assert done.returncode == 3 and "These were two processes" not in done.stderr
+    write_program(python, '[ "$1" = -W ] && echo 0 || exec sleep 3600')
+    job = Job("bash", ready / "run" / "quickstart.sh")
+    until(lambda: any("sleep" in psutil.Process(pid).name() for pid in job.pids()))
+    job.process.terminate()
+    assert job.wait().returncode == -signal.SIGTERM
 
 
 def test_ranks_that_share_a_gpu():

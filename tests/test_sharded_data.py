@@ -4,12 +4,13 @@ import argparse
 import os
 import pickle
 import re
+import time
 
 import numpy
 import pytest
 import torch
 from launch import DIGITS, epochs, launched, one_line, one_process, run
-from sharded_data import Files, add_flags, beginning, resume, save
+from sharded_data import Files, add_flags, beginning, make_loader, resume, save
 
 from common import flags
 
@@ -84,3 +85,17 @@ def test_files_that_are_missing(main, tmp_path):
         for kind in ("images", "labels"):
             numpy.save(folder / f"{part}-0-{kind}.npy", numpy.zeros(50))
         one_line(main(LESSON, "--files", tmp_path, env=launched()), *words)
+
+
+class Slow(torch.utils.data.Dataset):
+    """A data set that does not answer in time."""
+
+    def __getitem__(self, number):
+        time.sleep(15)
+
+
+def test_a_worker_that_does_not_answer():
+    """It is an error after --timeout seconds."""
+    args = argparse.Namespace(device="cpu", workers=1, timeout=2)
+    with pytest.raises(RuntimeError, match="timed out after 2 seconds"):
+        next(iter(make_loader(Slow(), [[0]], args)))

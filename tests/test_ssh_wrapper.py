@@ -13,7 +13,18 @@ import sys
 import pytest
 from launch import Job
 from lessons import ROOT
-from nodes import FLAGS, HOSTS, LIGHT, STAYS, TRAVEL, check_places, read_until, sh, variables
+from nodes import (
+    ADDRESSES,
+    FLAGS,
+    HOSTS,
+    LIGHT,
+    STAYS,
+    TRAVEL,
+    check_places,
+    read_until,
+    sh,
+    variables,
+)
 
 SCRIPT = ROOT / "run" / "two_nodes_ssh.sh"
 STUBBORN = f"""\
@@ -117,3 +128,10 @@ def test_a_lesson_for_torchrun_until_kill_9(sshd):
     read_until(job, r"^node\d: rank \d waits$", 4)
     job.process.kill()
     assert job.wait().returncode == -9
+
+
+def test_an_address_beside_the_names(sshd):
+    """IP replaces the first of HOSTS, which may be the name of a login."""
+    settings = {"PYTHON": "echo", "IP": ADDRESSES[0], "HOSTS": "root@node0 root@node1"}
+    done = start(sshd, "playground/collectives.py", **settings).wait()
+    assert done.stdout.count(f" -ip {ADDRESSES[0]} ") == 2

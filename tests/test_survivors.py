@@ -88,7 +88,13 @@ def test_one_is_killed_and_one_joins(moment, waiting, request):
 
 def test_one_is_paused(waiting):
     """The others continue without it. When it continues, it is taken in, and spoils nothing."""
-    copy, gate = waiting()
+    back = f"""\
+        while progress["step"] == {2 * STEP} and dist.get_world_size() == 2:
+            time.sleep(0.01)
+            if store.add("group", 0) != group:
+                group = regroup(store, me, model, optimizer, progress, args)
+"""
+    copy, gate = waiting((KILL, back + KILL))
     job = Lesson(copy, *FLAGS, *GRACE, "--port", free_port(), "--timeout", 10)
     text = read_until(job, r"rank \d of 3 from step", 3)
     paused = processes(text)[0]
@@ -96,6 +102,7 @@ def test_one_is_paused(waiting):
     gate.touch()
     text += read_until(job, r"rank \d of 2 from step", 2)
     os.kill(paused, signal.SIGCONT)
+    text += read_until(job, rf"rank \d of 3 from step {2 * STEP}", 3)
     done = job.wait()
     assert done.returncode == 0, done.stderr
     assert_right(text + done.stdout)

@@ -79,3 +79,17 @@ def test_paragraphs():
     texts = [b"one\n\n\n\ntwo", b"x" * 300]
     found = [bytes(each.tolist()) for each in lesson.paragraphs_of(texts)]
     assert found == [b"\0one\0", b"\0two\0", b"\0" + b"x" * 255 + b"\0", b"\0" + b"x" * 45 + b"\0"]
+
+
+def test_a_mean_of_means_of_equal_parts():
+    """If all micro-batches have equally many tokens, it is the mean over all of them."""
+    model = Language(width=8, layers=1).double()
+    ends = (1, 1)
+    paragraphs = [F.pad(torch.randint(1, 256, (9,)), ends) for _ in range(6)]
+    parts = [lesson.make_rows(paragraphs[number::3], packed=False) for number in range(3)]
+    lesson.mean_of_means(model, parts, torch.zeros(3))
+    found = [each.grad.clone() for each in model.parameters()]
+    model.zero_grad()
+    rows, labels = map(torch.cat, zip(*parts, strict=True))
+    F.cross_entropy(model(rows), labels).backward()
+    torch.testing.assert_close(found, [each.grad for each in model.parameters()])

@@ -109,6 +109,14 @@ def test_killed_while_it_saves_and_started_again(name, tmp_path):
     assert lines(edited(folders[1], name, digits), 2) == whole[1:]
 
 
+@pytest.mark.parametrize("name", CODE)
+def test_all_ranks_stop_alike(name, tmp_path):
+    """With --patience 1, after the second of three epochs, if it is no better."""
+    worse = ("if accuracy > best:", "if accuracy > best and epoch == 0:")
+    copy = edited(tmp_path, name, worse, ("type=int, default=3", "type=int, default=1"))
+    assert len(lines(copy, None if name == "train" else 2)) == 2
+
+
 SUMS = "        dist.all_reduce(sums)\n"
 PADDED = "sampler=DistributedSampler(val_set, shuffle=False), **options"
 FAULTS = {

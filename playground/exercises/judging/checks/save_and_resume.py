@@ -274,5 +274,9 @@ MISTAKES = {
     "If the run is killed at this moment, no complete file is left.": (
         *('f"{path}.{time.time_ns()}"', "path"),
     ),
+    "deleted before the next one has its name": (
+        "os.replace(unfinished, path)",
+        "os.path.exists(path) and os.remove(path)\n            os.rename(unfinished, path)",
+    ),
     WORDS[SAVES]: ("        if dist.get_rank() == 0:", "        if True:"),
 }
