@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 from launch import Job, epochs, one_line, one_process
 from lessons import LESSONS, ROOT, lesson_path
@@ -123,9 +122,9 @@ def test_quickstart_ends_as_its_lesson_does(ready):
     write_program(python, '[ "$1" = -W ] && echo 0 || exit 3')
     done = script(ready / "run" / "quickstart.sh")
     assert done.returncode == 3 and "These were two processes" not in done.stderr
-    write_program(python, '[ "$1" = -W ] && echo 0 || exec sleep 3600')
+    write_program(python, '[ "$1" = -W ] && echo 0 && exit; touch started; exec sleep 3600')
     job = Job("bash", ready / "run" / "quickstart.sh")
-    until(lambda: any("sleep" in psutil.Process(pid).name() for pid in job.pids()))
+    until((ready / "started").exists)
     job.process.terminate()
     assert job.wait().returncode == -signal.SIGTERM
 
