@@ -13,6 +13,12 @@ GRACE = ("--grace", 2)  # on a busy machine, survivors may notice a death half a
 PATIENT = (*GRACE, "--timeout", 60)
 STEP = 20  # in which the ranks wait for the test
 KILL = '        if [me, progress["step"]] == args.kill:\n'
+WAIT = """\
+        while progress["step"] == {step} and {until}:
+            time.sleep(0.01)
+            if store.add("group", 0) != group:
+                group = regroup(store, me, model, optimizer, progress, args)
+"""
 FORM = "            try:\n                dist.init_process_group(\n"
 
 
@@ -25,12 +31,7 @@ def waiting(change, tmp_path):
     gate = tmp_path / "gate"
 
     def copied(*pairs):
-        wait = f"""\
-        while progress["step"] == {STEP} and not os.path.exists({str(gate)!r}):
-            time.sleep(0.01)
-            if store.add("group", 0) != group:
-                group = regroup(store, me, model, optimizer, progress, args)
-"""
+        wait = WAIT.format(step=STEP, until=f"not os.path.exists({str(gate)!r})")
         return change("survivors", (KILL, wait + KILL), *pairs), gate
 
     return copied
@@ -88,12 +89,7 @@ def test_one_is_killed_and_one_joins(moment, waiting, request):
 
 def test_one_is_paused(waiting):
     """The others continue without it. When it continues, it is taken in, and spoils nothing."""
-    back = f"""\
-        while progress["step"] == {2 * STEP} and dist.get_world_size() == 2:
-            time.sleep(0.01)
-            if store.add("group", 0) != group:
-                group = regroup(store, me, model, optimizer, progress, args)
-"""
+    back = WAIT.format(step=2 * STEP, until="dist.get_world_size() == 2")
     copy, gate = waiting((KILL, back + KILL))
     job = Lesson(copy, *FLAGS, *GRACE, "--port", free_port(), "--timeout", 10)
     text = read_until(job, r"rank \d of 3 from step", 3)

@@ -26,7 +26,7 @@ for folder in ("common", "playground", "tests"):
     FILES |= {path.name for path in (ROOT / folder).rglob("*.py")}
 NAMES = r"(?:playground(?:/\w+)?|run|common|tests)/\w+\.(?:py|sh|sbatch)\b"
 MADE_BY_THE_READER = ("playground/broken.py",)
-CEILING = 24_214  # lines of Python around the lessons: what is new replaces something old
+CEILING = 24_210  # lines of Python around the lessons: what is new replaces something old
 
 
 def without_code(text):
