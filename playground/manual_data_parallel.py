@@ -29,8 +29,7 @@ Try breaking it, in a copy (`cp playground/manual_data_parallel.py playground/br
   1. Comment out `send_weights(model)`. Do all ranks train the same model? Compare the losses with
      those of `single_gpu.py`.
   2. Comment out `average(model)` in `run_epoch`. Which model does each rank train?
-Now write `average_gradients.py`, and repair `fault_different_models.py`, `fault_wrong_gradient.py`
-and `fault_mixed_gradients.py`, in `playground/exercises/`.
+Now write it yourself: `average_gradients.py` in `playground/exercises/`.
 Builds on: collectives.py
 The next lesson, `distributed_data_parallel.py`, lets PyTorch do all of this.
 """

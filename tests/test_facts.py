@@ -91,6 +91,13 @@ OF_RANKS = [
     ((A, A), (A, 7 * A), None, ["It is what rank 0 should have.", SAME, "Rank 0 is right."]),
     ((7 * A, A, 7.3 * A), (A, 7 * A, 9 * A), None, ["It is what rank 1 should have."]),
     ((A, A, 7.1 * A, A), (A, A, A, A), None, [TIMES, "Ranks 0, 1 and 3 are right."]),
+    # The second result follows from the first one, which is wrong on rank 1: nothing "only" here.
+    (
+        ({"out": A, "gradient": -A}, {"out": 7.1 * A, "gradient": A}),
+        ({"out": A, "gradient": A},) * 2,
+        None,
+        [TIMES],
+    ),
     (
         (torch.cat([A, A + 20]), torch.cat([A + 20, A])),
         (torch.cat([A, A + 20]),) * 2,

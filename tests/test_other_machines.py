@@ -73,7 +73,7 @@ def test_nothing_needs_what_only_linux_has(tmp_path):
     copy.write_text(text.replace("\nsys.path.", f"{SITECUSTOMIZE}\nsys.path.", 1))
     assert epochs(run(copy, *SHORT, processes=2).stdout) == one_process(*SHORT)
     exercises = playground / "exercises"
-    solution = exercises / "judging" / "checks" / "all_gather.py"
-    flags = ("all_gather", "--file", solution, "--ranks", 1)
+    solution = exercises / "judging" / "checks" / "ring_all_reduce.py"
+    flags = ("ring_all_reduce", "--file", solution, "--ranks", 1)
     checked = run(exercises / "check.py", *flags, env=here, cold=True)
     assert checked.stdout == "RIGHT with 1 rank\n"

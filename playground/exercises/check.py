@@ -3,7 +3,6 @@
     python playground/exercises/check.py                          # all exercises and their state
     python playground/exercises/check.py ring_all_reduce          # one of them
     python playground/exercises/check.py ring_all_reduce --trace  # who sent what to whom
-    python playground/exercises/check.py --watch                  # each time that you save a file
     python playground/exercises/check.py ring_all_reduce --hint 1 # a direction; 2: the API; 3: the
                                                                   # shape of the answer
     python playground/exercises/check.py ring_all_reduce --answer # a solution, and why it is right
@@ -17,32 +16,24 @@ The verdicts:
     RIGHT      right numbers, and no more messages and bytes than needed
     WRONG      wrong numbers
     COSTLY     right numbers, but more messages or bytes than needed
+    FORBIDDEN  a call of what the exercise is to build
     CRASH      an error, with your own lines only
     HANG       the ranks wait and make no progress, with the line at which each one is
     your turn  you have not written it yet
-
-The list runs only the answers that have changed, because answers/verdicts.json keeps the verdicts.
 """
 
 import argparse
-import hashlib
-import json
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import time
-from contextlib import suppress
-from importlib.metadata import version
 from itertools import count
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
 ANSWERS = FOLDER / "answers"
-KEPT = ANSWERS / "verdicts.json"
-JUDGING = FOLDER / "judging"
 sys.path.append(str(FOLDER))  # it is there already, unless `python -m` or -P runs this
 sys.path.append(str(FOLDER.parent / "tools"))
 # The table of README.md has the exercises in the order of the lessons, in a row for each part.
@@ -82,16 +73,9 @@ def shown(path):
     return os.path.relpath(path)
 
 
-def is_program(name):
-    """Return whether a task is a program to repair, rather than a stub to write."""
-    return 'NotImplementedError("your turn")' not in task_of(name).read_text(encoding="utf-8")
-
-
 def your_turn(name, file=None):
     """Return what there is to do, in one line. The file is the answer's, or one as it was given."""
     file = file or shown(answer_to(name))
-    if is_program(name):
-        return f"your turn: repair the function in {file}"
     is_class = re.search(r"^class ", task_of(name).read_text(encoding="utf-8"), re.M)
     return f"your turn: write the {'class' if is_class else 'function'} in {file}"
 
@@ -130,85 +114,32 @@ def is_unwritten(name):
     """Return whether an exercise has no answer, or the stub of the task. None of them is run."""
     if not answer_to(name).exists():
         return True
-    same = answer_to(name).read_bytes() == task_of(name).read_bytes()
-    return same and not is_program(name)
-
-
-def key_of(name):
-    """Return a text that differs when an answer needs a new verdict."""
-    files = [answer_to(name), task_of(name), JUDGING / "checks" / f"{name}.py"]
-    files += sorted(JUDGING.glob("*.py"))
-    files += sorted((FOLDER.parent / "tools" / "instruments").glob("*.py"))
-    digest = hashlib.sha256(version("torch").encode())
-    for file in files:
-        digest.update(hashlib.sha256(file.read_bytes()).digest())
-    return f"{name} {digest.hexdigest()}"
-
-
-def kept_states():
-    """Return the states that are kept, by key_of. A damaged file is as good as none."""
-    try:
-        kept = json.loads(KEPT.read_text())
-    except (OSError, ValueError):
-        return {}
-    return kept if isinstance(kept, dict) else {}
-
-
-def keep(name, key, state):
-    """Keep the state of an exercise, and forget its former one, if that can be written."""
-    kept = {other: each for other, each in kept_states().items() if other.split()[0] != name}
-    kept[key] = state
-    unfinished = KEPT.with_suffix(f".{os.getpid()}")
-    with suppress(OSError):
-        unfinished.write_text(json.dumps(kept, indent=1))
-        os.replace(unfinished, KEPT)  # another check may read it at any time
-
-
-def state_of(name):
-    """Return the state of an exercise in one line. It is judged only if no state is kept."""
-    if is_unwritten(name):
-        return "your turn"
-    key = key_of(name)
-    state = kept_states().get(key)
-    if not isinstance(state, str):
-        from judging import judge  # imports torch, which takes longer than all else here
-
-        state = judge.judge(name, answer_to(name)).in_one_line()
-        keep(name, key, state)
-    return state
+    return answer_to(name).read_bytes() == task_of(name).read_bytes()
 
 
 def in_colour(line):
     """Return a line with its verdict in green or red, on a terminal."""
     line = re.sub(r"\bRIGHT\b", coloured("RIGHT", "green"), line, count=1)
-    return re.sub(r"\b(WRONG|COSTLY|CRASH|HANG)\b", lambda word: coloured(word[0], "red"), line)
+    wrong = r"\b(WRONG|COSTLY|FORBIDDEN|CRASH|HANG)\b"
+    return re.sub(wrong, lambda word: coloured(word[0], "red"), line)
 
 
-def show_all():
-    """Print all exercises and their state, and what is next. Returns whether all are right."""
+def show_all(args):
+    """Print the verdict on each answer that is written, and what is next. True: all is right."""
     left = []
     for part, names in PARTS.items():
         print(f"\n{part}")
         for name in names:
-            state = state_of(name)
-            print(f"  {name:<31}{in_colour(state)}", flush=True)
-            if not state.startswith("RIGHT"):
-                left.append(name)
+            print(f"  {name:<31}", end="", flush=True)
+            if is_unwritten(name):
+                print("your turn")
+            elif show(name, args):
+                continue
+            left.append(name)
     print(f"\n{len(ORDER) - len(left)} of {len(ORDER)} are right")
     if left:
         print(f"next: python {shown(__file__)} {left[0]}")
     return not left
-
-
-def after(name):
-    """Return the exercise to do after one: the next that is not known to be right, or None."""
-    kept = kept_states()
-    later = ORDER[ORDER.index(name) + 1 :]
-    for other in later + ORDER:
-        known = kept.get(key_of(other), "") if answer_to(other).exists() else ""
-        if other != name and not known.startswith("RIGHT"):
-            return other
-    return None
 
 
 def show(name, args):
@@ -220,44 +151,15 @@ def show(name, args):
             print(your_turn(name), flush=True)
         if unwritten:
             return False
-    from judging import judge  # see state_of
+    from judging.judge import SECONDS, judge  # imports torch, which takes long
 
     file = args.file or answer_to(name)
-    key = None
-    if not (args.file or args.seconds or args.ranks):
-        key = key_of(name)
-    judged = judge.judge(name, file, seconds=args.seconds, sizes=args.ranks)
-    if key:
-        keep(name, key, judged.in_one_line())
-    lines = judged.report(args.trace) or [your_turn(name, args.file)]
-    is_right = judged.fault is None
-    if is_right and key and after(name):
-        lines.append(f"next: python {shown(__file__)} {after(name)}")
+    options = {"sizes": args.ranks, "with_trace": args.trace}
+    is_right, lines = judge(name, file, seconds=args.seconds or SECONDS, **options)
+    if lines == ["your turn"]:
+        lines = [your_turn(name, args.file)]
     print(in_colour(lines[0]), *lines[1:], sep="\n", flush=True)
     return is_right
-
-
-def watch(names, args):
-    """Check each exercise whenever its answer is saved, until Ctrl-C."""
-    seen = {name: saved_at(name) for name in names}
-    print(f"Save a file in {shown(ANSWERS)} to have it checked. Ctrl-C ends this.", flush=True)
-    while True:
-        for name in names:
-            saved = saved_at(name)
-            # While an editor saves a file, it may be missing for a moment.
-            if saved is not None and saved != seen[name]:
-                seen[name] = saved
-                print(f"\n{name}, saved at {time.strftime('%H:%M:%S', time.localtime(saved))}")
-                show(name, args)
-        time.sleep(0.3)
-
-
-def saved_at(name):
-    """Return when an answer was saved, in seconds since 1970; None: there is none."""
-    try:
-        return answer_to(name).stat().st_mtime
-    except FileNotFoundError:
-        return None
 
 
 def main():
@@ -267,7 +169,6 @@ def main():
     )
     add = parser.add_argument
     add("exercise", nargs="?", help="its name or its file; none: all exercises")
-    add("--watch", action="store_true", help="check an exercise whenever you save your answer")
     add("--trace", action="store_true", help="show who sends what to whom, step by step")
     add("--hint", type=int, choices=[1, 2, 3], help="a direction, the API, the shape of the answer")
     add("--answer", action="store_true", help="show a solution")
@@ -294,12 +195,7 @@ def main():
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda signal_number, frame: sys.exit(128 + signal_number))
     try:
-        if args.watch:
-            watch([name] if name else ORDER, args)
-        if name:
-            right = show(name, args)
-        else:
-            right = show_all()
+        right = show(name, args) if name else show_all(args)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

@@ -41,7 +41,6 @@ Try breaking it, in a copy beside it, with `--double`, and compare the losses:
   3. With `--mesh 1x2x1x1`, leave out `* self.ranks` in `loss()`. Why does the loss hardly change?
   4. With `--mesh 1x2x1x2`, call `shard()` before `split_layers()`. Is there an error?
 
-Now repair `fault_labels_of_chunks.py` in `playground/exercises/`.
 Builds on: vocabulary_parallel.py
 The next lesson, `thousand_ranks.py`, tries a plan for 1,024 ranks in a single process.
 """

@@ -35,7 +35,6 @@ Try breaking it, in a copy beside it:
   1. In `loader`, give DataLoader `num_workers=1, multiprocessing_context="fork"`. Where is rank 1?
   2. In `early`, let rank 1 return after its loop, so that it skips the barrier, too. Is it a hang?
   3. In `shapes`, give rank 1 a million numbers instead of five. How do the ranks end?
-Now write `fault_waits_alone.py` and `fault_equal_stacks.py`, in `playground/exercises/`.
 Builds on: collectives.py
 The next lesson, `sending_less.py`, makes the messages of a step smaller.
 """

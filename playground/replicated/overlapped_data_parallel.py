@@ -36,7 +36,6 @@ Try breaking it, in a copy beside it:
   1. In `run_epoch()`, write `loss.backward(retain_graph=True)` above `loss.backward()`, as when
      gradients are accumulated. What does the error prevent?
   2. Comment out `self.handle.wait()`. What does the optimizer use then? Compare the losses.
-Now write it yourself: `overlap_gradients.py` in `playground/exercises/`.
 Builds on: manual_data_parallel.py
 The next lesson, `resumable.py`, resumes after a process has died.
 """

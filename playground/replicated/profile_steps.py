@@ -29,7 +29,6 @@ Try breaking it, in a copy beside it:
   1. Write `time.sleep(0.05 * dist.get_rank())` before `loss.backward()`. On which rank does
      "computing" grow, and on which rank "messages"?
   2. Replace `profiler.step()` with `pass`. Which steps does the trace have, and why?
-Now write `fault_late_rank.py` in `playground/exercises/`, which computes how late a rank is.
 Builds on: distributed_data_parallel_torchrun.py
 The next lesson, `finding_hangs.py`, finds the rank for which the others wait.
 """

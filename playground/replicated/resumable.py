@@ -34,7 +34,6 @@ Try breaking it, in a copy beside it:
   2. Comment out `optimizer.load_state_dict(...)`, and resume a run. Why do the losses differ?
   3. Replace the body of `anyone_asked()` with `return asked`, so that each rank obeys its own flag.
      Run it with `--epochs 30`, and `kill` rank 0.
-Now write it yourself: `save_and_resume.py` in `playground/exercises/`.
 Builds on: distributed_data_parallel_torchrun.py
 The next lesson, `survivors.py`, continues without a restart when a rank dies.
 """

@@ -36,7 +36,6 @@ message.)
 Try breaking it, in a copy beside it. Predict the lines that change before you run it:
   1. For tensor parallelism, write the placements [R, S0, S1]. Is y still right? What is sent?
   2. Add "softmax(a, 0)" to OPERATIONS. Which placements need a message now?
-Now write it yourself: `redistribute.py` in `playground/exercises/`.
 Builds on: collectives.py
 The next lesson, `message_gradients.py`, shows what `backward()` sends for each message.
 """

@@ -29,7 +29,6 @@ Try breaking it, in a copy beside it:
   3. Write `use_reentrant=True`, and give DDP `find_unused_parameters=True`. Is there an error?
   4. Import Tokens. Write `use_reentrant=True` and `isinstance(layer, (Block, Tokens))`. What is not
      trained?
-Now write it yourself: `checkpoint_block.py` in `playground/exercises/`.
 Builds on: fully_sharded_data_parallel.py
 The next lesson, `head_parallel.py`, splits the attention heads between ranks.
 """

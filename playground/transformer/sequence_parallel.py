@@ -32,7 +32,6 @@ Try breaking it, in a copy beside it, with `--double`, and compare the losses:
   1. Leave out the loop with `register_hook`. Is there an error?
   2. In AllTokens, write reduce_scatter in place of own_tokens. Which gradients are wrong?
   3. With `--by dtensor`, leave norm1 and norm2 out of the plan. What is wrong?
-Now repair `fault_many_times_the_gradient.py` in `playground/exercises/`.
 Builds on: head_parallel.py
 The next lesson, `ulysses.py`, splits the tokens of a long sequence, and the heads in attention.
 """

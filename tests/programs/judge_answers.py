@@ -15,5 +15,4 @@ from judging import judge  # noqa: E402, it is found there
 
 name, answers = json.loads(sys.argv[1])
 for answer in answers:
-    lines = judge.judge(name, *answer).report()
-    print(json.dumps(lines or ["your turn"]), flush=True)
+    print(json.dumps(judge.judge(name, *answer)[1]), flush=True)

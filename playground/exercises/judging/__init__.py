@@ -1,10 +1,9 @@
 """Judges the answers to the exercises.
 
-judge.py judges an answer with one number of ranks after another, and reports. exercise.py tells
-what a module of checks/ may have, and solution.py makes its solution. attempt.py has an answer on
-one number of ranks, and its verdict: trial.py runs it, traffic.py counts what it sends, and
-words.py puts it into words, with the facts of tools/instruments/facts.py. single.py trains in one
-process, and evidence.py reads what was found in the evidence of a run.
+judge.py lets trial.py run an answer on each rank, and compares what comes of it; words.py says what
+is known about a fault, with tools/instruments/facts.py, and traffic.py counts what is sent. checks/
+has a module for each exercise, of which solution.py makes the solution; single.py has what several
+of them need.
 """
 
 import os

@@ -1,12 +1,10 @@
 """The solution of an exercise, as text and as a function. Nothing here imports PyTorch.
 
-A check has its solution as a function or a class. The check of a fault has REPAIR instead: what is
-edited in the task. Edits are pairs of texts. The first one of a pair stands once in the text, and
-the second one replaces it.
+A check has its solution as a function or a class. Edits are pairs of texts. The first one of a pair
+stands once in the text, and the second one replaces it.
 """
 
 import ast
-import difflib
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parents[1]
@@ -43,11 +41,8 @@ def text_of(path, name):
 
 def source_of(name, edits=()):
     """Return the text of an exercise's solution, without its HELPERS, with some more edits."""
-    parts = parts_of(path_of(name))
-    if "REPAIR" not in parts:
-        return edited(text_of(path_of(name), name_of(parts, name)), edits)
-    text = text_of(FOLDER / f"{name}.py", name_of(parts, name))
-    return edited(edited(text, ast.literal_eval(parts["REPAIR"])), edits)
+    path = path_of(name)
+    return edited(text_of(path, name_of(parts_of(path), name)), edits)
 
 
 def hint(name, number):
@@ -56,14 +51,8 @@ def hint(name, number):
 
 
 def answer(name):
-    """Return an exercise's solution with its HELPERS. Of a fault: why, and what to change."""
+    """Return an exercise's solution with its HELPERS."""
     parts = parts_of(path_of(name))
-    if "REPAIR" in parts:
-        task = text_of(FOLDER / f"{name}.py", name_of(parts, name)).splitlines()
-        repaired = source_of(name).splitlines()
-        _, _, *lines = difflib.unified_diff(task, repaired, lineterm="")
-        lines = ["..." if line.startswith("@@") else line for line in lines]
-        return "\n".join([f"Why: {parts['WHY'].value}", *lines])
     helpers = ast.literal_eval(parts["HELPERS"]) if "HELPERS" in parts else ()
     texts = [text_of(path_of(name), helper) for helper in helpers]
     return "\n\n".join([*texts, source_of(name)]).rstrip()
@@ -82,21 +71,7 @@ def solution_of(check, edits=()):
     """Return the solution of a check, a module, with some more edits. It may be a class."""
     name = check.__name__.rpartition(".")[2]
     wanted = getattr(check, "NAME", name)
-    if wanted in vars(check) and not edits:
-        return getattr(check, wanted)
     names = dict(vars(check))
-    if wanted not in names:
-        exec(compile(before(FOLDER / f"{name}.py"), check.__file__, "exec"), names)
-    exec(compile(source_of(name, edits), check.__file__, "exec"), names)
+    if edits:
+        exec(compile(source_of(name, edits), check.__file__, "exec"), names)
     return names[wanted]
-
-
-def before(task):
-    """Return a task's imports, functions and classes, but not its import of check.py."""
-    nodes = []
-    for node in ast.parse(task.read_text(encoding="utf-8")).body:
-        is_check = isinstance(node, ast.ImportFrom) and node.module == "check"
-        kinds = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
-        if isinstance(node, kinds) and not is_check:
-            nodes.append(node)
-    return ast.Module(nodes, [])

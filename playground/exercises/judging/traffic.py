@@ -28,7 +28,7 @@ class Message:
         nbytes: how many bytes this rank sends; for a collective, in a ring.
         tag: the tag of a send or recv.
         numbers: the first numbers that are sent, as text.
-        with_gaps: whether a tensor's numbers have others between them in memory, as a column has.
+        has_gaps: whether a tensor's numbers have others between them in memory, as a column has.
     """
 
     kind: str
@@ -39,7 +39,7 @@ class Message:
     nbytes: int
     tag: int
     numbers: str
-    with_gaps: bool
+    has_gaps: bool
 
 
 class Forbidden(BaseException):
@@ -77,8 +77,7 @@ class Counting(Messages):
             return
         message = describe(kind, operation, args, self.file)
         if self.only is not None and kind not in self.only:
-            words = f"dist.{message.call} is what this exercise builds: {self.instead}"
-            raise Forbidden(words)
+            raise Forbidden(f"dist.{message.call} is not for this exercise: {self.instead}")
         self.report(message)
         last = dist.get_world_size() - 1
         if message.peer == dist.get_rank():  # gloo would say that the connection is lost
@@ -236,9 +235,57 @@ def skip(todo, clocks, sent):
     return found
 
 
-def trace(trial):
-    """Return at most TRACED lines that tell who sent what to whom in a Trial, step by step."""
-    sent, missing = trial.steps
+def used(messages, rank):
+    """Return how much a rank has sent, and in how many rounds all messages travel."""
+    calls = [each for each in messages[rank] if each.kind != "recv"]
+    rounds = max((each.step for each in steps(messages)[0]), default=0)
+    return {"rounds": rounds, "bytes": sum(each.nbytes for each in calls), "messages": len(calls)}
+
+
+def lost_message(messages):
+    """Return words if a message was not received, or a recv has got none; otherwise None."""
+    sent, missing = steps(messages)
+    for each in sent:
+        if not each.received:
+            return f"rank {each.receiver} has not received a message from rank {each.sender}"
+    for rank, recv in missing:
+        origin = f", from rank {recv.peer}" if recv.peer is not None else ""
+        return f"rank {rank} expects one more message{origin}"
+    return None
+
+
+def why_it_hangs(messages):
+    """Return words for a hang: which message is missing. None if it is not known."""
+    if all(mine and mine[-1].call == "send" for mine in messages):
+        return "Every rank waits in send until its message is received. Which rank receives?"
+    sent, missing = steps(messages)
+    for rank, recv in missing:
+        if recv.peer is not None:
+            return f"Rank {rank} waits for a message that rank {recv.peer} has not sent."
+    for each in sent:
+        if not each.received:
+            return f"Rank {each.receiver} has not received a message from rank {each.sender}."
+    if sent:
+        return "Each message has a sender and a receiver. Is wait() called for each request?"
+    calls = [[each.call for each in mine] for mine in messages]
+    if any(mine != calls[0] for mine in calls):
+        return "All ranks must call the same collectives in the same order."
+    return None
+
+
+def with_gaps(messages):
+    """Return words on a tensor of which gloo has sent other numbers; None if there is none."""
+    for rank, mine in enumerate(messages):
+        for each in mine:
+            if each.has_gaps and each.kind in ("broadcast", "reduce", "all_reduce", "scatter"):
+                lies = "has a tensor that is not contiguous, and gloo sends its memory as it lies"
+                return f"Rank {rank}'s {each.call} {lies}. Send .contiguous()."
+    return None
+
+
+def trace(messages):
+    """Return at most TRACED lines that tell who sent what to whom, step by step."""
+    sent, missing = steps(messages)
     lines = {}
     for each in sent:
         text = f"{each.sender} -> {each.receiver}: {each.message.numbers}"
@@ -249,7 +296,7 @@ def trace(trial):
     for rank, recv in missing:
         origin = "any rank" if recv.peer is None else f"rank {recv.peer}"
         found.append(f"rank {rank} waits for a message from {origin}")
-    for rank, mine in enumerate(trial.messages):
+    for rank, mine in enumerate(messages):
         others = [each.call for each in mine if each.kind not in ("send", "recv")]
         if others:
             found.append(f"rank {rank} calls {', '.join(others)}")

@@ -1,8 +1,9 @@
-"""One part of an answer's run on all ranks: what happens in a rank, and what is heard of it.
+"""What happens in a rank: it runs the learner's function, and sends what comes of it.
 
-Nothing of the learner is imported in the process that judges: only in the ranks.
+Nothing of the learner is imported in the process that judges: only here.
 """
 
+import importlib
 import importlib.util
 import io
 import os
@@ -12,260 +13,113 @@ import signal
 import sys
 import time
 import traceback
-from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import torch
 import torch.distributed as dist
 
 import common  # noqa: F401, it silences a warning that PyTorch 2.13 and 2.14 print in the ranks
-from instruments.ranks import news
-from judging.traffic import Counting, Forbidden, Message, steps
+from instruments.facts import TOLERANCE
+from judging.solution import solution_of
+from judging.traffic import Counting, Forbidden
 
-GIGABYTE = 2**30
-MEMORY = GIGABYTE  # what a rank may take in addition to what `import torch` has taken
-FILE_SIZE = GIGABYTE // 10
-PRINTED = 2000  # characters that are kept of what a rank prints
+MEMORY = 2**30  # what a rank may take in addition to what `import torch` has taken
+FILE_SIZE = MEMORY // 10
+LATER = 0.05  # after how many seconds a rank looks at its result again
 MESSAGES = 2000  # messages of a rank that are kept in a case
-SECONDS_TO_JOIN = 60
+DEFAULTS = {
+    "NAME": "",  # of the function, if the module has another name
+    "HELPERS": (),  # the names of what --answer shows before the solution
+    "WORLD_SIZES": (1, 2, 3, 4, 5),
+    "RUNG_1": "",  # what the first of two rungs is, as in "RIGHT for 7 numbers"; "": there is one
+    "RUNG_2": "",  # what the second one adds, as in "Next: any length."
+    "CASES_OF_RUNG_1": 1,  # how many of the CASES the first one has: there, costs do not count
+    "ONLY": None,  # the kinds of messages that are allowed; None: all
+    "INSTEAD": "",  # what is allowed, in words
+    "TOLERANCE": TOLERANCE,
+    "WORDS": {},  # by a pattern, which is searched in the lines of a verdict
+    "STARTS": False,  # whether run(), with a function that does nothing, returns what was at first
+    "start": lambda rank, world_size, **case: None,  # or this returns it
+    "limits": lambda rank, world_size, **case: {},
+    "explain": lambda verdict: None,  # words on a Verdict with wrong results
+}
 
 
-@dataclass
-class Crash:
-    """An error in the learner's code, or the end of a rank.
-
-    Attributes:
-        error: the type and the text of the error.
-        frames: the learner's own frames, as text.
-        kind: "error", "forbidden", "your turn", "connection" (another rank has ended, so this one
-            lost its connection) or "ended" (the process is gone).
-    """
-
-    error: str
-    frames: list[str]
-    kind: str = "error"
+def check_of(name):
+    """Return what the check of an exercise has."""
+    module = importlib.import_module(f"judging.checks.{name}")
+    return SimpleNamespace(**DEFAULTS | {"NAME": name} | vars(module), name=name, module=module)
 
 
-@dataclass
-class Trial:
-    """What happened in one part on all ranks, and what should have.
-
-    Attributes:
-        world_size: the number of ranks.
-        messages: a list of Messages for each rank.
-        results: what run() has returned on each rank; no entry if it did not return. A tuple has
-            become a list.
-        later: the results again, a moment after the function has returned, where they have changed.
-        crashes: a Crash for each rank that has failed.
-        places: for each rank that did not finish, where it is.
-        verdict: "" (right), "WRONG", "COSTLY", "CRASH", "HANG" or "your turn".
-        case: the arguments of the case, a dict.
-        expected: what expected() has returned, for each rank.
-        start: what each rank's result would be if the function did nothing; empty if it is unknown.
-        rank: the first rank at fault.
-    """
-
-    world_size: int
-    messages: list[list[Message]]
-    results: dict[int, object] = field(default_factory=dict)
-    later: dict[int, object] = field(default_factory=dict)
-    crashes: dict[int, Crash] = field(default_factory=dict)
-    places: dict[int, str] = field(default_factory=dict)
-    verdict: str = ""
-    case: dict = field(default_factory=dict)
-    expected: dict[int, object] = field(default_factory=dict)
-    start: dict[int, object] = field(default_factory=dict)
-    rank: int = 0
-
-    def of_rank(self):
-        """Return what the rank at fault has, and what it should have."""
-        return self.results[self.rank], self.expected[self.rank]
-
-    @cached_property
-    def steps(self):
-        """The messages that were sent, and those that were not: see steps() in traffic.py."""
-        return steps(self.messages)
-
-    def why_it_hangs(self):
-        """Return words for a hang: which message is missing. None if it is not known."""
-        calls = [mine[-1].call if mine else None for mine in self.messages]
-        if all(call == "send" for call in calls):
-            return "Every rank waits in send until its message is received. Which rank receives?"
-        sent, missing = self.steps
-        for rank, recv in missing:
-            if recv.peer is not None:
-                return f"Rank {rank} waits for a message that rank {recv.peer} has not sent."
-        for each in sent:
-            if not each.received:
-                return f"Rank {each.receiver} has not received a message from rank {each.sender}."
-        if sent:
-            return "Each message has a sender and a receiver. Is wait() called for each request?"
-        first = [each.call for each in self.messages[0]]
-        for mine in self.messages:
-            if [each.call for each in mine] != first:
-                return "All ranks must call the same collectives in the same order."
-        return None
-
-    def lost_message(self):
-        """Return words if a message was not received, or a recv has got none; otherwise None."""
-        sent, missing = self.steps
-        for each in sent:
-            if not each.received:
-                return f"rank {each.receiver} has not received a message from rank {each.sender}"
-        for rank, recv in missing:
-            origin = f", from rank {recv.peer}" if recv.peer is not None else ""
-            return f"rank {rank} expects one more message{origin}"
-        return None
-
-    def sent_with_gaps(self):
-        """Return words on a tensor of which gloo has sent other numbers; None if there is none."""
-        for rank, mine in enumerate(self.messages):
-            for each in mine:
-                if each.with_gaps and each.kind in ("broadcast", "reduce", "all_reduce", "scatter"):
-                    lies = (
-                        "has a tensor that is not contiguous, and gloo sends its memory as it lies"
-                    )
-                    return f"Rank {rank}'s {each.call} {lies}. Send .contiguous()."
-        return None
-
-    def used(self, rank):
-        """Return what a rank has sent."""
-        calls = [each for each in self.messages[rank] if each.kind != "recv"]
-        sent, _ = self.steps
-        return {
-            "rounds": max((each.step for each in sent), default=0),
-            "bytes": sum(each.nbytes for each in calls),
-            "messages": len(calls),
-        }
-
-
-def go_through(attempt, ranks, part):
-    """Let all ranks go through one part. Returns a Trial.
-
-    A rank starts a part when all ranks have finished the part before. If a rank fails, ends, or
-    does not finish, the run is over.
-
-    Args:
-        attempt: the Attempt.
-        ranks: what started() yields.
-        part: "join", "import", or the number of a case.
-    """
-    trial = Trial(len(ranks), [[] for _ in ranks])
-    for rank in ranks:
-        rank.connection.send(part)
-    seconds = SECONDS_TO_JOIN if part == "join" else attempt.seconds
-    left = set(range(len(ranks)))
-    for rank, kind, value in news(ranks, seconds):
-        number = rank.number
-        if kind == "message":
-            trial.messages[number].append(value)
-        elif kind in ("result", "later"):
-            # Only plain data is read, no objects of the learner.
-            plain_value = torch.load(io.BytesIO(value), weights_only=True)
-            {"result": trial.results, "later": trial.later}[kind][number] = plain_value
-        else:
-            left.discard(number)
-        if kind == "crash":
-            trial.crashes[number] = value
-        if kind == "ended":
-            trial.crashes[number] = crash_of(attempt, rank, value)
-    if left and not trial.crashes:
-        for number in sorted(left):
-            does = ranks[number].ask()
-            line = ranks[number].line_of(attempt.file)
-            place = f"at your {line}" if line else "outside your function"
-            trial.places[number] = f"{does} {place}"
-    return trial
-
-
-def crash_of(attempt, rank, status):
-    """Return the Crash of a rank whose process has ended with this status."""
-    line = rank.line_of(attempt.file)
-    sizes = r"op.preamble.length <= op.nbytes. (\d+) vs (\d+)"  # as gloo prints it
-    found = re.search(sizes, attempt.text_of(rank.number))
-    if found:
-        attempt.output_of(rank.number).write_text("")  # the same in other words
-        words = f"its buffer has {found[2]} bytes, but the message that arrived has {found[1]}"
-    elif status < 0:
-        words = f"its process was ended by {signal.Signals(-status).name}"
-    else:
-        words = f"its process has ended with status {status}, in the middle of your function"
-    return Crash(words, [f"your {line}"] if line else [], "ended")
-
-
-def be_a_rank(number, connection, attempt, run, size, port):
-    """Go through the parts on one rank. Runs in a process of its own."""
-    prepare_process(attempt, size, number, port)
+def be_a_rank(number, connection, folder, name, file, function, size, port):
+    """Run one case after another on one rank. Runs in a process of its own."""
+    prepare_process(folder / f"printed{number}", number, size, port)
     # A process that the learner forks must not report as if it were this rank.
     os.register_at_fork(after_in_child=connection.close)
+    check = check_of(name)
+    answer = None
     while True:
-        part = connection.recv()
+        case = connection.recv()
         try:
-            if part == "join":
-                if attempt.exercise.JOIN:
-                    meeting = f"file://{attempt.folder}/meet{port}"
-                    timeout = timedelta(seconds=600)
-                    dist.init_process_group("gloo", meeting, timeout, size, number)
-                # What gloo prints when it connects is not the learner's.
-                os.truncate(attempt.output_of(number), 0)
-            elif part == "import":
-                function = attempt.function()
+            if case:
+                place = folder / f"case{list(check.CASES).index(case)}"
+                place.mkdir(exist_ok=True)
+                os.chdir(place)  # a case may write files
+                result = run_case(check, answer, file, case, number, size, connection)
             else:
-                run_case(attempt, run, function, part, number, size, connection)
+                timeout = timedelta(seconds=600)
+                dist.init_process_group("gloo", f"file://{folder}/meet", timeout, size, number)
+                os.truncate(folder / f"printed{number}", 0)  # gloo of PyTorch 2.9 prints a line
+                result = None
+                answer = answer_of(check, file, function)
         except BaseException as error:
-            frames = own_frames(error, attempt.file)
-            connection.send(("crash", Crash(describe(error), frames, kind_of(error))))
+            connection.send(("crash", crash_of(error, file)))
         else:
             sys.stdout.flush()
-            connection.send(("finished", None))
+            connection.send(("finished", result))
 
 
-def prepare_process(attempt, size, number, port):
+def prepare_process(output, number, size, port):
     """Limit what this process may take, and keep what it prints."""
     torch.set_num_threads(1)
-    limit(resource.RLIMIT_CORE, 0)
-    limit(resource.RLIMIT_FSIZE, FILE_SIZE)
+    limits = {resource.RLIMIT_CORE: 0, resource.RLIMIT_FSIZE: FILE_SIZE}
     if sys.platform == "linux":
-        limit(resource.RLIMIT_DATA, psutil.Process().memory_info().data + MEMORY)
-    output = os.open(attempt.output_of(number), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for stream, to in enumerate((nothing, output, output)):
+        limits[resource.RLIMIT_DATA] = psutil.Process().memory_info().data + MEMORY
+    for what, most in limits.items():
+        hard = resource.getrlimit(what)[1]
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(what, (most, most))
+    written = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream, to in enumerate((os.open(os.devnull, os.O_RDONLY), written, written)):
         os.dup2(to, stream)
     sys.stdout = open(1, "w", buffering=1, errors="replace", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, errors="replace", closefd=False)  # noqa: SIM115
-    os.environ["TMPDIR"] = str(attempt.folder)
     # What torchrun sets. A learner's program that joins by itself reads it.
-    numbers = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": size, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in numbers.items()})
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    place = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": size, "MASTER_PORT": port}
+    os.environ.update({key: str(value) for key, value in place.items()})
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "TMPDIR": str(output.parent)}
 
 
-def limit(what, most):
-    """Set a limit of this process, unless the user has set a lower one."""
-    hard = resource.getrlimit(what)[1]
-    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-    resource.setrlimit(what, (most, most))
-
-
-def load_function(file, name):
-    """Import the learner's file in this rank and return the function."""
+def answer_of(check, file, function):
+    """Return the learner's function; of the check's own file, the solution or a mistake."""
+    if file == check.module.__file__:
+        return solution_of(check.module, check.MISTAKES[function] if function is not None else ())
     spec = importlib.util.spec_from_file_location("your_file", file)
     module = importlib.util.module_from_spec(spec)
     sys.modules["your_file"] = module
-    # Python itself finds the modules beside a file that it runs.
-    sys.path.append(str(Path(file).parent))
+    sys.path.append(str(Path(file).parent))  # as Python does with a file that it runs
     spec.loader.exec_module(module)
-    if not hasattr(module, name):
-        raise AttributeError(f"there is no {name} in {Path(file).name}")
-    return getattr(module, name)
+    wanted = function or check.NAME
+    if not hasattr(module, wanted):
+        raise AttributeError(f"there is no {wanted} in {Path(file).name}")
+    return getattr(module, wanted)
 
 
-def run_case(attempt, run, function, part, number, size, connection):
-    """Run one case in its folder and send what comes of it."""
-    os.chdir(attempt.place_of(part))
+def run_case(check, function, file, case, number, size, connection):
+    """Run one case. Returns what comes of it, and what this has become a moment later."""
     count = 0
 
     def report(message):
@@ -274,29 +128,24 @@ def run_case(attempt, run, function, part, number, size, connection):
         if count <= MESSAGES:
             connection.send(("message", message))
 
-    exercise = attempt.exercise
-    case = list(exercise.CASES.values())[part]
     # In every second case the odd ranks are late, in the others the even ones.
-    late = number % 2 == part % 2
-    with Counting(attempt.file, report, exercise.ONLY, exercise.INSTEAD, late):
-        result = run(function, number, size, **case)
+    late = number % 2 == list(check.CASES).index(case) % 2
+    with Counting(file, report, check.ONLY, check.INSTEAD, late):
+        result = check.run(function, number, size, **check.CASES[case])
         saved = save(result)
-        connection.send(("result", saved))
-        time.sleep(attempt.later)
-        later = save(result)
-        if later != saved:
-            connection.send(("later", later))
+        time.sleep(LATER)
+        return saved, save(result)
 
 
 def save(result):
-    """Return a result as bytes. It may have tensors, numbers, text, lists, tuples, dicts, None."""
+    """Return a result, as plain data, in bytes."""
     file = io.BytesIO()
     torch.save(plain(result), file)
     return file.getvalue()
 
 
 def plain(value):
-    """Return a value with everything replaced by text that is not plain data."""
+    """Return a result, of tensors, numbers, text, lists and dicts, with all else as text."""
     if isinstance(value, dict):
         return {plain(key): plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -308,32 +157,36 @@ def plain(value):
     return f"an object of the class {type(value).__name__}"
 
 
-def describe(error):
-    """Return an error as text, without its stack."""
+def crash_of(error, file):
+    """Return of an error: its kind, its text, and the frames of the learner's file."""
     lines = "".join(traceback.format_exception_only(error)).strip().splitlines()
     text = "\n".join(line[:200] for line in lines[:6])
-    if isinstance(error, MemoryError) or "can't allocate memory" in text:
-        text = text.split(":")[0] + f": a rank may use at most {MEMORY // GIGABYTE} GB"
-    return text
-
-
-def kind_of(error):
-    """Return the kind of Crash that an error is."""
+    kind = "error" if dist.is_initialized() else "no group"
     if isinstance(error, Forbidden):
-        return "forbidden"
-    if isinstance(error, NotImplementedError) and str(error) == "your turn":
-        return "your turn"
-    if isinstance(error, (RuntimeError, dist.DistError)) and "gloo/" in str(error):
-        return "connection"
-    return "error"
-
-
-def own_frames(error, file):
-    """Return the frames of the learner's file in an error's traceback, as text."""
+        kind, text = "forbidden", str(error)
+    elif isinstance(error, NotImplementedError) and str(error) == "your turn":
+        kind = "your turn"
+    elif isinstance(error, (RuntimeError, dist.DistError)) and "gloo/" in text:
+        kind = "connection"  # another rank has ended, or left the group
+    elif isinstance(error, MemoryError) or "can't allocate memory" in text:
+        text = text.split(":")[0] + f": a rank may use at most {MEMORY // 2**30} GB"
     frames = []
     for frame in traceback.extract_tb(error.__traceback__):
         if frame.filename == file:
             frames.append(f"your line {frame.lineno}, in {frame.name}: {frame.line}")
-    if len(frames) > 4:
-        frames = [*frames[:2], "...", *frames[-2:]]
-    return frames
+    return kind, text, frames if len(frames) <= 4 else [*frames[:2], "...", *frames[-2:]]
+
+
+def crash_of_process(rank, status, file, printed):
+    """Return the same of a rank whose process has ended with a status; `printed` is its file."""
+    line = rank.line_of(file)
+    text = printed.read_text(errors="replace")
+    sizes = re.search(r"op.preamble.length <= op.nbytes. (\d+) vs (\d+)", text)  # gloo's words
+    if sizes:
+        printed.write_text("")
+        words = f"its buffer has {sizes[2]} bytes, but the message that arrived has {sizes[1]}"
+    elif status < 0:
+        words = f"its process was ended by {signal.Signals(-status).name}"
+    else:
+        words = f"its process has ended with status {status}, in the middle of your function"
+    return "ended", words, [f"your {line}"] if line else []

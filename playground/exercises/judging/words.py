@@ -1,23 +1,16 @@
-"""Puts into words what is wrong, what hangs, and what costs too much."""
+"""Says what is known about a verdict that is not RIGHT: see why()."""
 
-import itertools
-import math
+import re
 
-import torch
-
-from instruments.facts import facts
+from instruments.facts import difference, facts
+from judging.traffic import why_it_hangs, with_gaps
 
 LENGTH = 190  # characters of a line, at most
+LATER = "It is right a moment later: wait() for every request before you return."
 LOST = "Another rank has left the group, or its process has ended, so the connection is lost."
 
 
 def in_ranks(sizes):
-    """Return numbers of ranks in words, of one run or of several one after another."""
-    words = ", then ".join(map(str, sizes))
-    return f"{words} rank" if sizes[-1] == 1 else f"{words} ranks"
-
-
-def sizes_in_words(sizes):
     """Return numbers of ranks as text, such as "1, 2 and 3 ranks"."""
     *others, last = map(str, sizes)
     first = f"{', '.join(others)} and " if others else ""
@@ -29,37 +22,45 @@ def costs(rank, unit, number, limit):
     enough = f"{limit} {'is' if limit == 1 else 'are'} enough"
     if unit == "rounds":
         return f"right numbers, but in {number} rounds of messages; {enough}"
-    unit_in_words = unit if number > 1 else unit[:-1]
-    text = f"right numbers, but rank {rank} sends {number} {unit_in_words}; {enough}"
-    if unit == "bytes" and limit and number / limit >= 1.5:
-        text += f": {number / limit:.3g} times the {unit}"
-    return text
+    text = f"right numbers, but rank {rank} sends {number} {unit[: len(unit) - (number == 1)]}"
+    more = unit == "bytes" and limit and number / limit >= 1.5
+    return f"{text}; {enough}" + (f": {number / limit:.3g} times the {unit}" if more else "")
 
 
-def why_it_is_wrong(trial, tolerance):
-    """Return facts about wrong results, in one line; None if there are none."""
-    line = ""
-    for fact in facts(trial.results, trial.expected, tolerance, trial.start):
-        if len(line) + len(fact) < LENGTH:
-            line += f" {fact}" if line else fact
-    return line or None
+def why(check, verdict):
+    """Return lines: how the results differ, and the check's own words on it, or the likely cause.
 
-
-def wrong_in_sum(actual, tensors):
-    """Return whose numbers are missing in a sum of the ranks' tensors, or are there twice.
-
-    It looks at the first number that is wrong. With those of digits_of(), there is one way at most.
+    Args:
+        check: what check_of() returns.
+        verdict: a Verdict that is not RIGHT. On what is forbidden or lost, its lines say all.
     """
-    if getattr(actual, "shape", None) != tensors[0].shape:
-        return None
-    columns = torch.stack([actual, *tensors]).flatten(1).t().tolist()
-    wrong = (place for place, (number, *parts) in enumerate(columns) if number != sum(parts))
-    position = next(wrong, 0)
-    number, *parts = columns[position]
-    for counts in itertools.product(range(3), repeat=len(parts)):
-        total = sum(count * part for count, part in zip(counts, parts, strict=True))
-        if math.isclose(total, number, rel_tol=1e-6) and len(set(counts)) > 1:
-            rank = next(rank for rank, count in enumerate(counts) if count != 1)
-            does = "added twice" if counts[rank] else "missing"
-            return f"Rank {rank}'s numbers are {does} at position {position}."
-    return None
+    text = "\n".join([f"{verdict.kind}, {verdict.case}", *verdict.lines])
+    cause = found = None
+    if verdict.kind == "HANG":
+        cause = why_it_hangs(verdict.messages)
+    elif verdict.kind == "CRASH":
+        cause = LOST if "gloo/" in text else None
+    elif verdict.rank is not None:
+        pairs = ((verdict.later[rank], right) for rank, right in verdict.expected.items())
+        if not any(difference(*pair, check.TOLERANCE) for pair in pairs):
+            return [LATER]
+        if gaps := with_gaps(verdict.messages):
+            return [gaps]
+        results = verdict.found, verdict.expected, check.TOLERANCE, verdict.start
+        found = in_one_line(facts(*results))
+        cause = check.explain(verdict)
+    elif verdict.kind != "COSTLY":
+        return []
+    if verdict.case and (verdict.kind != "WRONG" or not cause):  # explain() knows more
+        own = (words for pattern, words in check.WORDS.items() if re.search(pattern, text, re.S))
+        cause = next(own, cause)
+    return [line for line in (found, cause) if line]
+
+
+def in_one_line(sentences):
+    """Return as many sentences as one line has room for."""
+    line = ""
+    for sentence in sentences:
+        if len(line) + len(sentence) < LENGTH:
+            line += f" {sentence}" if line else sentence
+    return line

@@ -33,6 +33,20 @@ def difference(actual, expected, tolerance=TOLERANCE):
     return None
 
 
+def first_wrong(results, expected, tolerance=TOLERANCE):
+    """Return the rank at which something is wrong first, in the order of the results; or None.
+
+    What follows from a wrong result may be wrong on other ranks, and that one right.
+    """
+    places = {}
+    for rank in sorted(expected):
+        found = leaves(results[rank], expected[rank])
+        wrong = [not close(*each[1:], tolerance) for each in found]
+        if any(wrong):
+            places[rank] = wrong.index(True)
+    return min(places, key=places.get, default=None)
+
+
 def leaves(actual, expected, path=()):
     """Return (path, actual, expected) of each tensor, number or text of a result.
 
@@ -224,7 +238,7 @@ class Leaf:
 def facts(results, expected, tolerance=TOLERANCE, start=None):
     """Return what is known about wrong results, in at most 3 sentences.
 
-    "It" is the first difference of the first rank at fault.
+    "It" is the first difference of first_wrong(). "Only" and "right" are said of all ranks.
 
     Args:
         results: what each rank has: a dict from the rank to its result.
@@ -232,25 +246,26 @@ def facts(results, expected, tolerance=TOLERANCE, start=None):
         tolerance: by how much numbers may differ.
         start: what it had at first, if that is known.
     """
-    wrong = {}
-    for rank in sorted(expected):
-        found = wrong_leaves(results[rank], expected[rank], tolerance)
-        wrong[rank] = [path for path, _, _ in found]
-    rank = next((rank for rank, paths in wrong.items() if paths), None)
+    rank = first_wrong(results, expected, tolerance)
     if rank is None:
         return []
+    wrong = {}
+    for each in sorted(expected):
+        found = wrong_leaves(results[each], expected[each], tolerance)
+        wrong[each] = [path for path, _, _ in found]
+    names = [", ".join(path) for paths in (wrong[rank], *wrong.values()) for path in paths]
     tables = [by_path(values, expected) for values in (results, expected, start or {})]
     found = [leaf_at(path, rank, tables, tolerance) for path in wrong[rank]]
     before = tables[2].get(rank, {})
     right = []
     for path, _, value in leaves(results[rank], expected[rank]):
         changed = value is not None and not close(before.get(path, MISSING), value, tolerance)
-        if changed and path not in wrong[rank]:
+        if changed and ", ".join(path) not in names:
             right.append(", ".join(path))
     sentences = [
         what_it_is(found) or (not over_the_ranks(found[0]) and about(found[0])),
         over_the_ranks(found[0]),
-        what_is_right([", ".join(path) for path in wrong[rank]], right),
+        what_is_right(list(dict.fromkeys(names)), right),
         which_ranks([rank for rank, paths in wrong.items() if not paths]),
     ]
     return [each for each in sentences if each][:MOST]
@@ -411,7 +426,7 @@ def over_the_ranks(leaf):
 
 
 def what_is_right(wrong, right):
-    """Return a sentence on which results of a rank are right, by the names of both kinds.
+    """Return a sentence on which results are right, by the names of both kinds.
 
     A name has several words if there are commas or colons in it. One word may be enough.
     """

@@ -2,7 +2,6 @@
 
 from itertools import zip_longest
 
-JOIN = False  # so the function can use nothing but its arguments
 WORLD_SIZES = (1, 2, 3, 4, 5, 8)  # with 8 ranks, the warm-up of rank 0 has 7 forward passes
 CASES = {
     "3 micro-batches": {"micro_batches": 3, "most": 8},
@@ -61,14 +60,14 @@ def order_1f1b(rank, world_size, micro_batches, most):
     return order
 
 
-def explain(trial):
-    actual, right = trial.of_rank()
+def explain(verdict):
+    actual, right = verdict.found[verdict.rank], verdict.expected[verdict.rank]
     if not isinstance(actual, str):
         return 'Return a list of strings, such as ["F0", "B0"].'
     passes = zip_longest(actual.split(), right.split(), fillvalue="missing")
     for number, (found, needed) in enumerate(passes, start=1):
         if found != needed:
-            return f"Pass {number} of rank {trial.rank} is {found}, not {needed}."
+            return f"Pass {number} of rank {verdict.rank} is {found}, not {needed}."
 
 
 KEPT = "min(world_size - rank, most, micro_batches)"
