@@ -5,14 +5,10 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 run/setup.sh .github/pages/requirements.txt
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
 site=${1:-site}
-.venv/bin/python .github/pages/pages.py "$work/pages"
-.venv/bin/python -m sphinx -q -W --keep-going -j 2 -c .github/pages -d "$work/trees" \
-    -D html_extra_path="$work/pages/extra" "$work/pages" "$site"
-(cd "$work/pages" && find . -name '*.md' -print0 | tar --null -T - -cf -) | tar -C "$site" -xf -
-echo "$site/index.html"
+.venv/bin/python -m sphinx -q -W --keep-going -j 2 -c .github/pages . "$site"
+cp "$site/README.html" "$site/index.html" # what a server shows first
+echo "$site/README.html"
 if [ $# = 0 ]; then
-    .venv/bin/python -m webbrowser "file://$PWD/site/index.html" >/dev/null
+    .venv/bin/python -m webbrowser "file://$PWD/site/README.html" >/dev/null
 fi

@@ -19,7 +19,7 @@ your files at which it is, and the last collectives that it has called. It does 
 crashes or is killed, and when you press Ctrl-C. With --hang SECONDS it does nothing else, so the
 script runs at its full speed.
 
-With --html FILE, it also writes a page in which you can look at each moment of a step.
+With --trace FILE, it also writes what the ranks did over time, for ui.perfetto.dev.
 """
 
 import argparse
@@ -62,19 +62,19 @@ def read_flags():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     seconds = "record nothing, and show where the ranks are if one makes no progress so long"
     parser.add_argument("--hang", type=float, metavar="SECONDS", help=seconds)
-    page = "show what is recorded in this page, too, over time"
-    parser.add_argument("--html", type=Path, metavar="FILE", help=page)
+    over_time = "write what is recorded to this file, too, for ui.perfetto.dev or vizviewer"
+    parser.add_argument("--trace", type=Path, metavar="FILE", help=over_time)
     add_script(parser)
     args = parser.parse_args()
     args.path = path_of(args.script, args.is_module)
     if not args.path.is_file():
         parser.error(f"there is no script {args.path}")
-    if args.html:
-        args.html = args.html.expanduser().resolve()
+    if args.trace:
+        args.trace = args.trace.expanduser().resolve()
         if args.hang is not None:
-            parser.error("with --hang nothing is recorded that --html could show")
-        if args.html.is_dir() or not os.access(args.html.parent, os.W_OK):
-            parser.error(f"cannot write {args.html}")
+            parser.error("with --hang nothing is recorded that --trace could show")
+        if args.trace.is_dir() or not os.access(args.trace.parent, os.W_OK):
+            parser.error(f"cannot write {args.trace}")
     args.record = args.hang is None
     text = args.path.read_bytes()
     if args.record and b"profiler" in text and b"profile(" in text:
@@ -113,7 +113,7 @@ def start_observer(args, folder):
     except OSError:  # no local rank is known, and another process was faster
         return held
     command = [sys.executable, HERE / "watching" / "observer.py", folder]
-    command += [str(args.hang or 20), args.html or "", "recorded" if args.record else ""]
+    command += [str(args.hang or 20), args.trace or "", "recorded" if args.record else ""]
     read_end, write_end = os.pipe()
     # In a session of its own, so that Ctrl-C does not end it before it has shown the ranks. It is
     # no child of the script, which may wait for all its children: what starts here ends at once.

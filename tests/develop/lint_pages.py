@@ -67,6 +67,12 @@ def broken_links(page, text):
         yield f"there is no file {name}"
 
 
+def rows_that_lean(text):
+    """Find rows of tables that say nothing without the row above, which may be a different one."""
+    for row in re.findall(r"^\| [Tt]he same\b.*", text, re.M):
+        yield f"a row begins with the same: {row[:60]}"
+
+
 def faults_of_figures():
     """Find figures that no page shows, and those on a page without words."""
     text = "".join(PAGES.values())
@@ -134,7 +140,7 @@ def main():
     """Print all faults. Returns the exit status."""
     found = []
     for page, text in PAGES.items():
-        for fault in (*too_wide(text), *broken_links(page, text)):
+        for fault in (*too_wide(text), *broken_links(page, text), *rows_that_lean(text)):
             found.append(f"{page}: {fault}")
     found += [*faults_of_figures(), *faults_of_lessons(), *faults_of_tests(), *too_many_lines()]
     for fault in found:

@@ -172,7 +172,7 @@ def main():
     """Look at the notes ten times a second, until no rank is left."""
     if sys.stdout:  # it may be closed, and a line of the script may not be in ASCII
         sys.stdout.reconfigure(errors="backslashreplace")
-    folder, seconds, page, records_too = Path(sys.argv[1]), float(sys.argv[2]), *sys.argv[3:5]
+    folder, seconds, trace, records_too = Path(sys.argv[1]), float(sys.argv[2]), *sys.argv[3:5]
     shown = set()  # which ranks have been shown, and since when they had been at one place
     was_interrupted = was_told = was_recorded = False
     failed_at = None
@@ -210,7 +210,7 @@ def main():
         records = list(folder.glob("*.record"))
         if records and not was_recorded and (len(records) == len(ranks) or not going):
             was_recorded = True
-            show_records(records, page, not failed)
+            show_records(records, trace, not failed)
     if records_too and not failed and not records:
         print("watch: nothing is recorded. It takes a process that joins a group.", flush=True)
     shutil.rmtree(folder)

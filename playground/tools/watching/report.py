@@ -18,8 +18,8 @@ from instruments.terminal import coloured, columns, ranks_in_words
 PYTHON = 1000  # shorter pauses between operations are Python's own work
 
 
-def show_records(paths, page, all_ended_well=True):
-    """Print what the ranks have recorded, and write it to a page, if there is a path for it."""
+def show_records(paths, trace, all_ended_well=True):
+    """Print what the ranks have recorded, and write it to a file, if there is a path for it."""
     in_time = sorted(paths, key=lambda path: path.stat().st_mtime)
     of_rank = {each["rank"]: each for each in (json.loads(path.read_text()) for path in in_time)}
     records = [of_rank[rank] for rank in sorted(of_rank)]
@@ -68,7 +68,7 @@ def show_records(paths, page, all_ended_well=True):
         text += ["", *letters(records, begin, end)]
         text += ["", "who waits for whom" + (" in a step, on average" if trains else "")]
     for wait in waits:
-        longest, *meanwhile = wait["text"]
+        longest, *meanwhile = wait
         text += [coloured(longest, "red"), *(f"    {line}" for line in meanwhile)]
     if not all_ended_well:
         text.append("A rank did not end well.")
@@ -76,8 +76,8 @@ def show_records(paths, page, all_ended_well=True):
         text.append("No rank waits long for another one.")
     # At once, so that no line of the script comes between two of these.
     print("\n".join(text) + "\n", end="", flush=True)
-    if page:
-        write_page(page, title, records, [begin, end], tables, waits)
+    if trace:
+        write_trace(trace, records)
 
 
 def ranks_that_are_missing(records):
@@ -347,8 +347,7 @@ def longest_waits(records):
                 line = code_of(record_of[late], where) or "no line of the script"
                 time = duration / 1000 / len(steps)
                 text.append(f"meanwhile rank {late} is {time:.1f} ms in {line}")
-        longest = max(spans_of[key], key=lambda span: span[1] - span[0])
-        waits.append({"text": text, "span": longest})
+        waits.append(text)
     return waits
 
 
@@ -361,25 +360,50 @@ def lines_during(record, spans):
     return times
 
 
-def write_page(path, title, records, step, tables, waits):
-    """Write a page that shows all ranks over time."""
-    kept = ("rank", "steps", "computing", "waits")
-    ranks = [{name: record[name] for name in kept} for record in records]
-    text_of = {"": ""}
+def write_trace(path, records):
+    """Write what each rank did over time, in the format of Perfetto."""
+    events = []
+    for record in records:
+        rank, calls = record["rank"], record["calls"]
+        end = max([record["steps"][-1][1], *(since for since, _ in record["lines"])])
+        places = [*record["lines"], [end, ""]]
+        spans = {
+            "computes": [(span, "computes") for span in record["computing"]],
+            "waits": [
+                ([a, b], f"for {late}, {calls[n]['kind']}") for a, b, late, n in record["waits"]
+            ],
+            "messages": [(call["span"], call["kind"]) for call in calls],
+            "line": [
+                ([begin, end], code_of(record, place) or "no line of the script")
+                for (begin, place), (end, _) in pairwise(places)
+            ],
+        }
+        head = {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}}
+        events.append(head)
+        rows = [(name, row) for name, found in spans.items() for row in without_overlaps(found)]
+        for number, (name, row) in enumerate(rows, start=100 * (rank + 1)):  # not 0: it is idle
+            head = {"ph": "M", "pid": rank, "tid": number, "name": "thread_name"}
+            events.append(head | {"args": {"name": name}})
+            for (begin, end), text in row:
+                place = {"pid": rank, "tid": number, "ts": begin, "dur": end - begin}
+                events.append({"ph": "X", "name": text} | place)
+    shown = [each for each in events if each["ph"] == "X"]
+    first = min((each["ts"] for each in shown), default=0)
+    for each in shown:
+        each["ts"] -= first  # since 1970, it has too many digits for the viewer
+    Path(path).write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
+    print(f"\nwatch: {path} has this over time: open it in ui.perfetto.dev, or by vizviewer")
 
-    def named(place):
-        """Return a short name of a line, without folders."""
-        name = place.rpartition("/")[2].removeprefix(":")
-        text_of[name] = code_of(records[0], place)
-        return name
 
-    for rank, record in zip(ranks, records, strict=True):
-        rank["lines"] = [[since, named(place)] for since, place in record["lines"]]
-        rank["calls"] = [call | {"line": named(call.get("line", ""))} for call in record["calls"]]
-    data = {"title": title, "ranks": ranks, "step": step, "tables": list(tables.items())}
-    words = json.dumps(data | {"longest": waits, "text_of": text_of}, separators=(",", ":"))
-    # A line of the script may hold "</script>", which would end the page's.
-    words = words.replace("</", "<\\/")
-    page = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-    Path(path).write_text(page.replace("/*DATA*/ null", words), encoding="utf-8")
-    print(f"\nwatch: {path} shows this over time")
+def without_overlaps(spans):
+    """Return rows of spans, none of which begins before the one before it in its row has ended.
+
+    In one row, a viewer leaves out what overlaps, such as messages that travel at the same time.
+    """
+    rows = []
+    for span in sorted(spans, key=lambda each: each[0]):
+        row = next((row for row in rows if row[-1][0][1] <= span[0][0]), None)
+        if row is None:
+            rows.append(row := [])
+        row.append(span)
+    return rows
