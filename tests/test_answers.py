@@ -148,15 +148,6 @@ resumable 3 | 2 | --run_dir TMP/run
     for epoch in range( => if rank == 0:\n        os.kill(os.getpid(), signal.SIGTERM)\n    ...
     fails Connection
     prints stopped after step 10 of epoch 1
-survivors 2 | 3 | --kill 1 17 --port 8902
-    optimizer.load_state_dict(optimizer_state) => pass
-    loss 1.406419734911
-survivors 3 | 3 | --port 8903
-    data.labels[positions].numel()). => (labels.numel() * dist.get_world_size())).
-    same
-survivors 3 | 3 | --batch_size 128 --port 8904
-    data.labels[positions].numel()). => (labels.numel() * dist.get_world_size())).
-    loss 1.4739
 sending_less 1 | 2 | --by diloco
     agreed - parameter => parameter - agreed
     loss 2.2781

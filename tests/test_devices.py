@@ -15,7 +15,7 @@ from common.flags import accelerator
 
 STOPPED = 42  # the exit status of a lesson that would train now; @record turns 0 into a return
 TALKING = [lesson for lesson in LESSONS if talks(lesson)]
-ON_CPU = ("survivors", "finding_hangs", "thousand_ranks")  # by default, on any machine
+ON_CPU = ("finding_hangs", "thousand_ranks")  # by default, on any machine
 
 
 @pytest.fixture

@@ -188,7 +188,6 @@ def test_all_lessons_are_here():
     """Each lesson has a row, or a test of its own. This test needs no GPU."""
     others = {"blocking_p2p", "nonblocking_p2p", "placements", "message_gradients", "resnet"}
     others |= {"finding_hangs", "thousand_ranks"}  # the latter computes nothing
-    others |= {"survivors"}  # sends by gloo, from CPUs
     others |= {"trainer_and_generator"}  # draws other numbers on a GPU
     assert {row.split()[0] for row in ROWS} | others == set(LESSONS)
 
@@ -392,16 +391,3 @@ def test_what_nccl_writes_at_a_timeout(tmp_path):
     assert len(list(tmp_path.glob("nccl_*"))) == 3
     tool = (sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace")
     assert Job(*tool, "--prefix", "nccl_", tmp_path).wait().returncode == 0
-
-
-def test_bench():
-    """One process and DDP have the same loss, and a row has the memory on a GPU."""
-    need(1)
-    flags = (*ONE_EPOCH, *CUDA, "--double", "-g", min(2, found()))
-    lessons = ("--only", "single_gpu", "distributed_data_parallel_torchrun")
-    out = run("bench", *flags, *lessons, env=ALL_GPUS, cold=True).stdout.replace(",", "")
-    lines = re.findall(r"^\| ((?:single_gpu|torchrun) .*)", out, re.M)
-    one, ddp = [re.split(" *[|] *", line) for line in lines]
-    assert float(one[1]) == pytest.approx(float(ddp[1]), abs=1e-10)  # the loss
-    for row in (one, ddp):
-        assert 0 < float(row[7]) < float(row[6])  # MiB on a GPU, MiB

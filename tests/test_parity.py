@@ -11,7 +11,7 @@ import json
 import first_difference
 import pytest
 import torch
-from launch import DIGITS, epochs, free_port, once, run, single_gpu
+from launch import DIGITS, epochs, once, run, single_gpu
 from lessons import LESSONS, NEWER, own_flags, talks
 
 pytestmark = pytest.mark.quick
@@ -27,7 +27,6 @@ distributed_data_parallel; 3; mlp
 distributed_data_parallel2; 3; mlp
 distributed_data_parallel_torchrun; 3; language
 resumable; 3; mlp
-survivors; 3; mlp
 model_parallel; None; mlp
 model_parallel --pipelined --micro_batches 7; None; transformer
 manual_pipeline --micro_batches 7; 3; mlp
@@ -86,7 +85,7 @@ def noted(lesson, *flags, folder, processes=None):
 
     Returns the epoch lines.
     """
-    flags += (*own_flags(lesson, folder), *(("--port", free_port()) * (lesson == "survivors")))
+    flags += own_flags(lesson, folder)
     env = {"NOTES": str(folder), "DOCUMENTS": "40"}
     if lesson == "sharded_data":
         run(lesson, "--make", "--double", *flags, env=env)

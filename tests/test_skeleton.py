@@ -15,7 +15,6 @@ IN_FULL = {  # these show the frames, which the others have below a fold; or hav
     "manual_data_parallel",
     "distributed_data_parallel",
     "distributed_data_parallel_torchrun",
-    "survivors",
     "finding_hangs",
 }
 

@@ -12,6 +12,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Polygon, Rectangle
+from scour.scour import parse_args, scourString
 
 # Colour-blind people can tell these colours apart. They are those of Okabe and Ito, and can be seen
 # on a white page and on a dark one.
@@ -44,6 +45,7 @@ SMALLER = {  # what becomes of parts of an SVG, so that it is a fraction as larg
     r"\*\{": THEME + "*{",
 }
 SAME_LOOK = r'" (style="[^"]*"/>)\s*<path d="([^"]*" \1)'  # of two paths, which become one
+IN_ONE_LINE = [*("--indent=none", "--no-line-breaks", "--enable-id-stripping"), "--remove-metadata"]
 WIDE = 7.2  # inches: 691 pixels of a page
 
 STYLE = {
@@ -100,7 +102,7 @@ def save(figure: Figure, path: Path) -> None:
         small = re.sub(pattern, new, small)
     while re.search(SAME_LOOK, small):
         small = re.sub(SAME_LOOK, r"\2", small)
-    path.write_text(small)
+    path.write_text(scourString(small, parse_args(IN_ONE_LINE)))
     plt.close(figure)
 
 
