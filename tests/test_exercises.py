@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from check import ORDER
 from launch import Job
-from lessons import FOLDERS, ROOT, docstring
+from lessons import FOLDERS, READING_ORDER, ROOT, docstring
 from nodes import until
 
 FOLDER = ROOT / "playground" / "exercises"
@@ -64,8 +64,6 @@ def test_the_tasks():
 
     They are in the order of the lessons, in the row of their part. There are three hints.
     """
-    listed = (ROOT / "playground" / "README.md").read_text()
-    lessons = re.findall(r"^\| \d+\. \[`(\w+)\.py`\]", listed, re.M)
     positions = []
     assert sorted(ORDER) == EXERCISES
     for name in ORDER:
@@ -74,7 +72,7 @@ def test_the_tasks():
         assert "playground/exercises/answers/" in task, name
         assert f"    python playground/exercises/{name}.py" in task
         lesson = re.search(r"^Lesson: ([\w/]+)\.py\.$", task, re.M)[1].rpartition("/")[2]
-        positions.append(lessons.index(lesson))
+        positions.append(READING_ORDER.index(lesson))
         assert f"{name}.py" in docstring(lesson), (name, lesson)
         assert "your answer passes" in " ".join(task.lower().split()), name
         assert len(check.HINTS.strip().split("\n\n")) == 3, name

@@ -157,7 +157,7 @@ def note_hangs(rank, folder, seconds):
         with open(f"{folder}/stacks{rank}.txt", "w") as file:
             faulthandler.dump_traceback(file)  # of all threads of Python
         # NEW: these two functions are private, so they may change. (They are in torch 2.9 to 2.15.
-        # From 2.14 on, torch.distributed.debug.start_debug_server shows the notes in a browser.)
+        # From 2.10 on, torch.distributed.debug.start_debug_server shows the notes in a browser.)
         if "nccl" in dist.get_backend():
             calls = torch._C._distributed_c10d._dump_nccl_trace_json()
         else:

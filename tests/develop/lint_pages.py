@@ -11,6 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import yaml
+
 sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
 from lessons import LESSONS, PATHS, ROOT, docstring
 
@@ -122,6 +124,16 @@ def faults_of_tests():
             yield f"tests/README.md: there is no test {name}"
 
 
+def faults_of_workflows():
+    """Find jobs that wait for a job that is not there. GitHub refuses such a file."""
+    for path in sorted((ROOT / ".github" / "workflows").glob("*.yml")):
+        jobs = yaml.safe_load(path.read_text())["jobs"]
+        for name, job in jobs.items():
+            needs = job.get("needs", [])
+            for other in {*([needs] if isinstance(needs, str) else needs)} - jobs.keys():
+                yield f"{path.name}: {name} needs {other}, which is no job"
+
+
 def show_lines():
     """Print how many lines of Python there are."""
     words = ["git", "ls-files", "*.py"]
@@ -139,7 +151,12 @@ def main():
     for page, text in PAGES.items():
         for fault in (*too_wide(text), *broken_links(page, text), *rows_that_lean(text)):
             found.append(f"{page}: {fault}")
-    found += [*faults_of_figures(), *faults_of_lessons(), *faults_of_tests()]
+    found += [
+        *faults_of_figures(),
+        *faults_of_lessons(),
+        *faults_of_tests(),
+        *faults_of_workflows(),
+    ]
     show_lines()
     for fault in found:
         print(fault)
