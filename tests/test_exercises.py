@@ -79,6 +79,22 @@ def test_the_tasks():
     assert positions == sorted(positions)
 
 
+# The lesson's own function, for those exercises with two rungs that ask for the same function.
+OF_LESSONS = {
+    "average_gradients": "manual_data_parallel",
+    "ring_all_reduce": "nonblocking_p2p",
+    "shard_optimizer": "sharded_optimizer",
+}
+
+
+def of_lesson(file, name):
+    """Write the lesson's function as the answer to an exercise. Returns the file."""
+    folders = [str(ROOT), *map(str, FOLDERS)]
+    import_it = f"from {OF_LESSONS[name]} import {check_of(name).NAME}"
+    file.write_text(f"import sys\nsys.path[:0] = {folders}\n{import_it}\n")
+    return file
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_judge(name, tmp_path):
     """The solution is right, the lesson's function on rung 1. The task and mistakes are told."""
@@ -91,11 +107,7 @@ def test_the_judge(name, tmp_path):
     # One that hangs after 4 s may only be slow.
     answers += [[None, words, 4, [2]] for words in check.MISTAKES]
     if name in OF_LESSONS:
-        folders = [str(ROOT), *map(str, FOLDERS)]
-        of_lesson = tmp_path / "answer.py"
-        import_it = f"from {OF_LESSONS[name]} import {check.NAME}"
-        of_lesson.write_text(f"import sys\nsys.path[:0] = {folders}\n{import_it}\n")
-        answers.append([of_lesson, None, 30, [2]])
+        answers.append([of_lesson(tmp_path / "answer.py", name), None, 30, [2]])
     solution, task, *told = judged(tmp_path, name, answers)
     assert solution == [f"RIGHT with {in_ranks(some)}"]
     assert task == ["your turn"]
@@ -110,12 +122,6 @@ def test_the_judge(name, tmp_path):
     assert len(check.MISTAKES) >= 3
 
 
-# The lesson's own function, for those exercises with two rungs that ask for the same function.
-OF_LESSONS = {
-    "average_gradients": "manual_data_parallel",
-    "ring_all_reduce": "nonblocking_p2p",
-    "shard_optimizer": "sharded_optimizer",
-}
 ANYTHING = '''
 import os
 import signal
@@ -322,16 +328,27 @@ def test_reset(copy):
 
 
 def test_the_page(copy):
-    """The function of README.md gets the verdict that it shows."""
+    """The function of README.md gets the verdicts that it shows. The list has a row for it."""
     page = (FOLDER / "README.md").read_text()
     [answer] = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
     sessions = re.findall(r"^```console\n\$ python (\S+) ?(.*?)\n(.*?)^```$", page, re.M | re.S)
-    [(first, no_flags, your_turn), (path, flags, shown)] = sessions
-    assert not no_flags
+    (task, no_flags, your_turn), *verdicts = sessions
+    assert not no_flags and len(verdicts) == 2
     course = copy.parents[1]
-    assert run(first, cwd=course)[0] == your_turn
+    assert run(task, cwd=course)[0] == your_turn
     file = course / your_turn.split()[-1]
     head, _, rest = file.read_text().partition("\ndef ")
     foot = rest.partition('"your turn")\n')[2]
     file.write_text(f"{head}\n{answer}{foot}")
-    assert run(path, *flags.split(), cwd=course)[0] == shown
+    for path, flags, shown in verdicts:
+        assert run(path, *flags.split(), cwd=course)[0] == shown
+    of_lesson(copy / "answers" / "shard_optimizer.py", "shard_optimizer")
+    (copy / "answers" / "order_1f1b.py").write_text(solved(copy, "order_1f1b"))
+    listed = run(copy / "check.py", "--ranks", 2, cwd=course)[0]
+    rows = [line.split(maxsplit=1) for line in listed.splitlines() if line.startswith("  ")]
+    assert [name for name, _ in rows] == ORDER
+    told = {name: verdict for name, verdict in rows if verdict != "your turn"}
+    assert told["swap_with_neighbour"].startswith("HANG with 2 ranks")
+    assert re.fullmatch(r"[A-Z]+ with 2 ranks, .* \(rung 2 of 2\)", told["shard_optimizer"])
+    assert told["order_1f1b"] == "RIGHT with 2 ranks"
+    assert len(told) == 3 and f"\n1 of {len(ORDER)} are right\n" in listed

@@ -118,9 +118,9 @@ def is_unwritten(name):
 
 
 def in_colour(line):
-    """Return a line with its verdict in green or red, on a terminal."""
-    line = re.sub(r"\bRIGHT\b", coloured("RIGHT", "green"), line, count=1)
-    wrong = r"\b(WRONG|COSTLY|FORBIDDEN|CRASH|HANG)\b"
+    """Return a line with the verdict that it begins with in green or red, on a terminal."""
+    line = re.sub(r"^RIGHT\b", coloured("RIGHT", "green"), line)
+    wrong = r"^(WRONG|COSTLY|FORBIDDEN|CRASH|HANG)\b"
     return re.sub(wrong, lambda word: coloured(word[0], "red"), line)
 
 
@@ -131,11 +131,14 @@ def show_all(args):
         print(f"\n{part}")
         for name in names:
             print(f"  {name:<31}", end="", flush=True)
-            if is_unwritten(name):
-                print("your turn")
-            elif show(name, args):
-                continue
-            left.append(name)
+            is_right, lines = (False, ["your turn"])
+            if not is_unwritten(name):
+                is_right, lines = verdict_on(name, args)
+            # Of an answer that has only its first rung, the row tells what is wrong on the second.
+            rows = [line for line in lines if not line.startswith("RIGHT")]
+            print(in_colour(lines[0] if is_right else rows[0]), flush=True)
+            if not is_right:
+                left.append(name)
     print(f"\n{len(ORDER) - len(left)} of {len(ORDER)} are right")
     if left:
         print(f"next: python {shown(__file__)} {left[0]}")
@@ -151,15 +154,22 @@ def show(name, args):
             print(your_turn(name), flush=True)
         if unwritten:
             return False
+    is_right, lines = verdict_on(name, args)
+    if lines == ["your turn"]:
+        lines = [your_turn(name, args.file)]
+    elif not is_right:
+        lines.append("For a hint, add --hint 1.")
+    print(*map(in_colour, lines), sep="\n", flush=True)
+    return is_right
+
+
+def verdict_on(name, args):
+    """Judge the answer to an exercise. Returns whether it is right, and the lines of the verdict."""
     from judging.judge import SECONDS, judge  # imports torch, which takes long
 
     file = args.file or answer_to(name)
     options = {"sizes": args.ranks, "with_trace": args.trace}
-    is_right, lines = judge(name, file, seconds=args.seconds or SECONDS, **options)
-    if lines == ["your turn"]:
-        lines = [your_turn(name, args.file)]
-    print(in_colour(lines[0]), *lines[1:], sep="\n", flush=True)
-    return is_right
+    return judge(name, file, seconds=args.seconds or SECONDS, **options)
 
 
 def main():

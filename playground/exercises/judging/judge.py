@@ -22,14 +22,8 @@ from judging.trial import be_a_rank, check_of, crash_of_process
 from judging.words import costs, in_ranks, why
 
 SECONDS = 8  # for which all ranks may wait, or one computes, in a case
-TOLD_FIRST = (
-    "no group",
-    "your turn",
-    "forbidden",
-    "ended",
-    "error",
-    "connection",
-)  # of several crashes
+# Of several crashes, the first of these is told.
+TOLD_FIRST = ("no group", "your turn", "forbidden", "ended", "error", "connection")
 LINES = 20  # of a report, at most
 
 
@@ -77,7 +71,7 @@ def judge(name, file, function=None, seconds=SECONDS, sizes=None, with_trace=Fal
                 break
         if cases and verdict.kind != "RIGHT":
             case = f", {verdict.case}" if verdict.case else ""
-            rung = " (rung 1 of 2)" if case and not with_costs else ""
+            rung = f" (rung {2 if with_costs else 1} of 2)" if case and check.RUNG_1 else ""
             lines += [f"{verdict.kind} with {in_ranks([size])}{case}{rung}"]
             lines += [f"  {line}" for line in verdict.lines]
             break
