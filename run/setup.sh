@@ -16,7 +16,9 @@ done
 if [ ${#missing[@]} = 0 ]; then
     exit 0
 fi
-for python in ${PYTHON:-python3 python3.11 python3.12 python3.13 python3.14}; do
+pythons=(python3 python3.11 python3.12 python3.13 python3.14)
+[ -z "${PYTHON:-}" ] || pythons=("$PYTHON") # its path may have spaces
+for python in "${pythons[@]}"; do
     if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
         break
     fi

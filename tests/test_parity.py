@@ -85,7 +85,7 @@ def noted(lesson, *flags, folder, processes=None):
 
     Returns the epoch lines.
     """
-    flags += own_flags(lesson, folder)
+    flags = (*flags, *own_flags(lesson, folder))
     env = {"NOTES": str(folder), "DOCUMENTS": "40"}
     if lesson == "sharded_data":
         run(lesson, "--make", "--double", *flags, env=env)

@@ -83,8 +83,8 @@ def test_what_is_installed_when(checkout, tmp_path):
 
     TORCH_INDEX_URL is where torch and torchvision come from, and nothing else.
     """
-    write_program(tmp_path / "python", PIP)
-    pip = {"PYTHON": str(tmp_path / "python")}
+    write_program(tmp_path / "a path" / "python", PIP)
+    pip = {"PYTHON": str(tmp_path / "a path" / "python")}
     tests = "tests/requirements.txt"
     assert installed(checkout, **pip) == ["-r requirements.txt"]
     assert installed(checkout, tests, **pip) == [f"-r {tests}"]

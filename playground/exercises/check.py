@@ -164,7 +164,7 @@ def show(name, args):
 
 
 def verdict_on(name, args):
-    """Judge the answer to an exercise. Returns whether it is right, and the lines of the verdict."""
+    """Judge the answer to an exercise. Returns whether it is right, and the verdict's lines."""
     from judging.judge import SECONDS, judge  # imports torch, which takes long
 
     file = args.file or answer_to(name)

@@ -1,5 +1,6 @@
 // A box at the top of troubleshooting.md: it shows the rows of the tables that share most words and
-// numbers with a pasted message. A code, such as in "exitcode: -9" or "errno: 97", is one word.
+// numbers with a pasted message. A code, such as in "exitcode: -9" or "errno: 97", is one word, which
+// weighs more than the words around it.
 const CODE = /\b(exit ?code|exit|errno|signal)[\s:=]*\(?(-?\d+)/g;
 const wordsOf = (text) => {
   const plain = text.toLowerCase().replace(CODE, (all, name, number) => `code${number}`);
@@ -12,8 +13,9 @@ function matches(typed, rows) {
   for (const row of sets)
     for (const word of new Set(row.flatMap((set) => [...set])))
       rare.set(word, (rare.get(word) ?? 0) + 1);
-  const sum = (words) =>
-    [...words].reduce((all, word) => all + Math.log(2 * rows.length / (rare.get(word) ?? 1)), 0);
+  const weight = (word) =>
+    Math.log(2 * rows.length / (rare.get(word) ?? 1)) * (word.startsWith("code") ? 4 : 1);
+  const sum = (words) => [...words].reduce((all, word) => all + weight(word), 0);
   const score = (words) => {
     const both = new Set([...words].filter((word) => wanted.has(word)));
     const share = Math.max(sum(both) / sum(words), sum(both) / sum(wanted));

@@ -13,7 +13,7 @@ def advice_on(text: str) -> list[str]:
     name of a function, which also stands in other errors, unless it names the error itself.
     """
     text = " ".join(text.split())
-    found = {}
+    found = []
     page = PAGE.read_text(encoding="utf-8") if PAGE.is_file() else ""  # of a copy of tools/ alone
     for row in re.findall(r"^\| (.*) \|$", page, re.M):
         seen, *cells = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", row).split(" | ")
@@ -22,5 +22,6 @@ def advice_on(text: str) -> list[str]:
             is_own = " " in message.strip(". ") or re.fullmatch(r"\w+(Error|Exception)", message)
             # "signal: 1" is not in "signal: 15".
             if is_own and all(re.search(rf"{re.escape(part)}(?!\d)", text) for part in parts):
-                found[message] = f"`{message}`: " + ". To do: ".join(cells)
-    return list(dict.fromkeys(found[each] for each in sorted(found, key=len, reverse=True)))[:3]
+                found.append((len(message), f"`{message}`: " + ". To do: ".join(cells)))
+    found.sort(key=lambda each: each[0], reverse=True)
+    return list(dict.fromkeys(row for _, row in found))[:3]
