@@ -82,7 +82,7 @@ ROWS = {  # a lesson with its flags, and on how many GPUs it runs; those that ta
     "sequence_parallel": (1, 2),
     "sequence_parallel --by dtensor": (1, 2),
     "ulysses": (2,),
-    "context_parallel --recompute": (1, 2),
+    "context_parallel --by ring": (1, 2),
     "expert_parallel --balance 0.1": (1, 2),
 }
 # Any other lesson that trains has a row as it is. The ResNet lesson has a test of its own.

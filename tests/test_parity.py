@@ -61,8 +61,8 @@ sequence_parallel; 2; transformer
 sequence_parallel --by dtensor; 2; language
 ulysses; 2; language
 context_parallel; 4; language
-context_parallel --order plain; 2; language
-context_parallel --recompute; 2; language
+context_parallel --by ring; 4; language
+context_parallel --by ring --order plain; 2; language
 expert_parallel --experts 1; 1; transformer
 language_model --constant --clip 0 --lr 1e-3 --rows 7; 3; language
 vocabulary_parallel; 4; language

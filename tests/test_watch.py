@@ -71,8 +71,8 @@ GIVEN = {
     # In two blocks and both directions: queries, outputs, and half as many keys and values.
     "ulysses": [("all_to_all", 16, 12 * TOKENS), ("all_reduce", 1, LANGUAGE)],
     "context_parallel": [
-        ("recv", 4, 4 * TOKENS),
-        ("send", 4, 4 * TOKENS),
+        ("all_gather", 2, 2 * TOKENS),
+        ("reduce_scatter", 2, 4 * TOKENS),
         ("all_reduce", 1, LANGUAGE),
     ],
 }

@@ -1,48 +1,50 @@
-"""Context parallelism by a ring: the keys and values of all tokens travel, and the queries stay.
+"""Context parallelism: the keys and values of all tokens come to a rank, and the queries stay.
 
-Run it, and then again without keeping the scores for `backward()`:
+Run it, by an all_gather, and then by a ring:
     torchrun --standalone --nproc-per-node 2 playground/transformer/context_parallel.py
-    torchrun --standalone --nproc-per-node 2 \
-        playground/transformer/context_parallel.py --recompute
+    torchrun --standalone --nproc-per-node 2 playground/transformer/context_parallel.py --by ring
 
 Both print the same numbers as `single_gpu.py --model language`, up to rounding (with `--double` all
 twelve digits agree), and then what each rank has. With the first command:
-    rank 0 has 64 of 128 tokens, computes 6,144 scores, and keeps 162,656,256 bytes
-    rank 1 has 64 of 128 tokens, computes 6,144 scores, and keeps 158,593,024 bytes
+    rank 0 has 64 of 128 tokens, reads 4,128 scores, and keeps 99,139,584 bytes
+    rank 1 has 64 of 128 tokens, reads 4,128 scores, and keeps 99,139,584 bytes
 
 As in `ulysses.py`, each rank has its own tokens, and only attention needs those of other ranks.
-Here a rank keeps its queries. First it computes what they read from its own chunk, which is the
-keys and values of its tokens. Then all ranks pass their chunk on to the next rank, and compute what
-their queries read from the chunk that has arrived. After n - 1 such steps, every chunk has been on
-every rank.
+Here a rank keeps its queries, so any number of heads will do.
 
-A token with the scores s reads the mean of the values, weighted with softmax(s). No rank has all
-scores of a token, but the means over the chunks can be merged. A chunk's weight in the whole mean
-is the sum of its exp(s), or e^L with L = log(sum(exp(s))). Here is an example with 2 in place of e:
+**By an all_gather** (`gathered_attention`), each rank gets the keys and values of all tokens. In
+`backward()`, each rank has a term of their gradients, and a reduce_scatter adds up the terms and
+leaves each rank those of its own tokens. PyTorch's attention does the rest, with a mask. torchtitan
+has this kind.
+
+**By a ring** (`ring_attention`, https://arxiv.org/abs/2310.01889), no rank holds the keys and
+values of all tokens at once. First a rank computes what its queries read from its own chunk, which
+is the keys and values of its tokens. Then all ranks pass their chunk on to the next rank, and
+compute what their queries read from the chunk that has arrived. After n - 1 such steps, every chunk
+has been on every rank. (Libraries pass a chunk on while they compute with it.) `checkpoint()` lets
+autograd keep only what goes into the ring, in all 90,423,296 bytes, and `backward()` repeats it.
+
+A token with the scores s reads the mean of the values, weighted with softmax(s). In the ring, no
+rank has all scores of a token, but the means over the chunks can be merged. A chunk's weight in the
+whole mean is the sum of its exp(s), or e^L with L = log(sum(exp(s))). An example with 2 for e:
     chunk 1    s = 1 1    values 6 0    mean 3      L = log2(2 + 2) = 2
     chunk 2    s = 2 2    values 3 6    mean 4.5    L = log2(4 + 4) = 3
     merged     weights 4/12 and 8/12, the softmax of the two L, so 3 * 1/3 + 4.5 * 2/3 = 4
 
-That is ring attention (https://arxiv.org/abs/2310.01889). Three things are left:
-- **Equal work.** A token reads itself and those before it. With `--order plain`, rank 0 has the
-  first half of the tokens, computes 4,096 scores of each head and row, masked ones included, and
-  waits for rank 1, which computes 8,192. With `--order zigzag`, the default, each rank has some
-  early tokens and some late ones (`playground/pages/figures/context.svg`, with four ranks).
-- **Memory.** For `backward()`, autograd keeps the scores of all chunks, and the chunks, too: more
-  than in `ulysses.py`. With `--recompute`, it keeps of attention only what goes into the ring (in
-  all 90,423,296 bytes). `backward()` then sends the chunks around once more, and has the scores of
-  one layer at a time. (Libraries write the gradient of attention by hand, as FlashAttention does,
-  and have those of one tile at a time.)
-- **Overlap.** Here a rank waits for a chunk, and then computes. Libraries pass a chunk on while
-  they compute with it.
+**Equal work**: a token reads itself and those before it. With `--order plain`, rank 0 has the first
+half of the tokens, reads 2,080 scores of each head and row, and rank 1 reads 6,176. With `--order
+zigzag`, the default, each rank has some early tokens and some late ones
+(`playground/pages/figures/context.svg`, with four ranks). Here all scores are computed, and then
+those that no token reads are masked. Kernels such as FlexAttention skip whole blocks of these, so
+the rank that reads most would let the others wait.
 
-Try breaking it, in a copy beside it, with `--double`, and compare the losses:
+Try breaking it, in a copy beside it, with `--by ring --double`, and compare the losses:
   1. In `attend_to_chunk`, return `mean, torch.zeros_like(log)`. With which number of ranks is this
      no fault?
   2. Pass a chunk on by `to_next(chunk, group)`, without Message. Which gradients are lost?
-  3. With 2 ranks and `--order plain --timeout 10`, let rank 0 skip what it cannot read: before the
-     line with `attend_to_chunk`, write `if theirs[0] > positions[rank][-1]: continue`. Why does
-     rank 1 wait in `backward()`, although rank 0 has received every chunk?
+  3. With 2 ranks and `--by ring --order plain --timeout 10`, let rank 0 skip what it cannot read:
+     before the line with `attend_to_chunk`, write `if later.all(): continue`. Why does rank 1 wait
+     in `backward()`, although rank 0 has received every chunk?
 Now write `ring_attention.py` in `playground/exercises/`.
 Builds on: ulysses.py
 The next lesson, `expert_parallel.py`, gives each rank different parameters, and sends it tokens.
@@ -74,11 +76,23 @@ from common.transformer import Attention
 # Here and below, positions[r] has the positions of rank r's tokens in the sequence, in ascending
 # order. `group` has the ranks that split a sequence. None means all ranks, as in this lesson.
 # PyTorch's own context parallelism is experimental, and does not run on CPUs. So this is by hand.
-def ring_attention(query, key, value, positions, group):
+def gathered_attention(query, key, value, positions, group):
     """Return what this rank's tokens read from all tokens, in the shape of `query`.
 
     The inputs are of this rank's tokens, (N, heads, own tokens, size).
     """
+    own = torch.stack([key, value]).unsqueeze(0)
+    # NEW: chunk r is of rank r. backward() adds up the gradients that all ranks have for it.
+    chunks = Message.apply(own, all_gather, reduce_scatter, group)
+    keys, values = torch.cat(list(chunks), dim=-2)
+    # NEW: which token reads which: the order of the tokens is that of the ranks.
+    mine = positions[dist.get_rank(group)]
+    reads = (torch.cat(list(positions)) <= mine[:, None]).to(query.device)
+    return F.scaled_dot_product_attention(query, keys, values, attn_mask=reads, enable_gqa=True)
+
+
+def ring_attention(query, key, value, positions, group):
+    """Return the same. At any time, a rank has the keys and values of one rank only."""
     rank = dist.get_rank(group)
     world_size = dist.get_world_size(group)
     # With 16 bits, the scores and L would be wrong in their third digit, so they get 32.
@@ -91,7 +105,8 @@ def ring_attention(query, key, value, positions, group):
     logs = []
     for step in range(world_size):
         theirs = positions[(rank - step) % world_size]  # whose keys and values are here now
-        mean, log = attend_to_chunk(query, *chunk.to(wide), positions[rank], theirs)
+        later = (theirs > positions[rank][:, None]).to(query.device)
+        mean, log = attend_to_chunk(query, *chunk.to(wide), later)
         means.append(mean)
         logs.append(log)
         if step < world_size - 1:
@@ -105,36 +120,18 @@ def ring_attention(query, key, value, positions, group):
     return read.flatten(1, 2).to(key.dtype)
 
 
-def attend_to_chunk(query, keys, values, mine, theirs):
-    """Return the mean of a chunk's values for each query, and L, the log of its sum of exp(s).
-
-    mine and theirs are the positions of the queries and of the keys.
-    """
-    rows, columns = visible(mine, theirs)
-    keys = keys[..., columns, :]
-    values = values[..., columns, :]
-    scores = query[..., rows, :] @ keys.mT * query.shape[-1] ** -0.5  # PyTorch's scale
-    later = (theirs[columns] > mine[rows][:, None]).to(scores.device)
-    scores = scores.masked_fill(later, -torch.inf)
-    # NEW: the tokens before `rows` read nothing of this chunk: a mean of 0, with the weight 0.
-    # (With zigzag, rank 0 has such tokens. So it keeps a little more than rank 1.)
-    above = (0, 0, rows.start, 0)
-    mean = F.pad(scores.softmax(dim=-1) @ values, above)
-    log = F.pad(scores.logsumexp(dim=-1, keepdim=True), above, value=-torch.inf)
+def attend_to_chunk(query, keys, values, later):
+    """Return the mean of a chunk's values for each query, and L, the log of its sum of exp(s)."""
+    scores = query @ keys.mT * query.shape[-1] ** -0.5  # PyTorch's scale
+    # NEW: not -inf, from which softmax makes NaN if a token reads nothing of this chunk. With this
+    # number, the weight of such a chunk is exactly 0, because each token reads at least itself.
+    scores = scores.masked_fill(later, -1e30)
+    mean = scores.softmax(dim=-1) @ values
+    log = scores.logsumexp(dim=-1, keepdim=True)
     return mean, log
 
 
-def visible(mine, theirs):
-    """Return two slices: my tokens that read any of theirs, and theirs that are read.
-
-    The other scores are masked, so they are not computed. An example with 16 tokens and zigzag:
-    rank 0 has 0-3 and 12-15, and rank 1 has 4-11. Of rank 0's queries, the last four read all keys
-    of rank 1, so it computes 4 x 8 scores. All queries of rank 1 read the first four keys of rank
-    0, so it computes 8 x 4. If nothing is read, both slices are empty.
-    """
-    first = int((mine < theirs[0]).sum())
-    end = int((theirs <= mine[-1]).sum())
-    return slice(first, None), slice(0, end)
+WAYS = {"gather": gathered_attention, "ring": ring_attention}
 
 
 # ---------- Equal work: which tokens a rank has ----------
@@ -148,23 +145,13 @@ def plain(tokens, world_size):
 def zigzag(tokens, world_size):
     """Return the positions of each rank's tokens: a chunk near the start, and one near the end."""
     # NEW: early tokens read few others, and late ones many. With two ranks and the chunks 0, 1, 2
-    # and 3, rank 0 has 0 and 3, rank 1 has 1 and 2, and both compute equally many scores.
+    # and 3, rank 0 has 0 and 3, rank 1 has 1 and 2, and both read equally many scores.
     chunks = torch.arange(tokens).chunk(2 * world_size)
     pairs = zip(chunks[:world_size], reversed(chunks[world_size:]), strict=True)
     return [torch.cat(pair) for pair in pairs]
 
 
 ORDERS = {"plain": plain, "zigzag": zigzag}
-
-
-# ---------- Memory: keep no scores ----------
-
-
-def recomputed(attend, query, key, value):
-    """Return what `attend` returns. Of it, autograd keeps only the inputs (--recompute)."""
-    # NEW: backward() calls `attend` again, with all its messages. All ranks do so together, because
-    # their layers are the same.
-    return checkpoint(attend, query, key, value, use_reentrant=False)
 
 
 def train(args):
@@ -176,9 +163,10 @@ def train(args):
         keep_own_tokens(loader, positions[rank])
     torch.manual_seed(args.seed)
     model = make_model(args).to(device)
-    attend = partial(ring_attention, positions=positions, group=None)
-    if args.recompute:
-        attend = partial(recomputed, attend)
+    attend = partial(WAYS[args.by], positions=positions, group=None)
+    if args.by == "ring":
+        # NEW: keep only its inputs. backward() calls it again, on all ranks together.
+        attend = partial(checkpoint, attend, use_reentrant=False)
     split_tokens(model, attend, positions[rank])
     parallel = DistributedDataParallel(model)  # averages the gradients, as in ulysses.py
     torch.manual_seed(args.seed + rank)  # dropout, if there is any, must differ between ranks
@@ -198,12 +186,9 @@ def show_tokens(model, positions, loader, device):
     """Print how many tokens and scores each rank has, and what autograd keeps for backward()."""
     rank = dist.get_rank()
     mine = positions[rank]
-    scores = 0
-    for theirs in positions:
-        rows, columns = visible(mine, theirs)
-        scores += len(mine[rows]) * len(theirs[columns])
+    scores = int((mine + 1).sum())  # token 0 reads one score, token 1 reads two
     line = f"rank {rank} has {len(mine)} of {len(mine) * len(positions)} tokens"
-    line += f", computes {scores:,} scores"
+    line += f", reads {scores:,} scores"
     line += f", and keeps {count_kept(model, loader, device):,} bytes"
     lines = [None] * dist.get_world_size()
     dist.all_gather_object(lines, line)
@@ -215,8 +200,8 @@ def add_flags(parser):
     """Add the flags that only this lesson has. It trains the language model by default."""
     parser.set_defaults(model="language")
     add = parser.add_argument
+    add("--by", choices=WAYS, default="gather", help="how keys and values come to a rank")
     add("--order", choices=ORDERS, default="zigzag", help="which tokens a rank has")
-    add("--recompute", action="store_true", help="keep no scores for backward()")
 
 
 def check_flags(parser, args, world_size):
@@ -228,8 +213,8 @@ def check_flags(parser, args, world_size):
 
 
 # ---------- Unchanged from message_gradients.py ----------
-# You know what follows: Message(), shift(), to_next() and to_previous(). If you copy this lesson,
-# copy this, too.
+# You know what follows: Message(), all_gather(), reduce_scatter(), shift(), to_next() and
+# to_previous(). If you copy this lesson, copy this, too.
 
 
 class Message(torch.autograd.Function):
@@ -252,6 +237,20 @@ class Message(torch.autograd.Function):
         """Send the gradient of what has arrived. Returns the gradient of x."""
         gradient = ctx.send_back(gradient.contiguous(), ctx.group)  # also a message
         return gradient, None, None, None  # the other arguments of forward() have no gradient
+
+
+def all_gather(x, group):
+    """Return the tensors of all ranks, one after another in dimension 0."""
+    whole = x.new_empty(dist.get_world_size(group) * len(x), *x.shape[1:])
+    dist.all_gather_into_tensor(whole, x, group=group)
+    return whole
+
+
+def reduce_scatter(x, group):
+    """Return this rank's chunk of the sum of all ranks' tensors."""
+    chunk = x.new_empty(len(x) // dist.get_world_size(group), *x.shape[1:])
+    dist.reduce_scatter_tensor(chunk, x, group=group)
+    return chunk
 
 
 def shift(x, by, group):
