@@ -31,6 +31,7 @@ model_parallel; None; mlp
 model_parallel --pipelined --micro_batches 7; None; transformer
 manual_pipeline --micro_batches 7; 3; mlp
 manual_pipeline --schedule 1F1B; 3; language
+manual_pipeline --schedule F0,F1,I0,F2,I1,W0,I2,W1,W2 F0,I0,F1,I1,W0,F2,B2,W1; 2; mlp
 pipeline_parallel --schedule GPipe; 2; cnn
 pipeline_parallel --schedule Interleaved1F1B; 2; mlp
 pipeline_parallel --schedule InterleavedZeroBubble; 2; mlp

@@ -23,8 +23,10 @@ rank r of p keeps the activations of at most p - r micro-batches. With both sche
 for the same part of the time, the bubble (`model_parallel.py`). Both are in the picture
 `playground/pages/figures/schedules.svg`.
 
-A pipeline gains time if each rank has a core of its own and large layers. An epoch with
-`--width 512 --layers 8 --batch_size 2048` took 6.3 s on 2 cores, 9.5 s in `single_gpu.py` on one.
+In a list of your own, B may have two parts. I computes the gradient of the input, for which the
+previous rank waits, and W those of the parameters, which can fill the bubble ("zero bubble",
+https://arxiv.org/abs/2401.10241):
+    --schedule F0,F1,I0,F2,I1,W0,I2,W1,W2 F0,I0,F1,I1,W0,F2,I2,W1,W2
 
 Try breaking it, in a copy beside it:
   1. In `forward_pass()`, leave out `* len(labels) / self.batch_size`. How many times too large are
@@ -119,6 +121,7 @@ class Pipeline(torch.nn.Module):
         # These dicts have the number of the micro-batch as their key.
         self.inputs = {}
         self.outputs = {}
+        self.for_weights = {}
         self.logits = {}
         self.sent_activations = {}
         self.sent_gradient = None
@@ -127,8 +130,10 @@ class Pipeline(torch.nn.Module):
             number = int(each[1:])
             if each.startswith("F"):
                 self.forward_pass(number)
+            elif each.startswith("W"):
+                self.weights_pass(number)
             else:
-                self.backward_pass(number)
+                self.backward_pass(number, whole=each.startswith("B"))
         for message in self.sent_activations.values():
             message.wait()
         if self.sent_gradient is not None:
@@ -148,10 +153,11 @@ class Pipeline(torch.nn.Module):
             inputs.requires_grad_(self.training)  # NEW: backward() then fills inputs.grad
         output = self.stage(inputs).to(self.dtype)  # the next rank expects this dtype
         if self.rank < self.last_rank:
-            # A message has only numbers: no autograd graph, and no strides.
+            # A message has only numbers: no autograd graph, and no strides. (Then Megatron-LM frees
+            # these numbers, because backward() needs only the graph of `output`.)
             sent = output.detach().contiguous()
-            to_next = dist.isend(sent, dst=self.rank + 1, group=self.activations)
-            self.sent_activations[number] = to_next
+            message = dist.isend(sent, self.rank + 1, group=self.activations)
+            self.sent_activations[number] = message
         else:
             self.logits[number] = output.detach()
             # NEW: on the last rank, the stage ends with the loss. This is the micro-batch's part of
@@ -161,10 +167,14 @@ class Pipeline(torch.nn.Module):
         if self.training:
             self.inputs[number] = inputs
             self.outputs[number] = output  # its autograd graph keeps all activations of the stage
-            self.most_kept = max(self.most_kept, len(self.outputs))
+            kept = len(self.outputs) + len(self.for_weights)
+            self.most_kept = max(self.most_kept, kept)
 
-    def backward_pass(self, number):
-        """Receive the gradient of the output, compute that of the input, and send it."""
+    def backward_pass(self, number, whole):
+        """Receive the gradient of the output, compute that of the input, and send it.
+
+        If the pass is whole, the parameters get their gradients, too, and otherwise later.
+        """
         inputs = self.inputs.pop(number)
         output = self.outputs.pop(number)
         gradient = None  # on the last rank, whose output is the loss
@@ -173,13 +183,23 @@ class Pipeline(torch.nn.Module):
             dist.recv(gradient, src=self.rank + 1, group=self.gradients)
             # The gradient is here, so the activations have arrived: wait() only frees their memory.
             self.sent_activations.pop(number).wait()
-        if output.requires_grad:  # not if all stages up to here are frozen
+        if not whole:
+            self.for_weights[number] = (output, gradient)
+            if self.rank > 0:  # NEW: only the gradient of the input. The graph stays for W.
+                output.backward(gradient, inputs=[inputs], retain_graph=True)
+        elif output.requires_grad:  # not if all stages up to here are frozen
             output.backward(gradient)  # NEW: starts with the gradient that the next rank has sent
         if self.rank > 0:
             if self.sent_gradient is not None:
                 self.sent_gradient.wait()  # the one before, so that only one is in memory
-            to_previous = dist.isend(inputs.grad, dst=self.rank - 1, group=self.gradients)
-            self.sent_gradient = to_previous
+            self.sent_gradient = dist.isend(inputs.grad, self.rank - 1, group=self.gradients)
+
+    def weights_pass(self, number):
+        """Compute the gradients of the parameters, after those of the input have been sent."""
+        output, gradient = self.for_weights.pop(number)
+        # Autograd computes the gradients between the layers again. Libraries keep them.
+        trained = [each for each in self.stage.parameters() if each.requires_grad]
+        output.backward(gradient, inputs=trained)
 
 
 def train(args):
@@ -215,7 +235,8 @@ def cut(layers, count):
     """Cut an nn.Sequential into stages with about the same number of layers with parameters.
 
     What your forward() does between layers, such as a reshape, must become a layer. One tensor
-    passes from stage to stage.
+    passes from stage to stage. (torchtitan copies the model for each stage, and deletes the layers
+    of other stages, which its forward() then leaves out.)
     """
     indices = with_parameters(layers)
     starts = [indices[number * len(indices) // count] for number in range(1, count)]
@@ -299,17 +320,20 @@ def check_flags(parser, args, world_size):
     if len(lists) != world_size:
         wrong = f"{world_size} ranks need GPipe, 1F1B, or {world_size} lists such as F0,F1,B0,B1"
         parser.error(f"--schedule: {wrong}")
-    micro_batches = max(1, len(lists[0]) // 2)
+    micro_batches = max(1, ",".join(lists[0]).count("F"))
     if micro_batches > args.batch_size:
         parser.error(f"{micro_batches} micro-batches, but a batch has {args.batch_size} images")
     needed = gpipe(0, world_size, micro_batches)
     for rank, passes in enumerate(lists):
         # Messages arrive in the order of sending, so all ranks need the same order.
-        forward = [each for each in passes if each.startswith("F")]
-        backward = [each for each in passes if not each.startswith("F")]
+        sends = [each.replace("I", "B") for each in passes if not each.startswith("W")]
+        forward = [each for each in sends if each.startswith("F")]
+        backward = [each for each in sends if not each.startswith("F")]
         fits = forward + backward == needed
         for number in range(micro_batches):
-            fits = fits and passes.index(f"F{number}") < passes.index(f"B{number}")
+            fits = fits and sends.index(f"F{number}") < sends.index(f"B{number}")
+            halves = [each for each in passes if each in (f"I{number}", f"W{number}")]
+            fits = fits and halves in ([], [f"I{number}", f"W{number}"])
         if not fits:
             once = f"{' '.join(needed)}, each once, all F and all B in this order, B0 after F0"
             parser.error(f"--schedule: rank {rank} needs {once}")
