@@ -13,6 +13,7 @@ import pytest
 import torch
 from launch import SHORT, run
 from torch import nn
+from torch.distributed.pipelining import schedules
 from torch.nn import functional as F
 
 from instruments.ranks import call
@@ -61,3 +62,15 @@ def test_stages_that_share_a_parameter(lesson):
     layers[2].weight = layers[0].weight
     with pytest.raises(ValueError, match="share"):
         lesson.cut(layers, 2)
+
+
+@pytest.mark.parametrize(("ranks", "chunks", "count"), [(1, 2, 3), (2, 2, 4), (4, 3, 16)])
+def test_interleaved_is_the_order_of_pytorch(ranks, chunks, count):
+    """The rule of the lesson gives the passes of each rank."""
+    schedule = object.__new__(schedules.ScheduleInterleaved1F1B)  # without stages
+    schedule.pp_group_size = schedule.microbatches_per_round = ranks
+    schedule.n_local_stages, schedule.number_of_rounds = chunks, count // ranks
+    schedule._n_microbatches = count
+    for rank in range(ranks):
+        passes = [str(each) for each in schedule._calculate_single_rank_operations(rank) if each]
+        assert pipeline_parallel.interleaved(rank, ranks, count, chunks) == passes

@@ -18,16 +18,13 @@ receives them, and a schedule says when a rank computes which micro-batch: by de
 you know. The others change the bubble (`model_parallel.py`), or what a rank keeps. Below are passes
 of a rank, with 4 micro-batches (`playground/pages/figures/schedules.svg` shows four ranks):
 
-- `GPipe` has the same bubble, and keeps the activations of all micro-batches. On rank 0:
-  F0 F1 F2 F3 B0 B1 B2 B3
+- `GPipe` has the same bubble, and keeps the activations of all micro-batches.
 - `Interleaved1F1B` has two stages of half the layers on each rank, here 0 and 2, with their number
   in front. That is about half the bubble, and more messages (https://arxiv.org/abs/2104.04473).
-  On rank 0:
+  `interleaved()` below is the rule. On rank 0:
   0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3
-- `InterleavedZeroBubble` also splits each backward pass. I computes the gradient of the input, for
-  which the previous stage waits. W computes those of the parameters, for which no rank waits, so it
-  can fill the bubble (https://arxiv.org/abs/2401.10241). On rank 1, 3W0 waits until after 3I1:
-  1F0 1F1 3F0 3I0 3F1 3I1 3W0 1F2 1I0 3W1 1F3 1I1 1W0 3F2 3I2 1W1 3F3 3I3 3W2 1I2 3W3 1I3 1W2 1W3
+- `InterleavedZeroBubble` also splits each backward pass into I and W (`manual_pipeline.py`), and
+  fills the bubble with W.
 - `ZBVZeroBubble` splits them, too, and its stages run from rank 0 to the last rank and back, as a
   V. So rank 0 has the first stage and the last one.
 - `DualPipeV` is such a V. In the middle of a step, a forward pass of one stage is paired with a
@@ -49,6 +46,7 @@ import os
 import sys
 import time
 from datetime import timedelta
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -81,6 +79,26 @@ def make_1f1b(layers, device, micro_batches):
     # divides what was in .grad before. So to accumulate, take more micro-batches, and one step().)
     schedule = Schedule1F1B(stage, micro_batches, F.cross_entropy)
     return Pipeline([stage], schedule)
+
+
+def interleaved(rank, world_size, micro_batches, chunks=2):
+    """Return the passes of a rank with Interleaved1F1B. Its stages are called its chunks."""
+    stages = range(rank, chunks * world_size, world_size)
+    forward = []
+    backward = []
+    # NEW: world_size micro-batches pass through one chunk of a rank, and then through its next one.
+    for first in range(0, micro_batches, world_size):
+        for chunk in range(chunks):
+            for number in range(first, first + world_size):
+                forward.append(f"{stages[chunk]}F{number}")
+                backward.append(f"{stages[-1 - chunk]}B{number}")
+    # NEW: the first backward pass waits for a group to pass through all chunks but the last, and
+    # then for the ranks behind this one, there and back.
+    ahead = (chunks - 1) * world_size + 2 * (world_size - rank - 1) + 1
+    passes = forward[:ahead]
+    for number, each in enumerate(backward):
+        passes += [each, *forward[ahead + number :][:1]]
+    return passes
 
 
 def make_other(name, layers, device, micro_batches):
@@ -251,29 +269,20 @@ def note_calls(stage, number, passes):
     (`schedule.pipeline_order` is not what 1F1B computes: torch 2.14 lists F4 on the last of 2 ranks
     with 4 micro-batches, and no F0.)
     """
-    forward_pass = stage.forward_one_chunk
-    backward_pass = stage.backward_one_chunk
-    weights_pass = stage.backward_weight_one_chunk
+    for letter, name in (
+        ("F", "forward_one_chunk"),
+        ("B", "backward_one_chunk"),
+        ("W", "backward_weight_one_chunk"),
+    ):
+        setattr(stage, name, partial(note, passes, f"{number}{letter}", getattr(stage, name)))
 
-    def forward_one_chunk(micro_batch, *args, **kwargs):
-        """Note a forward pass."""
-        passes.append(f"{number}F{micro_batch}")
-        return forward_pass(micro_batch, *args, **kwargs)
 
-    def backward_one_chunk(micro_batch, *args, full_backward=True, **kwargs):
-        """Note a backward pass, or its first part."""
-        letter = "B" if full_backward else "I"
-        passes.append(f"{number}{letter}{micro_batch}")
-        return backward_pass(micro_batch, *args, full_backward=full_backward, **kwargs)
-
-    def backward_weight_one_chunk(micro_batch, *args, **kwargs):
-        """Note the second part of a backward pass."""
-        passes.append(f"{number}W{micro_batch}")
-        return weights_pass(micro_batch, *args, **kwargs)
-
-    stage.forward_one_chunk = forward_one_chunk
-    stage.backward_one_chunk = backward_one_chunk
-    stage.backward_weight_one_chunk = backward_weight_one_chunk
+def note(passes, name, call, micro_batch, *args, **kwargs):
+    """Note a pass, and let the stage compute it."""
+    if not kwargs.get("full_backward", True):
+        name = name.replace("B", "I")
+    passes.append(f"{name}{micro_batch}")
+    return call(micro_batch, *args, **kwargs)
 
 
 def show_stages(model):
