@@ -169,11 +169,11 @@ sharded_data 3 | 1 | --workers 1 --files TMP
     model = make_model( => import pickle\n    print("bytes", len(pickle.dumps(train_set)))\n    ...
     prints bytes 9408
 sharded_optimizer 1 | 2
-    make_optimizer([self.shard]) => make_optimizer([self.flat])
+    [bucket.shard for bucket in self.buckets]) => [bucket.flat for bucket in self.buckets])
     loss 2.31
     prints rank 0 holds         0 bytes of optimizer state
 sharded_optimizer 2 | 2
-    dist.all_gather_into_tensor(self.flat, self.shard) => pass
+    handle = dist.all_gather_into_tensor(bucket.flat, bucket.shard, async_op=True) => handle = None
     prints epoch 2/2  loss
 sharded_optimizer 3 | 2
     for tensor in model.state_dict().values():\n        dist.broadcast(tensor, src=0) => pass

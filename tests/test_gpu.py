@@ -284,7 +284,7 @@ HELD = """        print("held:", torch.cuda.memory_allocated())
 
 
 def test_shards_leave_room(change):
-    """The memory of a GPU after a step: 4 bytes a parameter less in stage 3 than in stage 1."""
+    """The memory of a GPU after a step: 4 bytes a parameter less in stage 3 than in stage 2."""
     width, held = 4096, []
     for lesson in ("sharded_optimizer", "manual_fully_sharded"):
         path = change(lesson, ("        show_bytes(", HELD))

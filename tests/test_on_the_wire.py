@@ -14,7 +14,7 @@ from common.models import MLP
 
 LESSONS = {
     "DDP": "distributed_data_parallel_torchrun",
-    "ZeRO 1": "sharded_optimizer",
+    "ZeRO 2": "sharded_optimizer",
     "FSDP": "fully_sharded_data_parallel",
 }
 IMAGES = 1500  # of the digits, in an epoch
@@ -45,7 +45,7 @@ def bytes_of_a_step(lesson, nodes):
 def numbers_of_the_page():
     """Return what sharding.md shows for each lesson: given, by a ring, on the wire."""
     section = PAGE[PAGE.index("## Three words for three numbers") :]
-    rows = re.findall(r"^\| (DDP|ZeRO 1|FSDP) \| (.*) \|$", section, re.M)
+    rows = re.findall(r"^\| (DDP|ZeRO 2|FSDP) \| (.*) \|$", section, re.M)
     shown = {}
     for name, cells in rows:
         shown[name] = [int(cell.replace(",", "")) for cell in cells.split(" | ")]
@@ -53,7 +53,7 @@ def numbers_of_the_page():
 
 
 def test_sharding_sends_more_than_ddp_on_cpus(nodes):
-    """DDP sends the bytes of all parameters once, ZeRO 1 sends 1.5 times as many, FSDP twice.
+    """DDP sends the bytes of all parameters once, ZeRO 2 sends 1.5 times as many, FSDP twice.
 
     By a ring, it would be once, once, and 1.5 times. sharding.md shows these numbers.
     """
@@ -61,7 +61,7 @@ def test_sharding_sends_more_than_ddp_on_cpus(nodes):
     shown = numbers_of_the_page()
     assert shown.keys() == LESSONS.keys()
     # Of each: how often a rank hands over all parameters, by a ring, and how often gloo sends them.
-    times = {"DDP": (1, 1, 1), "ZeRO 1": (1.5, 1, 1.5), "FSDP": (2, 1.5, 2)}
+    times = {"DDP": (1, 1, 1), "ZeRO 2": (1.5, 1, 1.5), "FSDP": (2, 1.5, 2)}
     for name, (given, by_a_ring, by_gloo) in times.items():
         measured = bytes_of_a_step(LESSONS[name], nodes)
         assert shown[name][:2] == [given * size, by_a_ring * size]

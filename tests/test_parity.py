@@ -39,6 +39,7 @@ pipeline_parallel --schedule 1F1B; 3; language
 pipeline_parallel --schedule ZBVZeroBubble; 1; mlp
 pipeline_parallel --schedule DualPipeV; 2; language
 sharded_optimizer; 3; language
+sharded_optimizer; 2; cnn
 manual_fully_sharded; 3; mlp
 manual_fully_sharded --keep_weights; 2; language
 fully_sharded_data_parallel --meta; 3; mlp

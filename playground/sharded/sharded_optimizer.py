@@ -1,4 +1,4 @@
-"""A sharded optimizer (ZeRO 1), by hand: each rank keeps 1/n of the optimizer state.
+"""A sharded optimizer (ZeRO 2), by hand: each rank keeps 1/n of gradients and optimizer state.
 
 Run it:
     torchrun --standalone --nproc-per-node 2 playground/sharded/sharded_optimizer.py
@@ -7,32 +7,34 @@ It prints the same numbers as `single_gpu.py`, up to rounding (with `--double` a
 agree), and then what rank 0 holds:
     epoch 1/3  loss 0.3960  train 88.26%  test 93.96%  2.06 s  29,036 images/s
     rank 0 holds   236,840 bytes of parameters, with DDP 236,840
-    rank 0 holds   236,840 bytes of gradients, with DDP 236,840
+    rank 0 holds   118,420 bytes of gradients, with DDP 236,840
     rank 0 holds   236,840 bytes of optimizer state, with DDP 473,680
 
 DDP replicates everything. With Adam in float32, every parameter costs each rank 16 bytes: 4 for its
 value, 4 for its gradient, and 8 of optimizer state, which are Adam's two moments. ZeRO
 (https://arxiv.org/abs/1910.02054) shards them over the n ranks in three stages: first the optimizer
-state, as here, which leaves 8 + 8/n bytes; then the gradients, too (4 + 12/n); then the parameters
-as well (16/n, the next lesson). For 7 billion parameters on 8 GPUs, the stages need 63, 38.5 and
-14 GB a GPU, and DDP 112 (`playground/pages/figures/holds.svg` draws a smaller model).
+state, which leaves 8 + 8/n bytes; then the gradients, too, as here (4 + 12/n); then the parameters
+as well (16/n, the next lesson; `playground/pages/figures/holds.svg`).
 
-All parameters become parts of one flat tensor of n shards, and each rank updates one shard. In a
-step, a reduce_scatter gives each rank the mean gradient of its shard, the rank's optimizer updates
-the shard, and an all_gather sends the new shards to all ranks. In a ring, the two send as many
-bytes as DDP's all_reduce. With gloo, on CPUs, the reduce_scatter alone sends that many, so the
-two together send 1.5 times as many (`playground/pages/sharding.md`). PyTorch's own ZeRO 1 is
-`ZeroRedundancyOptimizer`.
+The parameters of a layer become parts of one flat tensor of n shards, a bucket, and each rank
+updates one shard of it. During `backward()`, a reduce_scatter gives each rank the mean gradient of
+its shard. Then the rank's optimizer updates the shard, and an all_gather sends the new shards to
+all ranks. The next `forward()` waits for it, layer by layer. In a ring, the two send as many bytes
+as DDP's all_reduce (`playground/pages/sharding.md`). Stage 1, such as `ZeroRedundancyOptimizer`,
+keeps the whole gradients. With 16-bit parameters, as in Megatron and DeepSpeed, gradients are added
+up in a float32 tensor (`main_grad`), and the optimizer gets a float32 copy of the shard, which
+`step()` rounds into the shard.
 
 Try breaking it, in a copy beside it:
-  1. Write `make_optimizer([self.flat])`. What is trained now? Which line of the output shows it?
-  2. Comment out the all_gather. Which parameters does each rank train then?
+  1. Give `make_optimizer` each `bucket.flat`, not `bucket.shard`. What is trained now? Which line
+     of the output shows it?
+  2. Write `handle = None` in place of the all_gather. Which parameters does each rank train then?
   3. Comment out the two lines of the broadcast, and write `torch.manual_seed(args.seed + rank)`
      before `model = ...`. Which parameters do the ranks have after the first step?
 
 Now write it yourself, for any model: `shard_optimizer.py` in `playground/exercises/`.
-Builds on: manual_data_parallel.py
-The next lesson, `manual_fully_sharded.py`, shards the gradients and the parameters as well.
+Builds on: overlapped_data_parallel.py
+The next lesson, `manual_fully_sharded.py`, shards the parameters as well.
 """
 
 import os
@@ -61,32 +63,66 @@ def flatten(tensors):
     return torch.cat([flat, flat.new_zeros(padding)])
 
 
-class ShardedOptimizer:
-    """Updates all parameters of a model, but keeps only this rank's shard of the optimizer state.
+class Bucket:
+    """The parameters of a layer, as views of one flat tensor, and this rank's shard of it."""
 
-    All parameters have one weight decay, and each that is not frozen must get a gradient in every
-    step. The optimizer must be elementwise, as SGD and Adam are (not Muon). Give a scheduler
-    `self.optimizer`.
-
-    Before step(), a rank's gradients are those of its own images, so clip inside step(), after the
-    reduce_scatter: `self.shard.grad` has the mean. For its norm, add up the squares over the ranks.
-    """
-
-    def __init__(self, model, make_optimizer):
-        self.parameters = [each for each in model.parameters() if each.requires_grad]
-        if len({parameter.dtype for parameter in self.parameters}) > 1:
-            raise ValueError("all parameters must have the same dtype, that of the flat tensor")
-        # NEW: from here on, the parameters are views of one flat tensor, and share its memory.
-        self.flat = flatten([parameter.detach() for parameter in self.parameters])
+    def __init__(self, layer, parameters):
+        self.parameters = parameters
+        # NEW: from here on, the parameters share the memory of the flat tensor.
+        self.flat = flatten([parameter.detach() for parameter in parameters])
         start = 0
-        for parameter in self.parameters:
+        for parameter in parameters:
             end = start + parameter.numel()
             parameter.data = self.flat[start:end].view(parameter.shape)
             start = end
+            parameter.register_post_accumulate_grad_hook(self.count)
         self.shard = self.flat.chunk(dist.get_world_size())[dist.get_rank()]
-        # NEW: the optimizer gets only this rank's shard. It takes any tensor, but reads its .grad,
-        # which backward() sets for parameters only. So step() sets it.
-        self.optimizer = make_optimizer([self.shard])
+        self.complete = 0  # gradients in this step
+        self.handle = None  # of the message that travels
+        # NEW: forward() and state_dict() wait for the shards of the other ranks.
+        layer.register_forward_pre_hook(self.wait)
+        layer.register_state_dict_pre_hook(self.wait)
+
+    def count(self, parameter):
+        """Count a complete gradient. After the last one, start to send the gradients."""
+        if self.shard.grad is not None:
+            raise RuntimeError("call step() and zero_grad() after each backward()")
+        self.complete += 1
+        if self.complete == len(self.parameters):
+            self.complete = 0
+            gradients = flatten([each.grad for each in self.parameters])
+            gradients /= dist.get_world_size()  # the sum over the ranks is then the mean
+            for each in self.parameters:
+                each.grad = None  # NEW: a rank keeps the mean only, and of it only its shard
+            # An optimizer takes any tensor, but reads its .grad, which backward() does not set.
+            self.shard.grad = torch.empty_like(self.shard)
+            self.handle = dist.reduce_scatter_tensor(self.shard.grad, gradients, async_op=True)
+
+    def wait(self, *_):
+        """Wait for the message that travels, if there is one."""
+        if self.handle is not None:
+            self.handle.wait()
+            self.handle = None
+
+
+class ShardedOptimizer:
+    """Updates all parameters of a model, but keeps only this rank's shards of the optimizer state.
+
+    All parameters have one weight decay, and each that is not frozen must get one gradient in every
+    step. The optimizer must be elementwise, as SGD and Adam are (not Muon). Give a scheduler
+    `self.optimizer`. To clip, do so inside step(), and add up the squares of all shards and ranks.
+    """
+
+    def __init__(self, model, make_optimizer):
+        if len({parameter.dtype for parameter in model.parameters()}) > 1:
+            raise ValueError("all parameters must have the same dtype, that of the flat tensors")
+        self.buckets = []
+        for layer in model.modules():
+            own = [each for each in layer.parameters(recurse=False) if each.requires_grad]
+            if own:
+                self.buckets.append(Bucket(layer, own))
+        # NEW: the optimizer gets only this rank's shards.
+        self.optimizer = make_optimizer([bucket.shard for bucket in self.buckets])
         self.optimizer.register_state_dict_pre_hook(self.refuse)
 
     def refuse(self, _):
@@ -94,22 +130,20 @@ class ShardedOptimizer:
         raise RuntimeError("this is one shard of the state: ZeroRedundancyOptimizer can save all")
 
     def zero_grad(self):
-        """Free the gradients of the previous step."""
-        for parameter in self.parameters:
-            parameter.grad = None
+        """Free the mean gradients of the previous step. All others are freed when they are sent."""
+        for bucket in self.buckets:
+            bucket.shard.grad = None
 
     def step(self):
-        """Update this rank's shard with the mean gradient, and gather the shards of all ranks."""
-        # A second copy of the gradients, which takes memory until the end of this function.
-        gradients = flatten([parameter.grad for parameter in self.parameters])
-        gradients /= dist.get_world_size()  # the sum over the ranks is then the mean
-        self.shard.grad = torch.empty_like(self.shard)
-        dist.reduce_scatter_tensor(self.shard.grad, gradients)  # NEW: the mean, for this shard only
+        """Update this rank's shards with the mean gradients, and start to gather all shards."""
+        for bucket in self.buckets:
+            bucket.wait()  # for the mean
         self.optimizer.step()
-        self.shard.grad = None  # frees its memory
-        # NEW: self.shard is this rank's part of self.flat. An all_gather may work in place: its
-        # input may be this part of its output.
-        dist.all_gather_into_tensor(self.flat, self.shard)
+        for bucket in self.buckets:
+            # NEW: the shards of all ranks. An all_gather may work in place: its input may be this
+            # rank's part of its output.
+            handle = dist.all_gather_into_tensor(bucket.flat, bucket.shard, async_op=True)
+            bucket.handle = handle
 
 
 def train(args):
@@ -122,7 +156,7 @@ def train(args):
         dist.broadcast(tensor, src=0)  # all ranks start with the parameters of rank 0, as with DDP
     torch.manual_seed(args.seed + rank)  # dropout, if there is any, must differ between ranks
     make_optimizer = partial(torch.optim.Adam, lr=args.lr, eps=1e-6, fused=True)
-    optimizer = ShardedOptimizer(model, make_optimizer)  # NEW: step() also averages the gradients
+    optimizer = ShardedOptimizer(model, make_optimizer)  # NEW: also averages the gradients
     for epoch in range(args.epochs):
         fit_epoch(epoch, model, optimizer, train_loader, test_loader, device, args)
     if rank == 0:
@@ -134,7 +168,8 @@ def train(args):
 def show_bytes(model, optimizer):
     """Print the bytes that rank 0 holds, and what it would hold with DDP."""
     parameters = sum(parameter.nbytes for parameter in model.parameters())
-    gradients = sum(each.grad.nbytes for each in optimizer.parameters)
+    shards = [bucket.shard for bucket in optimizer.buckets]
+    gradients = sum(shard.grad.nbytes for shard in shards)
     state = 0
     for averages in optimizer.optimizer.state.values():
         state += averages["exp_avg"].nbytes + averages["exp_avg_sq"].nbytes
