@@ -17,8 +17,7 @@ number of x grows by 1:
 
 The loss is y[0] + 2 y[1] + 3 y[2] + ... on rank 0, ten times that on rank 1, and so on. So the
 digits of a gradient show which ranks it comes from. For example, all_gather puts the first number
-of rank 0 into y[0] on both ranks, so its gradient is 1 + 10. In the last line, autograd takes y for
-a copy of x. After an all_gather or a recv, which fill new tensors, x would get no gradient at all.
+of rank 0 into y[0] on both ranks, so its gradient is 1 + 10. (None: autograd takes y for a copy.)
 
 `backward()` sends against the arrows of `forward()`. The gradient of a number comes back from the
 rank that has received it. If several ranks have received it, their gradients are added up. And each
@@ -31,15 +30,16 @@ compute the same loss, it counts once. Each knows the whole gradient of y, so n 
     all_gather      own_chunk          [1, 2]  [3, 4]  right
     all_reduce      all_reduce         [2, 4]  [2, 4]  wrong
 
-Last, x may be one tensor of which each rank has a copy, like DDP's parameters. Nothing is sent in
-`forward()`, but each rank's use adds to the gradient. (DDP then divides by n.)
+Last, x may be one tensor of which each rank has a copy, like DDP's parameters. In `forward()`,
+nothing is sent, but each rank's use adds to the gradient. (DDP then divides by n.)
     x is the same on all ranks         rank 0    rank 1
     nothing         all_reduce         [11, 22]  [11, 22]  right
+    own_chunk       all_gather         [1, 10]   [1, 10]   right
 
-In the letters of `placements.py`: the gradient of P is R, that of S is S, and that of R is R if all
-ranks do the same with it, P if each does something else. (DTensor does not see what you do after
-`to_local()`, so pass `grad_placements` there.) In tensor parallelism, all ranks have the same loss:
-a pair of layers begins with (nothing, all_reduce), and ends with (all_reduce, nothing).
+In the letters of `placements.py`: the gradient of P is R, and that of S is S. torchtitan has two
+letters for R: I, if its gradient is the same on all ranks, and R, if each has a term of it (P). (In
+DTensor, that is `grad_placements`.) In tensor parallelism, all ranks have the same loss: a pair of
+layers begins with (nothing, all_reduce), I to R, and ends with (all_reduce, nothing), P to I.
 
 Try breaking it, in a copy beside it. Predict what changes, and run it with 2 and with 3 ranks:
   1. In `to_previous`, shift by 1, as `to_next` does. Why is this no fault with 2 ranks?
@@ -159,7 +159,7 @@ OWN_LOSSES = [
     (all_reduce, None),  # without Message
 ]
 SAME_LOSS = [(all_reduce, nothing), (all_gather, own_chunk), (all_reduce, all_reduce)]
-SAME_X = [(nothing, all_reduce)]
+SAME_X = [(nothing, all_reduce), (own_chunk, all_gather)]
 
 
 def loss_of(y, same_loss):
