@@ -315,9 +315,9 @@ head_parallel 2 | 2
     loss 1.4418
 sequence_parallel 1 | 2
     parameter.register_hook( => str(
-    loss 1.3345
+    loss 1.3466
 sequence_parallel 2 | 2
-    all_gather, own_tokens, self => all_gather, reduce_scatter, self
+    Exchange(all_gather, own_tokens => Exchange(all_gather, reduce_scatter
     loss 1.34762
 sequence_parallel 3 | 2 | --by dtensor
     plan[f"{name}.norm1"] = => _ =

@@ -20,7 +20,9 @@ pairs, tokens are split, S1 in the letters of `placements.py`. Other messages be
 
 By a ring, an all_reduce sends as many bytes as an all_gather and a reduce_scatter together. A tenth
 of the memory is saved here, and not more, because the first layer of a pair keeps its input, which
-is all tokens. Megatron-LM keeps a rank's own tokens, and gathers the others again in `backward()`.
+is all tokens. Megatron-LM keeps a rank's own tokens, and gathers the others again in `backward()`,
+while it computes the gradient of the input. Its reduce_scatter travels while it computes that of
+the weights. Async TP cuts a product into n, and computes each while the next one's input travels.
 
 What is not split, such as a LayerNorm, now sees only the tokens of one rank. So its gradient is a
 term (P), and an all_reduce adds up the terms. After the last block, each rank gets all tokens.
@@ -30,7 +32,7 @@ are P to R, and then add up squares, as by hand.
 
 Try breaking it, in a copy beside it, with `--double`, and compare the losses:
   1. Leave out the loop with `register_hook`. Is there an error?
-  2. In AllTokens, write reduce_scatter in place of own_tokens. Which gradients are wrong?
+  2. In the last Exchange, write reduce_scatter in place of own_tokens. Which gradients are wrong?
   3. With `--by dtensor`, leave norm1 and norm2 out of the plan. What is wrong?
 Builds on: head_parallel.py
 The next lesson, `ulysses.py`, splits the tokens of a long sequence, and the heads in attention.
@@ -89,30 +91,16 @@ def reduce_scatter(terms, group):
     return own_sum
 
 
-class OwnTokens(torch.nn.Module):
-    """Before the first block: keep the tokens of this rank."""
+class Exchange(torch.nn.Module):
+    """A layer that sends tokens."""
 
-    def __init__(self, group):
+    def __init__(self, send, send_back, group):
         super().__init__()
-        self.group = group
+        self.message = (send, send_back, group)
 
     def forward(self, tokens):
-        """Turn all tokens into those of this rank."""
-        return own_tokens(tokens, self.group)
-
-
-class AllTokens(torch.nn.Module):
-    """After the last block: give each rank all tokens."""
-
-    def __init__(self, group):
-        super().__init__()
-        self.group = group
-
-    def forward(self, tokens):
-        """Turn the tokens of this rank into all tokens."""
-        # NEW: from here on, all ranks compute the same loss of all tokens. So each has the whole
-        # gradient already, and keeps that of its own tokens, as message_gradients.py shows.
-        return Message.apply(tokens, all_gather, own_tokens, self.group)
+        """Return the tokens that this rank has afterwards."""
+        return Message.apply(tokens, *self.message)
 
 
 def split_by_hand(model, group):
@@ -121,7 +109,7 @@ def split_by_hand(model, group):
     # pair ends, a rank has the gradient of its own tokens only, and its term needs that of all.
     begin = (all_gather, reduce_scatter)
     end = (reduce_scatter, all_gather)
-    terms = [*model.stage1[0].parameters()]  # the embedding: its gradient comes from own tokens
+    terms = []  # parameters whose gradient comes from own tokens
     for stage in (model.stage1, model.stage2):
         for index, layer in enumerate(stage):
             if hasattr(layer, "attention"):
@@ -135,8 +123,11 @@ def split_by_hand(model, group):
         # and drop its hook without an error. With FSDP, use DTensor.)
         if parameter.requires_grad:
             parameter.register_hook(partial(all_reduce, group=group))
-    model.stage1.insert(1, OwnTokens(group))
-    model.stage2.insert(len(model.stage2) - 1, AllTokens(group))
+    # NEW: all ranks have computed the embedding of all tokens, so it needs the gradients of all.
+    model.stage1.insert(1, Exchange(own_tokens, all_gather, group))
+    # NEW: from here on, all ranks compute the same loss of all tokens. So each has the whole
+    # gradient already, and keeps that of its own tokens, as message_gradients.py shows.
+    model.stage2.insert(len(model.stage2) - 1, Exchange(all_gather, own_tokens, group))
 
 
 def split_by_dtensor(model, mesh):
@@ -158,7 +149,7 @@ def split_by_dtensor(model, mesh):
             # optimizer reads them, which Adam does three times in a step.
             plan[f"{name}.norm1"] = SequenceParallel()
             plan[f"{name}.norm2"] = SequenceParallel()
-    # NEW: these do what OwnTokens and AllTokens do. The parameters of the last layer are plain
+    # NEW: these do what the two layers Exchange do. The parameters of the last layer are plain
     # tensors, so its input must be one, too: use_local_output.
     to_own = PrepareModuleOutput(output_layouts=whole, desired_output_layouts=own)
     to_all = PrepareModuleInput(
