@@ -342,19 +342,19 @@ context_parallel 3 | 2 | --by ring --order plain --timeout 3
     mean, log = attend_to_chunk => if later.all(): continue\n        ...
     fails to_previous
 expert_parallel 1 | 2
-    Message.apply(rows, there, back, None) => there(rows, None)
+    Message.apply(rows, there, back, self.group) => there(rows, None)
     loss 1.3563
 expert_parallel 1 | 2
-    Message.apply(outputs, back, there, None) => back(outputs, None)
-    fails unsupported operand type(s) for /=: 'NoneType' and 'int'
+    Message.apply(outputs, back, there, self.group) => back(outputs, None)
+    fails Expected parameter `tensor` of type torch.Tensor
 expert_parallel 2 | 2
-    if ".experts." not in name: => if True:
+    group = same_experts if ".experts." in name else None => group = None
     loss 1.3586
 expert_parallel 3 | 1 | --balance 0.1
-    dist.all_reduce(load) => pass
+    dist.all_reduce(mixture.load)\n        load => load
     loss 1.301868
 expert_parallel 3 | 2 | --balance 0.1
-    dist.all_reduce(load) => pass
+    dist.all_reduce(mixture.load)\n        load => load
     loss 1.301763
 expert_parallel 4 | 2 | --timeout 3
     outputs[mine] = mlp => if mine.any(): ...

@@ -51,8 +51,8 @@ def on_a_rank(rank, frozen, once, twice):
     ways = (
         lambda model: manual_data_parallel.average_gradients,
         lambda model: manual_data_parallel.average_in_one_bucket,
-        lambda model: expert_parallel.average_gradients,
-        lambda model: overlapped_data_parallel.EachGradient(model).finish,
+        lambda model: partial(expert_parallel.average_gradients, same_experts=None),
+        lambda model: overlapped_data_parallel.Buckets(model, 0).finish,
         lambda model: overlapped_data_parallel.Buckets(model, 1e-4).finish,
     )
     for is_frozen, right in ((True, frozen), (False, once)):

@@ -16,8 +16,9 @@ FLAGS = (*DIGITS, "--batch_size", 120, "--epochs", 1, "--tokens", 7, "--double")
 def test_the_numbers_and_the_load():
     """Four ranks print the loads of one, and its losses to 1e-10. --balance makes loads equal."""
     largest, before = [], None
-    for processes, balance in ((1, 0), (1, 0.1), (4, 0.1)):
-        out = run("expert_parallel", *FLAGS, "--balance", balance, processes=processes).stdout
+    both = ("--top", 2, "--balance", 0.1, "--bias", 0.01)
+    for processes, *own in ((1, "--top", 2), (1, *both), (4, *both, "--ep", 2)):
+        out = run("expert_parallel", *FLAGS, *own, processes=processes).stdout
         rows = re.findall(r"^block \d: its experts get (.*) of the tokens$", out, re.M)
         largest.append([max(map(int, re.findall(r"\d+", row))) for row in rows])
         lines = epochs(out)
@@ -30,7 +31,7 @@ def test_the_numbers_and_the_load():
 def all_to_one(rank):
     """All tokens of three ranks need expert 0 of 6."""
     torch.manual_seed(0)
-    mixture = lesson.Mixture(lesson.make_expert(8), 6)
+    mixture = lesson.Mixture(lesson.make_expert(8), 6, top=1, group=None)
     mixture.router.weight.data.zero_()[0] = 1
     tokens = torch.rand(1, 7, 8, requires_grad=True)
     with Messages() as messages:

@@ -83,7 +83,7 @@ def by_experts(count):
     model = make_model(flags("transformer"))
     for layer in model.layers:
         if isinstance(layer, Block):
-            layer.mlp = expert_parallel.Mixture(layer.mlp, count)
+            layer.mlp = expert_parallel.Mixture(layer.mlp, count, top=1, group=None)
     return model
 
 

@@ -12,27 +12,30 @@ the last test batch's tokens went to each expert:
 A block of a transformer ends with an MLP, which computes each token separately. A mixture of
 experts (MoE) has several MLPs in its place, the experts. A small linear layer, the router or gate,
 gives each token a score for every expert, and the expert with the best score computes the token
-(top-1 routing). So the model has more parameters, but a token still passes through one MLP. (For
-top-2, send each token twice, and add up what comes back, weighted by the scores. On a GPU,
-`torch.nn.functional.grouped_mm` multiplies for all experts of a rank; torch 2.9 has none yet.)
+(top-1 routing). So the model has more parameters, but a token still passes through one MLP. With
+`--top 2`, two experts compute it, and the sum of their outputs is weighted by the scores.
 
 Each rank keeps some of the experts, and reads images of its own, as in data parallelism. In each
 block, one all_to_all brings the tokens to the ranks of their experts, and another brings them back
 (`playground/pages/figures/experts.svg`). All other parameters are replicas with averaged gradients.
-(DDP and `fully_shard` would take the experts for replicas and shards, without an error. Give
-`fully_shard` `ignored_params=`, a set of the experts' parameters, and divide their gradients as
-here.)
+
+With 4 ranks and `--ep 2`, the ranks are a mesh: tokens travel between ranks 0 and 1, and between 2
+and 3. Ranks 0 and 2 have the same experts, whose gradients are summed over these two. Other
+parameters take no notice of the mesh. (With `fully_shard`, give each expert `mesh["efsdp"]`, and
+its `set_gradient_divide_factor()` the world size. DDP would average all experts.)
 
 Nothing makes the router spread the load (the tokens of each expert). With `--balance`, a term is
-added to the loss (https://arxiv.org/abs/2101.03961; large models of today add a bias to the scores
-instead, https://arxiv.org/abs/2408.15664). On MNIST, the load becomes nearly even:
+added to the loss (https://arxiv.org/abs/2101.03961; in a pipeline, whose stages have no loss, a
+function returns its input, and its `backward()` gives the term the gradient 1). With `--bias`, a
+number is added to an expert's scores when experts are chosen. It grows after a step in which the
+expert has got few tokens (https://arxiv.org/abs/2408.15664). On MNIST, the load becomes even:
     torchrun --standalone --nproc-per-node 2 playground/transformer/expert_parallel.py --balance 0.1
     block 1: its experts get 27%, 26%, 26%, 21% of the tokens
     block 2: its experts get 24%, 25%, 23%, 28% of the tokens
 
 Try breaking it, in a copy beside it (`--double --dataset digits --batch_size 120 --timeout 10`):
   1. In `compute`, write `there(rows, None)`, or at the end `back(outputs, None)`. What is lost?
-  2. In `average_gradients`, write `if True:`, so experts are averaged, too. Is there an error?
+  2. In `average_gradients`, write `group = None`, so experts are averaged, too. Is there an error?
   3. In `balance_loss`, delete the all_reduce. Compare 1 and 2 ranks with `--balance 0.1`.
   4. Before the line with `mlp(`, write `if mine.any():`, and indent that line. In `forward`, before
      `order = ...`, write `expert = torch.zeros_like(expert)`. Which rank waits, and for what?
@@ -50,6 +53,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn import functional as F
 from tqdm import tqdm
@@ -91,14 +95,17 @@ class Mixture(torch.nn.Module):
         in the old order     rank 0: C0 A0 B0 A0       rank 1: D1 A1 D1 C1
     """
 
-    def __init__(self, mlp, count):
+    def __init__(self, mlp, count, top, group):
         super().__init__()
         self.count = count
+        self.top = top
+        self.group = group
         width = mlp[0].in_features
         self.router = torch.nn.Linear(width, count, bias=False)
         experts = [mlp, *(make_expert(width) for _ in range(count - 1))]
-        here = count // dist.get_world_size()
-        first = dist.get_rank() * here
+        self.register_buffer("bias", torch.zeros(count))
+        here = count // dist.get_world_size(group)
+        first = dist.get_rank(group) * here
         # NEW: all ranks draw the same experts, because their seeds are equal, and each keeps some.
         # An expert's name is its number over all ranks, so torch.distributed.checkpoint can tell
         # them apart. (clip_grad_norm_ would find a different norm on each rank.)
@@ -110,23 +117,26 @@ class Mixture(torch.nn.Module):
         """Turn tokens, (N, tokens, width), into tokens of the same shape."""
         rows = tokens.flatten(0, 1)
         scores = self.router(rows).softmax(dim=-1)
-        score, expert = scores.max(dim=-1)  # NEW: of each token, the best score and its expert
+        expert = (scores + self.bias).topk(self.top).indices  # NEW: of each token, the best ones
+        score = scores.gather(-1, expert)  # without the bias, which only chooses
+        expert = expert.flatten()  # with --top 2: twice of token 0, twice of token 1 ...
         order = expert.argsort()  # the tokens of expert 0 first, then those of expert 1
         self.load = torch.bincount(expert, minlength=self.count)  # how many tokens for each expert
         self.mean_scores = scores.mean(dim=0)  # for balance_loss()
-        outputs = torch.empty_like(rows)
-        outputs[order] = self.compute(rows[order])  # NEW: back to the places of the tokens
+        outputs = rows.new_empty(len(order), rows.shape[1])
+        # NEW: back to the places of the tokens
+        outputs[order] = self.compute(rows[order // self.top])
         # NEW: without this factor, the router would get no gradient, because `expert` has none.
-        outputs = outputs * score.unsqueeze(-1)
-        return outputs.view_as(tokens)
+        outputs = outputs.view(*score.shape, -1) * score.unsqueeze(-1)
+        return outputs.sum(dim=1).view_as(tokens)
 
     def compute(self, rows):
         """Let the experts of all ranks compute rows, which are sorted by expert."""
-        world_size = dist.get_world_size()
+        world_size = dist.get_world_size(self.group)
         here = len(self.experts)
         # NEW: the counts first. Each rank sends one number for each expert to the expert's rank.
         arriving = torch.empty_like(self.load)
-        dist.all_to_all_single(arriving, self.load)
+        dist.all_to_all_single(arriving, self.load, group=self.group)
         # all_to_all takes its counts as Python numbers. On a GPU, tolist() waits for them.
         send_counts = self.load.view(world_size, here).sum(dim=1).tolist()
         receive_counts = arriving.view(world_size, here).sum(dim=1).tolist()
@@ -134,10 +144,9 @@ class Mixture(torch.nn.Module):
         there = partial(all_to_all, send_counts=send_counts, receive_counts=receive_counts)
         back = partial(all_to_all, send_counts=receive_counts, receive_counts=send_counts)
         # NEW: a rank to which no token comes calls each all_to_all, too.
-        arrived = Message.apply(rows, there, back, None)
-        # Which expert does each of these rows need? In the docstring's example, rank 0 has A (0)
-        # and B (1). `arriving` counts A and B of rank 0, and A and B of rank 1: 2 1 1 0. The
-        # experts of these counts are 0 1 0 1. So the experts of the rows A0 A0 B0 A1 are 0 0 1 0.
+        arrived = Message.apply(rows, there, back, self.group)
+        # Which expert does each of these rows need? On rank 0 of the example, `arriving` counts A
+        # and B of each rank: 2 1 1 0. So the experts of the rows A0 A0 B0 A1 are 0 0 1 0.
         experts = torch.arange(here, device=rows.device).repeat(world_size)
         expert = experts.repeat_interleave(arriving)
         outputs = torch.empty_like(arrived)
@@ -147,7 +156,7 @@ class Mixture(torch.nn.Module):
             # `outputs` depends on `arrived`. Otherwise autograd would skip both messages here,
             # and the other ranks would wait.
             outputs[mine] = mlp(arrived[mine]).to(outputs.dtype)  # autocast may have changed it
-        return Message.apply(outputs, back, there, None)
+        return Message.apply(outputs, back, there, self.group)
 
 
 def train(args):
@@ -156,39 +165,51 @@ def train(args):
     train_loader, test_loader = loaders(args, rank, dist.get_world_size())
     torch.manual_seed(args.seed)
     model = make_model(args)
+    world_size = dist.get_world_size()
+    # NEW: experts are split along ep. Ranks along the other axis have the same experts.
+    shape = (world_size // args.ep, args.ep)
+    mesh = init_device_mesh(args.device, shape, mesh_dim_names=("efsdp", "ep"))
     for layer in model.layers:
         if isinstance(layer, Block):
-            layer.mlp = Mixture(layer.mlp, args.experts)  # NEW: the rest of the model stays whole
+            # NEW: the rest of the model stays whole.
+            layer.mlp = Mixture(layer.mlp, args.experts, args.top, mesh.get_group("ep"))
     model.to(device, torch.float64 if args.double else torch.float32)
     torch.manual_seed(args.seed + rank)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
     # fit_epoch() hands this to run_epoch() in place of the optimizer.
-    step = partial(make_step, model, optimizer, args.balance)
+    step = partial(make_step, model, optimizer, mesh.get_group("efsdp"), args)
     for epoch in range(args.epochs):
         fit_epoch(epoch, model, step, train_loader, test_loader, device, args)
     show_load(model)
     dist.destroy_process_group()
 
 
-def make_step(model, optimizer, balance, loss):
+def make_step(model, optimizer, same_experts, args, loss):
     """Compute the gradients of a loss, and let the optimizer make a step."""
     optimizer.zero_grad()
     # NEW: the second term is not in the printed loss. With --balance 0, it adds 0.
-    (loss + balance * balance_loss(model)).backward()
-    average_gradients(model)
+    (loss + args.balance * balance_loss(model)).backward()
+    average_gradients(model, same_experts)
     optimizer.step()
+    for mixture in mixtures_of(model):
+        # NEW: more tokens for an expert that has got fewer than the mean. (balance_loss() has
+        # added up the loads of all ranks.)
+        mixture.bias += args.bias * (mixture.load.float().mean() - mixture.load).sign()
 
 
-def average_gradients(model):
-    """Average the gradients over the ranks. Call it after backward()."""
+def average_gradients(model, same_experts):
+    """Average the gradients over the ranks. Call it after backward().
+
+    same_experts: the group of the ranks that have the same experts as this one.
+    """
     world_size = dist.get_world_size()
     for name, parameter in model.named_parameters():
         # NEW: a replica has the gradient of its own rank's loss only, so add up those of all ranks.
-        # An expert has this sum already, because the tokens of all ranks have come to it.
+        # An expert has the sum over its ep group already, because their tokens have come to it.
         if not parameter.requires_grad:  # frozen, so there is no gradient
             continue
-        if ".experts." not in name:
-            dist.all_reduce(parameter.grad)  # one by one, as in manual_data_parallel.py
+        group = same_experts if ".experts." in name else None
+        dist.all_reduce(parameter.grad, group=group)  # one by one, as in manual_data_parallel.py
         parameter.grad /= world_size  # the loss of a batch is the average of the ranks' losses
 
 
@@ -198,14 +219,15 @@ def balance_loss(model):
     An expert's fraction is the part of all tokens that it gets. With an even load the result is 1.
     """
     mixtures = mixtures_of(model)
-    load = torch.stack([mixture.load for mixture in mixtures])
-    # NEW: the loss multiplies fractions by mean scores, so the fractions must be those of all
-    # ranks. The mean scores may stay local: average_gradients() averages what comes of them.
-    dist.all_reduce(load)
-    fractions = load / load.sum(dim=1, keepdim=True)
-    # Only scores have gradients. The more tokens an expert gets, the more its scores are lowered.
-    mean_scores = torch.stack([mixture.mean_scores for mixture in mixtures])
-    return mixtures[0].count * (fractions * mean_scores).sum() / len(mixtures)
+    total = 0
+    for mixture in mixtures:
+        # NEW: the loss multiplies fractions by mean scores, so the fractions must be those of all
+        # ranks. The mean scores may stay local: average_gradients() averages what comes of them.
+        dist.all_reduce(mixture.load)
+        load = mixture.load.to(mixture.mean_scores.dtype)
+        # Only scores have gradients. The more tokens an expert gets, the more they are lowered.
+        total = total + mixture.count * (load / load.sum() * mixture.mean_scores).sum()
+    return total / len(mixtures)
 
 
 def mixtures_of(model):
@@ -229,7 +251,10 @@ def add_flags(parser):
     parser.set_defaults(model="transformer")
     add = parser.add_argument
     add("--experts", type=flags.positive, default=4, help="experts of a block, over all ranks")
+    add("--top", type=flags.positive, default=1, help="experts of a token")
+    add("--ep", type=flags.positive, help="ranks that split the experts (default: all)")
     add("--balance", type=flags.number, default=0.0, help="factor of the loss that balances them")
+    add("--bias", type=flags.number, default=0.0, help="by how much the bias changes in a step")
 
 
 def check_flags(parser, args, world_size):
@@ -237,9 +262,12 @@ def check_flags(parser, args, world_size):
     parser.check_batch(args.batch_size, world_size)
     if args.model != "transformer":
         parser.error(f"--model {args.model} has no tokens: use --model transformer")
-    if args.experts % world_size:
-        near = max(1, round(args.experts / world_size)) * world_size
-        parser.error(f"{world_size} ranks cannot divide --experts {args.experts}: use {near}")
+    args.ep = args.ep or world_size
+    if world_size % args.ep:
+        parser.error(f"{world_size} ranks cannot make groups of --ep {args.ep}")
+    if args.experts % args.ep or args.top > args.experts:
+        near = max(1, round(args.experts / args.ep)) * args.ep
+        parser.error(f"{args.ep} ranks cannot divide --experts {args.experts}: use {near}")
 
 
 # ---------- Unchanged from message_gradients.py ----------
