@@ -91,9 +91,7 @@ def test_no_import_runs_back_up(folder):
 
 OF_EACH = ("train", "main", "add_flags", "check_flags")  # each lesson has its own
 # Functions above the fold whose code nearly is that of an earlier lesson, and why it differs.
-NEARLY = {
-    ("fully_sharded_data_parallel", "fully_sharded_checkpoints", "shard"): "has no --keep_weights"
-}
+NEARLY = {}
 
 
 def code_of(node):

@@ -14,9 +14,10 @@ agree), and then what rank 0 of two holds: 8 bytes for each of 59,210 parameters
 Just before a layer computes, the ranks gather it whole, and afterwards they free it. In
 `backward()`, they also average its gradients. `fully_shard(layer)`, also called FSDP2, adds hooks
 for this, as `ShardedLayer` in `manual_fully_sharded.py` does. It replaces each parameter with a
-DTensor, a tensor that knows which rank has which shard, so the optimizer must be made afterwards. A
-last call, with the whole model, shards the rest, and lets GPUs gather the next layer while one
-computes. At the start, each rank makes the whole model for a moment, with `--meta` only rank 0.
+DTensor, a tensor that knows which rank has which shard, so the optimizer must be made afterwards.
+(Each parameter is split by its rows. One all_gather brings the shards of all parameters of a layer,
+which are then copied into whole parameters.) A last call, with the whole model, shards the rest. At
+the start, each rank makes the whole model for a moment, with `--meta` only rank 0.
 
 For 7 billion parameters on 8 GPUs, DDP needs 112 GB on each, and FSDP 14, plus the layers that are
 computing (`playground/pages/figures/fsdp.svg`). The price is messages: 8 all_gathers in a step, for
@@ -42,6 +43,7 @@ import os
 import sys
 import time
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -72,6 +74,10 @@ def shard(model, args):
     # NEW: last, the whole model, which takes the rest, also tables that two layers share. By
     # default, the rest stays whole from forward() to backward().
     fully_shard(model, mesh=mesh)
+    # NEW: a layer starts to gather the next one before it computes. (A GPU computes while the
+    # message travels. Without this, the message starts when Python reaches the next layer.)
+    for layer, following in pairwise(model.layers):
+        layer.set_modules_to_forward_prefetch([following])
 
 
 def train(args):
