@@ -118,6 +118,7 @@ def shard(stage, mesh):
 def wrap(layers, mesh, flat, device, args):
     """Return what this rank computes: its stage of the model, split and sharded."""
     if layers[0].weight is layers[-1].output.weight:
+        # Megatron-LM keeps it in the first and last stage, and adds up the gradients of both.
         raise ValueError("a table that two layers share would become two parameters here")
     # NEW: 1. The pipeline, so that a rank splits and shards the layers of its own stage only.
     stage = cut_stages(layers, mesh["pp"].size())[mesh.get_local_rank("pp")]

@@ -79,7 +79,7 @@ def compute_gradients(model, micro_batches, sums):
         total = F.cross_entropy(logits, labels, reduction="sum")  # NEW: a sum, and not a mean
         # NEW: DDP and FSDP divide the sum of the ranks' gradients by the number of ranks. Here the
         # sum itself is right, because each of its terms has been divided by the tokens of all
-        # ranks. So the factor undoes the division.
+        # ranks. So the factor undoes the division. (FSDP: or `set_gradient_divide_factor(1.0)`.)
         loss = total / count * dist.get_world_size()
         # With DDP, no_sync() would save messages here, as in resnet.py.
         loss.backward()

@@ -12,7 +12,9 @@ which take 16,777,216 bytes in one process. With two ranks, it prints:
 `sequence_parallel.py` splits the blocks of a transformer, but not the two layers around them, which
 have a row for each word of the vocabulary. At every token, the output layer gives each word a score
 (logit). Here the words are the 256 bytes. With 128,000 words, the scores of 8,192 tokens take 4.2
-GB in float32, and their gradient takes as much again. So the ranks split both layers by rows:
+GB in float32, and their gradient takes as much again. (One process can compute output layer, loss
+and `backward()` for some tokens at a time, and join the gradients of the layer's inputs. Then only
+some scores exist.) Here the ranks split both layers by rows:
 - The embedding. A rank takes zeros for the words of other ranks, and an all_reduce adds up
   what the ranks have found.
 - The output layer. A rank computes the scores of its own words, and no rank ever has all scores. In

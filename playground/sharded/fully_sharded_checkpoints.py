@@ -14,8 +14,9 @@ After each epoch, all ranks write their shards to a folder, so none needs memory
 model. All nodes must see this folder. The last three checkpoints are kept. (`dcp` in the code is
 `torch.distributed.checkpoint`.) Resume only from folders of your own: dcp unpickles a part of
 what it loads, which can run code.
-When a run resumes, each rank looks up which files contain its new shards, so the number of ranks
-may differ. The flags on which the numbers depend must stay the same.
+The file .metadata has the shape of each whole tensor, and the offset of each shard in it. When a
+run resumes, each rank reads what overlaps its new shards, so the number of ranks may differ. (Of
+replicas, dcp's planner chooses one.) The flags on which the numbers depend must stay the same.
 
 With `--async_save`, training does not wait for the disk: dcp copies the shards to CPU memory, and a
 thread writes this copy while the next epoch trains.
