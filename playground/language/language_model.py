@@ -24,9 +24,7 @@ and the same command resumes from the newest one. These parts are new:
   choose among 3.43 bytes at random.
 - Tokens per second (the throughput) depend on the model and the machine. The model FLOPs
   utilization (MFU) can be compared between them: the operations that the model needs, divided by
-  those that the machine could do in this time. The latter are measured with a product of two
-  matrices. For a GPU, better give the dense number of its data sheet (without sparsity), by
-  `--peak`.
+  those that the GPU can do in this time (`--peak`, the dense number of its data sheet).
 
 With `--double --constant --clip 0 --lr 1e-3`, all twelve digits are those of `single_gpu.py` with
 `--double --model language --batch_size 32 --epochs 5`.
@@ -212,8 +210,6 @@ def train(args):
     parts = (model, optimizer, scheduler)
     done = resume(args, *parts) if args.run_dir else 0
     step = partial(update, *parts, args)
-    dtype = DTYPES[args.precision] or next(model.parameters()).dtype
-    args.peak = args.peak or measured_peak(device, dtype)
     for epoch in range(done, args.epochs):
         fit_epoch(epoch, model, step, train_loader, test_loader, device, args)
         if args.run_dir:
@@ -237,19 +233,6 @@ def flops_per_token(model):
     width = layers[0].in_features
     of_attention = 6 * blocks * 2 * ROW * width
     return of_layers + of_attention
-
-
-def measured_peak(device, dtype):
-    """Return how many operations a rank can do in a second, in a product of large matrices."""
-    size = 1024 if device.type == "cpu" else 8192  # a GPU needs large ones to be busy
-    factor = torch.randn(size, size, device=device, dtype=dtype)
-    seconds = []
-    for _ in range(10):
-        start = time.perf_counter()
-        product = F.linear(factor, factor)  # as in the layers of the model
-        product[0, 0].item()  # waits for a GPU
-        seconds.append(time.perf_counter() - start)
-    return 2 * size**3 / min(seconds)
 
 
 def sample(model, device, args):
@@ -288,13 +271,14 @@ def fit_epoch(epoch, model, step, train_loader, test_loader, device, args):
         digits = 12 if args.double else 4
         needed = flops_per_token(model) * tokens
         used = needed / seconds / dist.get_world_size()  # by a rank in a second
+        mfu = f"  MFU {used / args.peak:.1%}" if args.peak else ""
         memory = ""  # the peak of what this rank's tensors have taken on its GPU
         if args.device != "cpu":
             memory = f"  {torch.accelerator.max_memory_allocated() / 2**20:,.0f} MiB"
         print(
             f"{title}  loss {loss / tokens:.{digits}f}"
             f"  train {correct / tokens:.2%}  test {test_correct / test_tokens:.2%}"
-            f"  {seconds:.2f} s  {tokens / seconds:,.0f} tokens/s  MFU {used / args.peak:.1%}"
+            f"  {seconds:.2f} s  {tokens / seconds:,.0f} tokens/s{mfu}"
             f"  perplexity {math.exp(test_loss / test_tokens):.2f}{memory}",
             textwrap.indent(text, "    | ", lambda line: True),
             sep="\n",
@@ -344,7 +328,7 @@ def add_flags(parser):
     add("--weight_decay", type=flags.number, default=0.0, help=decay)
     folder = "folder for sharded checkpoints; resumes from its newest"
     add("--run_dir", type=flags.new_folder, help=folder)
-    add("--peak", type=flags.number, default=0.0, help="a rank's operations per second; 0: measure")
+    add("--peak", type=flags.number, default=0.0, help="a rank's operations per second")
     add("--sample", type=flags.positive, default=200, help="bytes to write after each epoch")
 
 
