@@ -61,47 +61,6 @@ from common.data import fetch, loaders
 from common.models import make_model
 
 
-class EachGradient:
-    """Averages each gradient over the ranks while backward() computes the next ones."""
-
-    def __init__(self, model):
-        self.handles = {}  # of the messages that travel, by parameter
-        for parameter in model.parameters():
-            if parameter.requires_grad:  # a frozen parameter gets no gradient
-                # NEW: backward() calls self.start(parameter) as soon as parameter.grad is complete.
-                parameter.register_post_accumulate_grad_hook(self.start)
-
-    def start(self, parameter):
-        """Start to average the gradient of a parameter, and return at once."""
-        if parameter in self.handles:  # a gradient must not change while it travels
-            raise RuntimeError("call finish() after each backward()")
-        parameter.grad /= dist.get_world_size()
-        # NEW: async_op=True returns a handle, and backward() continues.
-        self.handles[parameter] = dist.all_reduce(parameter.grad, async_op=True)
-
-    def finish(self, model):
-        """Wait for all messages. run_epoch() calls this as average(model), after backward()."""
-        for handle in self.handles.values():
-            handle.wait()
-        self.handles.clear()
-
-
-def train(local_rank, args):
-    """As one of the ranks, train, and then compare four ways to average the gradients."""
-    rank, device = join(local_rank, args)
-    # loaders() of distributed_data_parallel_torchrun.py. Most later lessons import it, too.
-    train_loader, test_loader = loaders(args, rank, dist.get_world_size())
-    torch.manual_seed(args.seed + rank)
-    model = make_model(args).to(device)
-    send_weights(model)
-    buckets = Buckets(model, args.bucket_cap_mb)  # NEW: or EachGradient(model)
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
-    for epoch in range(args.epochs):
-        fit_epoch(epoch, model, optimizer, train_loader, test_loader, device, args, buckets.finish)
-    show_overlap(next(iter(train_loader)), device, args)
-    dist.destroy_process_group()
-
-
 class Bucket:
     """Averages the gradients of several parameters, in one message.
 
@@ -112,16 +71,18 @@ class Bucket:
         self.parameters = parameters
         self.complete = 0  # how many of the gradients are complete in this step
         for parameter in parameters:
+            # NEW: backward() calls self.count(parameter) as soon as parameter.grad is complete.
             parameter.register_post_accumulate_grad_hook(self.count)
 
     def count(self, parameter):
         """Count a complete gradient. After the bucket's last one, start the message."""
-        if self.complete == len(self.parameters):  # the message has started
+        if self.complete == len(self.parameters):  # the message has started, and must not change
             raise RuntimeError("call finish() after each backward()")
         self.complete += 1
         if self.complete == len(self.parameters):
             self.message = torch.cat([each.grad.flatten() for each in self.parameters])
             self.message /= dist.get_world_size()
+            # NEW: async_op=True returns a handle, and backward() continues.
             self.handle = dist.all_reduce(self.message, async_op=True)
 
     def finish(self):
@@ -155,9 +116,25 @@ class Buckets:
             self.buckets.append(Bucket(parameters))
 
     def finish(self, model):
-        """Wait for the messages of all buckets."""
+        """Wait for all messages. run_epoch() calls this as average(model), after backward()."""
         for bucket in self.buckets:
             bucket.finish()
+
+
+def train(local_rank, args):
+    """As one of the ranks, train, and then compare four ways to average the gradients."""
+    rank, device = join(local_rank, args)
+    # loaders() of distributed_data_parallel_torchrun.py. Most later lessons import it, too.
+    train_loader, test_loader = loaders(args, rank, dist.get_world_size())
+    torch.manual_seed(args.seed + rank)
+    model = make_model(args).to(device)
+    send_weights(model)
+    buckets = Buckets(model, args.bucket_cap_mb)  # NEW: starts messages during backward()
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
+    for epoch in range(args.epochs):
+        fit_epoch(epoch, model, optimizer, train_loader, test_loader, device, args, buckets.finish)
+    show_overlap(next(iter(train_loader)), device, args)
+    dist.destroy_process_group()
 
 
 def add_flags(parser):
@@ -188,16 +165,10 @@ def time_steps(how, batch, device, args):
     labels = batch[1].to(device)
     model = make_model(args).to(device)
     average = average_gradients  # afterwards, without hooks
-    if how == "one bucket":
-        # It is complete when backward() ends. So this has one message, and nothing overlaps.
-        one_bucket = Buckets(model, math.inf)
-        average = one_bucket.finish
-    if how == "each":
-        each_gradient = EachGradient(model)
-        average = each_gradient.finish
-    if how == "buckets":
-        buckets = Buckets(model, args.bucket_cap_mb)
-        average = buckets.finish
+    # One bucket is complete when backward() ends, so nothing overlaps. "each": a gradient fills it.
+    caps = {"one bucket": math.inf, "each": 0, "buckets": args.bucket_cap_mb}
+    if how in caps:
+        average = Buckets(model, caps[how]).finish
     backward_times = []
     waiting_times = []
     for _ in range(10):
