@@ -71,25 +71,30 @@ class Replicas(nn.Module):
         self.replicas = [copy.deepcopy(module).to(device) for device in devices]
         self.threads = ThreadPoolExecutor(len(devices))
 
-    def compute(self, replica, part, device, grad_enabled):
+    def compute(self, replica, part, device, grad_enabled, autocast):
         """Compute one part of the batch on one device, in a thread of its own."""
-        torch.set_grad_enabled(grad_enabled)  # each thread has its own setting
+        torch.set_grad_enabled(grad_enabled)  # each thread has its own settings
         # NEW: the replica computes with copies of the model's parameters. autograd records the
         # copying, so backward() adds up the gradients of all copies in the model's parameters.
         parameters = {}
         for name, parameter in self.module.named_parameters():
             parameters[name] = parameter.to(device, copy=True)
-        replica.train(self.training)
-        return functional_call(replica, parameters, part.to(device))
+        for mine, theirs in zip(replica.modules(), self.module.modules(), strict=True):
+            mine.training = theirs.training  # a part of a model may be in eval()
+        with torch.autocast(part.device.type, **autocast):
+            return functional_call(replica, parameters, part.to(device))
 
     def forward(self, images):
         """Turn images, (N, 1, 28, 28), on the first device into logits, (N, 10), there."""
         parts = images.chunk(len(self.devices))  # fewer than there are devices, if N is small
-        grad_enabled = torch.is_grad_enabled()
+        kind = images.device.type
+        autocast = {"dtype": torch.get_autocast_dtype(kind)}
+        autocast["enabled"] = torch.is_autocast_enabled(kind)
+        settings = (torch.is_grad_enabled(), autocast)
         results = []
         for replica, part, device in zip(self.replicas, parts, self.devices, strict=False):
             # NEW: a thread for each part. submit() returns at once, and result() waits for its end.
-            results.append(self.threads.submit(self.compute, replica, part, device, grad_enabled))
+            results.append(self.threads.submit(self.compute, replica, part, device, *settings))
         outputs = [result.result() for result in results]
         return torch.cat([output.to(self.devices[0]) for output in outputs])
 

@@ -153,7 +153,6 @@ class Pipeline(torch.nn.Module):
         self.mine = mine
         self.mesh = mesh
         self.ranks = mesh["dp"].size() * mesh["cp"].size()
-        self.tokens = args.batch_size * ROW  # of a global batch
         number = mesh.get_local_rank("pp")
         count = mesh["pp"].size()
         self.is_first = number == 0
@@ -186,6 +185,7 @@ class Pipeline(torch.nn.Module):
         All ranks pass the whole batch. Only the last stage returns scores, of this rank's words,
         rows and tokens.
         """
+        self.tokens = (labels != -100).sum()  # that count, of the global batch
         inputs = [self.own(rows)] if self.is_first else []
         if self.training:
             return self.schedule.step(*inputs, target=self.own(labels))

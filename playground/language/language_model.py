@@ -77,7 +77,10 @@ MUST_AGREE += ("clip", "seed", "double")
 
 
 class Checkpointed(torch.nn.Module):
-    """A block that keeps only its input for backward(), and computes the rest again there."""
+    """A block that keeps only its input for backward(), and computes the rest again there.
+
+    A block with batch norm would update its running averages twice in each step.
+    """
 
     def __init__(self, block):
         super().__init__()

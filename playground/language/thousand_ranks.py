@@ -296,7 +296,10 @@ def main():
 
 
 class Checkpointed(torch.nn.Module):
-    """A block that keeps only its input for backward(), and computes the rest again there."""
+    """A block that keeps only its input for backward(), and computes the rest again there.
+
+    A block with batch norm would update its running averages twice in each step.
+    """
 
     def __init__(self, block):
         super().__init__()

@@ -63,6 +63,15 @@ from common.models import Language
 TOKENS = 24  # the bytes that are written in a row
 
 
+def check_weights(model):
+    """Refuse models whose weights differ in shape or dtype. All ranks call this once."""
+    mine = [(each.shape, each.dtype) for each in model.state_dict().values()]
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    if any(each != mine for each in everyone):  # gloo would fill a part, without an error
+        raise ValueError("the weights of the ranks have different shapes or dtypes")
+
+
 def send_weights(model, generator):
     """As a trainer, gather each tensor of the model. Trainer 0 sends it to the rank `generator`."""
     # NEW: the state has the parameters and, if there are any, the buffers, such as batch norm's.
@@ -161,6 +170,7 @@ def talk(args):
     torch.manual_seed(0)  # the same model on all ranks
     dtype = torch.float64 if args.double else torch.float32
     model = Language(width=32).to(device, dtype)
+    check_weights(model)
     model.eval()  # with dropout, trainers and generator would have different probabilities
     rows = torch.full((args.rows, TOKENS + 1), ord("\n"), device=device)
     old = torch.zeros(args.rows, TOKENS, device=device, dtype=dtype)

@@ -80,10 +80,12 @@ def own_words(words, count, group):
     """Find words, int64, among the `count` words of this rank.
 
     Returns two tensors: each word's position among them, or 0, and whether this rank has the word.
+    A word outside the vocabulary gets a position for which each lookup ends with an error.
     """
     first = dist.get_rank(group) * count
     own = (words >= first) & (words < first + count)
-    return torch.where(own, words - first, 0), own
+    outside = (words < 0) | (words >= count * dist.get_world_size(group))
+    return torch.where(own, words - first, outside * count), own
 
 
 class SplitEmbedding(torch.nn.Module):
@@ -91,6 +93,9 @@ class SplitEmbedding(torch.nn.Module):
 
     def __init__(self, embedding, group):
         super().__init__()
+        options = (embedding.padding_idx, embedding.max_norm, embedding.scale_grad_by_freq)
+        if options != (None, None, False):
+            raise ValueError("padding_idx, max_norm and scale_grad_by_freq would be lost")
         self.weight = keep_rows(embedding.weight, group)
         self.group = group
         self.register_state_dict_pre_hook(refuse_state)
@@ -108,6 +113,8 @@ class SplitOutput(torch.nn.Module):
 
     def __init__(self, layer, group):
         super().__init__()
+        if layer.bias is not None:
+            raise ValueError("the bias would be lost")
         self.weight = keep_rows(layer.weight, group)
         self.group = group
         self.register_state_dict_pre_hook(refuse_state)
@@ -130,7 +137,7 @@ class SplitCrossEntropy(torch.autograd.Function):
 
         Args:
             scores: of this rank's words, (N, words, tokens), floating point.
-            labels: among all words, or -100, int64 (N, tokens). Another one raises no error.
+            labels: among all words, or -100, int64 (N, tokens).
             group: the ranks that have the scores of the other words.
         """
         scores = scores.to(
@@ -138,7 +145,8 @@ class SplitCrossEntropy(torch.autograd.Function):
         )  # 16 bits round too much
         largest = scores.amax(dim=1)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-        index, own = own_words(labels, scores.shape[1], group)
+        valid = labels != -100
+        index, own = own_words(torch.where(valid, labels, 0), scores.shape[1], group)
         of_label = scores.gather(1, index[:, None]).squeeze(1) - largest
         of_label = torch.where(own, of_label, 0)
         # In place, here and below, because with many words these are the largest tensors.
@@ -148,7 +156,6 @@ class SplitCrossEntropy(torch.autograd.Function):
         dist.all_reduce(sums, group=group)
         total, of_label = sums
         softmax = exponentials.div_(total[:, None])
-        valid = labels != -100
         ctx.save_for_backward(softmax, index, own, valid)
         # NEW: of_label is now s_y - m on all ranks. If it is 0, no word has a larger score than the
         # label, so the prediction is correct.
@@ -230,7 +237,7 @@ def mean_loss(scores, labels):
         _, correct = SplitCrossEntropy.apply(scores.detach().to_local(), labels, None)
         return F.cross_entropy(scores, labels).full_tensor(), correct
     losses, correct = SplitCrossEntropy.apply(scores, labels, None)
-    return losses.mean(), correct
+    return losses.sum() / (labels != -100).sum(), correct
 
 
 def run_epoch(model, loader, device, optimizer=None):
@@ -309,14 +316,14 @@ class Message(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, send, send_back, group):
         """Send x. Returns what arrives. `group` has the ranks that take part; None: all."""
-        ctx.send_back = send_back
-        ctx.group = group
+        ctx.back = (send_back, send, group)
         return send(x.contiguous(), group)  # messages need contiguous memory
 
     @staticmethod
     def backward(ctx, gradient):
         """Send the gradient of what has arrived. Returns the gradient of x."""
-        gradient = ctx.send_back(gradient.contiguous(), ctx.group)  # also a message
+        # The gradient of a message is a message, which has a gradient, too.
+        gradient = Message.apply(gradient, *ctx.back)
         return gradient, None, None, None  # the other arguments of forward() have no gradient
 
 

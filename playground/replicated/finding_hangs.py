@@ -6,9 +6,9 @@ Run it:
 Three ranks hang on purpose: here rank 1 leaves a loop one step early. The last lines that it prints
 show where each rank waits, and which collectives it has called:
     stacks
-      rank 0  line 76: dist.all_reduce(numbers)
-      rank 1  line 77: dist.barrier()
-      rank 2  line 76: dist.all_reduce(numbers)
+      rank 0  line 75: dist.all_reduce(numbers)
+      rank 1  line 76: dist.barrier()
+      rank 2  line 75: dist.all_reduce(numbers)
     recorder
       rank 0  #3 all_reduce [4], #4 all_reduce [4], #5 all_reduce [4] not done
       rank 1  #3 all_reduce [4], #4 all_reduce [4], #5 barrier not done

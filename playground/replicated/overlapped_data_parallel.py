@@ -69,17 +69,17 @@ class Bucket:
 
     def __init__(self, parameters):
         self.parameters = parameters
-        self.complete = 0  # how many of the gradients are complete in this step
+        self.complete = set()  # the parameters whose gradients are complete in this step
         for parameter in parameters:
             # NEW: backward() calls self.count(parameter) as soon as parameter.grad is complete.
             parameter.register_post_accumulate_grad_hook(self.count)
 
     def count(self, parameter):
         """Count a complete gradient. After the bucket's last one, start the message."""
-        if self.complete == len(self.parameters):  # the message has started, and must not change
+        if parameter in self.complete:  # a gradient must not change after it was sent
             raise RuntimeError("call finish() after each backward()")
-        self.complete += 1
-        if self.complete == len(self.parameters):
+        self.complete.add(parameter)
+        if len(self.complete) == len(self.parameters):
             self.message = torch.cat([each.grad.flatten() for each in self.parameters])
             self.message /= dist.get_world_size()
             # NEW: async_op=True returns a handle, and backward() continues.
@@ -87,13 +87,13 @@ class Bucket:
 
     def finish(self):
         """Wait for the message, and copy its means into the gradients."""
-        if self.complete < len(self.parameters):
+        if len(self.complete) < len(self.parameters):
             raise RuntimeError("a parameter of this bucket has got no gradient in this step")
         self.handle.wait()
         sizes = [parameter.numel() for parameter in self.parameters]
         for parameter, mean in zip(self.parameters, self.message.split(sizes), strict=True):
             parameter.grad.copy_(mean.view_as(parameter))
-        self.complete = 0
+        self.complete.clear()
 
 
 class Buckets:
@@ -117,6 +117,11 @@ class Buckets:
 
     def finish(self, model):
         """Wait for all messages. run_epoch() calls this as average(model), after backward()."""
+        sent = {parameter for bucket in self.buckets for parameter in bucket.parameters}
+        if any(each.grad is not None and each not in sent for each in model.parameters()):
+            raise RuntimeError(
+                "a gradient was not sent: after unfreezing a layer, make new Buckets"
+            )
         for bucket in self.buckets:
             bucket.finish()
 

@@ -59,9 +59,9 @@ class LocalSteps:
 
     In between, the ranks send nothing, so their models drift apart. (Each also keeps an Adam of its
     own, whose averages are never sent.) They also agree after the last batch of an epoch, to test
-    one model (but for batch norm's buffers: average those, too). Batches are counted, not the
-    optimizer's steps, because a rank may skip a step, as GradScaler does. (PyTorch has this, too:
-    PostLocalSGDOptimizer.)
+    one model (but for batch norm's buffers: average those, too). If you leave a loop early, as at a
+    number of steps, call agree() behind it. Batches are counted, not the optimizer's steps, because
+    a rank may skip a step, as GradScaler does. (PyTorch has this, too: PostLocalSGDOptimizer.)
     """
 
     def __init__(self, loader, agree, every):

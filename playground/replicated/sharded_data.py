@@ -75,7 +75,11 @@ class Files(Dataset):
         # be copied with all their numbers.
         self.images = sorted(folder.glob(f"{part}-*-images.npy"))
         self.labels = sorted(folder.glob(f"{part}-*-labels.npy"))
-        lengths = [len(opened(path)) for path in self.labels]
+        names = [path.name.replace("-images", "-labels") for path in self.images]
+        lengths = [len(opened(path)) for path in self.images]
+        matches = names == [path.name for path in self.labels]
+        if not matches or lengths != [len(opened(path)) for path in self.labels]:
+            raise ValueError(f"{folder}: files of images and of labels do not match")
         self.starts = list(itertools.accumulate(lengths, initial=0))
 
     def __len__(self):

@@ -26,7 +26,7 @@ nothing computes while a message travels. On GPUs, FSDP (the next lesson) gather
 another one computes (`playground/pages/figures/fsdp.svg` shows which layers are whole when).
 
 Try breaking it, in a copy beside it:
-  1. Comment out the forward hook with `self.free`. Which number of the output changes?
+  1. Comment out the forward hook with `self.leave`. Which number of the output changes?
   2. Give the optimizer `model.parameters()`. Is there an error? How does the loss change?
   3. Seed with `args.seed + rank` before `model = ...`. Which rank's parameters are trained?
 
@@ -66,14 +66,15 @@ class ShardedLayer:
 
     Reading a parameter then crashes Python, so state_dict() is refused. Each parameter must get a
     gradient in every backward(), have the dtype of its layer, belong to one layer only, and be used
-    in that layer's forward() only. (nn.MultiheadAttention uses its out_proj's.) clip_grad_norm_()
-    would find the norm of this rank's shards only. To clip, sum the squares of all `shard.grad`
-    over the ranks first.
+    in that layer's forward() only. (nn.MultiheadAttention uses its out_proj's.) The optimizer must
+    be elementwise, as SGD and Adam are (not Muon or Adafactor). clip_grad_norm_() would find the
+    norm of this rank's shards only. To clip, sum the squares of all `shard.grad` over the ranks
+    first.
     """
 
     def __init__(self, layer, keep_weights=False):
         self.parameters = list(layer.parameters(recurse=False))
-        if any(each.untyped_storage().nbytes() == 0 for each in self.parameters):
+        if any(each.numel() and not each.untyped_storage().nbytes() for each in self.parameters):
             raise ValueError("a parameter belongs to two layers, of which one is sharded already")
         self.whole = flatten([parameter.detach() for parameter in self.parameters])
         # NEW: a copy, which stays when `whole` is freed. The optimizer updates it.
@@ -93,9 +94,10 @@ class ShardedLayer:
         self.free()
         # NEW: the four moments. These hooks return nothing, because PyTorch would use what a hook
         # returns in place of the layer's inputs, output or gradients.
+        layer.register_forward_pre_hook(self.check)
         layer.register_forward_pre_hook(self.gather)
         if not keep_weights:
-            layer.register_forward_hook(self.free)
+            layer.register_forward_hook(self.leave)
             layer.register_full_backward_pre_hook(self.gather)
         for parameter in self.parameters:
             parameter.register_post_accumulate_grad_hook(self.count_gradient)
@@ -106,13 +108,24 @@ class ShardedLayer:
         """Refuse state_dict() and load_state_dict(), because the parameters have no memory."""
         raise RuntimeError("the layer is sharded: load a state before, and save the shards")
 
+    def check(self, *_):
+        """Refuse to continue if the last backward() did not compute all gradients of the layer."""
+        if self.gradients_due < len(self.parameters):
+            raise RuntimeError("a parameter of this layer got no gradient in the last backward()")
+
     def gather(self, *_):  # *_: what PyTorch passes to each hook, which is not needed here
         """Give `whole` its memory back, and fill it with the shards of all ranks."""
         self.whole.untyped_storage().resize_(self.bytes)
         # detach: a message has only numbers, and no autograd graph.
         dist.all_gather_into_tensor(self.whole, self.shard.detach())
 
-    def free(self, *_):
+    def leave(self, layer, inputs, output):
+        """Free the parameters after forward()."""
+        if not isinstance(output, (torch.Tensor, tuple)):  # no hook would see its gradient
+            raise TypeError("a layer with parameters of its own must return a tensor or a tuple")
+        self.free()
+
+    def free(self):
         """Free the memory of `whole`, so that its views have no numbers until the next gather()."""
         self.whole.untyped_storage().resize_(0)
 

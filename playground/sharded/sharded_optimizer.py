@@ -77,19 +77,23 @@ class Bucket:
             start = end
             parameter.register_post_accumulate_grad_hook(self.count)
         self.shard = self.flat.chunk(dist.get_world_size())[dist.get_rank()]
-        self.complete = 0  # gradients in this step
+        self.complete = set()  # the parameters whose gradients are complete in this step
         self.handle = None  # of the message that travels
-        # NEW: forward() and state_dict() wait for the shards of the other ranks.
-        layer.register_forward_pre_hook(self.wait)
+        # NEW: forward() waits for the shards of the other ranks, and so do saving and loading.
+        layer.register_forward_pre_hook(self.wait, prepend=True)  # before all other hooks
         layer.register_state_dict_pre_hook(self.wait)
+        layer.register_load_state_dict_pre_hook(self.wait)
 
     def count(self, parameter):
-        """Count a complete gradient. After the last one, start to send the gradients."""
-        if self.shard.grad is not None:
+        """Note a complete gradient. After the last one, start to send the gradients."""
+        if self.handle is not None and not self.complete:
+            raise RuntimeError(
+                "a parameter was used outside its layer's forward(): leave overlap out"
+            )
+        if parameter in self.complete:
             raise RuntimeError("call step() and zero_grad() after each backward()")
-        self.complete += 1
-        if self.complete == len(self.parameters):
-            self.complete = 0
+        self.complete.add(parameter)
+        if len(self.complete) == len(self.parameters):
             gradients = flatten([each.grad for each in self.parameters])
             gradients /= dist.get_world_size()  # the sum over the ranks is then the mean
             for each in self.parameters:
@@ -109,18 +113,25 @@ class ShardedOptimizer:
     """Updates all parameters of a model, but keeps only this rank's shards of the optimizer state.
 
     All parameters have one weight decay, and each that is not frozen must get one gradient in every
-    step. The optimizer must be elementwise, as SGD and Adam are (not Muon). Give a scheduler
-    `self.optimizer`. To clip, do so inside step(), and add up the squares of all shards and ranks.
+    step. The optimizer must be elementwise, as SGD and Adam are (not Muon or Adafactor). Give a
+    scheduler `self.optimizer`. To clip, do so inside step(), and add up the squares of all shards
+    and ranks. With `overlap`, step() returns while the new parameters still travel. Then only
+    forward() of a layer and state_dict() may read them, and no average of parameters (EMA).
     """
 
-    def __init__(self, model, make_optimizer):
-        if len({parameter.dtype for parameter in model.parameters()}) > 1:
+    def __init__(self, model, make_optimizer, overlap=False):
+        self.model = model
+        self.overlap = overlap
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if len({parameter.dtype for parameter in trained}) > 1:
             raise ValueError("all parameters must have the same dtype, that of the flat tensors")
         self.buckets = []
         for layer in model.modules():
             own = [each for each in layer.parameters(recurse=False) if each.requires_grad]
             if own:
                 self.buckets.append(Bucket(layer, own))
+        if sum(len(bucket.parameters) for bucket in self.buckets) > len(trained):
+            raise ValueError("a parameter belongs to two layers, and has one bucket only")
         # NEW: the optimizer gets only this rank's shards.
         self.optimizer = make_optimizer([bucket.shard for bucket in self.buckets])
         self.optimizer.register_state_dict_pre_hook(self.refuse)
@@ -130,12 +141,17 @@ class ShardedOptimizer:
         raise RuntimeError("this is one shard of the state: ZeroRedundancyOptimizer can save all")
 
     def zero_grad(self):
-        """Free the mean gradients of the previous step. All others are freed when they are sent."""
+        """Free the gradients of the previous step, or of a backward() that was interrupted."""
         for bucket in self.buckets:
-            bucket.shard.grad = None
+            if bucket.complete:
+                bucket.wait()
+            bucket.complete.clear()
+            for tensor in (bucket.shard, *bucket.parameters):
+                tensor.grad = None
 
     def step(self):
-        """Update this rank's shards with the mean gradients, and start to gather all shards."""
+        """Update this rank's shards with the mean gradients, and gather the shards of all ranks."""
+        self.check()
         for bucket in self.buckets:
             bucket.wait()  # for the mean
         self.optimizer.step()
@@ -144,6 +160,21 @@ class ShardedOptimizer:
             # rank's part of its output.
             handle = dist.all_gather_into_tensor(bucket.flat, bucket.shard, async_op=True)
             bucket.handle = handle
+            if not self.overlap:
+                bucket.wait()
+            bucket.complete.clear()
+
+    def check(self):
+        """Refuse to update what the model no longer has, or not all of what it has."""
+        known = {parameter for bucket in self.buckets for parameter in bucket.parameters}
+        if {each for each in self.model.parameters() if each.requires_grad} - known:
+            raise RuntimeError("a layer was unfrozen, or a parameter replaced: make this anew")
+        for bucket in self.buckets:
+            flat = bucket.flat.untyped_storage().data_ptr()
+            if any(each.untyped_storage().data_ptr() != flat for each in bucket.parameters):
+                raise RuntimeError("a parameter has left the flat tensor: make this optimizer last")
+            if len(bucket.complete) < len(bucket.parameters):
+                raise RuntimeError("a parameter has got no gradient in this step")
 
 
 def train(args):
@@ -156,7 +187,8 @@ def train(args):
         dist.broadcast(tensor, src=0)  # all ranks start with the parameters of rank 0, as with DDP
     torch.manual_seed(args.seed + rank)  # dropout, if there is any, must differ between ranks
     make_optimizer = partial(torch.optim.Adam, lr=args.lr, eps=1e-6, fused=True)
-    optimizer = ShardedOptimizer(model, make_optimizer)  # NEW: also averages the gradients
+    # NEW: also averages the gradients. Nothing but forward() reads the parameters after a step.
+    optimizer = ShardedOptimizer(model, make_optimizer, overlap=True)
     for epoch in range(args.epochs):
         fit_epoch(epoch, model, optimizer, train_loader, test_loader, device, args)
     if rank == 0:

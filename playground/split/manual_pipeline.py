@@ -29,8 +29,8 @@ https://arxiv.org/abs/2401.10241):
     --schedule F0,F1,I0,F2,I1,W0,I2,W1,W2 F0,I0,F1,I1,W0,F2,I2,W1,W2
 
 Try breaking it, in a copy beside it:
-  1. In `forward_pass()`, leave out `* len(labels) / self.batch_size`. How many times too large are
-     the gradients then, and why does Adam hardly notice?
+  1. In `forward_pass()`, write `F.cross_entropy(output, labels)`, the mean over a micro-batch. How
+     many times too large are the gradients then, and why does Adam hardly notice?
   2. No copy is needed: add `--timeout 10 --schedule F0,B0,F1,B1 F0,F1,B0,B1`. What does each rank
      wait for? Find two lists with which the run ends.
 Now write it yourself: `gpipe.py` and `order_1f1b.py` in `playground/exercises/`.
@@ -95,6 +95,10 @@ class Pipeline(torch.nn.Module):
         self.stage = stage
         self.shape = shape
         self.dtype = next(stage.parameters()).dtype  # of all messages
+        dtypes = [None] * dist.get_world_size()
+        dist.all_gather_object(dtypes, self.dtype)
+        if len({*dtypes}) > 1:  # gloo would fill a part of a buffer, without an error
+            raise ValueError(f"the parameters of the stages have different dtypes: {dtypes}")
         self.passes = passes
         self.most_kept = 0  # micro-batches whose activations were kept at the same time
         self.rank = dist.get_rank()
@@ -117,7 +121,7 @@ class Pipeline(torch.nn.Module):
         # tensor_split makes this many parts of any batch. Their sizes may differ by one.
         self.images = images.tensor_split(micro_batches)
         self.labels = labels.tensor_split(micro_batches)
-        self.batch_size = len(labels)
+        self.count = (labels != -100).sum()  # -100 is for what has no label
         # These dicts have the number of the micro-batch as their key.
         self.inputs = {}
         self.outputs = {}
@@ -163,7 +167,7 @@ class Pipeline(torch.nn.Module):
             # NEW: on the last rank, the stage ends with the loss. This is the micro-batch's part of
             # the mean loss over the batch.
             labels = self.labels[number]
-            output = F.cross_entropy(output, labels) * len(labels) / self.batch_size
+            output = F.cross_entropy(output, labels, reduction="sum") / self.count
         if self.training:
             self.inputs[number] = inputs
             self.outputs[number] = output  # its autograd graph keeps all activations of the stage
@@ -239,6 +243,8 @@ def cut(layers, count):
     of other stages, which its forward() then leaves out.)
     """
     indices = with_parameters(layers)
+    if count > len(indices):
+        raise ValueError(f"{count} stages, but only {len(indices)} layers have parameters")
     starts = [indices[number * len(indices) // count] for number in range(1, count)]
     stages = [layers[start:end] for start, end in pairwise([0, *starts, len(layers)])]
     if sum(len([*stage.parameters()]) for stage in stages) > len([*layers.parameters()]):

@@ -76,14 +76,14 @@ class Message(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, send, send_back, group):
         """Send x. Returns what arrives. `group` has the ranks that take part; None: all."""
-        ctx.send_back = send_back
-        ctx.group = group
+        ctx.back = (send_back, send, group)
         return send(x.contiguous(), group)  # messages need contiguous memory
 
     @staticmethod
     def backward(ctx, gradient):
         """Send the gradient of what has arrived. Returns the gradient of x."""
-        gradient = ctx.send_back(gradient.contiguous(), ctx.group)  # NEW: also a message
+        # NEW: the gradient of a message is a message, which has a gradient, too.
+        gradient = Message.apply(gradient, *ctx.back)
         return gradient, None, None, None  # the other arguments of forward() have no gradient
 
 
@@ -101,7 +101,7 @@ def all_reduce(x, group):
 
 
 def all_gather(x, group):
-    """Return the tensors of all ranks, one after another in dimension 0."""
+    """Return the tensors of all ranks, one after another in dimension 0. (gloo takes no stack.)"""
     whole = x.new_empty(dist.get_world_size(group) * len(x), *x.shape[1:])
     dist.all_gather_into_tensor(whole, x, group=group)
     return whole
@@ -133,9 +133,10 @@ def shift(x, by, group):
     if n == 1:
         return x
     arrived = torch.empty_like(x)
-    send = dist.P2POp(dist.isend, x, group=group, group_peer=(rank + by) % n)
     receive = dist.P2POp(dist.irecv, arrived, group=group, group_peer=(rank - by) % n)
-    for request in dist.batch_isend_irecv([send, receive]):
+    send = dist.P2POp(dist.isend, x, group=group, group_peer=(rank + by) % n)
+    # With two ranks on gloo, the two directions would take turns if each rank sent first.
+    for request in dist.batch_isend_irecv([receive, send]):
         request.wait()
     return arrived
 

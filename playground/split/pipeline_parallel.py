@@ -73,12 +73,8 @@ def make_1f1b(layers, device, micro_batches):
     # NEW: sends and receives activations, and in the backward pass their gradients. With the first
     # batch, it finds out their shapes and dtypes, which all later ones must have.
     stage = PipelineStage(module, rank, world_size, device)
-    # NEW: computes the passes of all micro-batches, and on the last rank the loss of each, here the
-    # mean over its images. Then it divides the gradients by the number of micro-batches. With
-    # micro-batches of equal size, this gives the gradient of the mean over the batch. (It also
-    # divides what was in .grad before. So to accumulate, take more micro-batches, and one step().)
-    schedule = Schedule1F1B(stage, micro_batches, F.cross_entropy)
-    return Pipeline([stage], schedule)
+    # NEW: computes the passes of all micro-batches, and on the last rank the loss of each.
+    return Pipeline([stage], partial(Schedule1F1B, stage, micro_batches))
 
 
 def interleaved(rank, world_size, micro_batches, chunks=2):
@@ -120,18 +116,24 @@ def make_other(name, layers, device, micro_batches):
     for number in numbers:
         stages.append(PipelineStage(modules[number].to(device), number, count, device))
     taken = stages[0] if name == "GPipe" else stages  # the other schedules take a list
-    schedule = get_schedule_class(name)(taken, micro_batches, F.cross_entropy)
-    return VPipeline(stages, schedule) if name in V_SHAPED else Pipeline(stages, schedule)
+    make_schedule = partial(get_schedule_class(name), taken, micro_batches)
+    return (VPipeline if name in V_SHAPED else Pipeline)(stages, make_schedule)
 
 
 class Pipeline(torch.nn.Module):
     """The stages of this rank, and the schedule that runs them with those of the other ranks."""
 
-    def __init__(self, stages, schedule):
+    def __init__(self, stages, make_schedule):
         super().__init__()
         self.stages = stages
         self.layers = torch.nn.ModuleList(stage.submod for stage in stages)  # for parameters()
-        self.schedule = schedule
+        # NEW: by default, a schedule divides the gradients by the number of micro-batches, which is
+        # right for means, if all micro-batches have equally many labels.
+        self.schedule = make_schedule(loss_fn=self.loss, scale_grads=False)
+
+    def loss(self, logits, labels):
+        """Return what a micro-batch adds to the mean loss over the batch."""
+        return F.cross_entropy(logits, labels, reduction="sum") / self.count
 
     def forward(self, images, labels):
         """Compute a batch, and in training its gradients, too.
@@ -139,6 +141,7 @@ class Pipeline(torch.nn.Module):
         All ranks have the whole batch. The first stage computes with the images, and the last one
         with the labels. Only the rank of the last stage returns logits.
         """
+        self.count = (labels != -100).sum()  # -100 is for what has no label
         inputs = [images] if dist.get_rank() == 0 else []  # NEW: other ranks receive activations
         if self.training:
             # NEW: all forward and backward passes of the batch, in the order of the schedule
@@ -168,6 +171,8 @@ def train(args):
 def cut(layers, count):
     """Cut an nn.Sequential into stages, as in manual_pipeline.py."""
     starts = possible_starts(layers)
+    if count > len(starts):
+        raise ValueError(f"{count} stages, but only {len(starts)} layers have parameters")
     inner = [starts[number * len(starts) // count] for number in range(1, count)]
     stages = [layers[start:end] for start, end in pairwise([0, *inner, len(layers)])]
     if sum(len([*stage.parameters()]) for stage in stages) > len([*layers.parameters()]):
@@ -228,9 +233,13 @@ class VPipeline(Pipeline):
 
     @torch.enable_grad()
     def forward(self, images, labels):
-        """Compute a batch and its gradients, also in a test. The next zero_grad() drops these."""
+        """Compute a batch and its gradients. In a test, these are dropped."""
+        self.count = (labels != -100).sum()
         inputs = [images] if dist.get_rank() == 0 else []
-        return self.schedule.step(*inputs, target=labels)
+        logits = self.schedule.step(*inputs, target=labels)
+        if not self.training:
+            self.zero_grad()
+        return logits
 
 
 def same_size_loaders(args):

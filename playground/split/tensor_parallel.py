@@ -64,8 +64,8 @@ from common.models import make_model
 
 
 def keep_shard(parameter, dim):
-    """Return this rank's shard of a parameter, as a new parameter."""
-    shard = parameter.detach().chunk(dist.get_world_size(), dim)[dist.get_rank()]
+    """Return this rank's shard of a parameter, as a new parameter. Their sizes may differ by 1."""
+    shard = parameter.detach().tensor_split(dist.get_world_size(), dim)[dist.get_rank()]
     shard = shard.clone()  # otherwise the whole parameter would stay in memory
     return torch.nn.Parameter(shard, requires_grad=parameter.requires_grad)
 
@@ -221,14 +221,14 @@ class Message(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, send, send_back, group):
         """Send x. Returns what arrives. `group` has the ranks that take part; None: all."""
-        ctx.send_back = send_back
-        ctx.group = group
+        ctx.back = (send_back, send, group)
         return send(x.contiguous(), group)  # messages need contiguous memory
 
     @staticmethod
     def backward(ctx, gradient):
         """Send the gradient of what has arrived. Returns the gradient of x."""
-        gradient = ctx.send_back(gradient.contiguous(), ctx.group)  # also a message
+        # The gradient of a message is a message, which has a gradient, too.
+        gradient = Message.apply(gradient, *ctx.back)
         return gradient, None, None, None  # the other arguments of forward() have no gradient
 
 

@@ -65,6 +65,8 @@ class Checkpointed(torch.nn.Module):
 
     def __init__(self, module):
         super().__init__()
+        if any(getattr(each, "running_mean", None) is not None for each in module.modules()):
+            raise ValueError("batch norm would update its running averages twice in each step")
         self.module = module  # adds "module." to names, unlike PyTorch's checkpoint_wrapper()
 
     def forward(self, inputs):

@@ -228,19 +228,19 @@ class Message(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, send, send_back, group):
         """Send x. Returns what arrives. `group` has the ranks that take part; None: all."""
-        ctx.send_back = send_back
-        ctx.group = group
+        ctx.back = (send_back, send, group)
         return send(x.contiguous(), group)  # messages need contiguous memory
 
     @staticmethod
     def backward(ctx, gradient):
         """Send the gradient of what has arrived. Returns the gradient of x."""
-        gradient = ctx.send_back(gradient.contiguous(), ctx.group)  # also a message
+        # The gradient of a message is a message, which has a gradient, too.
+        gradient = Message.apply(gradient, *ctx.back)
         return gradient, None, None, None  # the other arguments of forward() have no gradient
 
 
 def all_gather(x, group):
-    """Return the tensors of all ranks, one after another in dimension 0."""
+    """Return the tensors of all ranks, one after another in dimension 0. (gloo takes no stack.)"""
     whole = x.new_empty(dist.get_world_size(group) * len(x), *x.shape[1:])
     dist.all_gather_into_tensor(whole, x, group=group)
     return whole
@@ -260,9 +260,10 @@ def shift(x, by, group):
     if n == 1:
         return x
     arrived = torch.empty_like(x)
-    send = dist.P2POp(dist.isend, x, group=group, group_peer=(rank + by) % n)
     receive = dist.P2POp(dist.irecv, arrived, group=group, group_peer=(rank - by) % n)
-    for request in dist.batch_isend_irecv([send, receive]):
+    send = dist.P2POp(dist.isend, x, group=group, group_peer=(rank + by) % n)
+    # With two ranks on gloo, the two directions would take turns if each rank sent first.
+    for request in dist.batch_isend_irecv([receive, send]):
         request.wait()
     return arrived
 
@@ -295,8 +296,12 @@ def split_tokens(model, attend, mine):
     Args:
         model: any module that has layers of attention.
         attend: turns queries, keys and values of this rank's tokens into what they read.
-        mine: the positions of this rank's tokens in the sequence.
+        mine: the positions of this rank's tokens in the sequence. All ranks have equally many.
     """
+    counts = [None] * dist.get_world_size()
+    dist.all_gather_object(counts, len(mine))
+    if len({*counts}) > 1:
+        raise ValueError(f"the ranks have unequal numbers of tokens: {counts}")
     for module in model.modules():
         if isinstance(module, Attention):
             # Attention gets a different forward(). All other modules stay as they are.

@@ -104,6 +104,8 @@ class Mixture(torch.nn.Module):
         self.router = torch.nn.Linear(width, count, bias=False)
         experts = [mlp, *(make_expert(width) for _ in range(count - 1))]
         self.register_buffer("bias", torch.zeros(count))
+        if count % dist.get_world_size(group):
+            raise ValueError(f"{dist.get_world_size(group)} ranks cannot split {count} experts")
         here = count // dist.get_world_size(group)
         first = dist.get_rank(group) * here
         # NEW: all ranks draw the same experts, because their seeds are equal, and each keeps some.
@@ -203,12 +205,13 @@ def average_gradients(model, same_experts):
     same_experts: the group of the ranks that have the same experts as this one.
     """
     world_size = dist.get_world_size()
-    for name, parameter in model.named_parameters():
+    experts = {each for mixture in mixtures_of(model) for each in mixture.experts.parameters()}
+    for parameter in model.parameters():
         # NEW: a replica has the gradient of its own rank's loss only, so add up those of all ranks.
         # An expert has the sum over its ep group already, because their tokens have come to it.
         if not parameter.requires_grad:  # frozen, so there is no gradient
             continue
-        group = same_experts if ".experts." in name else None
+        group = same_experts if parameter in experts else None
         dist.all_reduce(parameter.grad, group=group)  # one by one, as in manual_data_parallel.py
         parameter.grad /= world_size  # the loss of a batch is the average of the ranks' losses
 
@@ -285,14 +288,14 @@ class Message(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, send, send_back, group):
         """Send x. Returns what arrives. `group` has the ranks that take part; None: all."""
-        ctx.send_back = send_back
-        ctx.group = group
+        ctx.back = (send_back, send, group)
         return send(x.contiguous(), group)  # messages need contiguous memory
 
     @staticmethod
     def backward(ctx, gradient):
         """Send the gradient of what has arrived. Returns the gradient of x."""
-        gradient = ctx.send_back(gradient.contiguous(), ctx.group)  # also a message
+        # The gradient of a message is a message, which has a gradient, too.
+        gradient = Message.apply(gradient, *ctx.back)
         return gradient, None, None, None  # the other arguments of forward() have no gradient
 
 

@@ -95,6 +95,11 @@ class SplitBlock(torch.nn.Module):
             others -= {*layer.parameters()}
         if others:  # such as a norm of each head: a rank's gradient would lack those of other heads
             raise ValueError("only linear layers can be between the two ends of a pair")
+        heads = attention.key.out_features // attention.size  # of the keys; the queries have more
+        if heads % dist.get_world_size(group):
+            raise ValueError(
+                f"{dist.get_world_size(group)} ranks cannot split {heads} heads of keys"
+            )
         for layer in columns:
             # NEW: the columns of a head follow each other, so each rank gets whole heads. (Not if
             # one layer computes q, k and v, or gate and up: split it into its parts first.)
@@ -242,14 +247,14 @@ class Message(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, send, send_back, group):
         """Send x. Returns what arrives. `group` has the ranks that take part; None: all."""
-        ctx.send_back = send_back
-        ctx.group = group
+        ctx.back = (send_back, send, group)
         return send(x.contiguous(), group)  # messages need contiguous memory
 
     @staticmethod
     def backward(ctx, gradient):
         """Send the gradient of what has arrived. Returns the gradient of x."""
-        gradient = ctx.send_back(gradient.contiguous(), ctx.group)  # also a message
+        # The gradient of a message is a message, which has a gradient, too.
+        gradient = Message.apply(gradient, *ctx.back)
         return gradient, None, None, None  # the other arguments of forward() have no gradient
 
 

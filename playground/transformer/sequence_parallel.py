@@ -121,8 +121,10 @@ def split_by_hand(model, group):
         # NEW: add up the terms. If a bias's gradients from four tokens are 1, 2, 3 and 4, rank 0
         # has 3, rank 1 has 7, and the hook returns 10. (fully_shard would replace the parameter,
         # and drop its hook without an error. With FSDP, use DTensor.)
-        if parameter.requires_grad:
-            parameter.register_hook(partial(all_reduce, group=group))
+        # Frozen or not, because it may be unfrozen later, and only trained ones take a hook.
+        trained = parameter.requires_grad
+        parameter.requires_grad_().register_hook(partial(all_reduce, group=group))
+        parameter.requires_grad_(trained)
     # NEW: all ranks have computed the embedding of all tokens, so it needs the gradients of all.
     model.stage1.insert(1, Exchange(own_tokens, all_gather, group))
     # NEW: from here on, all ranks compute the same loss of all tokens. So each has the whole
@@ -193,14 +195,14 @@ class Message(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, send, send_back, group):
         """Send x. Returns what arrives. `group` has the ranks that take part; None: all."""
-        ctx.send_back = send_back
-        ctx.group = group
+        ctx.back = (send_back, send, group)
         return send(x.contiguous(), group)  # messages need contiguous memory
 
     @staticmethod
     def backward(ctx, gradient):
         """Send the gradient of what has arrived. Returns the gradient of x."""
-        gradient = ctx.send_back(gradient.contiguous(), ctx.group)  # also a message
+        # The gradient of a message is a message, which has a gradient, too.
+        gradient = Message.apply(gradient, *ctx.back)
         return gradient, None, None, None  # the other arguments of forward() have no gradient
 
 
@@ -261,6 +263,11 @@ class SplitBlock(torch.nn.Module):
             others -= {*layer.parameters()}
         if others:  # such as a norm of each head: a rank's gradient would lack those of other heads
             raise ValueError("only linear layers can be between the two ends of a pair")
+        heads = attention.key.out_features // attention.size  # of the keys; the queries have more
+        if heads % dist.get_world_size(group):
+            raise ValueError(
+                f"{dist.get_world_size(group)} ranks cannot split {heads} heads of keys"
+            )
         for layer in columns:
             # The columns of a head follow each other, so each rank gets whole heads. (Not if
             # one layer computes q, k and v, or gate and up: split it into its parts first.)

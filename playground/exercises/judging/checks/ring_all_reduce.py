@@ -23,7 +23,7 @@ Split the tensor into one chunk for each rank. First let each chunk travel aroun
 collect the numbers of all ranks. Then let the finished sums travel around the ring.
 
 tensor.view(-1).tensor_split(n) returns n views, some of which may be empty.
-dist.batch_isend_irecv([dist.P2POp(dist.isend, chunk, right), dist.P2POp(dist.irecv, buffer, left)])
+dist.batch_isend_irecv([dist.P2POp(dist.irecv, buffer, left), dist.P2POp(dist.isend, chunk, right)])
 starts both messages and returns requests. Call wait() for each of them.
 
 for step in range(n - 1): send chunk (rank - step) % n to the right, receive chunk (rank - step - 1)
@@ -59,7 +59,7 @@ def ring_all_reduce(tensor):
     def exchange(chunk, received):
         # With NCCL, the messages of two ranks share one communicator and run in order, so both
         # ranks could wait for ever if both send first. A batch starts its operations together.
-        operations = [dist.P2POp(dist.isend, chunk, right), dist.P2POp(dist.irecv, received, left)]
+        operations = [dist.P2POp(dist.irecv, received, left), dist.P2POp(dist.isend, chunk, right)]
         for request in dist.batch_isend_irecv(operations):
             request.wait()
 

@@ -107,9 +107,9 @@ def pass_on(tensor, tokens):
     rank = dist.get_rank()
     n = dist.get_world_size()
     received = tensor.new_empty(*tensor.shape[:-2], tokens, tensor.shape[-1])
-    right = dist.P2POp(dist.isend, tensor, (rank + 1) % n)
     left = dist.P2POp(dist.irecv, received, (rank - 1) % n)
-    for request in dist.batch_isend_irecv([right, left]):
+    right = dist.P2POp(dist.isend, tensor, (rank + 1) % n)
+    for request in dist.batch_isend_irecv([left, right]):
         request.wait()
     return received
 

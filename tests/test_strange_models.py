@@ -1,0 +1,436 @@
+"""The lessons' classes in models of a reader's own: right to 1e-12, or refused in one line."""
+
+import copy
+import math
+import re
+from functools import partial
+
+import activation_checkpointing
+import data_parallel
+import expert_parallel
+import head_parallel
+import manual_fully_sharded
+import manual_pipeline
+import numpy
+import overlapped_data_parallel
+import pipeline_parallel
+import pytest
+import sequence_parallel
+import sharded_data
+import sharded_optimizer
+import tensor_parallel
+import torch
+import torch.distributed as dist
+import trainer_and_generator
+import ulysses
+import vocabulary_parallel
+from lessons import ROOT
+from torch import nn
+from torch.nn import functional as F
+
+from common.models import Language, Transformer
+from instruments.ranks import call
+
+PAGE = (ROOT / "playground/pages/sharding.md").read_text()
+ADAM = partial(torch.optim.Adam, lr=1e-2)
+close = partial(torch.testing.assert_close, atol=1e-12, rtol=0)
+
+
+# ---------- Models that change beneath what keeps state over the steps ----------
+
+
+class Net(nn.Module):
+    """A convolution, a linear layer, and two parameters of its own, in float64."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale = nn.Parameter(torch.randn(6))
+        self.shift = nn.Parameter(torch.randn(6))
+        self.first = nn.Conv2d(2, 4, 3)
+        self.second = nn.Linear(4 * 9, 6)
+        self.ignores = False  # one of its own parameters
+        self.by_hand = False  # uses a parameter of `second` outside of its forward()
+        self.as_dict = False
+        self.double()
+
+    def forward(self, images):
+        hidden = self.first(images).relu().flatten(1)
+        if self.by_hand:
+            outputs = F.linear(hidden, self.second.weight, self.second.bias)
+        else:
+            outputs = self.second(hidden)
+        outputs = outputs * self.scale
+        if not self.ignores:
+            outputs = outputs + self.shift
+        return {"logits": outputs} if self.as_dict else outputs
+
+
+def plain(net):
+    """Train in one process. Returns the optimizer, and what averages after backward()."""
+    return ADAM([each for each in net.parameters() if each.requires_grad]), lambda: None
+
+
+def buckets(net):
+    """Average by buckets, of a parameter each."""
+    return plain(net)[0], partial(overlapped_data_parallel.Buckets(net, 1e-4).finish, net)
+
+
+def zero2(net, overlap=False):
+    """Train with sharded optimizer state and gradients."""
+    return sharded_optimizer.ShardedOptimizer(net, ADAM, overlap), lambda: None
+
+
+def zero3(net):
+    """Train with sharded parameters."""
+    layers = manual_fully_sharded.shard_layers(net)
+    net.gather_all = lambda: [layer.gather() for layer in layers]
+    return ADAM([layer.shard for layer in layers]), lambda: None
+
+
+WAYS = {"buckets": buckets, "zero2": zero2, "overlap": partial(zero2, overlap=True), "zero3": zero3}
+
+
+def nothing(net, step):
+    """Leave the model as it is."""
+
+
+def without_one(net, step):
+    """One step does without a parameter."""
+    net.ignores = step == 1
+
+
+def used_by_hand(net, step):
+    """A layer's parameters are used outside of its forward()."""
+    net.by_hand = True
+
+
+def returns_a_dict(net, step):
+    """As models of Hugging Face do."""
+    net.as_dict = True
+
+
+def channels_last(net, step):
+    """The parameters move to memory of another layout."""
+    if step == 1:
+        net.to(memory_format=torch.channels_last)
+
+
+def swaps_data(net, step):
+    """As an average of the parameters (EMA) is swapped in."""
+    if step == 1:
+        for parameter in net.parameters():
+            parameter.data = parameter.data.clone()
+
+
+def assigns(net, step):
+    """Load a state in place of the parameters."""
+    if step == 1:
+        state = {name: value.clone() for name, value in net.state_dict().items()}
+        net.load_state_dict(state, assign=True)
+
+
+def unfreezes(net, step):
+    """A layer is frozen at first."""
+    net.first.requires_grad_(step > 0)
+
+
+def is_interrupted(net, step):
+    """Leave the backward() of a batch in the middle, as after a lack of memory."""
+    if step == 1:
+
+        def stop(*_):
+            raise MemoryError
+
+        hook = net.first.register_full_backward_pre_hook(stop)
+        with pytest.raises(MemoryError):
+            net(torch.ones(2, 2, 5, 5, dtype=torch.float64)).sum().backward()
+        hook.remove()
+
+
+def has_old_weight_norm(net, step):
+    """Nothing more: the hook is there from the beginning."""
+
+
+NOT_SENT = "was not sent"
+NO_GRADIENT = "got no gradient"
+LEFT = "left the flat tensor"
+ANEW = "unfrozen, or a parameter replaced"
+CHANGES = {  # what happens to the model, and what is refused; all else is right
+    nothing: {},
+    has_old_weight_norm: {"zero3": None},  # it computes a weight outside of forward()
+    without_one: {way: NO_GRADIENT for way in WAYS},
+    used_by_hand: {"overlap": "outside its layer's forward", "zero3": None},  # crashes Python
+    returns_a_dict: {"zero3": "must return a tensor or a tuple"},
+    channels_last: {"zero2": LEFT, "overlap": LEFT, "zero3": None},
+    swaps_data: {"zero2": LEFT, "overlap": LEFT, "zero3": None},
+    assigns: {"buckets": NOT_SENT, "zero2": ANEW, "overlap": ANEW, "zero3": "is sharded"},
+    unfreezes: {"buckets": NOT_SENT, "zero2": ANEW, "overlap": ANEW, "zero3": "require gradient"},
+    is_interrupted: {"buckets": "call finish"},
+}
+
+
+def trained(change, way, rank, world_size):
+    """Train for three steps. Returns the parameters."""
+    net = Net()
+    if change is unfreezes:
+        net.first.requires_grad_(False)
+    if change is has_old_weight_norm:
+        nn.utils.weight_norm(net.second)
+    optimizer, average = way(net)
+    if change is assigns and way is plain:
+        change = nothing  # a new tensor with the old numbers
+    for step in range(3):
+        change(net, step)
+        if way is plain and change is unfreezes and step == 1:
+            optimizer.add_param_group({"params": list(net.first.parameters())})
+        generator = torch.Generator().manual_seed(step)
+        images = torch.randn(4, 2, 5, 5, generator=generator, dtype=torch.float64)
+        labels = torch.randint(6, (4,), generator=generator)
+        optimizer.zero_grad()
+        outputs = net(images[rank::world_size])
+        outputs = outputs["logits"] if isinstance(outputs, dict) else outputs
+        F.cross_entropy(outputs, labels[rank::world_size]).backward()
+        average()
+        optimizer.step()
+    if way is WAYS["zero3"]:
+        net.gather_all()
+    return [*net.parameters()] if way is WAYS["zero3"] else [*net.state_dict().values()]
+
+
+def change_on_a_rank(rank, change):
+    """Train in each way while the model changes."""
+    expected = trained(change, plain, 0, 1)
+    if change is has_old_weight_norm:  # the computed weight is no parameter
+        expected = expected[: len([*Net().parameters()]) + 1]
+    for name, way in WAYS.items():
+        refusal = CHANGES[change].get(name, "")
+        if refusal:
+            with pytest.raises((RuntimeError, TypeError), match=refusal):
+                trained(change, way, rank, dist.get_world_size())
+        elif refusal is not None:
+            close(trained(change, way, rank, dist.get_world_size()), expected, msg=name)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_model_that_changes(change):
+    """Buckets and shards fit it in each step, or say that they do not."""
+    call(change_on_a_rank, 2, change)
+
+
+# ---------- Layers that are split, and what they cannot do ----------
+
+
+def gradients_of(module, inputs, loss):
+    """Return the gradients of a module's parameters."""
+    module.zero_grad()
+    loss(module(inputs)).backward()
+    return [parameter.grad for parameter in module.parameters()]
+
+
+def refused(words, function, *args, **kwargs):
+    """Check that a call ends with an error that says this."""
+    with pytest.raises((ValueError, IndexError, RuntimeError), match=words):
+        function(*args, **kwargs)
+
+
+def vocabulary(rank):
+    """Words outside of it, options that would be lost, and labels of -100."""
+    for options in ({"padding_idx": 0}, {"max_norm": 1.0}, {"scale_grad_by_freq": True}):
+        embedding = nn.Embedding(6, 4, **options)
+        refused("would be lost", vocabulary_parallel.SplitEmbedding, embedding, None)
+    refused("bias would be lost", vocabulary_parallel.SplitOutput, nn.Linear(4, 6), None)
+    embedding = vocabulary_parallel.SplitEmbedding(nn.Embedding(6, 4), None)
+    scores = torch.randn(2, 6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    own = scores.chunk(2, dim=1)[rank].clone().requires_grad_()
+    for word in (-1, 6):
+        refused("out of range", embedding, torch.tensor([[0, word]]))
+        labels = torch.tensor([[0, 1, 2], [3, 4, word]])
+        refused("out of bounds", vocabulary_parallel.mean_loss, own, labels)
+    labels = torch.tensor([[0, -100, 2], [-100, 4, 5]])
+    loss, correct = vocabulary_parallel.mean_loss(own, labels)
+    loss.backward()
+    whole = scores.clone().requires_grad_()
+    right = F.cross_entropy(whole, labels)
+    right.backward()
+    close(loss, right)
+    close(own.grad, whole.grad.chunk(2, dim=1)[rank])
+    assert correct.equal(whole.argmax(dim=1) == labels)
+
+
+def second_derivatives(rank):
+    """Through the messages of a pair: a penalty on the gradient of a curved loss."""
+
+    def penalty(pair, inputs):
+        outputs = pair(inputs).tanh().sum()
+        [gradient] = torch.autograd.grad(outputs, inputs, create_graph=True)
+        pair.zero_grad()
+        (outputs + gradient.square().sum()).backward()
+        return inputs.grad
+
+    torch.manual_seed(0)
+    pair = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()  # 7 columns
+    inputs = torch.randn(2, 5, dtype=torch.float64)
+    right = penalty(pair, inputs.clone().requires_grad_())
+    expected = [pair[2].bias.grad, pair[0].weight.grad.tensor_split(dist.get_world_size())[rank]]
+    tensor_parallel.split(pair, [("0", "2")])
+    close(penalty(pair, inputs.clone().requires_grad_()), right)
+    close([pair[2].bias.grad, pair[0].weight.grad], expected)
+
+
+def what_ranks_cannot_divide(rank):
+    """Heads, tokens, layers, experts and stages."""
+    model = Language(width=16, heads=4)  # two heads of keys, and three ranks
+    refused("cannot split 2 heads", head_parallel.split_by_hand, model, None)
+    mine = torch.arange(11).tensor_split(3)[rank]
+    refused(r"unequal.*\[4, 4, 3\]", ulysses.split_tokens, model, None, mine)
+    mlp = nn.Sequential(nn.Linear(2, 2))
+    refused("cannot split 4 experts", expert_parallel.Mixture, mlp, 4, 1, None)
+    two = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    for lesson in (manual_pipeline, pipeline_parallel):
+        refused("3 stages, but only 2 layers", lesson.cut, two, 3)
+    dtypes = nn.Linear(2, 2, dtype=torch.float64 if rank else torch.float32)
+    refused("different dtypes", manual_pipeline.Pipeline, dtypes, (2,), [], None)
+    refused("different shapes or dtypes", trainer_and_generator.check_weights, dtypes)
+
+
+def experts_by_another_name(rank):
+    """A mixture that is the whole model: the names of its experts begin with "experts."."""
+    torch.manual_seed(0)
+    mixture = expert_parallel.Mixture(expert_parallel.make_expert(4), 4, top=1, group=None).double()
+    torch.manual_seed(0)
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    whole = expert_parallel.Mixture(expert_parallel.make_expert(4), 4, top=1, group=alone).double()
+    tokens = torch.randn(4, 3, 4, dtype=torch.float64)
+    gradients_of(mixture, tokens[rank::2], lambda out: out.square().mean())
+    expert_parallel.average_gradients(mixture, alone)
+    gradients_of(whole, tokens, lambda out: out.square().mean())
+    expected = dict(whole.named_parameters())
+    for name, parameter in mixture.named_parameters():
+        close(parameter.grad, expected[name].grad, msg=name)
+
+
+def a_norm_unfrozen_later(rank):
+    """A norm that is frozen while the tokens are split, and trained later."""
+    torch.manual_seed(0)
+    whole = Transformer(width=16, tokens=4).double()
+    model = copy.deepcopy(whole)
+    norm = next(each for each in model.modules() if isinstance(each, nn.LayerNorm))
+    norm.requires_grad_(False)
+    sequence_parallel.split_by_hand(model, None)
+    norm.requires_grad_()
+    images = torch.randn(3, 1, 28, 28, dtype=torch.float64)
+    for each in (model, whole):
+        gradients_of(each, images, lambda logits: logits.logsumexp(dim=1).mean())
+    right = next(each for each in whole.modules() if isinstance(each, nn.LayerNorm))
+    close([*(each.grad for each in norm.parameters())], [*(p.grad for p in right.parameters())])
+
+
+def pipelines(rank):
+    """Labels of -100, unequal in the micro-batches, and a test between two steps."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))).double()
+    images = torch.randn(2, 8, 6, dtype=torch.float64)
+    labels = torch.randint(6, (2, 8))
+    labels[0, :5] = labels[1, 6] = -100
+    whole = copy.deepcopy(layers)
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
+    for batch in range(2):
+        optimizer.zero_grad()
+        F.cross_entropy(whole(images[batch]), labels[batch]).backward()
+        optimizer.step()
+    expected = dict(whole.named_parameters())
+    passes = ["F0", "F1", "F2", "F3", "B0", "B1", "B2", "B3"]
+
+    def by_hand(copied):
+        stage = manual_pipeline.cut(copied, 2)[rank]
+        return manual_pipeline.Pipeline(stage, (6,), passes, None)
+
+    where = {"device": "cpu", "micro_batches": 4}
+    makers = {"by hand": by_hand, "1F1B": partial(pipeline_parallel.make_1f1b, **where)}
+    for name in ("Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"):
+        makers[name] = partial(pipeline_parallel.make_other, name, **where)
+    for name, make in makers.items():
+        copied = copy.deepcopy(layers)
+        names = {parameter: key for key, parameter in copied.named_parameters()}
+        model = make(copied)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.zero_grad()
+        for batch in range(2):
+            model.train()
+            model(images[batch], labels[batch])
+            optimizer.step()
+            optimizer.zero_grad()  # behind step(), so before the test
+            with torch.no_grad():
+                model.eval()(images[batch], labels[batch])
+        for parameter in model.parameters():
+            close(parameter, expected[names[parameter]], msg=name)
+
+
+def an_infinite_gradient_on_one_rank(rank):
+    """All ranks skip the step together, as sharding.md says."""
+    names = {"torch": torch, "dist": dist}
+    exec(re.search(r"^```python\n(def agree_on_infinity.*?)^```", PAGE, re.M | re.S)[1], names)
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for infinite_on in (0, 5):
+        parameter.grad = torch.full((2,), math.inf if rank == infinite_on else 4.0)
+        scaler.scale(torch.ones(()))  # makes its scale a tensor
+        names["agree_on_infinity"]([parameter])
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    close(parameter.detach(), torch.full((2,), 0.8), atol=1e-6, rtol=0)  # one step of two
+    assert scaler.get_scale() == 2.0
+
+
+ON_RANKS = {
+    vocabulary: 2,
+    second_derivatives: 5,
+    what_ranks_cannot_divide: 3,
+    experts_by_another_name: 2,
+    a_norm_unfrozen_later: 2,
+    pipelines: 2,
+    an_infinite_gradient_on_one_rank: 2,
+}
+
+
+@pytest.mark.parametrize("what", ON_RANKS, ids=lambda what: what.__name__)
+def test_a_model_that_is_split(what):
+    """It has the gradients of one process, or is refused."""
+    call(what, ON_RANKS[what])
+
+
+# ---------- In one process ----------
+
+
+def test_replicas_have_the_settings_of_the_model():
+    """A part in eval() stays so, and autocast reaches the threads."""
+    body = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.9)).eval()
+    model = data_parallel.Replicas(nn.Sequential(body, nn.Linear(4, 2)), ["cpu", "cpu"])
+    inputs = torch.randn(6, 4)
+    model.train()
+    body.eval()
+    close(model(inputs), model.module(inputs), atol=1e-6, rtol=0)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(inputs).dtype == torch.bfloat16
+
+
+def test_batch_norm_in_a_checkpointed_block():
+    """backward() would update its running averages again."""
+    block = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    refused("batch norm", activation_checkpointing.Checkpointed, block)
+
+
+def test_a_file_without_its_labels(tmp_path):
+    """Images never get the labels of another file."""
+    for number in range(3):
+        for name, shape in (("images", (4, 1, 28, 28)), ("labels", (4,))):
+            numpy.save(tmp_path / f"train-{number}-{name}.npy", numpy.zeros(shape))
+    assert len(sharded_data.Files(tmp_path, "train")) == 12
+    (tmp_path / "train-1-labels.npy").unlink()
+    refused("do not match", sharded_data.Files, tmp_path, "train")
+    numpy.save(tmp_path / "train-1-labels.npy", numpy.zeros(3))
+    sharded_data.opened.cache_clear()
+    refused("do not match", sharded_data.Files, tmp_path, "train")
