@@ -4,6 +4,7 @@ import copy
 import math
 import re
 from functools import partial
+from types import SimpleNamespace
 
 import activation_checkpointing
 import data_parallel
@@ -310,6 +311,42 @@ def experts_by_another_name(rank):
         close(parameter.grad, expected[name].grad, msg=name)
 
 
+def experts_that_are_checkpointed(rank):
+    """backward() computes their tokens again, and the bias still counts those of all ranks."""
+    torch.manual_seed(0)
+    mixture = expert_parallel.Mixture(expert_parallel.make_expert(4), 4, top=1, group=None)
+    model = activation_checkpointing.Checkpointed(mixture)
+    args = SimpleNamespace(balance=0.1, bias=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    torch.manual_seed(rank)
+    for _ in range(3):
+        loss = model(torch.randn(2, 9, 4, requires_grad=True)).square().mean()
+        expert_parallel.make_step(model, optimizer, alone, args, loss)
+    biases = [torch.empty(4) for _ in range(2)]
+    dist.all_gather(biases, mixture.bias)
+    assert biases[0].equal(biases[1]) and biases[0].any()
+
+
+def accumulated_steps_of_a_pipeline(rank):
+    """Two steps of a schedule before one of the optimizer add up."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).double()
+    images = torch.randn(2, 8, 6, dtype=torch.float64)
+    labels = torch.randint(6, (2, 8))
+    for batch in range(2):
+        F.cross_entropy(layers(images[batch]), labels[batch]).backward()
+    expected = [parameter.grad.clone() for parameter in layers[rank].parameters()]
+    layers.zero_grad()
+    model = pipeline_parallel.make_1f1b(layers, "cpu", 4)
+    for batch in range(2):
+        model(images[batch], labels[batch])
+        with torch.no_grad():  # a test between the two
+            model.eval()(images[batch], labels[batch])
+        model.train()
+    close([parameter.grad for parameter in model.parameters()], expected)
+
+
 def a_norm_unfrozen_later(rank):
     """A norm that is frozen while the tokens are split, and trained later."""
     torch.manual_seed(0)
@@ -390,6 +427,8 @@ ON_RANKS = {
     second_derivatives: 5,
     what_ranks_cannot_divide: 3,
     experts_by_another_name: 2,
+    experts_that_are_checkpointed: 2,
+    accumulated_steps_of_a_pipeline: 2,
     a_norm_unfrozen_later: 2,
     pipelines: 2,
     an_infinite_gradient_on_one_rank: 2,

@@ -136,7 +136,8 @@ class SplitCrossEntropy(torch.autograd.Function):
         Both are (N, tokens), and the same on all ranks. A token with the label -100 has loss 0.
 
         Args:
-            scores: of this rank's words, (N, words, tokens), floating point.
+            scores: of this rank's words, (N, words, tokens), floating point. Those of all words on
+                each rank would give a loss that is larger by log(n).
             labels: among all words, or -100, int64 (N, tokens).
             group: the ranks that have the scores of the other words.
         """

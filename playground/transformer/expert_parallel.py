@@ -194,9 +194,8 @@ def make_step(model, optimizer, same_experts, args, loss):
     average_gradients(model, same_experts)
     optimizer.step()
     for mixture in mixtures_of(model):
-        # NEW: more tokens for an expert that has got fewer than the mean. (balance_loss() has
-        # added up the loads of all ranks.)
-        mixture.bias += args.bias * (mixture.load.float().mean() - mixture.load).sign()
+        # NEW: more tokens for an expert that has got fewer than the mean
+        mixture.bias += args.bias * (mixture.total.float().mean() - mixture.total).sign()
 
 
 def average_gradients(model, same_experts):
@@ -226,8 +225,9 @@ def balance_loss(model):
     for mixture in mixtures:
         # NEW: the loss multiplies fractions by mean scores, so the fractions must be those of all
         # ranks. The mean scores may stay local: average_gradients() averages what comes of them.
-        dist.all_reduce(mixture.load)
-        load = mixture.load.to(mixture.mean_scores.dtype)
+        mixture.total = mixture.load.clone()  # checkpoint() would write load again in backward()
+        dist.all_reduce(mixture.total)
+        load = mixture.total.to(mixture.mean_scores.dtype)
         # Only scores have gradients. The more tokens an expert gets, the more they are lowered.
         total = total + mixture.count * (load / load.sum() * mixture.mean_scores).sum()
     return total / len(mixtures)

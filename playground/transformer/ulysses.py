@@ -106,7 +106,9 @@ def split_tokens(model, attend, mine):
     """Let each rank compute its own tokens. All ranks keep the whole model.
 
     Args:
-        model: any module that has layers of attention.
+        model: any module that has layers of attention, causal and without a window or a bias. All
+            other layers must compute each token alone (no convolution along the tokens), and a
+            table of positions must be read at `mine`, not at arange(tokens).
         attend: turns queries, keys and values of this rank's tokens into what they read.
         mine: the positions of this rank's tokens in the sequence. All ranks have equally many.
     """
