@@ -203,11 +203,11 @@ fully_sharded_data_parallel 3 | 2
 fully_sharded_data_parallel 4 | 4 | | watch
     reshard_after_forward=not args.keep_weights => reshard_after_forward=2
     prints all_gather 2 dim_1 4 118,680
-fully_sharded_export 1 | 2 | --load TMP/c.pt
+fully_sharded_checkpoints 4 | 2 | --load TMP/c.pt
     first distributed_data_parallel -s TMP/c.pt --epochs 1
     state["optimizer"] = by_name(state["optimizer"], model, optimizer) => pass
     loss 1.4028
-fully_sharded_export 2 | 2 | -s TMP/c.pt
+fully_sharded_checkpoints 5 | 2 | -s TMP/c.pt
     full_state_dict=True, cpu => cpu
     dist.destroy => weight = torch.load(args.savefile)["model"]["stage2.0.weight"]\n    ...
     dist.destroy => print("saved", weight.to_local().shape)\n    ...

@@ -96,7 +96,7 @@ sharded_data 2; --files /none; not all files are in /none/digits & python & --fi
 trainer_and_generator 1; ; two ranks: use --nproc-per-node 2
 trainer_and_generator 4; --rows 32; 3 trainers cannot divide --rows 32: use --rows 33
 fully_sharded_checkpoints 3; --async_save; --async_save & --run_dir
-fully_sharded_export 3; --savefile /proc/c/c.pt; cannot write /proc/c/c.pt
+fully_sharded_checkpoints 3; --savefile /proc/c/c.pt; cannot write /proc/c/c.pt
 manual_pipeline 2; --schedule F0,F1,B0,B1; 2 ranks need GPipe, 1F1B, or 2 lists
 manual_pipeline 2; --schedule GPipe 1F1B; rank 0 needs F0 B0, each once
 manual_pipeline 2; --schedule F0,B0 F0,B0,F1,B1; rank 1 needs F0 B0, each once

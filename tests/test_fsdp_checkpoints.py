@@ -1,13 +1,16 @@
-"""Sharded checkpoints for any number of ranks, damaged or unfinished ones, and dropout."""
+"""Checkpoints of a sharded model: for any number of ranks, damaged ones, dropout, and one file."""
 
 import pickle
 import re
 import shutil
 
 import pytest
+import torch
 from launch import DIGITS, Evil, epochs, losses, ranks, run, single_gpu
 from nodes import small_disk
 from torch.distributed.checkpoint import FileSystemReader
+
+from common.models import MODELS
 
 LESSON = "fully_sharded_checkpoints"
 SHORT = (*DIGITS, "--batch_size", 120, "--double")
@@ -152,12 +155,9 @@ def test_a_model_of_ones_own(change, tmp_path):
     """
     folders = ("--run_dir", tmp_path / "run")
     file = tmp_path / "c.pt"
-    for lesson, first, second in (
-        (LESSON, folders, folders),
-        ("fully_sharded_export", ("-s", file), ("--load", file)),
-    ):
-        copy = change(lesson, (MODEL, OWN_MODEL), (OPTIMIZER, GROUPS))
-        whole = losses(run(copy, *SHORT, "--epochs", 2, processes=2).stdout)
+    copy = change(LESSON, (MODEL, OWN_MODEL), (OPTIMIZER, GROUPS))
+    whole = losses(run(copy, *SHORT, "--epochs", 2, processes=2).stdout)
+    for first, second in ((folders, folders), (("-s", file), ("--load", file))):
         run(copy, *SHORT, *first, "--epochs", 1, processes=2)
         out = run(copy, *SHORT, *second, "--epochs", 2, processes=3).stdout
         assert "1 of 2 epochs are done" in out
@@ -169,3 +169,48 @@ def test_only_the_last_three_stay(tmp_path):
     run(LESSON, *SHORT, "--run_dir", tmp_path / "run", "--epochs", 5, processes=2)
     names = [path.name for path in sorted((tmp_path / "run").iterdir())]
     assert names == ["epoch-0003", "epoch-0004", "epoch-0005"]
+
+
+@pytest.fixture(scope="module")
+def ddp(tmp_path_factory):
+    """Checkpoints of the DDP lesson, which has the numbers of one process, by their epoch."""
+    folder = tmp_path_factory.mktemp("ddp")
+    paths = {}
+    for count in (1, 2, 3):
+        paths[count] = folder / f"ddp{count}.pt"
+        flags = (*SHORT, "--epochs", count, "-s", paths[count])
+        run("distributed_data_parallel", *flags, processes=1)
+    return paths
+
+
+def assert_same_state(path, right):
+    """Check that a plain model and Adam can load a file, with the state of another one."""
+    found = torch.load(path, weights_only=True)
+    right = torch.load(right, weights_only=True)
+    assert found.keys() == right.keys() == {"model", "optimizer", "epoch", "args"}
+    assert (found["epoch"], found["args"]["batch_size"]) == (right["epoch"], 120)
+    model = MODELS["mlp"]().double()
+    model.load_state_dict(found["model"])
+    torch.testing.assert_close(model.state_dict(), right["model"], atol=1e-12, rtol=0)
+    optimizer = torch.optim.Adam(model.parameters())
+    optimizer.load_state_dict(found["optimizer"])
+    assert optimizer.param_groups[0]["eps"] == 1e-6
+    state = right["optimizer"]["state"]
+    assert len(state) == 8
+    torch.testing.assert_close(optimizer.state_dict()["state"], state, atol=1e-12, rtol=0)
+
+
+def test_from_one_file_to_another(change, ddp, tmp_path):
+    """Three ranks begin with DDP's file, and two with theirs. Only rank 0 reads and writes it."""
+    read = "        state = torch.load("
+    copy = change(LESSON, (read, f"        assert dist.get_rank() == 0\n{read}"))
+    begin = ddp[1]
+    for count, processes in ((2, 3), (3, 2)):
+        file = tmp_path / f"c{count}.pt"
+        flags = (*SHORT, "--load", begin, "-s", file, "--epochs", count)
+        out = run(copy, *flags, processes=processes).stdout
+        assert f"{begin}: {count - 1} of {count} epochs are done" in out
+        assert re.findall(r"^epoch (\d)", out, re.M) == [str(count)]
+        assert_same_state(file, ddp[count])
+        begin = file
+    assert sorted(path.name for path in tmp_path.glob("c?.pt*")) == ["c2.pt", "c3.pt"]

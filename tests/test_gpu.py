@@ -260,20 +260,14 @@ def test_sharded_checkpoints_move_between_gpus_and_cpus(tmp_path):
     numbers of the file.
     """
     need(1)
-    import torch
-    from safetensors.torch import load_file
-
     flags = (*DIGITS, "--double", "--timeout", 300)
     shards = ("fully_sharded_checkpoints", *flags, "--run_dir", tmp_path / "run")
     out = run(*shards, *CPU, "--epochs", 1, processes=3).stdout
     out += output(start(*shards, "--epochs", 2, "--async_save"))
     out += run(*shards, *CPU, "--epochs", 3, processes=3).stdout
-    path, folder = tmp_path / "c.pt", tmp_path / "exported"
-    file = ("fully_sharded_export", *flags)
-    out += output(start(*file, "--epochs", 2, "-s", path, "--export", folder))
-    exported = load_file(folder / "model-00001-of-00001.safetensors")
-    whole = torch.load(path, weights_only=True)["model"]
-    torch.testing.assert_close(exported, whole, atol=0, rtol=0)
+    path = tmp_path / "c.pt"
+    file = ("fully_sharded_checkpoints", *flags)
+    out += output(start(*file, "--epochs", 2, "-s", path))
     out += run(*file, *CPU, "--epochs", 3, "--load", path, processes=3).stdout
     right = one_process(*THREE_EPOCHS, apart=1e-10)
     assert epochs(out) == [*right, *right]

@@ -16,8 +16,7 @@ from lessons import LESSONS, NEWER, own_flags, talks
 
 pytestmark = pytest.mark.quick
 # What is trained: a lesson with its flags, the processes (None: it takes no such flag), the model.
-# A lesson that reads the layers of a model trains both models. test_fsdp_export.py also compares
-# the parameters of that lesson, with two and three ranks.
+# A lesson that reads the layers of a model trains both models.
 RUNS = """
 data_parallel --by hand; 3; transformer
 manual_data_parallel; 3; mlp
@@ -45,7 +44,6 @@ manual_fully_sharded --keep_weights; 2; language
 fully_sharded_data_parallel --meta; 3; mlp
 fully_sharded_data_parallel; 2; language
 fully_sharded_checkpoints; 1; transformer
-fully_sharded_export; 2; mlp
 tensor_parallel; 4; mlp
 tensor_parallel; 2; cnn
 tensor_parallel --by dtensor; 2; mlp

@@ -1,6 +1,6 @@
 """The loss of scores that no rank has all of: the vocabulary is split between the ranks.
 
-Lesson: language/vocabulary_parallel.py.
+Lesson: transformer/vocabulary_parallel.py.
 
 Write `split_cross_entropy(scores, labels, first)`. Each rank calls it with
 - scores: (tokens, words of this rank). Column c has the scores of word `first + c`;

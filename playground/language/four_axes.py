@@ -62,7 +62,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # find common/ from any folder
-for folder in ("split", "transformer", "language"):  # NEW: and the four lessons
+for folder in ("split", "transformer"):  # NEW: and the four lessons
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / folder))
 from context_parallel import ring_attention, split_tokens, zigzag
 from head_parallel import SplitBlock, all_reduce, nothing

@@ -41,7 +41,7 @@ Try breaking it, in a copy beside it:
   4. Before `loss.backward()`, let rank 0 alone call `dist.barrier()`. Does it hang?
 
 Builds on: fully_sharded_data_parallel.py
-This is the last lesson. `playground/pages/choosing.md` says which parallelism is for which model.
+The next lesson, `trainer_and_generator.py`, rewards what a model writes.
 """
 
 import sys

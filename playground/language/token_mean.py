@@ -33,7 +33,7 @@ Try breaking it, in a copy beside it, with `--epochs 1`:
   3. With `--packed`, leave out `keep_apart(model)`. What do a paragraph's first tokens see then?
 
 Builds on: resnet.py
-The next lesson, `trainer_and_generator.py`, rewards what a model writes.
+The next lesson, `four_axes.py`, splits a language model in four ways at once.
 """
 
 import math

@@ -39,7 +39,7 @@ Try breaking it, in a copy beside it:
   5. Let only trainer 0 of two call `full_tensor()`. Where does each rank wait?
 
 Builds on: fully_sharded_data_parallel.py
-The next lesson, `vocabulary_parallel.py`, splits the layers that have a row for each word.
+This is the last lesson. `playground/pages/choosing.md` says which parallelism is for which model.
 """
 
 import os

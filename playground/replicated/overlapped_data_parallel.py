@@ -37,7 +37,7 @@ Try breaking it, in a copy beside it:
      gradients are accumulated. What does the error prevent?
   2. Comment out `self.handle.wait()`. What does the optimizer use then? Compare the losses.
 Builds on: manual_data_parallel.py
-The next lesson, `resumable.py`, resumes after a process has died.
+The next lesson, `resnet.py`, trains a larger model on colour images.
 """
 
 import math

@@ -33,7 +33,7 @@ Try breaking it, in a copy beside it:
   2. Replace `(loss * fraction).backward()` with `loss.backward()`, and run it with
      `--accumulate 4`. What does Adam make of gradients that are four times as large?
 Builds on: distributed_data_parallel_torchrun.py
-The next lesson, `profile_steps.py`, measures where the time of a step goes.
+The next lesson, `resumable.py`, resumes after a process has died.
 """
 
 import os

@@ -35,7 +35,7 @@ Try breaking it, in a copy beside it:
   3. Replace the body of `anyone_asked()` with `return asked`, so that each rank obeys its own flag.
      Run it with `--epochs 30`, and `kill` rank 0.
 Builds on: distributed_data_parallel_torchrun.py
-The next lesson, `resnet.py`, trains a larger model on colour images.
+The next lesson, `profile_steps.py`, measures where the time of a step goes.
 """
 
 import argparse

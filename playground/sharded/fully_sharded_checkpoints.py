@@ -1,4 +1,4 @@
-r"""Checkpoints of a sharded model: each rank writes its shards, and any number of ranks resumes.
+r"""Checkpoints of a sharded model: each rank writes its shards, or rank 0 writes one file.
 
 Run it, then resume it with more ranks:
     torchrun --standalone --nproc-per-node 2 playground/sharded/fully_sharded_checkpoints.py \
@@ -11,9 +11,9 @@ The second command prints where it resumes (four processes on two cores):
     epoch 4/5  loss 0.0952  train 97.09%  test 96.52%  34.88 s  1,717 images/s
 
 After each epoch, all ranks write their shards to a folder, so none needs memory for the whole
-model. All nodes must see this folder. The last three checkpoints are kept. (`dcp` in the code is
-`torch.distributed.checkpoint`.) Resume only from folders of your own: dcp unpickles a part of
-what it loads, which can run code.
+model. All nodes must see this folder. (`dcp` in the code is `torch.distributed.checkpoint`.) Resume
+only from folders of your own: dcp unpickles a part of what it loads, which can run code.
+
 The file .metadata has the shape of each whole tensor, and the offset of each shard in it. When a
 run resumes, each rank reads what overlaps its new shards, so the number of ranks may differ. (Of
 replicas, dcp's planner chooses one.) The flags on which the numbers depend must stay the same.
@@ -21,15 +21,22 @@ replicas, dcp's planner chooses one.) The flags on which the numbers depend must
 With `--async_save`, training does not wait for the disk: dcp copies the shards to CPU memory, and a
 thread writes this copy while the next epoch trains.
 
+Only dcp reads such a folder. All other programs want one file of whole tensors. With `--savefile`,
+the ranks gather one tensor after the other, and rank 0 writes a file that a plain model and
+optimizer can load. With `--load`, a run starts from this file, or from one that
+`distributed_data_parallel.py --savefile` wrote. Rank 0 reads it, and sends its tensors one by one.
+
 Try breaking it, in a copy beside it:
   1. Delete the file .metadata in the newest folder. Where does the next run resume, and why?
   2. Leave out `process_group=group`, and run it with `--async_save`. What goes wrong, and why?
   3. After `model = ...`, add dropout: `model.stage1.append(torch.nn.Dropout())`. Train two epochs
      without a break, and two with a break after the first. Then comment out the second
      `torch.manual_seed(...)`, and do the same. Compare the losses.
+  4. Leave out the line with `by_name`, and load a file that DDP has written. Is there an error?
+  5. In `save_file`, leave out `full_state_dict=True`. What is in the file?
 
 Builds on: fully_sharded_data_parallel.py
-The next lesson, `fully_sharded_export.py`, makes one file of the shards.
+This is the last lesson of this part. The next part begins with `manual_pipeline.py`.
 """
 
 import os
@@ -42,7 +49,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
@@ -57,43 +70,80 @@ from common.models import make_model
 MUST_AGREE = ("model", "heads", "tokens", "dataset", "batch_size", "lr", "seed", "double")
 
 
-def save(args, epoch, model, optimizer, group):
-    """Write a checkpoint. With --async_save a thread writes it, and this returns its future."""
+def save(folder, epoch, model, optimizer, args, group=None):
+    """Write the shards of all ranks. With a group, a thread does it, whose future is returned."""
     # NEW: each rank gets its own shards, under the parameters' names.
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state, "epoch": epoch}
     state["flags"] = [getattr(args, flag) for flag in MUST_AGREE]
-    folder = f"{args.run_dir}/epoch-{epoch:04}"
-    if dist.get_rank() == 0:
-        for old in complete(args.run_dir)[:-2]:  # the last two stay, and the new one
-            shutil.rmtree(old)
-    if not args.async_save:
+    if group is None:
         dcp.save(state, checkpoint_id=folder)  # NEW: all ranks write at the same time
         return None
     # NEW: returns as soon as the shards are copied. Then the next step may change them.
     return dcp.async_save(state, checkpoint_id=folder, process_group=group)
 
 
-def load(path, model, optimizer):
+def load(folder, model, optimizer):
     """Load a checkpoint, however many ranks wrote it. Returns its epoch, and the flags."""
-    # NEW: dcp.load() writes into the tensors of a dict, so fill it with this rank's shards. For an
-    # Adam without state, get_state_dict() makes a step with zero gradients, which creates the state
-    # but counts as a step. Loading corrects the count. So before training, call it only to load.
+    # NEW: dcp.load() writes into the tensors of a dict, so fill it with this rank's shards.
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    # NEW: a parameter that never got a gradient has no state in the checkpoint. Do not ask for it.
-    saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    averages = optimizer_state["state"]
-    without = [name for name in averages if f"optimizer.state.{name}.step" not in saved]
-    for name in without:
-        del averages[name]
+    missing = take_out_missing(optimizer_state, folder)
     state = {"model": model_state, "optimizer": optimizer_state, "epoch": None, "flags": None}
-    dcp.load(state, checkpoint_id=path)
-    for name in without:
-        averages[name] = {}
+    dcp.load(state, checkpoint_id=folder)
+    optimizer_state["state"] |= missing
     set_state_dict(  # also sets the learning rate
         model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state
     )
     return state["epoch"], state["flags"]
+
+
+def save_file(args, epoch, model, optimizer):
+    """Write one file with whole tensors. If this fails, an older file stays."""
+    # NEW: full_state_dict gathers the shards of one tensor after the other. cpu_offload moves each
+    # whole tensor to the CPU of rank 0. The other ranks keep none, and get empty dicts.
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
+    if dist.get_rank() == 0:
+        state = {"model": model_state, "optimizer": optimizer_state}
+        state |= {"epoch": epoch, "args": vars(args)}
+        unfinished = Path(f"{args.savefile}.unfinished")
+        try:
+            with open(unfinished, "wb") as file:  # so that a full disk gives a clear error
+                torch.save(state, file)
+            os.replace(unfinished, args.savefile)
+        finally:
+            unfinished.unlink(missing_ok=True)  # left over only after an error
+
+
+def load_file(path, model, optimizer):
+    """Load one file, which only rank 0 reads. Returns how many epochs are done."""
+    state = {"model": {}, "optimizer": {}, "epoch": None}
+    if dist.get_rank() == 0:
+        # With mmap=True, a tensor is read only when it is used.
+        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        state["optimizer"] = by_name(state["optimizer"], model, optimizer)
+    # NEW: full_state_dict says that the tensors are whole. broadcast_from_rank0 says that only rank
+    # 0 has them. It sends one after the other, and each rank keeps its shard.
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, state["model"], options=options)
+    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
+    done = [state["epoch"]]
+    dist.broadcast_object_list(done)
+    return done[0]
+
+
+def by_name(optimizer_state, model, optimizer):
+    """Return the state of an optimizer with names for the parameters, which it may number."""
+    name_of = {parameter: name for name, parameter in model.named_parameters()}
+    named = {"state": {}, "param_groups": []}
+    groups = optimizer_state["param_groups"]
+    for group, own_group in zip(groups, optimizer.param_groups, strict=True):
+        names = [name_of[parameter] for parameter in own_group["params"]]
+        named["param_groups"].append(group | {"params": names})
+        for name, number in zip(names, group["params"], strict=True):
+            # A parameter that has got no gradient has no state.
+            named["state"][name] = optimizer_state["state"].get(number, {})
+    return named
 
 
 def train(args):
@@ -105,8 +155,12 @@ def train(args):
     shard(model, args)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
     done = 0
+    if args.load:
+        done = load_file(args.load, model, optimizer)
+        if rank == 0:
+            print(f"{args.load}: {done} of {args.epochs} epochs are done", flush=True)
     if args.run_dir:
-        done = resume(args, model, optimizer)
+        done = resume(args, model, optimizer) or done
     group = None
     if args.async_save:
         # NEW: the threads send messages, too, which must not mix with those of training. So they
@@ -118,9 +172,13 @@ def train(args):
         if writing:
             writing.result()  # NEW: waits for the thread, and raises its error
         if args.run_dir:
-            writing = save(args, epoch + 1, model, optimizer, group)
+            keep_two(args.run_dir)
+            folder = f"{args.run_dir}/epoch-{epoch + 1:04}"
+            writing = save(folder, epoch + 1, model, optimizer, args, group)
     if writing:
         writing.result()
+    if args.savefile:
+        save_file(args, max(done, args.epochs), model, optimizer)
     dist.barrier()  # DTensor keeps the group, and without this Python may abort at exit
     dist.destroy_process_group()
 
@@ -158,7 +216,31 @@ def complete(run_dir):
     return [str(file.parent) for file in files]
 
 
-# You can stop here. What follows shards the model as before, and trains for one epoch.
+# You can stop here. What follows keeps order, shards the model as before, and trains for one epoch.
+
+
+def take_out_missing(optimizer_state, folder):
+    """Take out the state of parameters that have none in a checkpoint. Returns it, empty, by name.
+
+    They never got a gradient. (get_state_dict() has made a step with zero gradients, which creates
+    state for all, and counts as a step. Loading corrects this. So before training, call
+    get_state_dict() only to load.)
+    """
+    saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    averages = optimizer_state["state"]
+    missing = [name for name in averages if f"optimizer.state.{name}.step" not in saved]
+    for name in missing:
+        del averages[name]
+    return {name: {} for name in missing}
+
+
+def keep_two(run_dir):
+    """Delete all complete checkpoints but the last two. With the next one, there are three."""
+    if dist.get_rank() == 0:
+        for old in complete(run_dir)[:-2]:
+            shutil.rmtree(old)
+
+
 def shard(model, args):
     """Shard each layer, and then the whole model."""
     mesh = dist.init_device_mesh(args.device, (dist.get_world_size(),))
@@ -199,6 +281,8 @@ def add_flags(parser):
     folder = "folder for sharded checkpoints; resumes from its newest"
     add("--run_dir", type=flags.new_folder, help=folder)
     add("--async_save", action="store_true", help="write them while the next epoch trains")
+    add("--load", type=os.path.expanduser, help="start from this file of whole tensors")
+    add("-s", "--savefile", type=flags.new_file, help="one file with whole tensors, at the end")
 
 
 def check_flags(parser, args, world_size):

@@ -35,7 +35,7 @@ Try breaking it, in a copy beside it, with `--double`, and compare the losses:
   2. In the last Exchange, write reduce_scatter in place of own_tokens. Which gradients are wrong?
   3. With `--by dtensor`, leave norm1 and norm2 out of the plan. What is wrong?
 Builds on: head_parallel.py
-The next lesson, `ulysses.py`, splits the tokens of a long sequence, and the heads in attention.
+The next lesson, `vocabulary_parallel.py`, splits the layers that have a row for each word.
 """
 
 import os

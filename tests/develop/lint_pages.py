@@ -141,7 +141,7 @@ def count_lines():
     listed = subprocess.run(words, cwd=ROOT, text=True, capture_output=True, check=True)
     lessons = {PATHS[lesson] for lesson in LESSONS}
     of_lessons = around = by_hand = 0
-    for path in map(ROOT.joinpath, listed.stdout.split()):
+    for path in filter(Path.exists, map(ROOT.joinpath, listed.stdout.split())):
         text = path.read_text()
         lines = len(text.splitlines())
         fold = FOLD.search(text) if path in lessons else None

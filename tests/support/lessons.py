@@ -50,10 +50,8 @@ def small_data(lesson: str) -> str:
     """Return the data set for a short run of a lesson that trains."""
     if lesson == "resnet":
         return "fake"  # random images
-    reads_text = PATHS[lesson].parent.name == "language" or lesson in (
-        "context_parallel",
-        "ulysses",
-    )
+    others = ("context_parallel", "ulysses", "vocabulary_parallel")
+    reads_text = PATHS[lesson].parent.name == "language" or lesson in others
     return "text" if reads_text else "digits"
 
 

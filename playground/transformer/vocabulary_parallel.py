@@ -1,7 +1,7 @@
 """Vocabulary parallelism: each rank has some of the words, from the embedding to the loss.
 
 Run it (about a minute on two cores; with `--by dtensor`, PyTorch splits the layers and the loss):
-    torchrun --standalone --nproc-per-node 2 playground/language/vocabulary_parallel.py
+    torchrun --standalone --nproc-per-node 2 playground/transformer/vocabulary_parallel.py
 
 It prints the same numbers as `single_gpu.py --model language`, up to rounding (with `--double` all
 twelve digits agree), and then what each rank keeps of 125,248 parameters and of a batch's scores,
@@ -38,7 +38,7 @@ Try breaking it, in a copy beside it, with `--double`, and compare the losses:
 
 Now write `split_cross_entropy.py` in `playground/exercises/`.
 Builds on: sequence_parallel.py
-The next lesson, `four_axes.py`, splits a language model in four ways at once.
+The next lesson, `ulysses.py`, splits the tokens of a long sequence, and the heads in attention.
 """
 
 import os
