@@ -42,13 +42,12 @@ sharded_optimizer; 2; cnn
 manual_fully_sharded; 3; mlp
 manual_fully_sharded --keep_weights; 2; language
 fully_sharded_data_parallel --meta; 3; mlp
-fully_sharded_data_parallel; 2; language
+fully_sharded_data_parallel --replicas 2; 4; language
 fully_sharded_checkpoints; 1; transformer
 tensor_parallel; 4; mlp
 tensor_parallel; 2; cnn
 tensor_parallel --by dtensor; 2; mlp
 hybrid_parallel; 4; mlp
-hybrid_parallel --kind hsdp; 4; transformer
 profile_steps; 3; mlp
 sending_less; 3; transformer
 sharded_data --workers 1; 2; language

@@ -24,6 +24,12 @@ computing (`playground/pages/figures/fsdp.svg`). The price is messages: 8 all_ga
 four layers in `forward()` and again in `backward()`, and 4 reduce_scatters. In a ring, these take
 1.5 times the bytes of DDP's all_reduce, and with gloo about twice as many.
 
+With several nodes, shard within each, and keep replicas between them (hybrid sharding, HSDP):
+    torchrun --standalone --nproc-per-node 4 playground/sharded/fully_sharded_data_parallel.py \
+        --replicas 2
+The ranks form a mesh of two rows. A row has all shards, and a rank keeps as many bytes as with two
+ranks. In `backward()`, the ranks of a column, which have the same shard, add up its gradient.
+
 For users of DDP: `forward()` gathers layers by messages, so all ranks must also test, with equally
 many batches. Buffers, such as batch norm's, are not sent. `playground/pages/sharding.md` says what
 else changes, what replaces the arguments of the older `FullyShardedDataParallel`, and how to shard
@@ -63,10 +69,15 @@ from common.models import make_model
 
 def shard(model, args):
     """Keep only a shard of every parameter on each rank. A layer gathers them when it computes."""
-    # NEW: a mesh arranges the ranks of the process group. Here it is a single row of all ranks.
-    mesh = dist.init_device_mesh(args.device, (dist.get_world_size(),))
-    # The group of a mesh may have PyTorch's own timeout: 30 minutes (gloo) or 10 (NCCL).
-    mesh.get_group().set_timeout(timedelta(seconds=args.timeout))
+    # NEW: a mesh arranges the ranks of the process group: by default in a single row. If there are
+    # two rows, fully_shard() keeps replicas along the columns, and shards along the rows.
+    shape = (args.replicas, dist.get_world_size() // args.replicas)
+    mesh = dist.init_device_mesh(args.device, shape, mesh_dim_names=("replicate", "shard"))
+    for group in mesh.get_all_groups():
+        # The groups of a mesh may have PyTorch's own timeout: 30 minutes (gloo) or 10 (NCCL).
+        group.set_timeout(timedelta(seconds=args.timeout))
+    if args.replicas == 1:
+        mesh = mesh["shard"]  # one axis, because there is nothing to add up along the other
     # NEW: each layer is gathered by one message of its own. (Of a transformer, list the blocks.)
     for layer in model.layers:
         # Free it after forward(), or keep it until backward().
@@ -143,11 +154,20 @@ def add_flags(parser):
     keep = "keep gathered layers until backward(): more memory, fewer messages"
     parser.add_argument("--keep_weights", action="store_true", help=keep)
     parser.add_argument("--meta", action="store_true", help="only rank 0 makes the whole model")
+    help = "rows of ranks, each of which has the whole model in shards"
+    parser.add_argument("--replicas", type=flags.positive, default=1, help=help)
+
+
+def check_flags(parser, args, world_size):
+    """Refuse flags that do not fit the number of ranks."""
+    parser.check_batch(args.batch_size, world_size)
+    if world_size % args.replicas:
+        parser.error(f"{world_size} ranks cannot be {args.replicas} replicas of the same size")
 
 
 # ---------- Unchanged from distributed_data_parallel_torchrun.py ----------
-# You know what follows: join(), fit_epoch(), run_epoch(), check_flags() and main(). If you copy
-# this lesson, copy this, too.
+# You know what follows: join(), fit_epoch(), run_epoch() and main(). If you copy this lesson, copy
+# this, too.
 
 
 def join(args):
@@ -212,11 +232,6 @@ def run_epoch(model, loader, device, optimizer=None):
         sums[2] += labels.numel()
     dist.all_reduce(sums)
     return sums.tolist()
-
-
-def check_flags(parser, args, world_size):
-    """Refuse flags that do not fit the number of ranks."""
-    parser.check_batch(args.batch_size, world_size)
 
 
 @record  # writes the traceback of an error to a file, and torchrun's report shows it

@@ -22,12 +22,6 @@ sharding. Every layer waits for messages along a row, so rows should lie inside 
 node has as many ranks as a row, or a multiple. `playground/pages/figures/mesh.svg` shows what is
 sent along each axis.
 
-Hybrid sharded data parallelism (HSDP) shards along one axis, and keeps replicas along the other:
-    torchrun --standalone --nproc-per-node 4 playground/split/hybrid_parallel.py --kind hsdp
-
-Here each row shards the whole model, so a rank keeps half of it, 29,605 parameters. The ranks of a
-column have the same shards, and average their gradients with an all_reduce.
-
 Try breaking it, in a copy beside it:
   1. Before `optimizer.step()`, write `torch.nn.utils.clip_grad_norm_(model.parameters(), 1)`. Does
      it work with `--model mlp`, and with `--model cnn`?
@@ -72,37 +66,30 @@ def split(model, mesh):
 
 
 def shard(model, mesh):
-    """Shard the layers over a mesh of one axis. With two axes, replicate along the first one."""
+    """Shard the layers over a mesh of one axis."""
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)  # the whole model, last
 
 
 def train(args):
-    """Make a mesh, split or shard a model on it, train it, and show what each rank keeps."""
-    rank, device = join(args)
-    names = ("dp", "tp") if args.kind == "tp" else ("replicate", "shard")
+    """Make a mesh, split and shard a model on it, train it, and show what each rank keeps."""
+    _, device = join(args)
     # NEW: the first row of the mesh has the ranks 0, 1, ..., and the next row those after them.
-    mesh = dist.init_device_mesh(args.device, args.mesh, mesh_dim_names=names)
+    mesh = dist.init_device_mesh(args.device, args.mesh, mesh_dim_names=("dp", "tp"))
     for group in mesh.get_all_groups():
         # The groups of a mesh may have PyTorch's own timeout: 30 minutes (gloo) or 10 (NCCL).
         group.set_timeout(timedelta(seconds=args.timeout))
     torch.manual_seed(args.seed)  # the same on all ranks, because each keeps a shard of one model
     model = make_model(args)
-    if args.kind == "tp":
-        # NEW: in this order, because `fully_shard` takes layers that are split, but
-        # `parallelize_module` does not take layers that are sharded.
-        split(model, mesh["tp"])
-        shard(model, mesh["dp"])
-        dp_rank = mesh["dp"].get_local_rank()
-        dp_size = mesh["dp"].size()
-    else:
-        shard(model, mesh)
-        dp_rank = rank
-        dp_size = mesh.size()
+    # NEW: in this order, because `fully_shard` takes split layers, but `parallelize_module` takes no
+    # sharded ones.
+    split(model, mesh["tp"])
+    shard(model, mesh["dp"])
     # NEW: the ranks of a tp group have the same dp_rank, so they read the same images. Then
     # run_epoch() counts each image once for each of these ranks, which does not change the mean.
-    train_loader, test_loader = loaders(args, dp_rank, dp_size)
+    dp_rank = mesh["dp"].get_local_rank()
+    train_loader, test_loader = loaders(args, dp_rank, mesh["dp"].size())
     torch.manual_seed(args.seed + dp_rank)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
     for epoch in range(args.epochs):
@@ -129,10 +116,9 @@ def show_mesh(model, mesh):
 
 
 def add_flags(parser):
-    """Add the flags that only this lesson has."""
-    add = parser.add_argument
-    add("--kind", choices=["tp", "hsdp"], default="tp", help="what the axes of the mesh are")
-    add("--mesh", type=sizes, help="sizes of its axes, as in 2x2; default: if possible, 2 columns")
+    """Add the flag that only this lesson has."""
+    help = "sizes of its axes, as in 2x2; default: if possible, 2 columns"
+    parser.add_argument("--mesh", type=sizes, help=help)
 
 
 def sizes(text):
@@ -143,7 +129,7 @@ def sizes(text):
 
 def check_flags(parser, args, world_size):
     """Refuse a mesh of another size, and what its groups cannot divide. Choose a mesh."""
-    if args.kind == "tp" and args.model not in ("mlp", "cnn"):
+    if args.model not in ("mlp", "cnn"):
         parser.error(f"head_parallel.py splits --model {args.model}: use mlp or cnn here")
     if args.mesh is None:
         columns = 1 if world_size % 2 else 2
@@ -151,13 +137,10 @@ def check_flags(parser, args, world_size):
     rows, columns = args.mesh
     if math.prod(args.mesh) != world_size:
         parser.error(f"--mesh {rows}x{columns} needs {rows * columns} ranks, not {world_size}")
-    dp_size = world_size
-    if args.kind == "tp":
-        dp_size = rows
-        if args.width % columns:
-            near = max(1, round(args.width / columns)) * columns
-            parser.error(f"a tp group of {columns} cannot split --width {args.width}: use {near}")
-    parser.check_batch(args.batch_size, dp_size)
+    if args.width % columns:
+        near = max(1, round(args.width / columns)) * columns
+        parser.error(f"a tp group of {columns} cannot split --width {args.width}: use {near}")
+    parser.check_batch(args.batch_size, rows)
 
 
 # ---------- Unchanged from distributed_data_parallel_torchrun.py ----------
