@@ -164,7 +164,7 @@ sharded_data 1 | 2 | --workers 1 --files TMP
     loss 1.3396
 sharded_data 3 | 1 | --workers 1 --files TMP
     first sharded_data --make --files TMP
-    self.labels = sorted => self.images = [opened(path) for path in self.images]\n        ...
+    self.starts = => self.images = [opened(path) for path in self.images]\n        ...
     opened(self.images[file]) => self.images[file]
     model = make_model( => import pickle\n    print("bytes", len(pickle.dumps(train_set)))\n    ...
     prints bytes 9408
@@ -180,7 +180,7 @@ sharded_optimizer 3 | 2
     torch.manual_seed(args.seed)\n => torch.manual_seed(args.seed + rank)\n
     differs
 manual_fully_sharded 1 | 2 | | 32 bits
-    layer.register_forward_hook(self.free) => pass
+    layer.register_forward_hook(self.leave) => pass
     loss 1.4064
     says 236,840
 manual_fully_sharded 2 | 2
@@ -194,7 +194,7 @@ fully_sharded_data_parallel 1 | 2
     optimizer = torch.optim.Adam(model.parameters(), lr => torch.optim.Adam(model.parameters(), lr
     says 0 bytes of optimizer state
 fully_sharded_data_parallel 2 | 2 | | 32 bits
-    for layer in model.layers: => for layer in []:
+    layers = model.layers => layers = []
     loss 1.4064
     says 236,840
 fully_sharded_data_parallel 3 | 2
@@ -314,7 +314,7 @@ head_parallel 2 | 2
     layer.bias = None => pass
     loss 1.4418
 sequence_parallel 1 | 2
-    parameter.register_hook( => str(
+    .register_hook(partial(all_reduce, group=group)) => .clone()
     loss 1.3466
 sequence_parallel 2 | 2
     Exchange(all_gather, own_tokens => Exchange(all_gather, reduce_scatter
@@ -348,13 +348,13 @@ expert_parallel 1 | 2
     Message.apply(outputs, back, there, self.group) => back(outputs, None)
     fails Expected parameter `tensor` of type torch.Tensor
 expert_parallel 2 | 2
-    group = same_experts if ".experts." in name else None => group = None
+    group = same_experts if parameter in experts else None => group = None
     loss 1.3586
 expert_parallel 3 | 1 | --balance 0.1
-    dist.all_reduce(mixture.load)\n        load => load
+    dist.all_reduce(mixture.total)\n        load => load
     loss 1.301868
 expert_parallel 3 | 2 | --balance 0.1
-    dist.all_reduce(mixture.load)\n        load => load
+    dist.all_reduce(mixture.total)\n        load => load
     loss 1.301763
 expert_parallel 4 | 2 | --timeout 3
     outputs[mine] = mlp => if mine.any(): ...

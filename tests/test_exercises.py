@@ -83,7 +83,6 @@ def test_the_tasks():
 OF_LESSONS = {
     "average_gradients": "manual_data_parallel",
     "ring_all_reduce": "nonblocking_p2p",
-    "shard_optimizer": "sharded_optimizer",
 }
 
 
@@ -342,13 +341,13 @@ def test_the_page(copy):
     file.write_text(f"{head}\n{answer}{foot}")
     for path, flags, shown in verdicts:
         assert run(path, *flags.split(), cwd=course)[0] == shown
-    of_lesson(copy / "answers" / "shard_optimizer.py", "shard_optimizer")
+    of_lesson(copy / "answers" / "average_gradients.py", "average_gradients")
     (copy / "answers" / "order_1f1b.py").write_text(solved(copy, "order_1f1b"))
     listed = run(copy / "check.py", "--ranks", 2, cwd=course)[0]
     rows = [line.split(maxsplit=1) for line in listed.splitlines() if line.startswith("  ")]
     assert [name for name, _ in rows] == ORDER
     told = {name: verdict for name, verdict in rows if verdict != "your turn"}
     assert told["swap_with_neighbour"].startswith("HANG with 2 ranks")
-    assert re.fullmatch(r"[A-Z]+ with 2 ranks, .* \(rung 2 of 2\)", told["shard_optimizer"])
+    assert re.fullmatch(r"[A-Z]+ with 2 ranks, .* \(rung 2 of 2\)", told["average_gradients"])
     assert told["order_1f1b"] == "RIGHT with 2 ranks"
     assert len(told) == 3 and f"\n1 of {len(ORDER)} are right\n" in listed

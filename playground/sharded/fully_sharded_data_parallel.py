@@ -37,7 +37,7 @@ a model from Hugging Face.
 
 Try breaking it, in a copy beside it:
   1. Make the optimizer before `shard(model, args)`. How far do the parameters move?
-  2. Shard only the whole model, and no layers. Which line of the output changes?
+  2. Shard only the whole model: write `layers = []`. Which line of the output changes?
   3. Before `model = ...`, seed with `args.seed + rank`. Which rank's parameters are trained?
   4. With four processes and `watch.py`, write `reshard_after_forward=2`. Which messages change?
 
@@ -79,7 +79,8 @@ def shard(model, args):
     if args.replicas == 1:
         mesh = mesh["shard"]  # one axis, because there is nothing to add up along the other
     # NEW: each layer is gathered by one message of its own. (Of a transformer, list the blocks.)
-    for layer in model.layers:
+    layers = model.layers
+    for layer in layers:
         # Free it after forward(), or keep it until backward().
         fully_shard(layer, mesh=mesh, reshard_after_forward=not args.keep_weights)
     # NEW: last, the whole model, which takes the rest, also tables that two layers share. By
@@ -87,7 +88,7 @@ def shard(model, args):
     fully_shard(model, mesh=mesh)
     # NEW: a layer starts to gather the next one before it computes. (A GPU computes while the
     # message travels. Without this, the message starts when Python reaches the next layer.)
-    for layer, following in pairwise(model.layers):
+    for layer, following in pairwise(layers):
         layer.set_modules_to_forward_prefetch([following])
 
 

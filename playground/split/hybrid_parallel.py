@@ -82,8 +82,8 @@ def train(args):
         group.set_timeout(timedelta(seconds=args.timeout))
     torch.manual_seed(args.seed)  # the same on all ranks, because each keeps a shard of one model
     model = make_model(args)
-    # NEW: in this order, because `fully_shard` takes split layers, but `parallelize_module` takes no
-    # sharded ones.
+    # NEW: in this order, because `parallelize_module` does not take layers that are sharded, but
+    # `fully_shard` takes layers that are split.
     split(model, mesh["tp"])
     shard(model, mesh["dp"])
     # NEW: the ranks of a tp group have the same dp_rank, so they read the same images. Then

@@ -154,7 +154,7 @@ def called(file):
             name = frame.f_code.co_name
             if name not in ("wrapper", "inner"):
                 call = name
-    return None, None
+    return call, None
 
 
 @dataclass
