@@ -80,10 +80,7 @@ def test_the_tasks():
 
 
 # The lesson's own function, for those exercises with two rungs that ask for the same function.
-OF_LESSONS = {
-    "average_gradients": "manual_data_parallel",
-    "ring_all_reduce": "nonblocking_p2p",
-}
+OF_LESSONS = {"average_gradients": "manual_data_parallel", "ring_all_reduce": "nonblocking_p2p"}
 
 
 def of_lesson(file, name):
