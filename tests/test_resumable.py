@@ -169,7 +169,8 @@ def test_a_run_is_resumed_with_the_same_flags(run_dir):
 
 
 OF_A_RUN = {"epochs", "data_dir", "device", "timeout", "help", "run_dir"}  # change no number
-OWN = {"resumable": set(), "fully_sharded_checkpoints": {"async_save", "width", "layers"}}
+OWN = {"resumable": set()}
+OWN["fully_sharded_checkpoints"] = {"async_save", "load", "savefile", "width", "layers"}
 OWN["sharded_data"] = {"make", "files", "workers", "savefile", "every", "stop"}
 
 

@@ -76,49 +76,6 @@ MUST_AGREE = ("heads", "precision", "batch_size", "epochs", "lr", "weight_decay"
 MUST_AGREE += ("clip", "seed", "double")
 
 
-class Checkpointed(torch.nn.Module):
-    """A block that keeps only its input for backward(), and computes the rest again there.
-
-    A block with batch norm would update its running averages twice in each step.
-    """
-
-    def __init__(self, block):
-        super().__init__()
-        self.block = block  # adds "block." to names: resume with --checkpoint as it was before
-
-    def forward(self, tokens):
-        """Return what the block returns."""
-        return checkpoint(self.block, tokens, use_reentrant=False)
-
-
-def prepare(model, args):
-    """Checkpoint the blocks, compile them, and shard the model."""
-    mesh = dist.init_device_mesh(args.device, (dist.get_world_size(),))
-    # The group of a mesh may have PyTorch's own timeout: 30 minutes (gloo) or 10 (NCCL).
-    mesh.get_group().set_timeout(timedelta(seconds=args.timeout))
-    dtype = DTYPES[args.precision]
-    wide = torch.float64 if args.double else torch.float32
-    inside = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=wide)
-    for stage in (model.stage1, model.stage2):
-        for position, layer in enumerate(stage):
-            if not isinstance(layer, Block):
-                continue
-            # NEW: the compiler comes second, so that it sees what checkpoint() computes again. It
-            # compiles each block alone, because all of them can use the same compiled code.
-            if args.checkpoint:
-                layer = Checkpointed(layer)
-                stage[position] = layer
-            if args.compile:
-                layer.compile()
-            # NEW: FSDP comes last. Its hooks gather the parameters before compiled code runs.
-            fully_shard(layer, mesh=mesh, mp_policy=inside)
-    # NEW: this call shards the rest, the embedding and the end of the model, which stay whole after
-    # forward(). They are gathered together, because with --tied they have the same parameter (one
-    # table), and FSDP refuses a parameter in two calls. Logits come out in 32 bits, for the loss.
-    outside = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=wide, output_dtype=wide)
-    fully_shard(model, mesh=mesh, mp_policy=outside)
-
-
 def update(model, optimizer, scheduler, args, rows, labels):
     """Make a step of the optimizer. Returns the mean loss, and the number predicted correctly."""
     optimizer.zero_grad()
@@ -163,38 +120,20 @@ def make_optimizer(model, args):
     return torch.optim.AdamW(groups, lr=args.lr, eps=1e-6, fused=True)
 
 
-def collect(args, epoch, model, optimizer, scheduler):
-    """Return what a checkpoint has: the shards of this rank, and what all ranks know."""
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state, "epoch": epoch}
-    # NEW: to save, dcp calls scheduler.state_dict(), and to load, scheduler.load_state_dict().
-    state["scheduler"] = scheduler
-    state["flags"] = {flag: getattr(args, flag) for flag in MUST_AGREE}
-    return state
-
-
-def resume(args, model, optimizer, scheduler):
-    """Load the newest checkpoint, if there is one. Returns how many epochs are done."""
-    newest = [None]
-    if dist.get_rank() == 0:
-        folders = complete(args.run_dir)
-        newest = [folders[-1] if folders else None]
-    dist.broadcast_object_list(newest)
-    path = newest[0]
-    if path is None:
-        return 0
-    state = collect(args, None, model, optimizer, scheduler)
-    dcp.load(state, checkpoint_id=path)
-    for flag, value in state["flags"].items():
-        if value != getattr(args, flag):
-            was = f"{path} was written with --{flag} {value}"
-            raise ValueError(f"{was}: use the same flags, or a different --run_dir")
-    set_state_dict(
-        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-    )
-    if dist.get_rank() == 0:
-        print(f"{path}: {state['epoch']} of {args.epochs} epochs are done", flush=True)
-    return state["epoch"]
+def flops_per_token(model):
+    """Return the floating-point operations that training needs for a token."""
+    layers = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    numbers = sum(layer.weight.numel() for layer in layers)
+    # NEW: forward() multiplies by each number once, and adds. backward() does the same twice: for
+    # the gradient of the inputs, and for that of the weight.
+    of_layers = 6 * numbers
+    # NEW: in a block, the query of a token is multiplied by the keys of all tokens of its row, and
+    # the weights by their values: `width` numbers each. (PaLM and torchtitan, too, count what the
+    # causal mask leaves out; Megatron-LM does not. None counts what checkpointing computes again.)
+    blocks = len(model.layers) - 2  # all but the embedding and the end
+    width = layers[0].in_features
+    of_attention = 6 * blocks * 2 * ROW * width
+    return of_layers + of_attention
 
 
 def train(args):
@@ -222,20 +161,84 @@ def train(args):
     dist.destroy_process_group()
 
 
-def flops_per_token(model):
-    """Return the floating-point operations that training needs for a token."""
-    layers = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
-    numbers = sum(layer.weight.numel() for layer in layers)
-    # NEW: forward() multiplies by each number once, and adds. backward() does the same twice: for
-    # the gradient of the inputs, and for that of the weight.
-    of_layers = 6 * numbers
-    # NEW: in a block, the query of a token is multiplied by the keys of all tokens of its row, and
-    # the weights by their values: `width` numbers each. (PaLM and torchtitan, too, count what the
-    # causal mask leaves out; Megatron-LM does not. None counts what checkpointing computes again.)
-    blocks = len(model.layers) - 2  # all but the embedding and the end
-    width = layers[0].in_features
-    of_attention = 6 * blocks * 2 * ROW * width
-    return of_layers + of_attention
+# You can stop here: what follows you know from the lessons before, or it writes and prints.
+
+
+class Checkpointed(torch.nn.Module):
+    """A block that keeps only its input for backward(), and computes the rest again there.
+
+    A block with batch norm would update its running averages twice in each step.
+    """
+
+    def __init__(self, block):
+        super().__init__()
+        self.block = block  # adds "block." to names: resume with --checkpoint as it was before
+
+    def forward(self, tokens):
+        """Return what the block returns."""
+        return checkpoint(self.block, tokens, use_reentrant=False)
+
+
+def prepare(model, args):
+    """Checkpoint the blocks, compile them, and shard the model."""
+    mesh = dist.init_device_mesh(args.device, (dist.get_world_size(),))
+    # The group of a mesh may have PyTorch's own timeout: 30 minutes (gloo) or 10 (NCCL).
+    mesh.get_group().set_timeout(timedelta(seconds=args.timeout))
+    dtype = DTYPES[args.precision]
+    wide = torch.float64 if args.double else torch.float32
+    inside = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=wide)
+    for stage in (model.stage1, model.stage2):
+        for position, layer in enumerate(stage):
+            if not isinstance(layer, Block):
+                continue
+            # NEW: the compiler comes second, so that it sees what checkpoint() computes again. It
+            # compiles each block alone, because all of them can use the same compiled code.
+            if args.checkpoint:
+                layer = Checkpointed(layer)
+                stage[position] = layer
+            if args.compile:
+                layer.compile()
+            # NEW: FSDP comes last. Its hooks gather the parameters before compiled code runs.
+            fully_shard(layer, mesh=mesh, mp_policy=inside)
+    # NEW: this call shards the rest, the embedding and the end of the model, which stay whole after
+    # forward(). They are gathered together, because with --tied they have the same parameter (one
+    # table), and FSDP refuses a parameter in two calls. Logits come out in 32 bits, for the loss.
+    outside = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=wide, output_dtype=wide)
+    fully_shard(model, mesh=mesh, mp_policy=outside)
+
+
+def collect(args, epoch, model, optimizer, scheduler):
+    """Return what a checkpoint has: the shards of this rank, and what all ranks know."""
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state, "epoch": epoch}
+    # NEW: to save, dcp calls scheduler.state_dict(), and to load, scheduler.load_state_dict().
+    state["scheduler"] = scheduler
+    state["flags"] = {flag: getattr(args, flag) for flag in MUST_AGREE}
+    return state
+
+
+def resume(args, model, optimizer, scheduler):
+    """Load the newest checkpoint, if there is one. Returns how many epochs are done."""
+    newest = [None]
+    if dist.get_rank() == 0:
+        folders = complete(args.run_dir)
+        newest = [folders[-1] if folders else None]
+    dist.broadcast_object_list(newest)
+    path = newest[0]
+    if path is None:
+        return 0
+    state = collect(args, None, model, optimizer, scheduler)
+    dcp.load(state, checkpoint_id=path)  # overwrites all that this state has
+    for flag, value in state["flags"].items():
+        if value != getattr(args, flag):
+            was = f"{path} was written with --{flag} {value}"
+            raise ValueError(f"{was}: use the same flags, or a different --run_dir")
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+    if dist.get_rank() == 0:
+        print(f"{path}: {state['epoch']} of {args.epochs} epochs are done", flush=True)
+    return state["epoch"]
 
 
 def sample(model, device, args):
@@ -253,9 +256,6 @@ def sample(model, device, args):
         chances = logits.float().softmax(dim=0).cpu()
         text.append(torch.multinomial(chances, 1, generator=generator).item())
     return re.sub(rb"[^\n -~]", b"?", bytes(text)).decode()  # no control characters
-
-
-# You can stop here: what follows measures, prints, and checks the flags.
 
 
 def fit_epoch(epoch, model, step, train_loader, test_loader, device, args):

@@ -39,7 +39,6 @@ The next lesson, `profile_steps.py`, measures where the time of a step goes.
 """
 
 import argparse
-import itertools
 import os
 import signal
 import sys
@@ -101,7 +100,7 @@ def resume(folder, model, optimizer, args):
     if dist.get_rank() == 0:
         step = f" and {state['step']} steps" if state["step"] else ""
         log(folder, f"{path}: {state['epoch']} of {args.epochs} epochs{step} are done")
-    return {name: state[name] for name in beginning(0)}
+    return {name: state[name] for name in ("epoch", "step", "sums")}
 
 
 def beginning(epoch):
@@ -147,19 +146,22 @@ def fit(model, optimizer, train_loader, test_loader, device, args, folder, progr
         start = time.perf_counter()
         title = f"epoch {epoch + 1}/{args.epochs}"
         bar = tqdm(train_loader, title, leave=False, disable=None if rank == 0 else True)
-        # NEW: skip the batches that the model has seen. Their images are read all the same.
-        # sharded_data.py does not read them.
-        batches = itertools.islice(bar, done, None)
-        while progress["step"] < steps:
-            sums = run_epoch(model, itertools.islice(batches, FEW), device, optimizer)
-            progress["step"] = min(progress["step"] + FEW, steps)
+        few = []  # batches
+        for step, batch in enumerate(bar, start=1):
+            if step <= done:
+                continue  # NEW: the model has seen it. (sharded_data.py does not even read it.)
+            few.append(batch)
+            if len(few) < FEW and step < steps:
+                continue
+            sums = run_epoch(model, few, device, optimizer)
+            few = []
+            progress["step"] = step
             progress["sums"] = [old + new for old, new in zip(progress["sums"], sums, strict=True)]
             if anyone_asked(device):  # NEW: the same answer on all ranks, so all leave
                 if rank == 0:
                     save(folder, progress, model.module, optimizer, args)
                     log(folder, f"stopped after step {progress['step']} of epoch {epoch + 1}")
                 return
-        bar.close()
         seconds = time.perf_counter() - start
         speed = (steps - done) * args.batch_size / seconds
         loss, correct, images = progress["sums"]
