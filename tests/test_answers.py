@@ -278,7 +278,7 @@ hybrid_parallel 2 | 4
     sampler.set_epoch(epoch) => sampler.set_epoch(epoch + rank)
     loss 2.0458
 hybrid_parallel 3 | 4
-    split(model, mesh["tp"]) => shard(model, mesh["dp"])\n        ...
+    split(model, mesh["tp"]) => shard(model, mesh["dp"])\n    ...
     fails Cannot distribute a DTensor with device mesh
 mixed_precision 1 | 1 | --lr 1e-5 --epochs 3
     make_model(args) => make_model(args).bfloat16()

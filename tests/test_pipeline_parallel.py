@@ -34,17 +34,24 @@ def test_a_rank_holds_only_what_it_says_that_it_keeps(lesson, flags, change):
 
 
 def train_behind_a_frozen_stage(rank):
-    """Compare the gradients of the second stage by hand. PyTorch's would be wrong: a refusal."""
+    """Compare the gradients of the second stage by hand. PyTorch's would be wrong: a refusal.
+
+    Images of another shape are refused on all ranks.
+    """
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
     layers[0].requires_grad_(False)
     images, labels = torch.randn(6, 4), torch.randint(3, (6,))
     right = copy.deepcopy(layers)
     F.cross_entropy(right(images), labels).backward()
-    stage, shape = manual_pipeline.make_stage(layers, rank, images[0])
-    passes = ["F0", "F1", "B0", "B1"]
-    manual_pipeline.Pipeline(stage, shape, passes, timedelta(minutes=1))(images, labels)
-    torch.testing.assert_close(stage[0].weight.grad, right[rank].weight.grad)
+    stage, shapes = manual_pipeline.make_stage(layers, rank, images[0])
+    for passes in (["F0", "F1", "B0", "B1"], ["F0", "F1", "I0", "W0", "B1"]):
+        model = manual_pipeline.Pipeline(stage, shapes, passes, timedelta(minutes=1))
+        model.zero_grad()
+        model(images, labels)
+        torch.testing.assert_close(stage[0].weight.grad, right[rank].weight.grad)
+    with pytest.raises(ValueError, match="images of shape"):
+        model(images.reshape(6, 2, 2), labels)
     with pytest.raises(ValueError, match="frozen stage"):
         pipeline_parallel.make_other("DualPipeV", nn.Sequential(*layers, *right), "cpu", 2)
 
@@ -74,3 +81,6 @@ def test_interleaved_is_the_order_of_pytorch(ranks, chunks, count):
     for rank in range(ranks):
         passes = [str(each) for each in schedule._calculate_single_rank_operations(rank) if each]
         assert pipeline_parallel.interleaved(rank, ranks, count, chunks) == passes
+    if ranks > 1:
+        with pytest.raises(ValueError, match="multiple"):
+            pipeline_parallel.interleaved(0, ranks, count + 1, chunks)

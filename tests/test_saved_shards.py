@@ -92,8 +92,8 @@ def by_stages(name):
     layers = make_layers(flags(layers=7))
     if name:
         return pipeline_parallel.make_other(name, layers, CPU, 4)
-    stage, shape = manual_pipeline.make_stage(layers, dist.get_rank(), torch.zeros(1, 28, 28))
-    return manual_pipeline.Pipeline(stage, shape, [], None)
+    stage, shapes = manual_pipeline.make_stage(layers, dist.get_rank(), torch.zeros(1, 28, 28))
+    return manual_pipeline.Pipeline(stage, shapes, [], None)
 
 
 def trained(make, *what):

@@ -3,12 +3,15 @@
 import copy
 import math
 import re
+import shutil
+import tempfile
 from functools import partial
 from types import SimpleNamespace
 
 import activation_checkpointing
 import data_parallel
 import expert_parallel
+import fully_sharded_checkpoints
 import head_parallel
 import manual_fully_sharded
 import manual_pipeline
@@ -27,6 +30,7 @@ import ulysses
 import vocabulary_parallel
 from lessons import ROOT
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 from common.models import Language, Transformer
@@ -249,7 +253,10 @@ def vocabulary(rank):
         labels = torch.tensor([[0, 1, 2], [3, 4, word]])
         refused("out of bounds", vocabulary_parallel.mean_loss, own, labels)
     labels = torch.tensor([[0, -100, 2], [-100, 4, 5]])
+    with torch.no_grad():
+        own[0, :, 1] = math.nan  # as of a token whose attention is masked
     loss, correct = vocabulary_parallel.mean_loss(own, labels)
+    refused("no second derivatives", torch.autograd.grad, loss, own, create_graph=True)
     loss.backward()
     whole = scores.clone().requires_grad_()
     right = F.cross_entropy(whole, labels)
@@ -279,10 +286,62 @@ def second_derivatives(rank):
     close([pair[2].bias.grad, pair[0].weight.grad], expected)
 
 
+def used_first_but_made_last(rank):
+    """ZeRO 2 sees that a layer is used outside of its forward(), whichever was made last."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.last = nn.Linear(4, 2)
+            self.first = nn.Linear(3, 4)
+
+        def forward(self, inputs):
+            return self.last(F.linear(inputs, self.first.weight, self.first.bias))
+
+    net = Net()
+    optimizer = sharded_optimizer.ShardedOptimizer(net, ADAM, overlap=True)
+    net(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    refused("outside its layer's forward", net(torch.ones(2, 3)).sum().backward)
+
+
+def momentum_in_a_checkpoint(rank):
+    """SGD has no count of steps. Its momentum is loaded all the same."""
+    torch.manual_seed(0)
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    model = nn.Linear(6, 4)
+    saved, loaded = copy.deepcopy(model), model
+    optimizers = []
+    for each in (saved, loaded):
+        fully_shard(each)
+        optimizers.append(torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9))
+    saved(torch.ones(2, 6)).sum().backward()
+    optimizers[0].step()
+    args = SimpleNamespace(**dict.fromkeys(fully_sharded_checkpoints.MUST_AGREE))
+    fully_sharded_checkpoints.save(folder[0], 1, saved, optimizers[0], args)
+    fully_sharded_checkpoints.load(folder[0], loaded, optimizers[1])
+    for right, found in zip(saved.parameters(), loaded.parameters(), strict=True):
+        averages = [
+            optimizer.state[each]["momentum_buffer"].to_local()
+            for optimizer, each in zip(optimizers, (right, found), strict=True)
+        ]
+        assert averages[0].any()
+        close(*averages)
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(folder[0])
+
+
 def what_ranks_cannot_divide(rank):
     """Heads, tokens, layers, experts and stages."""
     model = Language(width=16, heads=4)  # two heads of keys, and three ranks
     refused("cannot split 2 heads", head_parallel.split_by_hand, model, None)
+    refused("cannot split 7 tokens", sequence_parallel.own_tokens, torch.ones(1, 7), None)
+    block = next(each for each in model.modules() if hasattr(each, "attention"))
+    block.gamma = nn.Parameter(torch.ones(16))  # as with LayerScale
+    refused("would be left out", head_parallel.SplitBlock, block, None, None, None)
     mine = torch.arange(11).tensor_split(3)[rank]
     refused(r"unequal.*\[4, 4, 3\]", ulysses.split_tokens, model, None, mine)
     mlp = nn.Sequential(nn.Linear(2, 2))
@@ -291,7 +350,7 @@ def what_ranks_cannot_divide(rank):
     for lesson in (manual_pipeline, pipeline_parallel):
         refused("3 stages, but only 2 layers", lesson.cut, two, 3)
     dtypes = nn.Linear(2, 2, dtype=torch.float64 if rank else torch.float32)
-    refused("different dtypes", manual_pipeline.Pipeline, dtypes, (2,), [], None)
+    refused("different dtypes", manual_pipeline.Pipeline, dtypes, ((2,), (2,)), [], None)
     refused("different shapes or dtypes", trainer_and_generator.check_weights, dtypes)
 
 
@@ -309,6 +368,19 @@ def experts_by_another_name(rank):
     expected = dict(whole.named_parameters())
     for name, parameter in mixture.named_parameters():
         close(parameter.grad, expected[name].grad, msg=name)
+
+
+def one_trained_expert(rank):
+    """All other parameters, and those before the mixture, are frozen. No rank waits forever."""
+    torch.manual_seed(0)
+    mixture = expert_parallel.Mixture(expert_parallel.make_expert(4), 2, top=1, group=None)
+    mixture.requires_grad_(False)
+    if rank == 1:
+        mixture.experts.requires_grad_()
+    mixture.router.requires_grad_()
+    mixture(torch.randn(2, 9, 4)).sum().backward()
+    gradients = [parameter.grad is not None for parameter in mixture.experts.parameters()]
+    assert gradients == [rank == 1] * 4
 
 
 def experts_that_are_checkpointed(rank):
@@ -381,7 +453,7 @@ def pipelines(rank):
 
     def by_hand(copied):
         stage = manual_pipeline.cut(copied, 2)[rank]
-        return manual_pipeline.Pipeline(stage, (6,), passes, None)
+        return manual_pipeline.Pipeline(stage, (images.shape[2:], (6,)), passes, None)
 
     where = {"device": "cpu", "micro_batches": 4}
     makers = {"by hand": by_hand, "1F1B": partial(pipeline_parallel.make_1f1b, **where)}
@@ -425,8 +497,11 @@ def an_infinite_gradient_on_one_rank(rank):
 ON_RANKS = {
     vocabulary: 2,
     second_derivatives: 5,
+    used_first_but_made_last: 2,
+    momentum_in_a_checkpoint: 2,
     what_ranks_cannot_divide: 3,
     experts_by_another_name: 2,
+    one_trained_expert: 2,
     experts_that_are_checkpointed: 2,
     accumulated_steps_of_a_pipeline: 2,
     a_norm_unfrozen_later: 2,

@@ -60,7 +60,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
-from torch.optim.lr_scheduler import ConstantLR, LambdaLR
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
@@ -68,7 +68,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # find common/ fro
 from common import flags
 from common.data import ROW, fetch, loaders
 from common.models import make_model
-from common.transformer import Block
+from common.transformer import Attention, Block
 
 DTYPES = {"bfloat16": torch.bfloat16, "full": None}  # None: as it is
 # The numbers depend on these flags, so a run must be resumed with the same ones.
@@ -87,7 +87,8 @@ def update(model, optimizer, scheduler, args, rows, labels):
     for micro_rows, micro_labels in micro_batches:
         logits = model(micro_rows)
         total = F.cross_entropy(logits, micro_labels, reduction="sum")
-        # NEW: divided by the tokens of all micro-batches, the losses add up to the mean.
+        # NEW: divided by the tokens of all micro-batches, the losses add up to the mean. (If some
+        # have no label, token_mean.py.)
         loss = total / labels.numel()
         loss.backward()
         mean_loss += loss.detach()
@@ -128,11 +129,11 @@ def flops_per_token(model):
     # the gradient of the inputs, and for that of the weight.
     of_layers = 6 * numbers
     # NEW: in a block, the query of a token is multiplied by the keys of all tokens of its row, and
-    # the weights by their values: `width` numbers each. (PaLM and torchtitan, too, count what the
-    # causal mask leaves out; Megatron-LM does not. None counts what checkpointing computes again.)
-    blocks = len(model.layers) - 2  # all but the embedding and the end
-    width = layers[0].in_features
-    of_attention = 6 * blocks * 2 * ROW * width
+    # the weights by their values: as many numbers each as a query has. (PaLM and torchtitan, too,
+    # count what the causal mask leaves out; Megatron-LM does not. None counts what checkpointing
+    # computes again. Of a mixture, count only the experts that compute a token.)
+    found = [module for module in model.modules() if isinstance(module, Attention)]
+    of_attention = 6 * 2 * ROW * sum(attention.query.out_features for attention in found)
     return of_layers + of_attention
 
 
@@ -144,11 +145,9 @@ def train(args):
     model = make_model(args)
     prepare(model, args)
     optimizer = make_optimizer(model, args)
-    if args.constant:
-        scheduler = ConstantLR(optimizer, factor=1.0)
-    else:
-        steps = args.epochs * len(train_loader)
-        scheduler = LambdaLR(optimizer, partial(warm_up_and_decay, steps=steps))
+    steps = args.epochs * len(train_loader)
+    factor = (lambda step: 1.0) if args.constant else partial(warm_up_and_decay, steps=steps)
+    scheduler = LambdaLR(optimizer, factor)
     parts = (model, optimizer, scheduler)
     done = resume(args, *parts) if args.run_dir else 0
     step = partial(update, *parts, args)
@@ -161,7 +160,7 @@ def train(args):
     dist.destroy_process_group()
 
 
-# You can stop here: what follows you know from the lessons before, or it writes and prints.
+# You can stop here: what follows prepares, saves, writes and prints. (`prepare` is worth a look.)
 
 
 class Checkpointed(torch.nn.Module):

@@ -60,8 +60,8 @@ from common.data import fetch, loaders
 from common.models import make_model
 
 CHECKPOINTS = f"epoch-{'[0-9]' * 6}.pt"  # with six digits, the order of names is that of epochs
-# Steps between two looks at the flags. Each look is a message, and waits for the GPU. Together, the
-# steps must take less time than the cluster waits.
+# Steps between two looks at the flags. Each look is a message, and waits for the GPU. These steps,
+# or a test, and the checkpoint must take less time than the cluster waits (torchrun waits 30 s).
 FEW = 10
 asked = False  # this rank's flag: has a signal asked it to stop?
 
@@ -88,6 +88,7 @@ def resume(folder, model, optimizer, args):
         newest = max(folder.glob(CHECKPOINTS), default=None)
     # NEW: rank 0 chooses for all ranks, because a new file in a network folder may appear on the
     # other nodes some seconds later. This sends its path, and each rank reads the file itself.
+    # (If it is not there yet, this ends with an error, and torchrun starts the ranks again.)
     chosen = [newest]
     dist.broadcast_object_list(chosen)
     path = chosen[0]
@@ -181,6 +182,8 @@ def fit(model, optimizer, train_loader, test_loader, device, args, folder, progr
             curves.add_scalar("images per second", speed, epoch + 1)
             curves.flush()
             save(folder, progress, model.module, optimizer, args)  # NEW: after each epoch
+        if anyone_asked(device):  # during the test
+            return
 
 
 def save(folder, progress, model, optimizer, args):

@@ -15,8 +15,9 @@ model. All nodes must see this folder. (`dcp` in the code is `torch.distributed.
 only from folders of your own: dcp unpickles a part of what it loads, which can run code.
 
 The file .metadata has the shape of each whole tensor, and the offset of each shard in it. When a
-run resumes, each rank reads what overlaps its new shards, so the number of ranks may differ. (Of
-replicas, dcp's planner chooses one.) The flags on which the numbers depend must stay the same.
+run resumes, each rank reads what overlaps its new shards, so the number of ranks may differ. (If
+several ranks hold the same tensor, only one writes it.) The flags on which the numbers depend must
+stay the same.
 
 With `--async_save`, training does not wait for the disk: dcp copies the shards to CPU memory, and a
 thread writes this copy while the next epoch trains.
@@ -76,6 +77,7 @@ def save(folder, epoch, model, optimizer, args, group=None):
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state, "epoch": epoch}
     state["flags"] = [getattr(args, flag) for flag in MUST_AGREE]
+    # Add what else the next step depends on, such as scheduler.state_dict().
     if group is None:
         dcp.save(state, checkpoint_id=folder)  # NEW: all ranks write at the same time
         return None
@@ -87,6 +89,7 @@ def load(folder, model, optimizer):
     """Load a checkpoint, however many ranks wrote it. Returns its epoch, and the flags."""
     # NEW: dcp.load() writes into the tensors of a dict, so fill it with this rank's shards.
     model_state, optimizer_state = get_state_dict(model, optimizer)
+    # get_state_dict() invents state for parameters that had no gradient. The folder has none.
     missing = take_out_missing(optimizer_state, folder)
     state = {"model": model_state, "optimizer": optimizer_state, "epoch": None, "flags": None}
     dcp.load(state, checkpoint_id=folder)
@@ -134,9 +137,11 @@ def load_file(path, model, optimizer):
 
 def by_name(optimizer_state, model, optimizer):
     """Return the state of an optimizer with names for the parameters, which it may number."""
+    groups = optimizer_state["param_groups"]
+    if isinstance(groups[0]["params"][0], str):
+        return optimizer_state  # save_file() has written names
     name_of = {parameter: name for name, parameter in model.named_parameters()}
     named = {"state": {}, "param_groups": []}
-    groups = optimizer_state["param_groups"]
     for group, own_group in zip(groups, optimizer.param_groups, strict=True):
         names = [name_of[parameter] for parameter in own_group["params"]]
         named["param_groups"].append(group | {"params": names})
@@ -160,7 +165,7 @@ def train(args):
         if rank == 0:
             print(f"{args.load}: {done} of {args.epochs} epochs are done", flush=True)
     if args.run_dir:
-        done = resume(args, model, optimizer) or done
+        done = resume(args, model, optimizer) or done  # a checkpoint in run_dir wins over the file
     group = None
     if args.async_save:
         # NEW: the threads send messages, too, which must not mix with those of training. So they
@@ -228,7 +233,8 @@ def take_out_missing(optimizer_state, folder):
     """
     saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     averages = optimizer_state["state"]
-    missing = [name for name in averages if f"optimizer.state.{name}.step" not in saved]
+    known = {key.removeprefix("optimizer.state.").rpartition(".")[0] for key in saved}
+    missing = [name for name in averages if name not in known]
     for name in missing:
         del averages[name]
     return {name: {} for name in missing}

@@ -24,7 +24,8 @@ computing (`playground/pages/figures/fsdp.svg`). The price is messages: 8 all_ga
 four layers in `forward()` and again in `backward()`, and 4 reduce_scatters. In a ring, these take
 1.5 times the bytes of DDP's all_reduce, and with gloo about twice as many.
 
-With several nodes, shard within each, and keep replicas between them (hybrid sharding, HSDP):
+With several nodes, shard within each, and keep replicas between them (hybrid sharding, HSDP). Four
+processes on one machine show it:
     torchrun --standalone --nproc-per-node 4 playground/sharded/fully_sharded_data_parallel.py \
         --replicas 2
 The ranks form a mesh of two rows. A row has all shards, and a rank keeps as many bytes as with two
@@ -83,11 +84,11 @@ def shard(model, args):
     for layer in layers:
         # Free it after forward(), or keep it until backward().
         fully_shard(layer, mesh=mesh, reshard_after_forward=not args.keep_weights)
-    # NEW: last, the whole model, which takes the rest, also tables that two layers share. By
+    # NEW: last, the whole model takes the rest. (Leave layers that share a table to this call.) By
     # default, the rest stays whole from forward() to backward().
     fully_shard(model, mesh=mesh)
-    # NEW: a layer starts to gather the next one before it computes. (A GPU computes while the
-    # message travels. Without this, the message starts when Python reaches the next layer.)
+    # NEW: a layer starts to gather the next one before it computes. (On a GPU, Python runs ahead,
+    # so messages travel during a computation anyway. This helps if Python is slow.)
     for layer, following in pairwise(layers):
         layer.set_modules_to_forward_prefetch([following])
 

@@ -16,19 +16,21 @@ value, 4 for its gradient, and 8 of optimizer state, which are Adam's two moment
 state, which leaves 8 + 8/n bytes; then the gradients, too, as here (4 + 12/n); then the parameters
 as well (16/n, the next lesson; `playground/pages/figures/holds.svg`).
 
-The parameters of a layer become parts of one flat tensor of n shards, a bucket, and each rank
-updates one shard of it. During `backward()`, a reduce_scatter gives each rank the mean gradient of
-its shard. Then the rank's optimizer updates the shard, and an all_gather sends the new shards to
-all ranks. The next `forward()` waits for it, layer by layer. In a ring, the two send as many bytes
-as DDP's all_reduce (`playground/pages/sharding.md`). Stage 1, such as `ZeroRedundancyOptimizer`,
-keeps the whole gradients. With 16-bit parameters, as in Megatron and DeepSpeed, gradients are added
-up in a float32 tensor (`main_grad`), and the optimizer gets a float32 copy of the shard, which
-`step()` rounds into the shard.
+A bucket is one flat tensor with all parameters of a layer. It has n shards of equal length, and
+each rank updates one of them. During `backward()`, a reduce_scatter gives each rank the mean
+gradient of its shard. Then the rank's optimizer updates the shard, and an all_gather sends the new
+shards to all ranks. The next `forward()` waits for it, layer by layer. In a ring, the two send as
+many bytes as DDP's all_reduce (`playground/pages/sharding.md`).
+
+Other variants: stage 1, such as `ZeroRedundancyOptimizer`, keeps the whole gradients. With 16-bit
+parameters, as in Megatron and DeepSpeed, gradients are added up in a float32 tensor (`main_grad`),
+and the optimizer gets a float32 copy of the shard, which `step()` rounds into the shard.
 
 Try breaking it, in a copy beside it:
   1. Give `make_optimizer` each `bucket.flat`, not `bucket.shard`. What is trained now? Which line
      of the output shows it?
-  2. Write `handle = None` in place of the all_gather. Which parameters does each rank train then?
+  2. Write `bucket.handle = None` in place of the all_gather. Which parameters does each rank train
+     then?
   3. Comment out the two lines of the broadcast, and write `torch.manual_seed(args.seed + rank)`
      before `model = ...`. Which parameters do the ranks have after the first step?
 
@@ -88,6 +90,7 @@ class Bucket:
 
     def count(self, parameter):
         """Note a complete gradient. After the last one, start to send the gradients."""
+        # A message that travels before any gradient is complete is the all_gather of the last step.
         if self.handle is not None and not self.complete:
             raise RuntimeError("used outside its layer's forward(), which overlap forbids")
         if parameter in self.complete:
@@ -102,7 +105,7 @@ class Bucket:
             self.shard.grad = torch.empty_like(self.shard)
             self.handle = dist.reduce_scatter_tensor(self.shard.grad, gradients, async_op=True)
             # NEW: a message keeps the gradients that it sends, so let two of them travel at most.
-            if self.before is not None:
+            if self.before is not None and self.before.complete:
                 self.before.wait()
 
     def wait(self, *_):
@@ -116,10 +119,11 @@ class ShardedOptimizer:
     """Updates all parameters of a model, but keeps only this rank's shards of the optimizer state.
 
     All parameters have one weight decay, and each that is not frozen must get one gradient in every
-    step. The optimizer must be elementwise, as SGD and Adam are (not Muon or Adafactor). Give a
-    scheduler `self.optimizer`. To clip, do so inside step(), and add up the squares of all shards
-    and ranks. With `overlap`, step() returns while the new parameters still travel. Then only
-    forward() of a layer and state_dict() may read them, and no average of parameters (EMA).
+    step, on all ranks in the same order. The optimizer must be elementwise, as SGD and Adam are
+    (not Muon or Adafactor). Give a scheduler `self.optimizer`. To clip, do so inside step(), and
+    add up the squares of all shards and ranks. With `overlap`, step() returns while the new
+    parameters still travel. Then only forward() of a layer and state_dict() may read them, and no
+    average of parameters (EMA).
     """
 
     def __init__(self, model, make_optimizer, overlap=False):
@@ -163,8 +167,7 @@ class ShardedOptimizer:
         for bucket in self.buckets:
             # NEW: the shards of all ranks. An all_gather may work in place: its input may be this
             # rank's part of its output.
-            handle = dist.all_gather_into_tensor(bucket.flat, bucket.shard, async_op=True)
-            bucket.handle = handle
+            bucket.handle = dist.all_gather_into_tensor(bucket.flat, bucket.shard, async_op=True)
             if not self.overlap:
                 bucket.wait()
             bucket.complete.clear()

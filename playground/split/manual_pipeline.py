@@ -85,15 +85,15 @@ class Pipeline(torch.nn.Module):
 
     Args:
         stage: the layers of this rank, on its device.
-        shape: of what the stage receives for one image.
+        shapes: of one image, and of what the stage receives for it.
         passes: a list such as F0, F1, B0, B1.
         timeout: how long a rank waits for a message.
     """
 
-    def __init__(self, stage, shape, passes, timeout):
+    def __init__(self, stage, shapes, passes, timeout):
         super().__init__()
         self.stage = stage
-        self.shape = shape
+        self.image_shape, self.shape = shapes
         self.dtype = next(stage.parameters()).dtype  # of all messages
         dtypes = [None] * dist.get_world_size()
         dist.all_gather_object(dtypes, self.dtype)
@@ -116,6 +116,8 @@ class Pipeline(torch.nn.Module):
         rank computes with the images, and the last one with the labels. The others use only the
         number of images in each micro-batch.
         """
+        if images.shape[1:] != self.image_shape:  # on all ranks, for gloo would not notice it
+            raise ValueError(f"the stages were made for images of shape {self.image_shape}")
         forward_passes = [each for each in self.passes if each.startswith("F")]
         micro_batches = len(forward_passes)
         # tensor_split makes this many parts of any batch. Their sizes may differ by one.
@@ -185,7 +187,8 @@ class Pipeline(torch.nn.Module):
         if self.rank < self.last_rank:
             gradient = torch.empty_like(output, memory_format=torch.contiguous_format)
             dist.recv(gradient, src=self.rank + 1, group=self.gradients)
-            # The gradient is here, so the activations have arrived: wait() only frees their memory.
+            # The gradient is here. So the next rank has the activations, and wait() does not block.
+            # It frees their memory.
             self.sent_activations.pop(number).wait()
         if not whole:
             self.for_weights[number] = (output, gradient)
@@ -203,7 +206,8 @@ class Pipeline(torch.nn.Module):
         output, gradient = self.for_weights.pop(number)
         # Autograd computes the gradients between the layers again. Libraries keep them.
         trained = [each for each in self.stage.parameters() if each.requires_grad]
-        output.backward(gradient, inputs=trained)
+        if trained:
+            output.backward(gradient, inputs=trained)
 
 
 def train(args):
@@ -212,9 +216,9 @@ def train(args):
     train_loader, test_loader = loaders(args)  # NEW: all ranks read the same batches
     torch.manual_seed(args.seed)  # the same on all ranks, because each keeps a part of the model
     image, _ = train_loader.dataset[0]
-    stage, shape = make_stage(make_layers(args), rank, image)
+    stage, shapes = make_stage(make_layers(args), rank, image)
     passes = lists_of(args, dist.get_world_size())[rank]
-    model = Pipeline(stage.to(device), shape, passes, timedelta(seconds=args.timeout))
+    model = Pipeline(stage.to(device), shapes, passes, timedelta(seconds=args.timeout))
     torch.manual_seed(args.seed + rank)  # dropout, if there is any, must differ between ranks
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
     for epoch in range(args.epochs):
@@ -224,7 +228,7 @@ def train(args):
 
 
 def make_stage(layers, rank, image):
-    """Return the stage of this rank, and the shape of what it receives for one image."""
+    """Return the stage of this rank, and the shapes of an image, and of what it receives for it."""
     stages = cut(layers, dist.get_world_size())
     # NEW: a rank must know the shape of a message before it can receive one. So it computes an
     # image with the stages before its own. Then it drops all stages but its own.
@@ -232,7 +236,7 @@ def make_stage(layers, rank, image):
     with torch.no_grad():
         for stage in stages[:rank]:
             activations = stage.eval()(activations)
-    return stages[rank], activations.shape[1:]
+    return stages[rank], (image.shape, activations.shape[1:])
 
 
 def cut(layers, count):
@@ -280,9 +284,9 @@ def run_epoch(model, loader, device, optimizer=None):
             # To clip gradients here, add up the squares of the norms of all ranks first.
             optimizer.step()
         if logits is not None:  # NEW: only the last rank has them
-            sums[0] += F.cross_entropy(logits, labels) * labels.numel()
+            sums[0] += F.cross_entropy(logits, labels, reduction="sum")
             sums[1] += (logits.argmax(dim=1) == labels).sum()
-            sums[2] += labels.numel()
+            sums[2] += (labels >= 0).sum()  # those that count
     dist.all_reduce(sums)  # NEW: now all ranks have the sums
     return sums.tolist()
 

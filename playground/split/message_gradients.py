@@ -36,10 +36,11 @@ nothing is sent, but each rank's use adds to the gradient. (DDP then divides by 
     nothing         all_reduce         [11, 22]  [11, 22]  right
     own_chunk       all_gather         [1, 10]   [1, 10]   right
 
-In the letters of `placements.py`: the gradient of P is R, and that of S is S. torchtitan has two
-letters for R: I, if its gradient is the same on all ranks, and R, if each has a term of it (P). (In
-DTensor, that is `grad_placements`.) In tensor parallelism, all ranks have the same loss: a pair of
-layers begins with (nothing, all_reduce), I to R, and ends with (all_reduce, nothing), P to I.
+In the letters of `placements.py`: the gradient of P is R, and that of S is S. torchtitan splits R
+in two. With I, the gradient is the same on all ranks, and with R, each rank has a term of it. (In
+DTensor, `to_local(grad_placements=...)` says which.) In tensor parallelism, all ranks have the same
+loss: a pair of layers begins with (nothing, all_reduce), I to R, and ends with (all_reduce,
+nothing), P to I.
 
 Try breaking it, in a copy beside it. Predict what changes, and run it with 2 and with 3 ranks:
   1. In `to_previous`, shift by 1, as `to_next` does. Why is this no fault with 2 ranks?
@@ -87,7 +88,8 @@ class Message(torch.autograd.Function):
         return gradient, None, None, None  # the other arguments of forward() have no gradient
 
 
-# Each of these functions sends x, and returns what arrives. None of them changes x.
+# Each of these functions sends x, and returns what arrives. None of them changes x. It must have
+# the same shape on all ranks. Otherwise gloo may return garbage without an error.
 def nothing(x, group):
     """Return x itself."""
     return x
@@ -135,7 +137,7 @@ def shift(x, by, group):
     arrived = torch.empty_like(x)
     receive = dist.P2POp(dist.irecv, arrived, group=group, group_peer=(rank - by) % n)
     send = dist.P2POp(dist.isend, x, group=group, group_peer=(rank + by) % n)
-    # With two ranks on gloo, the two directions would take turns if each rank sent first.
+    # Receive first. With gloo, the two directions would otherwise take turns.
     for request in dist.batch_isend_irecv([receive, send]):
         request.wait()
     return arrived

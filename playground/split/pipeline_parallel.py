@@ -15,13 +15,13 @@ they keep. The first layer has most of the parameters. With the first command:
 
 `manual_pipeline.py` sends activations and gradients by hand. Here a `PipelineStage` sends and
 receives them, and a schedule says when a rank computes which micro-batch: by default 1F1B, which
-you know. The others change the bubble (`model_parallel.py`), or what a rank keeps. Below are passes
-of a rank, with 4 micro-batches (`playground/pages/figures/schedules.svg` shows four ranks):
+you know. The others change the bubble (`model_parallel.py`), or what a rank keeps
+(`playground/pages/figures/schedules.svg` shows four ranks):
 
 - `GPipe` has the same bubble, and keeps the activations of all micro-batches.
 - `Interleaved1F1B` has two stages of half the layers on each rank, here 0 and 2, with their number
   in front. That is about half the bubble, and more messages (https://arxiv.org/abs/2104.04473).
-  `interleaved()` below is the rule. On rank 0:
+  `interleaved()` below is the rule. With 4 micro-batches, rank 0 computes
   0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3
 - `InterleavedZeroBubble` also splits each backward pass into I and W (`manual_pipeline.py`), and
   fills the bubble with W.
@@ -74,11 +74,17 @@ def make_1f1b(layers, device, micro_batches):
     # batch, it finds out their shapes and dtypes, which all later ones must have.
     stage = PipelineStage(module, rank, world_size, device)
     # NEW: computes the passes of all micro-batches, and on the last rank the loss of each.
+    # (`partial`, because the pipeline adds one more argument: its loss.)
     return Pipeline([stage], partial(Schedule1F1B, stage, micro_batches))
 
 
 def interleaved(rank, world_size, micro_batches, chunks=2):
-    """Return the passes of a rank with Interleaved1F1B. Its stages are called its chunks."""
+    """Return the passes of a rank with Interleaved1F1B. Its stages are called its chunks.
+
+    Only to read: PyTorch's schedule computes this list itself.
+    """
+    if micro_batches % world_size:
+        raise ValueError("this rule is for a multiple of world_size micro-batches")
     stages = range(rank, chunks * world_size, world_size)
     forward = []
     backward = []
@@ -88,12 +94,15 @@ def interleaved(rank, world_size, micro_batches, chunks=2):
             for number in range(first, first + world_size):
                 forward.append(f"{stages[chunk]}F{number}")
                 backward.append(f"{stages[-1 - chunk]}B{number}")
-    # NEW: the first backward pass waits for a group to pass through all chunks but the last, and
-    # then for the ranks behind this one, there and back.
+    # NEW: the first backward pass of a rank waits until a group has passed through all chunks but
+    # the last, and the first micro-batch through the last chunk (1) and through that of each rank
+    # behind this one, there and back.
     ahead = (chunks - 1) * world_size + 2 * (world_size - rank - 1) + 1
     passes = forward[:ahead]
     for number, each in enumerate(backward):
-        passes += [each, *forward[ahead + number :][:1]]
+        passes.append(each)
+        if ahead + number < len(forward):
+            passes.append(forward[ahead + number])
     return passes
 
 
@@ -117,7 +126,8 @@ def make_other(name, layers, device, micro_batches):
         stages.append(PipelineStage(modules[number].to(device), number, count, device))
     taken = stages[0] if name == "GPipe" else stages  # the other schedules take a list
     make_schedule = partial(get_schedule_class(name), taken, micro_batches)
-    return (VPipeline if name in V_SHAPED else Pipeline)(stages, make_schedule)
+    kind = VPipeline if name in V_SHAPED else Pipeline
+    return kind(stages, make_schedule)
 
 
 class Pipeline(torch.nn.Module):

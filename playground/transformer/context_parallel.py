@@ -14,15 +14,17 @@ Here a rank keeps its queries, so any number of heads will do.
 
 **By an all_gather** (`gathered_attention`), each rank gets the keys and values of all tokens. In
 `backward()`, each rank has a term of their gradients, and a reduce_scatter adds up the terms and
-leaves each rank those of its own tokens. PyTorch's attention does the rest, with a mask. torchtitan
-has this kind.
+leaves each rank those of its own tokens. PyTorch's attention does the rest, with a mask. Llama 3
+was trained so (https://arxiv.org/abs/2407.21783).
 
-**By a ring** (`ring_attention`, https://arxiv.org/abs/2310.01889), no rank holds the keys and
-values of all tokens at once. First a rank computes what its queries read from its own chunk, which
-is the keys and values of its tokens. Then all ranks pass their chunk on to the next rank, and
-compute what their queries read from the chunk that has arrived. After n - 1 such steps, every chunk
-has been on every rank. (Libraries pass a chunk on while they compute with it.) `checkpoint()` lets
-autograd keep only what goes into the ring, in all 90,423,296 bytes, and `backward()` repeats it.
+**By a ring** (`ring_attention`, https://arxiv.org/abs/2310.01889), a rank has the keys and values
+of one rank only at any time of `forward()`. First it computes what its queries read from its own
+chunk, which is the keys and values of its tokens. Then all ranks pass their chunk on to the next
+rank, and compute what their queries read from the chunk that has arrived. After n - 1 such steps,
+every chunk has been on every rank. With `checkpoint()`, autograd keeps only the inputs of the ring
+(so a rank keeps 90,423,296 bytes), and `backward()` runs it again. Here autograd then has all
+chunks of one layer. Libraries send them around a second time instead, and pass a chunk on while
+they compute with it.
 
 A token with the scores s reads the mean of the values, weighted with softmax(s). In the ring, no
 rank has all scores of a token, but the means over the chunks can be merged. A chunk's weight in the
@@ -86,13 +88,13 @@ def gathered_attention(query, key, value, positions, group):
     chunks = Message.apply(own, all_gather, reduce_scatter, group)
     keys, values = torch.cat(list(chunks), dim=-2)
     # NEW: which token reads which: the order of the tokens is that of the ranks.
-    mine = positions[dist.get_rank(group)]
-    reads = (torch.cat(list(positions)) <= mine[:, None]).to(query.device)
+    mine = positions[dist.get_rank(group)].to(query.device)
+    reads = torch.cat(list(positions)).to(query.device) <= mine[:, None]
     return F.scaled_dot_product_attention(query, keys, values, attn_mask=reads, enable_gqa=True)
 
 
 def ring_attention(query, key, value, positions, group):
-    """Return the same. At any time, a rank has the keys and values of one rank only."""
+    """Return the same. In forward(), a rank has the keys and values of one rank only."""
     rank = dist.get_rank(group)
     world_size = dist.get_world_size(group)
     # With 16 bits, the scores and L would be wrong in their third digit, so they get 32.
@@ -101,22 +103,20 @@ def ring_attention(query, key, value, positions, group):
     # two heads of keys and values (N, 2, 1, tokens, size). So PyTorch pairs them by broadcasting.
     query = query.unflatten(1, (key.shape[1], -1)).to(wide)
     chunk = torch.stack([key.unsqueeze(2), value.unsqueeze(2)])
-    means = []
-    logs = []
     for step in range(world_size):
         theirs = positions[(rank - step) % world_size]  # whose keys and values are here now
         later = (theirs > positions[rank][:, None]).to(query.device)
         mean, log = attend_to_chunk(query, *chunk.to(wide), later)
-        means.append(mean)
-        logs.append(log)
+        if step == 0:
+            read, total = mean, log
+        else:
+            # NEW: merge the two means. sigmoid(a - b) is the softmax of a and b, for a.
+            read = torch.lerp(read, mean, (log - total).sigmoid())
+            total = torch.logaddexp(total, log)
         if step < world_size - 1:
             # NEW: to the next rank. backward() sends the gradient of the chunk to the previous one,
             # and so each chunk collects its gradients on the way home.
             chunk = Message.apply(chunk, to_next, to_previous, group)
-    weights = torch.cat(logs, dim=-1).softmax(dim=-1)  # NEW: of each chunk in the whole mean
-    read = torch.zeros_like(query)
-    for mean, weight in zip(means, weights.split(1, dim=-1), strict=True):
-        read = read + weight * mean
     return read.flatten(1, 2).to(key.dtype)
 
 
@@ -262,7 +262,7 @@ def shift(x, by, group):
     arrived = torch.empty_like(x)
     receive = dist.P2POp(dist.irecv, arrived, group=group, group_peer=(rank - by) % n)
     send = dist.P2POp(dist.isend, x, group=group, group_peer=(rank + by) % n)
-    # With two ranks on gloo, the two directions would take turns if each rank sent first.
+    # Receive first. With gloo, the two directions would otherwise take turns.
     for request in dist.batch_isend_irecv([receive, send]):
         request.wait()
     return arrived

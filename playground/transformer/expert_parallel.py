@@ -12,8 +12,9 @@ the last test batch's tokens went to each expert:
 A block of a transformer ends with an MLP, which computes each token separately. A mixture of
 experts (MoE) has several MLPs in its place, the experts. A small linear layer, the router or gate,
 gives each token a score for every expert, and the expert with the best score computes the token
-(top-1 routing). So the model has more parameters, but a token still passes through one MLP. With
-`--top 2`, two experts compute it, and the sum of their outputs is weighted by the scores.
+(top-1 routing). Its output is multiplied by the score. So the model has more parameters, but a
+token still passes through one MLP. With `--top 2`, two experts compute it, and these products are
+added.
 
 Each rank keeps some of the experts, and reads images of its own, as in data parallelism. In each
 block, one all_to_all brings the tokens to the ranks of their experts, and another brings them back
@@ -21,14 +22,13 @@ block, one all_to_all brings the tokens to the ranks of their experts, and anoth
 
 With 4 ranks and `--ep 2`, the ranks are a mesh: tokens travel between ranks 0 and 1, and between 2
 and 3. Ranks 0 and 2 have the same experts, whose gradients are summed over these two. Other
-parameters take no notice of the mesh. (With `fully_shard`, give each expert `mesh["efsdp"]`, and
-its `set_gradient_divide_factor()` the world size. DDP would average all experts.)
+parameters are averaged over all ranks. (With FSDP, call `fully_shard(expert, mesh=mesh["efsdp"])`,
+and then `expert.set_gradient_divide_factor(world_size)`. DDP would average different experts.)
 
 Nothing makes the router spread the load (the tokens of each expert). With `--balance`, a term is
-added to the loss (https://arxiv.org/abs/2101.03961; in a pipeline, whose stages have no loss, a
-function returns its input, and its `backward()` gives the term the gradient 1). With `--bias`, a
-number is added to an expert's scores when experts are chosen. It grows after a step in which the
-expert has got few tokens (https://arxiv.org/abs/2408.15664). On MNIST, the load becomes even:
+added to the loss (https://arxiv.org/abs/2101.03961). With `--bias`, a number is added to an
+expert's scores when experts are chosen. It grows after a step in which the expert has got few
+tokens (https://arxiv.org/abs/2408.15664). On MNIST, the load becomes even:
     torchrun --standalone --nproc-per-node 2 playground/transformer/expert_parallel.py --balance 0.1
     block 1: its experts get 27%, 26%, 26%, 21% of the tokens
     block 2: its experts get 24%, 25%, 23%, 28% of the tokens
@@ -103,14 +103,15 @@ class Mixture(torch.nn.Module):
         width = mlp[0].in_features
         self.router = torch.nn.Linear(width, count, bias=False)
         experts = [mlp, *(make_expert(width) for _ in range(count - 1))]
-        self.register_buffer("bias", torch.zeros(count))
+        self.register_buffer("bias", torch.zeros(count))  # in bfloat16, it would stop moving
         if count % dist.get_world_size(group):
             raise ValueError(f"{dist.get_world_size(group)} ranks cannot split {count} experts")
         here = count // dist.get_world_size(group)
         first = dist.get_rank(group) * here
         # NEW: all ranks draw the same experts, because their seeds are equal, and each keeps some.
         # An expert's name is its number over all ranks, so torch.distributed.checkpoint can tell
-        # them apart. (clip_grad_norm_ would find a different norm on each rank.)
+        # them apart. (clip_grad_norm_ would find a different norm on each rank: add up the experts'
+        # squares over the group, and count all other parameters once.)
         names = [str(first + number) for number in range(here)]
         own = experts[first : first + here]
         self.experts = torch.nn.ModuleDict(zip(names, own, strict=True))
@@ -136,6 +137,8 @@ class Mixture(torch.nn.Module):
         """Let the experts of all ranks compute rows, which are sorted by expert."""
         world_size = dist.get_world_size(self.group)
         here = len(self.experts)
+        # So that every rank sends gradients back, also one whose parameters are frozen.
+        rows.requires_grad_(torch.is_grad_enabled())
         # NEW: the counts first. Each rank sends one number for each expert to the expert's rank.
         arriving = torch.empty_like(self.load)
         dist.all_to_all_single(arriving, self.load, group=self.group)
@@ -194,7 +197,8 @@ def make_step(model, optimizer, same_experts, args, loss):
     average_gradients(model, same_experts)
     optimizer.step()
     for mixture in mixtures_of(model):
-        # NEW: more tokens for an expert that has got fewer than the mean
+        # NEW: more tokens for an expert that has got fewer than the mean. (If a step has several
+        # micro-batches, add up their totals.)
         mixture.bias += args.bias * (mixture.total.float().mean() - mixture.total).sign()
 
 
@@ -206,10 +210,10 @@ def average_gradients(model, same_experts):
     world_size = dist.get_world_size()
     experts = {each for mixture in mixtures_of(model) for each in mixture.experts.parameters()}
     for parameter in model.parameters():
-        # NEW: a replica has the gradient of its own rank's loss only, so add up those of all ranks.
-        # An expert has the sum over its ep group already, because their tokens have come to it.
         if not parameter.requires_grad:  # frozen, so there is no gradient
             continue
+        # NEW: a replica has the gradient of its own rank's loss only, so add up those of all ranks.
+        # An expert has the sum over its ep group already, because their tokens have come to it.
         group = same_experts if parameter in experts else None
         dist.all_reduce(parameter.grad, group=group)  # one by one, as in manual_data_parallel.py
         parameter.grad /= world_size  # the loss of a batch is the average of the ranks' losses

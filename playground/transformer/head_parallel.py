@@ -76,7 +76,10 @@ def plus(total, bias):
 
 
 class SplitBlock(torch.nn.Module):
-    """A block of a transformer. Each rank has some heads, and some columns of the MLP."""
+    """A block of a transformer. Each rank has some heads, and some columns of the MLP.
+
+    It computes what `Block` in `common/transformer.py` computes, and nothing else.
+    """
 
     def __init__(self, block, begin, end, group):
         super().__init__()
@@ -87,6 +90,8 @@ class SplitBlock(torch.nn.Module):
         self.norm2 = block.norm2
         self.mlp = block.mlp
         self.group = group
+        if {*block.parameters()} - {*self.parameters()}:
+            raise ValueError("this block has parameters of its own, which would be left out")
         attention = self.attention
         *mlp_columns, mlp_row = mlp_layers(self.mlp).values()
         columns = (attention.query, attention.key, attention.value, *mlp_columns)

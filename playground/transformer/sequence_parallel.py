@@ -27,8 +27,9 @@ the weights. Async TP cuts a product into n, and computes each while the next on
 What is not split, such as a LayerNorm, now sees only the tokens of one rank. So its gradient is a
 term (P), and an all_reduce adds up the terms. After the last block, each rank gets all tokens.
 
-With `--by dtensor`, PyTorch's DTensor does the same. To clip gradients there, first move those that
-are P to R, and then add up squares, as by hand.
+With `--by dtensor`, PyTorch's DTensor does the same. To clip gradients there, first add up the
+terms of those that are P (`p.grad = p.grad.redistribute(placements=[Replicate()])`). Then add up
+squares, as `tensor_parallel.py` says.
 
 Try breaking it, in a copy beside it, with `--double`, and compare the losses:
   1. Leave out the loop with `register_hook`. Is there an error?
@@ -71,6 +72,8 @@ from common.models import make_model
 # Tokens are (N, tokens, width), and each rank has equally many.
 def own_tokens(tokens, group):
     """Return the tokens of this rank. Nothing is sent."""
+    if tokens.shape[1] % dist.get_world_size(group):
+        raise ValueError(f"the ranks cannot split {tokens.shape[1]} tokens equally")
     return tokens.chunk(dist.get_world_size(group), dim=1)[dist.get_rank(group)].contiguous()
 
 
@@ -105,8 +108,8 @@ class Exchange(torch.nn.Module):
 
 def split_by_hand(model, group):
     """Split the blocks of a transformer, and between their pairs of layers the tokens."""
-    # NEW: every rank uses all tokens in a pair, so their gradient is a sum over the ranks. Where a
-    # pair ends, a rank has the gradient of its own tokens only, and its term needs that of all.
+    # NEW: in a pair, every rank uses all tokens, so a token's gradient is a sum over the ranks.
+    # Where a pair ends, a rank has the gradient of its own tokens only. Its term needs that of all.
     begin = (all_gather, reduce_scatter)
     end = (reduce_scatter, all_gather)
     terms = []  # parameters whose gradient comes from own tokens
@@ -121,7 +124,7 @@ def split_by_hand(model, group):
         # NEW: add up the terms. If a bias's gradients from four tokens are 1, 2, 3 and 4, rank 0
         # has 3, rank 1 has 7, and the hook returns 10. (fully_shard would replace the parameter,
         # and drop its hook without an error. With FSDP, use DTensor.)
-        # Frozen or not, because it may be unfrozen later, and only trained ones take a hook.
+        # A frozen parameter may be unfrozen later, and PyTorch gives a hook only to a trained one.
         trained = parameter.requires_grad
         parameter.requires_grad_().register_hook(partial(all_reduce, group=group))
         parameter.requires_grad_(trained)
@@ -244,7 +247,10 @@ def train(args):
 
 
 class SplitBlock(torch.nn.Module):
-    """A block of a transformer. Each rank has some heads, and some columns of the MLP."""
+    """A block of a transformer. Each rank has some heads, and some columns of the MLP.
+
+    It computes what `Block` in `common/transformer.py` computes, and nothing else.
+    """
 
     def __init__(self, block, begin, end, group):
         super().__init__()
@@ -255,6 +261,8 @@ class SplitBlock(torch.nn.Module):
         self.norm2 = block.norm2
         self.mlp = block.mlp
         self.group = group
+        if {*block.parameters()} - {*self.parameters()}:
+            raise ValueError("this block has parameters of its own, which would be left out")
         attention = self.attention
         *mlp_columns, mlp_row = mlp_layers(self.mlp).values()
         columns = (attention.query, attention.key, attention.value, *mlp_columns)

@@ -28,7 +28,8 @@ are enough: the largest score, the sum, and the label's score, which one rank ha
 send them in place of 256 scores, and `backward()` of the loss sends nothing.
 
 Shards made by hand have the same name on all ranks, so `torch.distributed.checkpoint` would take
-them for replicas, and `state_dict()` raises an error. With `--by dtensor`, it knows the shards.
+them for replicas. So `refuse_state` makes `state_dict()` raise an error. With `--by dtensor`, it
+knows the shards.
 
 Try breaking it, in a copy beside it, with `--double`, and compare the losses:
   1. In SplitCrossEntropy, leave out the first all_reduce. Is the loss still right?
@@ -68,14 +69,7 @@ from common.models import make_model
 
 
 # Here and below, `group` has the ranks that split the vocabulary. None means all ranks, as in this
-# lesson.
-def keep_rows(parameter, group):
-    """Return this rank's rows of a parameter, as a new parameter. All ranks have equally many."""
-    chunks = parameter.detach().unflatten(0, (dist.get_world_size(group), -1))
-    shard = chunks[dist.get_rank(group)].clone()
-    return torch.nn.Parameter(shard, requires_grad=parameter.requires_grad)
-
-
+# lesson. All have equally many words: pad your vocabulary to a multiple of their number.
 def own_words(words, count, group):
     """Find words, int64, among the `count` words of this rank.
 
@@ -85,7 +79,8 @@ def own_words(words, count, group):
     first = dist.get_rank(group) * count
     own = (words >= first) & (words < first + count)
     outside = (words < 0) | (words >= count * dist.get_world_size(group))
-    return torch.where(own, words - first, outside * count), own
+    position = torch.where(own, words - first, 0)
+    return position.masked_fill(outside, count), own
 
 
 class SplitEmbedding(torch.nn.Module):
@@ -96,7 +91,7 @@ class SplitEmbedding(torch.nn.Module):
         options = (embedding.padding_idx, embedding.max_norm, embedding.scale_grad_by_freq)
         if options != (None, None, False):
             raise ValueError("padding_idx, max_norm and scale_grad_by_freq would be lost")
-        self.weight = keep_rows(embedding.weight, group)
+        self.weight = keep_shard(embedding.weight, 0, group)
         self.group = group
         self.register_state_dict_pre_hook(refuse_state)
 
@@ -115,7 +110,7 @@ class SplitOutput(torch.nn.Module):
         super().__init__()
         if layer.bias is not None:
             raise ValueError("the bias would be lost")
-        self.weight = keep_rows(layer.weight, group)
+        self.weight = keep_shard(layer.weight, 0, group)
         self.group = group
         self.register_state_dict_pre_hook(refuse_state)
 
@@ -137,7 +132,8 @@ class SplitCrossEntropy(torch.autograd.Function):
 
         Args:
             scores: of this rank's words, (N, words, tokens), floating point. Those of all words on
-                each rank would give a loss that is larger by log(n).
+                each rank would give a loss that is larger by log(n). (SplitOutput returns
+                (N, tokens, words): transpose it.)
             labels: among all words, or -100, int64 (N, tokens).
             group: the ranks that have the scores of the other words.
         """
@@ -150,30 +146,31 @@ class SplitCrossEntropy(torch.autograd.Function):
         index, own = own_words(torch.where(valid, labels, 0), scores.shape[1], group)
         of_label = scores.gather(1, index[:, None]).squeeze(1) - largest
         of_label = torch.where(own, of_label, 0)
-        # In place, here and below, because with many words these are the largest tensors.
+        # In forward(), in place, because with many words these are the largest tensors.
         exponentials = (scores - largest[:, None]).exp_()
         # NEW: the two sums travel together. In the second, only one rank's term is not zero.
         sums = torch.stack([exponentials.sum(dim=1), of_label])
         dist.all_reduce(sums, group=group)
         total, of_label = sums
-        softmax = exponentials.div_(total[:, None])
+        softmax = exponentials.div_(total[:, None]).masked_fill_(~valid[:, None], 0)
         ctx.save_for_backward(softmax, index, own, valid)
         # NEW: of_label is now s_y - m on all ranks. If it is 0, no word has a larger score than the
         # label, so the prediction is correct.
         correct = (of_label == 0) & valid
         ctx.mark_non_differentiable(correct)
-        return (total.log() - of_label) * valid, correct
+        return torch.where(valid, total.log() - of_label, 0), correct
 
     @staticmethod
     def backward(ctx, gradient, _):
         """Return the gradient of this rank's scores. Nothing is sent."""
+        if torch.is_grad_enabled():  # by create_graph=True
+            raise RuntimeError("this loss has no second derivatives")
         softmax, index, own, valid = ctx.saved_tensors
-        gradient = gradient * valid
         # NEW: the loss has two terms. The gradient of log(sum_j exp(s_j)) for the score s_i is
         # exp(s_i) / sum_j exp(s_j): the softmax.
         of_scores = softmax * gradient[:, None]
         # NEW: that of -s_y is -1 for the label's score, which one rank has, and 0 for all others.
-        of_scores.scatter_add_(1, index[:, None], -(gradient * own)[:, None])
+        of_scores.scatter_add_(1, index[:, None], -(gradient * (own & valid))[:, None])
         return of_scores, None, None  # `labels` and `group` have no gradient
 
 
@@ -258,9 +255,10 @@ def run_epoch(model, loader, device, optimizer=None):
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-        sums[0] += loss.detach() * labels.numel()
+        count = (labels != -100).sum()
+        sums[0] += loss.detach() * count
         sums[1] += correct.sum()
-        sums[2] += labels.numel()
+        sums[2] += count
     return sums.tolist()  # all ranks have the same sums
 
 
@@ -341,8 +339,17 @@ def all_reduce(x, group):
 
 
 # ---------- Unchanged from head_parallel.py ----------
-# You know what follows: refuse_state(), join(), fit_epoch() and main(). If you copy this lesson,
-# copy this, too.
+# You know what follows: keep_shard(), refuse_state(), join(), fit_epoch() and main(). If you copy
+# this lesson, copy this, too.
+
+
+def keep_shard(parameter, dim, group):
+    """Return this rank's shard of a parameter, as a new parameter."""
+    world_size = dist.get_world_size(group)
+    if parameter.shape[dim] % world_size:
+        raise ValueError(f"{world_size} ranks cannot split {parameter.shape[dim]} rows or columns")
+    shard = parameter.detach().chunk(world_size, dim)[dist.get_rank(group)].clone()
+    return torch.nn.Parameter(shard, requires_grad=parameter.requires_grad)
 
 
 def refuse_state(layer, *_):
