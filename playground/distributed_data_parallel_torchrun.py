@@ -28,6 +28,7 @@ wait while rank 0 saves, so let `--timeout`, 60 s, be longer than it takes (PyTo
 
 Try breaking it, in a copy beside it:
   1. Write `assert rank == 0` below the line with `join(args)`. What is reported? Without `@record`?
+Now repair `moving_average.py` and `standardized.py` in `playground/museum/`.
 Builds on: distributed_data_parallel.py
 The next lesson, `model_parallel.py`, puts a model on two devices.
 """

@@ -3,11 +3,13 @@
 test_parity.py compares the other lessons with single_gpu.py by the same function, in float64.
 """
 
+import os
 import re
 import shutil
 import sys
 import textwrap
 from contextlib import nullcontext
+from pathlib import Path
 
 import first_difference
 import pytest
@@ -46,7 +48,12 @@ FAULTS = {
     "scaled, fsdp": ("It is 2 times", "another scale"),
     "left out": ("other optimizers: the second run has no 2.bias",),
     "stuck": ("step 2, value of 2.bias, on rank 1 of 2", "not changed in the last step"),
-    "dropout": ("equal inputs have other outputs", "By design, Dropout may differ."),
+    "dropout": ("equal inputs have other outputs", "equal random numbers", "Dropout may differ."),
+    "bias": ("equal inputs have other outputs", "by the same numbers", "See biases"),
+    "clipped": ("It is 0.7 times", "all gradients are scaled alike", "and clipping"),
+    "own factors": ("a factor of its own: 0.5, 0.25.", "See clipping"),
+    "further loss": ("gradient of 2.weight and 1 more", "other gradients", "See further losses"),
+    "last": ("after the last step, value of 0.weight, on rank 1 of 2", "what changes parameters"),
     "wide": ("error: another model: 0.weight has 45 numbers, in the first run 40",),
     "early": ("error: the first run has 4 steps, the ranks of the other one [3, 3]",),
 }
@@ -67,24 +74,42 @@ AMONG_RANKS = {
     "same images": (1, "the ranks read the same examples in 8 of 8 steps", "the same work"),
     "same epoch": (3, "steps 5 to 8 read what step 1 and after have read", "see set_epoch()"),
     "local SGD": (3, "step 1 leaves", "Before step 3 they are equal again"),
+    "broadcast": (3, "in 8 of 8 steps, the ranks have different gradients, first in step 1: 0.w"),
     "closure": (1, "step 1 leaves", "0.weight and 5 more of 6", "loss that the closure returns"),
     "seeds": (3, "the ranks start with different tensors: 0.weight", "Right for shards"),
+    "last step": (1, "step 8 leaves", "gradients differed", "called in this step: none."),
+    "after training": (3, "step 8 leaves", "if a rank changes its model after training"),
+    "own seeds": (3, "by step 4, 20 of 63 examples are read 2 times or more (20 by several ranks)"),
+    "dropout": (3, "all ranks draw equal random numbers in each step"),
+    "unused output": (0, NONE),
     "fewer": (1, "the ranks began 6, 5 steps, and ended 5, 5."),
-    "FSDP": (0, "the ranks agree: 8 steps"),
+    "FSDP": (0, "the ranks make equal steps: 8. Their tensors are shards"),
 }
+
+
+class TwoOutputs(nn.Sequential):
+    """Returns two outputs, as models do that compute their loss themselves."""
+
+    def forward(self, x):
+        """Return the scores two times."""
+        scores = super().forward(x)
+        return scores, scores.clone()
 
 
 def train_in_ddp(rank, fault, folder):
     """Train with DDP, with a fault of those that train in silence."""
     Notes(folder, 100)
     torch.manual_seed(rank if fault == "seeds" else 0)
-    own = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+    kind = TwoOutputs if fault == "unused output" else nn.Sequential
+    own = kind(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
     model = own
     if fault == "FSDP":
         own[1] = nn.LayerNorm(8)
         fully_shard(model)
-    elif fault not in ("no DDP", "local SGD", "seeds", "closure"):
-        options = {"find_unused_parameters": True} if fault == "head" else {}
+    elif fault not in ("no DDP", "local SGD", "broadcast", "seeds", "closure"):
+        if fault == "dropout":
+            own[1] = nn.Dropout(0.5)
+        options = {"find_unused_parameters": True} if fault in ("head", "unused output") else {}
         sends = fault not in ("own buffers", "twice")
         model = DistributedDataParallel(own, broadcast_buffers=sends, **options)
     if fault == "head":
@@ -108,12 +133,19 @@ def train_in_ddp(rank, fault, folder):
         if step % 4 == 0 and fault != "same epoch" or step == 0:
             order = torch.randperm(64, generator=generator)
         chosen = order[16 * (step % 4) :][:16][0 if fault == "same images" else rank :: 2]
+        if fault == "own seeds":
+            own_order = torch.Generator().manual_seed(2 * (step // 4) + rank)
+            chosen = torch.randperm(64, generator=own_order)[16 * (step % 4) :][rank:16:2]
         parts = chosen.chunk(2) if fault == "twice" else [chosen]
-        forward = own if fault == "module" or (fault == "later" and step == 2) else model
+        skips = fault == "module" or (fault, step) in (("later", 2), ("last step", 7))
+        forward = own if skips else model
 
         def losses_of(forward=forward, parts=parts):
             optimizer.zero_grad()
-            losses = [F.cross_entropy(forward(images[part]), labels[part]) for part in parts]
+            outputs = [forward(images[part]) for part in parts]
+            if fault == "unused output":
+                outputs = [used for _, used in outputs]
+            losses = list(map(F.cross_entropy, outputs, [labels[part] for part in parts]))
             for loss in losses:
                 loss.backward()
             return losses[0]
@@ -126,6 +158,10 @@ def train_in_ddp(rank, fault, folder):
         for parameter in own.parameters() if fault == "local SGD" and step % 2 else ():
             dist.all_reduce(parameter.data)
             parameter.data /= 2
+        for parameter in own.parameters() if fault == "broadcast" else ():
+            dist.broadcast(parameter.data, src=0)
+    if fault == "after training" and rank == 0:
+        own[0].weight.data += 1
 
 
 def train(rank, fault, size, folder):
@@ -141,8 +177,12 @@ def train(rank, fault, size, folder):
         model.compile(backend="aot_eager")
     if "fsdp" in fault:
         fully_shard(model)
-    faulty = rank == 1
+    faulty = rank == size - 1
     trained = list(model.parameters())[: 3 if fault == "left out" else 4]
+    if fault == "detached":
+        model[0].register_forward_hook(lambda module, _, output: output.detach())
+    if fault == "bias":
+        model[2].register_forward_hook(lambda module, _, output: output + module.bias.detach())
     optimizer = torch.optim.Adam(trained, 0.02 if fault == "lr" and faulty else 0.01)
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(60, 5, generator=generator).double()
@@ -159,12 +199,16 @@ def train(rank, fault, size, folder):
         for part in parts:
             loss = F.cross_entropy(model(images[part]), targets[torch.isin(own, part)])
             factor = {"unequal": 0.5, "scaled": 2}.get(fault.partition(",")[0], 1)
+            if fault == "further loss":
+                loss = loss + 0.1 * model[2](torch.ones(8).double()).sum()
             factor = float("nan") if fault.startswith("nan") and faulty else factor
             (factor * loss).backward()
-        for number, parameter in enumerate(model.parameters() if "fsdp" not in fault else ()):
+        by_hand = "fsdp" not in fault and fault != "detached"
+        for number, parameter in enumerate(model.parameters() if by_hand else ()):
             if size > 1 and not (fault == "one message" and number == 3):
                 dist.all_reduce(parameter.grad)
                 parameter.grad /= {"sum": 1, "divided": size * size}.get(fault, size)
+            parameter.grad *= {"clipped": 0.7, "own factors": 0.5 ** (rank + 1)}.get(fault, 1)
         if fault == "zeros":
             optimizer.zero_grad()
         bias = model[2].bias.detach().clone()
@@ -173,6 +217,8 @@ def train(rank, fault, size, folder):
             model[2].bias.data = bias
         if fault == "changed" and faulty and step == 1:
             model[2].weight.data[0, 0] += 1e-6
+    if fault == "last" and faulty:
+        model[0].weight.data += 1
 
 
 @pytest.fixture(scope="module")
@@ -208,18 +254,36 @@ def test_the_ranks_of_one_run(fault, tmp_path):
         assert part in words, words
 
 
+# What the only rank of a run shows of a fault.
+ALONE = {
+    "none": (0, "one rank: 4 steps, 4 tensors. All that is trained has gradients"),
+    "zero_grad": (3, "in 3 of 4 steps, backward() begins with the gradients of the step before"),
+    "zeros": (1, "no tensor of the optimizer has a gradient in any step"),
+    "detached": (3, "2 of 4 trained tensors have no gradient in any step: 0.bias and 1 more."),
+    "stuck": (3, "1 of 4 trained tensors have gradients, and do not change: 2.bias."),
+}
+
+
+@pytest.mark.parametrize("fault", ALONE)
+def test_one_process(fault, tmp_path):
+    """What is never trained is told without any other rank or run."""
+    call(train, 1, fault, 1, tmp_path)
+    right, words = ALONE[fault]
+    status, said = first_difference.compare_ranks(tmp_path)
+    assert (status, words in said) == (right, True), said
+
+
 def test_the_fault_of_readme(tmp_path):
-    """README's commands print what it shows, up to how well the runs agreed."""
-    for name in ("common", "playground"):
-        shutil.copytree(ROOT / name, tmp_path / name)
+    """README's commands print what it shows."""
+    for name in ("museum", "tools"):
+        shutil.copytree(ROOT / "playground" / name, tmp_path / "playground" / name)
     block, shown = re.search(
         r"^((?:    .+\n)+)\nThe last command prints:\n\n((?:    .+\n)+)", README, re.M
     ).groups()
-    block = block.replace("python ", f"{sys.executable} ")
-    done = Job("bash", "-ec", textwrap.dedent(block), cwd=tmp_path).wait()
-    *_, found = done.stdout.partition("first difference: ")
-    masked = [re.sub(r"\d\S*e[-+]\d+", "#", text) for text in (f"first difference: {found}", shown)]
-    assert masked[0] == textwrap.dedent(masked[1]), done.stderr
+    bin_first = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = Job("bash", "-ec", textwrap.dedent(block), cwd=tmp_path, env={"PATH": bin_first}).wait()
+    *_, found = done.stdout.partition("step 1 ")
+    assert f"step 1 {found}" == textwrap.dedent(shown), done.stderr
 
 
 def test_in_front_of_lessons(tmp_path, capsys, monkeypatch):

@@ -40,7 +40,7 @@ Try breaking it, in a copy beside it, with `--double`, and compare the losses:
   2. With the same mesh, set `positions` of each attention to None after `split_tokens()`.
   3. With `--mesh 1x2x1x1`, leave out `* self.ranks` in `loss()`. Why does the loss hardly change?
   4. With `--mesh 1x2x1x2`, call `shard()` before `split_layers()`. Is there an error?
-
+Now repair `masked_tokens.py` in `playground/museum/`.
 Builds on: vocabulary_parallel.py
 The next lesson, `thousand_ranks.py`, tries a plan for 1,024 ranks in a single process.
 """

@@ -31,7 +31,7 @@ Try breaking it, in a copy beside it, with `--epochs 1`:
   1. Leave out `* dist.get_world_size()`. How large is the gradient? Why is the loss nearly right?
   2. With `--micro_batches 4`, count the tokens in the loop, for each micro-batch. What has changed?
   3. With `--packed`, leave out `keep_apart(model)`. What do a paragraph's first tokens see then?
-
+Now repair `padded_texts.py` in `playground/museum/`.
 Builds on: resnet.py
 The next lesson, `four_axes.py`, splits a language model in four ways at once.
 """

@@ -32,6 +32,7 @@ Try breaking it, in a copy beside it:
      the losses change? Compare the seconds.
   2. Replace `(loss * fraction).backward()` with `loss.backward()`, and run it with
      `--accumulate 4`. What does Adam make of gradients that are four times as large?
+Now repair `accumulated.py` in `playground/museum/`.
 Builds on: distributed_data_parallel_torchrun.py
 The next lesson, `resumable.py`, resumes after a process has died.
 """

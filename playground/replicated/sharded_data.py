@@ -34,6 +34,7 @@ Try breaking it, in a copy beside it:
   2. Write `print("read")` in `Files.__getitem__()`, and run it in one process with
      `--every 5 --stop`. How many images are read, and how many has the model seen?
   3. Let Files keep the arrays instead of the paths. How long is `pickle.dumps(train_set)` then?
+Now repair `own_sampler.py` and `resumed.py` in `playground/museum/`.
 Builds on: resumable.py
 This is the last lesson of this part. The next part begins with `sharded_optimizer.py`.
 """

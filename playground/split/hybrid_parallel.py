@@ -27,6 +27,7 @@ Try breaking it, in a copy beside it:
      it work with `--model mlp`, and with `--model cnn`?
   2. In `fit_epoch()`, write `set_epoch(epoch + rank)`. Which ranks must read the same images?
   3. Call `shard(model, mesh["dp"])` before `split(model, mesh["tp"])`. Is there an error?
+Now repair `clipped_matrices.py` in `playground/museum/`.
 Builds on: tensor_parallel.py
 This is the last lesson of this part. The next part begins with `mixed_precision.py`.
 """

@@ -37,10 +37,9 @@ nothing is sent, but each rank's use adds to the gradient. (DDP then divides by 
     own_chunk       all_gather         [1, 10]   [1, 10]   right
 
 In the letters of `placements.py`: the gradient of P is R, and that of S is S. torchtitan splits R
-in two. With I, the gradient is the same on all ranks, and with R, each rank has a term of it. (In
-DTensor, `to_local(grad_placements=...)` says which.) In tensor parallelism, all ranks have the same
-loss: a pair of layers begins with (nothing, all_reduce), I to R, and ends with (all_reduce,
-nothing), P to I.
+in two: with I, all ranks have the same gradient, and with R, each has a term of it. (In DTensor,
+`to_local(grad_placements=...)` says which.) In tensor parallelism, a pair of layers begins with
+(nothing, all_reduce), I to R, and ends with (all_reduce, nothing), P to I.
 
 Try breaking it, in a copy beside it. Predict what changes, and run it with 2 and with 3 ranks:
   1. In `to_previous`, shift by 1, as `to_next` does. Why is this no fault with 2 ranks?

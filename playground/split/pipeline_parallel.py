@@ -217,7 +217,7 @@ def run_epoch(model, loader, device, optimizer=None):
             # To clip gradients here, add up the squares of the norms of all ranks first.
             optimizer.step()
         if logits is not None:
-            logits = logits.detach()
+            logits = logits.detach()  # NEW: a schedule returns them with their graph
             sums[0] += F.cross_entropy(logits, labels, reduction="sum")
             sums[1] += (logits.argmax(dim=1) == labels).sum()
             sums[2] += (labels >= 0).sum()  # without the images that fill up the last batch

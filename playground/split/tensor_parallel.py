@@ -38,7 +38,8 @@ Try breaking it, in a copy beside it, with `--double`. Compare the losses, and w
   2. Before `make_model`, seed with `args.seed + rank`. Is there an error? Try `--by dtensor`, too.
   3. In `fit_epoch()`, write `set_epoch(epoch + rank)`. Is there an error?
   4. Write `plan[first + "x"]`, and use `--by dtensor`. Then misspell the other key as well.
-Now write it yourself: `split_pair.py` in `playground/exercises/`.
+Now write it yourself: `split_pair.py` in `playground/exercises/`. In `playground/museum/`, repair
+`split_matrices.py`.
 Builds on: message_gradients.py
 The next lesson, `hybrid_parallel.py`, combines tensor parallelism with FSDP.
 """

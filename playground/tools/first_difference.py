@@ -4,7 +4,8 @@ Write it in front of a script, which needs no change, and name a folder for its 
     python playground/tools/first_difference.py note one single.py --double
     torchrun --standalone --nproc-per-node 2 playground/tools/first_difference.py note two script.py
     python playground/tools/first_difference.py compare one two
-Or look in one run whether its ranks stay equal, read different examples, and make equal steps:
+Or look in one run whether its ranks stay equal, read different examples, and make equal steps, and
+whether all that is trained has gradients, which are reset, and moves:
     python playground/tools/first_difference.py ranks two
 
 Before each step of an optimizer, a rank notes a few sums over its own part of each parameter and
@@ -33,7 +34,7 @@ sys.path[:] = [*(folder for folder in sys.path if folder != str(HERE)), str(HERE
 # PyTorch reads this when a group is made: its recorder keeps the last 200 calls.
 os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "200")
 
-from instruments.anywhere import add_script, launched, path_of, run_with
+from instruments.anywhere import add_script, given_up, launched, path_of, run_with
 from instruments.facts import factor_in_words
 from instruments.steps import COUNT, NOTHING, PLACES, SQUARES, STRANGE, SUM, Notes
 from instruments.terminal import ranks_in_words
@@ -44,6 +45,7 @@ DESIGNED = ("Dropout", "BatchNorm")
 STARTS = "The models start differently. See the seed, what rank 0 sends, and slices of parameters."
 STEP = """As far as noted, the gradients were equal.
   See the last step of the optimizer, and what changes parameters between it and this one."""
+LAST_STEP = "See the last step of the optimizer, and what changes parameters after it."
 STUCK = "It has not changed in the last step. See the optimizer's step, and what follows it."
 INPUTS = """The first run has {} inputs, of which {} are on no rank.
   The ranks have {}, of which {} are not in the first run.
@@ -53,22 +55,44 @@ OUTPUTS = """equal inputs have other outputs.
   changes parameters before the step, and whether ranks that split a layer have the same inputs."""
 LABELS = """the outputs are equal, but not the loss's gradient there.
   See labels, loss, weights, and means of unequal parts."""
+SHIFTED = """equal inputs have other outputs, and all of them differ by the same numbers.
+  See biases: one that is added on each rank, before a sum over the ranks, counts several times."""
 SCALED = """the loss's gradient at the outputs has another scale, if the ranks take a mean.
-  See the loss (a sum, unequal parts, the number of micro-batches, another factor), clipping, and
-  whether a GradScaler takes the factor back in the step."""
+  See the loss (a sum, unequal parts, the number of micro-batches, another factor, a message without
+  a backward pass), clipping, and whether a GradScaler takes the factor back in the step."""
 RIGHT = """the loss's gradient at the outputs is right.
   See the average over the ranks, other messages, clipping, zero_grad(), losses on parameters."""
 MISSING = """The optimizer's parameters have no gradient, or one of zeros.
   See requires_grad, detach(), zero_grad(), and whether the optimizer was made before sharding."""
 OWN = "Each rank has its own, whose {} would be right: a message is missing, or is sent in step()."
+RIGHT_ALIKE = """the loss's gradient at the outputs is right, and all gradients are scaled alike.
+  See the average over the ranks, and clipping (which gradients its norm counts, and how often)."""
+PARTLY = """the loss's gradient at the outputs is right, and so are other gradients.
+  See further losses (of a router, on parameters) and what they are divided by, and messages that
+  only these tensors need."""
+SCALED_ALIKE = """All gradients are scaled alike.
+  See clipping (which gradients its norm counts, and how often), the average over the ranks, and by
+  what the loss is divided."""
+ONE_EACH = """Each rank scales all of its gradients by a factor of its own: {}.
+  See clipping (whose gradients its norm counts), and the scale of the loss on each rank."""
+ABOUT = """It is about {:.2g} times what is expected, and so are all gradients.
+  See by what the loss is divided: which tokens or examples are counted, and over which ranks."""
 UNKNOWN = "See the loss, the labels, and the messages."
+ALSO_BUFFERS = "\n  Buffers differ, too, when the next step begins: {}."
+ALSO_RANDOM = """
+  The ranks have drawn equal random numbers in this step. In dropout, each rank's examples then lose
+  the same places."""
 CLOSURE = """
   step(closure) computes gradients later than they are noted, and a search for a good step enlarges
   rounding. So this may be no fault: compare the losses."""
-NO_STEP = "first_difference: {} is empty, because no optimizer of torch.optim has made a step."
+NO_STEP = "first_difference: {} is empty, because {}."
+NONE_MADE = "no optimizer of torch.optim has made a step"
+FAILED = "the tool has failed (the script has not)"
 UNLIKE = "the ranks start with different tensors: {}\n  "
 PARTS = "Right for shards, stages and experts. Otherwise see the seed, and what rank 0 sends."
 AFTER_DDP = "DDP has made them equal. See what loads or changes parameters after DDP()."
+ONE_FACTOR = """Their gradients differ by a factor only: those of rank {} are {:.6g} times rank 0's.
+  See clipping by a norm that has only this rank's gradients, and the scale of the loss."""
 LEAVES = """step {} leaves the ranks with different tensors: {}
   {}"""
 EACH_ITS_OWN = """Their gradients differed before this step, so each rank has used its own.
@@ -79,6 +103,9 @@ IN_THE_STEP = """step(closure) has computed their gradients, which are not noted
   See the average over the ranks, also of the loss that the closure returns."""
 EQUAL_GRADIENTS = """Their gradients were equal before this step.
   See the optimizer's state (did each rank load it?), and what changes parameters after a step."""
+AT_THE_END = """Their gradients were equal before this step, the last one.
+  Right if a rank changes its model after training, as for a test. Otherwise see the optimizer's
+  state, and what changes parameters after a step."""
 AGAIN = "\n  Before step {} they are equal again: right if the ranks average them there."
 BUFFERS = """from step {} on, modules begin with different buffers: {}
   A rank saves and tests its own. See model.module(x) in place of model(x), broadcast_buffers, and
@@ -88,6 +115,32 @@ SPLIT = "Right if they share the work of a model (tensor, pipeline). Otherwise s
 ALL_THE_WORK = "So all of them do the same work. See the sampler."
 REPEATED = """steps {} to {} read what step 1 and after have read, in this order.
   Right without shuffling. Otherwise see set_epoch()."""
+UNEVEN = """by step {}, {} of {} examples are read {} times or more ({} by several ranks), {} {}.
+  Right if they are drawn with replacement, or changed at random. Otherwise see the sampler (its
+  seed must be the same on all ranks, set_epoch), what else divides by the ranks, and how the run
+  was resumed."""
+SELDOM = ("not once", "once at most", "twice at most")
+RANDOM = """all ranks draw equal random numbers in each step, so dropout drops the same places.
+  Right if they share the work of a model, or take different parts of what is drawn. Otherwise seed
+  by rank, after the model is made."""
+UNLIKE_GRADIENTS = """in {} of {} steps, the ranks have different gradients, first in step {}: {}
+  In the next step, their parameters are equal all the same. Right if the optimizer averages
+  gradients in its step. Otherwise see no_sync(), model.module(x), and what makes the parameters
+  equal again."""
+ALL_IDLE = """no tensor of the optimizer has a gradient in any step.
+  See requires_grad, detach(), zero_grad(), and whether the optimizer was made before sharding."""
+IDLE = """{} of {} trained tensors have no gradient in any step: {}.
+  Right if the model does not use them. Otherwise see detach(), and messages without a backward
+  pass."""
+STILL = """{} of {} trained tensors have gradients, and do not change: {}.
+  Right with a learning rate of 0. Otherwise see what converts or moves the model, and a GradScaler
+  that skips steps."""
+KEPT = """in {} of {} steps, backward() begins with the gradients of the step before: {}.
+  Right if they are to be added up. Otherwise see zero_grad()."""
+SOUND = (
+    "one rank: {} steps, {} tensors. All that is trained has gradients, which are reset, and moves."
+)
+ONLY_SHARDS = "the ranks make equal steps: {}. Their tensors are shards, which cannot be compared."
 BEGAN = "the ranks began {} steps, and ended {}."
 JOIN = "the ranks made {} steps. Right inside DDP's join(), or if the run was interrupted."
 
@@ -105,11 +158,12 @@ def note(folder, most, script, is_module, flags):
         run_with("instruments.steps", (str(folder), most), script, is_module, flags)
     finally:
         if is_first and not any(folder.glob("rank*.jsonl")):
-            print(NO_STEP.format(folder), file=sys.stderr)
+            why = FAILED if given_up else NONE_MADE
+            print(NO_STEP.format(folder, why), file=sys.stderr)
 
 
 def read(folder):
-    """Return the notes of each rank, a list of steps."""
+    """Return the notes of each rank, a list of steps. The last one may have what it has left."""
     if not folder.is_dir():
         sys.exit(f"error: there is no folder {folder}")
     run = []
@@ -119,8 +173,21 @@ def read(folder):
         lines = path.read_text().split("\n")[:-1] if path.exists() else []
         if not lines:
             sys.exit(f"error: {folder} has no step of an optimizer of rank {len(run)}")
-        run.append(list(map(json.loads, lines)))
+        rows = list(map(json.loads, lines))
+        if "end" in rows[-1]:
+            end = rows.pop()
+            rows[-1] |= end
+        run.append(rows)
     return run
+
+
+def with_end(rows):
+    """Return rows, each with a step of all ranks, and one more for what the last step has left."""
+    rows = [*rows]
+    if not all("end" in own for own in rows[-1]):
+        return rows
+    nothing = {"gradient of": {}, "examples": [], "buffer": {}}
+    return [*rows, [{**own, **nothing, "value of": own["end"]} for own in rows[-1]]]
 
 
 def add(several):
@@ -227,6 +294,23 @@ def common_factor(pairs, limit):
     return k if right else None
 
 
+def near_factor(pairs):
+    """Return about how many times as large the second tensors are as the first ones, or None."""
+    one, two = (sum(pair[index][SQUARES] for pair in pairs) for index in (0, 1))
+    k = (two / (one or 1.0)) ** 0.5
+    factors = (1, 1, k * k, k, k)
+    near = all(far([*map(mul, a, factors)], b, two) < 0.25 for a, b in pairs)
+    return k if near and abs(k - 1) > 0.25 else None
+
+
+def shifted(pairs, limit):
+    """Return whether all second tensors are the first ones plus the same numbers."""
+    shifts = [(b[SUM] - a[SUM], b[PLACES] - a[PLACES]) for a, b in pairs]
+    most = max(map(abs, chain(*shifts)))
+    spread = max(max(column) - min(column) for column in zip(*shifts, strict=True))
+    return len(pairs) > 2 and spread < limit * most
+
+
 def why_loss(ones, twos, limit):
     """Return words on inputs, outputs and loss: the first of these that differs."""
     known = Counter(mark(each[0]) for row in ones for each in row["examples"])
@@ -245,7 +329,7 @@ def why_loss(ones, twos, limit):
     right, owns = learned[: len(ones)], learned[len(ones) :]
     complete = {mark(each[0]): each for each in chain(*right)}
     more = sum(map(len, owns)) / len(owns) / (sum(map(len, right)) / len(right) or 1)
-    where = {OUTPUTS: [], LABELS: [], SCALED: [], RIGHT: []}
+    where = {OUTPUTS: [], SHIFTED: [], LABELS: [], SCALED: [], RIGHT: []}
     for rank, own in enumerate(owns):
         both = [(complete[mark(each[0])], each) for each in own if mark(each[0]) in complete]
         outputs, slopes = ([(x[part], y[part]) for x, y in both] for part in (1, 2))
@@ -254,7 +338,7 @@ def why_loss(ones, twos, limit):
         totals = tuple(map(add, zip(*slopes, strict=True)))
         factor = common_factor([totals, *slopes], limit)
         if any(far(*pair) > limit for pair in outputs):
-            words = OUTPUTS
+            words = SHIFTED if shifted(outputs, limit) else OUTPUTS
         elif factor is None:
             words = LABELS
         elif abs(factor * more - 1) > limit:
@@ -285,11 +369,32 @@ def why_gradient(ones, twos, wrong, pairs, limit):
     if not any(b[SQUARES] or b[STRANGE] for _, b in wrong.values()):
         return MISSING
     words = why_loss(ones, twos, limit)
+    total = sum(a[SQUARES] for a, _ in pairs.values())
+    right = {key for key, (a, _) in pairs.items() if a[SQUARES] > 1e-6 * total} - wrong.keys()
+    own = [common_factor(each, limit) for each in by_rank(wrong)]
+    if whole and not right and all(own) and max(own) > (1 + 1e-6) * min(own):
+        return ONE_EACH.format(", ".join(f"{each:.6g}" for each in own))
     factor = common_factor([*wrong.values()], limit)
     if factor and abs(factor - 1) > 1e-3:  # clipping may hide a factor
         in_words = factor_in_words(factor, size) or f"{factor:.6g} times what is expected"
+        if not right:
+            words = words.replace(RIGHT, RIGHT_ALIKE)
+        if not right and (words == UNKNOWN or words.endswith(LABELS)):
+            words = SCALED_ALIKE
         words = f"It is {in_words}. {words}"
+    elif right and words.endswith(RIGHT):
+        words = words.replace(RIGHT, PARTLY)
+    elif not right and words == UNKNOWN and near_factor([*wrong.values()]):
+        words = ABOUT.format(near_factor([*wrong.values()]))
     return words
+
+
+def by_rank(pairs):
+    """Return the pairs of each rank."""
+    found = {}
+    for (_, rank), pair in pairs.items():
+        found.setdefault(rank, []).append(pair)
+    return [found[rank] for rank in sorted(found)] if None not in found else [[*pairs.values()]]
 
 
 def place(pairs, found, size):
@@ -321,8 +426,14 @@ def compare(first, second):
     unclear = ""
     ignored = set()
     last = {}  # the second run's values one step before
-    for number, rows in enumerate(zip(*first, *second, strict=False), 1):
+    steps = len(first[0])
+    of_ranks = [len(rows) for rows in second]
+    all_rows = [*zip(*first, *second, strict=False)]
+    if set(of_ranks) == {steps}:
+        all_rows = with_end(all_rows)
+    for number, rows in enumerate(all_rows, 1):
         ones, twos = rows[: len(first)], rows[len(first) :]
+        step = f"step {number}" if number <= steps else "after the last step"
         for kind, limit in limits.items():
             both = gather(ones, kind, [{}] * len(ones)), gather(twos, kind, names)
             pairs = pairs_of(*both, max(len(ones), len(twos)))
@@ -332,39 +443,64 @@ def compare(first, second):
             sizes = {x: far(*pair, total) for x, pair in pairs.items() if x[0] not in left_out}
             found = {x: size for x, size in sizes.items() if size > max(limit, JUMP * known)}
             if found:
-                why = STARTS if number == 1 else STEP
+                why = STARTS if number == 1 else STEP if number <= steps else LAST_STEP
                 if all(pairs[key][1] == last.get(key) for key in found):
                     why = STUCK
                 if kind == "gradient of":
                     wrong = {key: pairs[key] for key in found}
                     tolerance = min(max(1e4 * eps, JUMP * known, 1e-6), 0.05)
                     why = why_gradient(ones, twos, wrong, pairs, tolerance)
+                if OUTPUTS in why:
+                    why += also(all_rows[number : number + 1], len(first), twos)
                 kinds = sorted({each for row in rows for each in row["kinds"]})
                 designed = [each for each in kinds if each.startswith(DESIGNED)]
                 if designed and why != STARTS:
                     why += f"\n  By design, {' and '.join(designed)} may differ. Try without."
-                line = f"first difference: step {number}, {kind} {place(pairs, found, len(twos))}"
+                line = f"first difference: {step}, {kind} {place(pairs, found, len(twos))}"
                 words = f"{line}\n  {why}\n  Before, the runs agreed to {known:.1e}."
                 return (3, words + CLOSURE) if ones[0]["closure"] else (1, words)
             if kind == "value of":
                 last = {key: b for key, (_, b) in pairs.items()}
             known = max([known, *sizes.values()])
             if known > min(1e3 * eps, 0.01) and not unclear:
-                unclear = f"step {number}, {kind} {max(sizes, key=sizes.get)[0]}"
+                unclear = f"{step}, {kind} {max(sizes, key=sizes.get)[0]}"
         # Adam makes a full step even of a gradient that is only rounding.
         ignored = {x for x in squares if squares[x] < (100 * eps) ** 2 * total}
         line, right = other_setting(number, ones[0], twos)
         if line:
             return 1, f"first difference: {line}, in the first run {right}"
-    steps = len(first[0])
-    of_ranks = [len(rows) for rows in second]
     if set(of_ranks) != {steps}:
         sys.exit(f"error: the first run has {steps} steps, the ranks of the other one {of_ranks}")
     if unclear:
         grown = f"no sudden difference, but it has grown to {known:.1e}, since {unclear}"
         then = "Compare in float64." if eps > 1e-15 else "Look for a small epsilon."
         return 3, f"{grown}\n  Rounding grows so, and a small fault may. {then}"
-    return 0, f"equal up to rounding: {number} steps, the largest difference is {known:.1e}"
+    return 0, f"equal up to rounding: {steps} steps, the largest difference is {known:.1e}"
+
+
+def also(later, size, twos):
+    """Return words on what differs beside outputs: buffers in the next step, random numbers."""
+    words = ""
+    for row in later:
+        right = {name: sums for own in row[:size] for name, sums in own["buffer"].items()}
+        found = set()
+        for name, sums in right.items():
+            others = [own["buffer"].get(name, sums) for own in row[size:]]
+            if any(far(sums, other) > 1e-6 for other in others):
+                found.add(name)
+        names = sorted(found)
+        if names:
+            which = f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
+            words += ALSO_BUFFERS.format(which)
+        if draw_alike([twos, row[size:]]):
+            words += ALSO_RANDOM
+    return words
+
+
+def draw_alike(rows):
+    """Return whether all ranks have drawn the same random numbers in each step."""
+    states = [{own.get("random") for own in row} for row in rows]
+    return len(rows[0]) > 1 and all(len(each) == 1 and None not in each for each in states)
 
 
 def other_setting(number, first, rows):
@@ -382,12 +518,14 @@ def compare_ranks(folder):
     """Compare the ranks of one run. Returns the status, and words."""
     run = read(folder)
     if len(run) == 1:
-        sys.exit(f"error: {folder} has the notes of one rank, which cannot differ from others")
+        faults, unclear = alone([*zip(*run, strict=True)])
+        sound = SOUND.format(len(run[0]), len(run[0][0]["value of"]))
+        return 1 if faults else 3 if unclear else 0, "\n".join(faults + unclear) or sound
     ended = [len(rows) for rows in run]
     texts = [(folder / f"rank{rank}.jsonl").read_text() for rank in range(len(run))]
     begun = [len(rows) + (text[-1] != "\n") for rows, text in zip(run, texts, strict=True)]
     rows = [*zip(*run, strict=False)]
-    faults, unclear = [], []  # what is unclear may be right
+    faults, unclear = alone(rows)  # what is unclear may be right
     if len({*ended}) > 1:
         unclear.append(JOIN.format(numbers(ended)))
     elif len({*begun}) > 1:
@@ -402,8 +540,11 @@ def compare_ranks(folder):
     if parts:
         words = UNLIKE.format(some(parts, names)) + (AFTER_DDP if ddp else PARTS)
         (faults if ddp else unclear).append(words)
-    drift, again = drift_of(rows, [name for name in names if name not in parts])
+    copies = [name for name in names if name not in parts]
+    drift, again = drift_of(rows, copies)
     (unclear if parts and not ddp or again else faults).extend(drift)
+    if not drift:
+        unclear += unlike_gradients(rows, copies)
     for number, row in enumerate(rows, 1):
         found = differ(row, "buffer", row[0]["buffer"])
         if found:
@@ -417,13 +558,85 @@ def compare_ranks(folder):
     if period > 1 and all(read_by[0]) and read_by[period:] == read_by[:-period]:
         unclear.append(REPEATED.format(period + 1, len(rows)))
     alike = sum(step == step[:1] * len(step) for step in read_by if step[0])
+    unclear += uneven(read_by)
+    if draw_alike(rows) and not alike and not parts and not shards:
+        unclear.append(RANDOM)
     if alike > len(rows) / 2:
         split = parts or shards or len({frozenset(own["value of"]) for own in rows[0]}) > 1
         words = ALIKE.format(alike, len(rows)) + (SPLIT if split else ALL_THE_WORK)
         (unclear if split else faults).append(words)
     if faults or unclear:
         return 1 if faults else 3, "\n".join(faults + unclear)
+    if not names:
+        return 0, ONLY_SHARDS.format(len(rows))
     return 0, f"the ranks agree: {len(rows)} steps, {len(names)} tensors"
+
+
+def alone(rows):
+    """Return words on faults, and on what may be right, that need no other run or rank."""
+    every = [own for row in rows for own in row]
+    trained = set.union(*(set(own["trained"]) for own in every))
+    idle = set.intersection(*(set(own["idle"]) for own in every))
+    if trained and idle == trained:
+        return [ALL_IDLE], []
+    still = trained - idle
+    for row in rows[1:]:
+        for own, start in zip(row, rows[0], strict=True):
+            first = start["value of"]
+            still = {name for name in still if own["value of"].get(name) == first.get(name)}
+    unclear = []
+    for words, names in ((IDLE, idle), (STILL, still if len(rows) > 1 else ())):
+        if names:
+            unclear.append(words.format(len(names), len(trained), listed(names)))
+    kept = [{name for own in row for name in own["kept"]} for row in rows]
+    if any(kept):
+        unclear.append(KEPT.format(sum(map(bool, kept)), len(rows), listed(set().union(*kept))))
+    return [], unclear
+
+
+def listed(names):
+    """Return the first name, and how many more there are."""
+    first, *more = sorted(names)
+    return f"{first} and {len(more)} more" if more else first
+
+
+def unlike_gradients(rows, names):
+    """Return words on gradients that differ between ranks whose parameters are equal."""
+    found = [differ(row, "gradient of", names) for row in rows]
+    steps = [number for number, each in enumerate(found, 1) if each]
+    if not steps:
+        return []
+    first = some(found[steps[0] - 1], names)
+    return [UNLIKE_GRADIENTS.format(len(steps), len(rows), steps[0], first)]
+
+
+def uneven(read_by):
+    """Return words on examples that are read too often while others are left out, if there are any.
+
+    In a sound run, any two examples of an epoch have been read equally often, or once more. Padding
+    and an incomplete last batch may change this for less than a batch.
+    """
+    steps = [set(map(frozenset, step)) for step in read_by]  # ranks with equal examples count once
+    batch = max(sum(map(len, step)) for step in steps)
+    known = len(set().union(*chain(*steps)))
+    times = Counter()
+    reached = Counter()  # how many examples have been read so often, or more
+    worst = (0,)
+    for number, step in enumerate(steps, 1):
+        for each in chain(*step):
+            times[each] += 1
+            reached[times[each]] += 1
+        for level in range(len(SELDOM)):
+            often = reached[level + 2]
+            seldom = known - reached[level + 1]
+            worst = max(worst, (min(often, seldom), -number, level, often, seldom))
+    if worst[0] <= batch:
+        return []
+    _, before, level, often, seldom = worst
+    times = Counter(chain(*chain(*steps[:-before])))
+    by_ranks = [set().union(*own) for own in zip(*read_by[:-before], strict=True)]
+    several = sum(n > level + 1 and sum(x in own for own in by_ranks) > 1 for x, n in times.items())
+    return [UNEVEN.format(-before, often, known, level + 2, several, seldom, SELDOM[level])]
 
 
 def differ(row, kind, names):
@@ -440,7 +653,8 @@ def differ(row, kind, names):
 
 def drift_of(rows, names):
     """Return words on the first step that makes tensors differ, and whether that is mended."""
-    for number, (before, row) in enumerate(pairwise(rows), 1):
+    steps = len(rows)
+    for number, (before, row) in enumerate(pairwise(with_end(rows)), 1):
         found = differ(row, "value of", names)
         if not found:
             continue
@@ -448,11 +662,20 @@ def drift_of(rows, names):
         called = numbers(dict.fromkeys(counts)) if any(counts) else "none"
         called += f", on rank 0 {before[0]['calls'][1]} last" if counts[0] else ""
         why = EACH_ITS_OWN if differ(before, "gradient of", found) else EQUAL_GRADIENTS
+        for rank in range(1, len(before)):
+            both = before[0]["gradient of"], before[rank]["gradient of"]
+            pairs = [tuple(gradients.get(name) for gradients in both) for name in found]
+            factor = None if None in chain(*pairs) else common_factor(pairs, 1e-9)
+            if factor and abs(factor - 1) > 1e-9 and sum(a[COUNT] for a, _ in pairs) > 3:
+                why = ONE_FACTOR.format(rank, factor)
+        if why == EQUAL_GRADIENTS and number == steps:
+            why = AT_THE_END
         why = IN_THE_STEP if before[0]["closure"] else why
         words = LEAVES.format(number, some(found, names), why.format(called))
         later = enumerate(rows[number + 1 :], number + 2)
         again = [step for step, row in later if not differ(row, "value of", found)]
-        return [words + AGAIN.format(again[0]) if again else words], bool(again)
+        unclear = bool(again) or AT_THE_END in words
+        return [words + AGAIN.format(again[0]) if again else words], unclear
     return [], False
 
 

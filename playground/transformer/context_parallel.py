@@ -12,19 +12,16 @@ twelve digits agree), and then what each rank has. With the first command:
 As in `ulysses.py`, each rank has its own tokens, and only attention needs those of other ranks.
 Here a rank keeps its queries, so any number of heads will do.
 
-**By an all_gather** (`gathered_attention`), each rank gets the keys and values of all tokens. In
-`backward()`, each rank has a term of their gradients, and a reduce_scatter adds up the terms and
-leaves each rank those of its own tokens. PyTorch's attention does the rest, with a mask. Llama 3
-was trained so (https://arxiv.org/abs/2407.21783).
+**By an all_gather** (`gathered_attention`), each rank gets the keys and values of all tokens, as
+Llama 3 did (https://arxiv.org/abs/2407.21783). In `backward()`, each rank has a term of their
+gradients, and a reduce_scatter adds up the terms and leaves each rank those of its own tokens.
 
-**By a ring** (`ring_attention`, https://arxiv.org/abs/2310.01889), a rank has the keys and values
-of one rank only at any time of `forward()`. First it computes what its queries read from its own
-chunk, which is the keys and values of its tokens. Then all ranks pass their chunk on to the next
-rank, and compute what their queries read from the chunk that has arrived. After n - 1 such steps,
-every chunk has been on every rank. With `checkpoint()`, autograd keeps only the inputs of the ring
-(so a rank keeps 90,423,296 bytes), and `backward()` runs it again. Here autograd then has all
-chunks of one layer. Libraries send them around a second time instead, and pass a chunk on while
-they compute with it.
+**By a ring** (`ring_attention`, https://arxiv.org/abs/2310.01889), a rank first computes what its
+queries read from its own chunk, which is the keys and values of its tokens. Then all ranks pass
+their chunk on to the next rank, and compute what their queries read from the chunk that has
+arrived. After n - 1 such steps, every chunk has been on every rank. With `checkpoint()`, autograd
+keeps only the inputs of the ring (so a rank keeps 90,423,296 bytes), and `backward()` runs it
+again. (Libraries send chunks around in `backward()`, too, and pass one on while they compute.)
 
 A token with the scores s reads the mean of the values, weighted with softmax(s). In the ring, no
 rank has all scores of a token, but the means over the chunks can be merged. A chunk's weight in the

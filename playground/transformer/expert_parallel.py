@@ -39,7 +39,8 @@ Try breaking it, in a copy beside it (`--double --dataset digits --batch_size 12
   3. In `balance_loss`, delete the all_reduce. Compare 1 and 2 ranks with `--balance 0.1`.
   4. Before the line with `mlp(`, write `if mine.any():`, and indent that line. In `forward`, before
      `order = ...`, write `expert = torch.zeros_like(expert)`. Which rank waits, and for what?
-Now write `expert_dispatch.py` in `playground/exercises/`.
+Now write `expert_dispatch.py` in `playground/exercises/`. In `playground/museum/`, repair
+`balanced_experts.py` and `two_experts.py`.
 Builds on: manual_data_parallel.py
 This is the last lesson of this part. The next part begins with `language_model.py`.
 """

@@ -35,6 +35,7 @@ Try breaking it, in a copy beside it, with `--double`, and compare the losses:
   1. Leave out the loop with `register_hook`. Is there an error?
   2. In the last Exchange, write reduce_scatter in place of own_tokens. Which gradients are wrong?
   3. With `--by dtensor`, leave norm1 and norm2 out of the plan. What is wrong?
+Now repair `halves_of_texts.py` and `twins.py` in `playground/museum/`.
 Builds on: head_parallel.py
 The next lesson, `vocabulary_parallel.py`, splits the layers that have a row for each word.
 """

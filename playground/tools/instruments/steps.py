@@ -1,10 +1,13 @@
 """Notes sums of a rank's tensors before each step of an optimizer. No rank sends anything."""
 
+import hashlib
 import json
+import os
 import re
 import weakref
 from functools import partial
 from itertools import chain
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 import torch
@@ -62,9 +65,19 @@ def inputs_of(values):
 @harmless
 def append(examples, tensor):
     """Append the sums of its row to the notes of each example."""
+    if tensor is None:
+        return  # the loss does not use this output
     rows = tensor.detach().to_dense()[:, None].flatten(1)
     for example, sums in zip(examples, sums_of_rows(rows), strict=True):
         example.append(sums)
+
+
+def random_state():
+    """Return a text that is the same for the same states of the random number generators."""
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states.append(torch.cuda.get_rng_state())
+    return hashlib.md5(torch.cat(states).numpy().tobytes(), usedforsecurity=False).hexdigest()[:12]
 
 
 def acts(module):
@@ -98,12 +111,21 @@ class Notes:
         self.inside = weakref.WeakSet()  # the modules in them
         self.examples = []  # that a model has got since the last step
         self.buffers = {}  # with which modules have begun since then
+        self.has_begun = False  # whether a model has been called since then
+        self.random = None  # the random state when the first one was called
         self.called = -1  # the number of the last collective before the last step
+        self.tensors = {}  # of the step that is made now, by name
+        self.since = set()  # the names of those that have got a gradient since the last step
+        self.kept = []  # of these, those whose old gradient was still there
+        self.handles = []  # of the hooks that note this
+        self.optimizers = weakref.WeakSet()  # that have made a step
+        self.end = None  # notes what the last step has left
         self.depth = 0  # of steps, because an optimizer may call another one
         modules.register_module_forward_pre_hook(self.before_forward)
         modules.register_module_forward_hook(self.after_forward, with_kwargs=True)
         optimizers.register_optimizer_step_pre_hook(self.before_step)
         optimizers.register_optimizer_step_post_hook(self.after_step)
+        Finalize(None, self.note_end, exitpriority=1)
 
     def before_forward(self, module, args):
         """PyTorch calls this before each module."""
@@ -122,9 +144,11 @@ class Notes:
             self.models.add(module)
             self.inside.update(set(module.modules()) - {module})
         if self.notes_of(module):
+            self.random = self.random or random_state()
             if self.file and module in self.models:  # an unfinished line: a step has begun
                 self.file.write(" ")
                 self.file.flush()
+                self.has_begun = True
             for name, buffer in module.named_buffers(recurse=False):
                 if buffer.is_floating_point():  # DDP has sent it by now
                     self.buffers.setdefault((id(module), name), sums_of(buffer))
@@ -152,17 +176,34 @@ class Notes:
                 return
 
     @harmless
+    def before_gradient(self, name, parameter, gradient):
+        """Note whether a parameter's gradient of the step before is there when a new one comes."""
+        old = parameter().grad
+        if name not in self.since and old is not None and old.any():
+            self.kept.append(name)
+        self.since.add(name)
+
+    @harmless
     def before_step(self, optimizer, args, kwargs):
         """Write a line."""
         self.depth += 1
-        if self.most == 0 or self.depth > 1:
+        if self.depth > 1:
+            return
+        if self.most == 0:
+            self.note_end()
             return
         self.most -= 1
         joined = dist.is_available() and dist.is_initialized()
         rank, size = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
         row = {"ranks": size, "examples": self.examples, "buffer": {}}
+        after = random_state()
+        row["random"] = None if after == self.random else after  # None: nothing was drawn
+        self.random = None
         row["closure"] = any(map(callable, (*args[1:], *kwargs.values())))
         row |= self.tensors_of(optimizer)
+        self.optimizers.add(optimizer)
+        row["kept"] = self.kept if len(self.optimizers) == 1 else []
+        self.kept = []
         row["calls"] = self.new_calls()
         for name, module in chain(*(model.named_modules() for model in self.models)):
             for buffer in module._buffers:
@@ -171,9 +212,11 @@ class Notes:
                     row["buffer"][name_of_it] = self.buffers[id(module), buffer]
         if self.file is None:
             self.file = open(self.folder / f"rank{rank}.jsonl", "w")  # noqa: SIM115, it stays open
+            self.process = os.getpid()  # one that is forked from it has the same file
         self.file.write(json.dumps(row, default=str) + "\n")
         self.file.flush()  # the process may be killed
         self.examples, self.buffers = [], {}
+        self.has_begun = False
 
     def new_calls(self):
         """Return how many collectives were called since the last step, and the last one."""
@@ -182,13 +225,49 @@ class Notes:
         return [self.called - before, call_in_words(last).removesuffix(" not done") if last else ""]
 
     def after_step(self, optimizer, args, kwargs):
-        """Note the end of a step."""
+        """Note the end of a step, and see that what the last one leaves is noted, too.
+
+        That is at the end of the process, or when the optimizer is not used any more.
+        """
         self.depth -= 1
+        if self.tensors and self.depth == 0:
+            if self.end:
+                self.end.detach()
+            self.end = weakref.finalize(optimizer, self.write_end, self.tensors)
+            self.see_old_gradients()
+            self.tensors = {}
+
+    @harmless
+    def see_old_gradients(self):
+        """Let each tensor of this step call before_gradient() when it gets its next gradient."""
+        for handle in self.handles:
+            handle.remove()
+        self.since = set()
+        self.handles = []
+        for name, tensor in self.tensors.items():
+            if tensor.requires_grad and tensor.is_leaf:
+                hook = partial(self.before_gradient, name, weakref.ref(tensor))
+                self.handles.append(tensor.register_hook(hook))
+
+    def note_end(self):
+        """Write a last line, if that is not done yet."""
+        if self.end:
+            self.end()
+
+    @harmless
+    def write_end(self, tensors):
+        """Write what the last step has left, unless another step has begun."""
+        if not self.has_begun and os.getpid() == self.process:
+            left = {name: sums_of(tensor) for name, tensor in tensors.items()}
+            self.file.write(json.dumps({"end": left}) + "\n")
+            self.file.flush()
 
     def tensors_of(self, optimizer):
         """Return the sums of all tensors, the optimizer's settings, and the kinds of modules."""
+        self.tensors = {}
         row = {"value of": {}, "gradient of": {}, "settings": {}, "kinds": [], "shards": []}
         row["ddp"] = False  # whether all ranks are replicas
+        row |= {"trained": [], "idle": []}  # names; those that are trained without a gradient
         names = {}
         for model in self.models:
             row["kinds"] += {type(each).__name__ for each in model.modules() if acts(each)}
@@ -207,10 +286,15 @@ class Notes:
                 while name in row["value of"]:
                     name += "'"  # layers that are called one by one may have the same names
                 row["value of"][name] = sums_of(parameter)
+                self.tensors[name] = parameter
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 # Of a Partial one, the ranks have the terms of a sum.
                 terms = any(each.is_partial() for each in getattr(gradient, "placements", ()))
                 row["gradient of"][name] = None if terms else sums_of(gradient)
+                if parameter.requires_grad:
+                    row["trained"].append(name)
+                    if not terms and not any(row["gradient of"][name][STRANGE:]):
+                        row["idle"].append(name)
                 self.eps = max(self.eps, torch.finfo(parameter.dtype).eps)
                 if not all(each.is_replicate() for each in getattr(parameter, "placements", ())):
                     row["shards"].append(name)
@@ -218,4 +302,5 @@ class Notes:
             sums = sums_of(parameter)
             if sums[COUNT]:  # it is not freed
                 row["value of"].setdefault(name, sums)
+                self.tensors.setdefault(name, parameter)
         return row | {"eps": self.eps}
