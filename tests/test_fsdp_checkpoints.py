@@ -39,7 +39,7 @@ def run_dir(tmp_path_factory):
 
 def test_rank_0_chooses(change, tmp_path):
     """On another node, a new folder may appear later."""
-    late = "    files = sorted(Path(run_dir)"
+    late = "    folders = [file.parent for"
     copy = change(LESSON, (late, f"    if dist.get_rank():\n        return []\n{late}"))
     flags = (*DIGITS, "--batch_size", 120, "--run_dir", tmp_path / "run", "--epochs")
     run(copy, *flags, 1, processes=2)

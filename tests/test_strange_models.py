@@ -25,6 +25,7 @@ import sharded_optimizer
 import tensor_parallel
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import trainer_and_generator
 import ulysses
 import vocabulary_parallel
@@ -329,6 +330,9 @@ def momentum_in_a_checkpoint(rank):
         ]
         assert averages[0].any()
         close(*averages)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=folder[0])  # over the other one
+    with pytest.raises(KeyError, match='nothing under the key "optimizer"'):
+        fully_sharded_checkpoints.load(folder[0], loaded, optimizers[1])
     dist.barrier()
     if rank == 0:
         shutil.rmtree(folder[0])
@@ -344,7 +348,7 @@ def what_ranks_cannot_divide(rank):
     refused("would be left out", head_parallel.SplitBlock, block, None, None, None)
     mine = torch.arange(11).tensor_split(3)[rank]
     refused(r"unequal.*\[4, 4, 3\]", ulysses.split_tokens, model, None, mine)
-    mlp = nn.Sequential(nn.Linear(2, 2))
+    mlp = expert_parallel.make_expert(2)
     refused("cannot split 4 experts", expert_parallel.Mixture, mlp, 4, 1, None)
     two = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
     for lesson in (manual_pipeline, pipeline_parallel):
@@ -352,6 +356,19 @@ def what_ranks_cannot_divide(rank):
     dtypes = nn.Linear(2, 2, dtype=torch.float64 if rank else torch.float32)
     refused("different dtypes", manual_pipeline.Pipeline, dtypes, ((2,), (2,)), [], None)
     refused("different shapes or dtypes", trainer_and_generator.check_weights, dtypes)
+
+
+def other_layers(rank):
+    """Layers of other names, or between others, would be left as they are."""
+    plain = nn.Sequential(nn.Linear(4, 4))
+    refused("no layer Attention", ulysses.split_tokens, plain, None, torch.arange(4))
+    model = Transformer(width=16, tokens=4)
+    model.stage2.insert(0, nn.LayerNorm(16))
+    refused("all must be blocks", sequence_parallel.split_by_hand, model, None)
+    model.stage1, model.stage2 = model.stage1[:1], model.stage2[-1:]
+    refused("all must be blocks", sequence_parallel.split_by_hand, model, None)
+    mlp = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    refused("differs from that of the block", expert_parallel.Mixture, mlp, 2, 1, None)
 
 
 def experts_by_another_name(rank):
@@ -500,6 +517,7 @@ ON_RANKS = {
     used_first_but_made_last: 2,
     momentum_in_a_checkpoint: 2,
     what_ranks_cannot_divide: 3,
+    other_layers: 2,
     experts_by_another_name: 2,
     one_trained_expert: 2,
     experts_that_are_checkpointed: 2,

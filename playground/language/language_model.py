@@ -24,7 +24,7 @@ and the same command resumes from the newest one. These parts are new:
   choose among 3.43 bytes at random.
 - Tokens per second (the throughput) depend on the model and the machine. The model FLOPs
   utilization (MFU) can be compared between them: the operations that the model needs, divided by
-  those that the GPU can do in this time (`--peak`, the dense number of its data sheet).
+  those that the GPU can do in this time (`--peak`, its data sheet's number without sparsity).
 
 With `--double --constant --clip 0 --lr 1e-3`, all twelve digits are those of `single_gpu.py` with
 `--double --model language --batch_size 32 --epochs 5`.
@@ -87,8 +87,8 @@ def update(model, optimizer, scheduler, args, rows, labels):
     for micro_rows, micro_labels in micro_batches:
         logits = model(micro_rows)
         total = F.cross_entropy(logits, micro_labels, reduction="sum")
-        # NEW: divided by the tokens of all micro-batches, the losses add up to the mean. (If some
-        # have no label, token_mean.py.)
+        # NEW: divided by the tokens of all micro-batches, the losses add up to the mean. (With
+        # labels of -100: token_mean.py.)
         loss = total / labels.numel()
         loss.backward()
         mean_loss += loss.detach()
@@ -122,14 +122,14 @@ def make_optimizer(model, args):
 
 
 def flops_per_token(model):
-    """Return the floating-point operations that training needs for a token."""
+    """Return the operations that training needs for a token, in linear layers and Attention."""
     layers = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
     numbers = sum(layer.weight.numel() for layer in layers)
     # NEW: forward() multiplies by each number once, and adds. backward() does the same twice: for
     # the gradient of the inputs, and for that of the weight.
     of_layers = 6 * numbers
     # NEW: in a block, the query of a token is multiplied by the keys of all tokens of its row, and
-    # the weights by their values: as many numbers each as a query has. (PaLM and torchtitan, too,
+    # the weights by their values. Each has as many numbers as a query. (PaLM and torchtitan, too,
     # count what the causal mask leaves out; Megatron-LM does not. None counts what checkpointing
     # computes again. Of a mixture, count only the experts that compute a token.)
     found = [module for module in model.modules() if isinstance(module, Attention)]
@@ -261,6 +261,8 @@ def fit_epoch(epoch, model, step, train_loader, test_loader, device, args):
     """Train for an epoch, test and write. Prints a line, how fast it was, and the text."""
     rank = dist.get_rank()
     train_loader.sampler.set_epoch(epoch)  # a new order, the same on all ranks
+    # Dropout, if there is any, must differ between ranks and epochs, also after a resume.
+    torch.manual_seed(args.seed + epoch * dist.get_world_size() + rank)
     start = time.perf_counter()
     title = f"epoch {epoch + 1}/{args.epochs}"
     # Only rank 0 shows a bar, and only in a terminal.
@@ -352,8 +354,9 @@ def check_flags(parser, args, world_size):
 def complete(run_dir):
     """Return the folders of complete checkpoints, the newest one last."""
     # The file .metadata is written last, so a folder without it is not complete.
-    files = sorted(Path(run_dir).glob(f"epoch-{'[0-9]' * 4}/.metadata"))
-    return [str(file.parent) for file in files]
+    folders = [file.parent for file in Path(run_dir).glob("epoch-*/.metadata")]
+    numbered = [folder for folder in folders if folder.name[6:].isdigit()]
+    return [str(folder) for folder in sorted(numbered, key=lambda folder: int(folder.name[6:]))]
 
 
 def join(args):

@@ -72,7 +72,10 @@ MUST_AGREE = ("model", "heads", "tokens", "dataset", "batch_size", "lr", "seed",
 
 
 def save(folder, epoch, model, optimizer, args, group=None):
-    """Write the shards of all ranks. With a group, a thread does it, whose future is returned."""
+    """Write the shards of all ranks. With a group, a thread does it, whose future is returned.
+
+    If there is no optimizer state yet, get_state_dict() makes a step: call this after one of yours.
+    """
     # NEW: each rank gets its own shards, under the parameters' names.
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state, "epoch": epoch}
@@ -89,7 +92,7 @@ def load(folder, model, optimizer):
     """Load a checkpoint, however many ranks wrote it. Returns its epoch, and the flags."""
     # NEW: dcp.load() writes into the tensors of a dict, so fill it with this rank's shards.
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    # get_state_dict() invents state for parameters that had no gradient. The folder has none.
+    # The folder has no state of parameters without gradients, which get_state_dict() makes up here.
     missing = take_out_missing(optimizer_state, folder)
     state = {"model": model_state, "optimizer": optimizer_state, "epoch": None, "flags": None}
     dcp.load(state, checkpoint_id=folder)
@@ -136,18 +139,17 @@ def load_file(path, model, optimizer):
 
 
 def by_name(optimizer_state, model, optimizer):
-    """Return the state of an optimizer with names for the parameters, which it may number."""
-    groups = optimizer_state["param_groups"]
-    if isinstance(groups[0]["params"][0], str):
-        return optimizer_state  # save_file() has written names
+    """Return the state of an optimizer with the parameters' names in place of their numbers."""
     name_of = {parameter: name for name, parameter in model.named_parameters()}
     named = {"state": {}, "param_groups": []}
+    groups = optimizer_state["param_groups"]
     for group, own_group in zip(groups, optimizer.param_groups, strict=True):
         names = [name_of[parameter] for parameter in own_group["params"]]
         named["param_groups"].append(group | {"params": names})
         for name, number in zip(names, group["params"], strict=True):
+            key = name if isinstance(number, str) else number  # save_file() has written names
             # A parameter that has got no gradient has no state.
-            named["state"][name] = optimizer_state["state"].get(number, {})
+            named["state"][name] = optimizer_state["state"].get(key, {})
     return named
 
 
@@ -217,8 +219,9 @@ def resume(args, model, optimizer):
 def complete(run_dir):
     """Return the folders of complete checkpoints, the newest one last."""
     # NEW: the file .metadata is written last, so a folder without it is not complete.
-    files = sorted(Path(run_dir).glob(f"epoch-{'[0-9]' * 4}/.metadata"))
-    return [str(file.parent) for file in files]
+    folders = [file.parent for file in Path(run_dir).glob("epoch-*/.metadata")]
+    numbered = [folder for folder in folders if folder.name[6:].isdigit()]
+    return [str(folder) for folder in sorted(numbered, key=lambda folder: int(folder.name[6:]))]
 
 
 # You can stop here. What follows keeps order, shards the model as before, and trains for one epoch.
@@ -228,10 +231,11 @@ def take_out_missing(optimizer_state, folder):
     """Take out the state of parameters that have none in a checkpoint. Returns it, empty, by name.
 
     They never got a gradient. (get_state_dict() has made a step with zero gradients, which creates
-    state for all, and counts as a step. Loading corrects this. So before training, call
-    get_state_dict() only to load.)
+    state for all, and counts as a step. Loading corrects this.)
     """
     saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    if not any(key.startswith("optimizer.") for key in saved):
+        raise KeyError(f'{folder} has nothing under the key "optimizer"')
     averages = optimizer_state["state"]
     known = {key.removeprefix("optimizer.state.").rpartition(".")[0] for key in saved}
     missing = [name for name in averages if name not in known]

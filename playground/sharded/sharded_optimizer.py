@@ -19,8 +19,8 @@ as well (16/n, the next lesson; `playground/pages/figures/holds.svg`).
 A bucket is one flat tensor with all parameters of a layer. It has n shards of equal length, and
 each rank updates one of them. During `backward()`, a reduce_scatter gives each rank the mean
 gradient of its shard. Then the rank's optimizer updates the shard, and an all_gather sends the new
-shards to all ranks. The next `forward()` waits for it, layer by layer. In a ring, the two send as
-many bytes as DDP's all_reduce (`playground/pages/sharding.md`).
+shards to all ranks. With `overlap`, the next `forward()` waits for it, layer by layer. In a ring,
+the two send as many bytes as DDP's all_reduce (`playground/pages/sharding.md`).
 
 Other variants: stage 1, such as `ZeroRedundancyOptimizer`, keeps the whole gradients. With 16-bit
 parameters, as in Megatron and DeepSpeed, gradients are added up in a float32 tensor (`main_grad`),
@@ -78,19 +78,19 @@ class Bucket:
             end = start + parameter.numel()
             parameter.data = self.flat[start:end].view(parameter.shape)
             start = end
-            parameter.register_post_accumulate_grad_hook(self.count)
+            parameter.register_post_accumulate_grad_hook(self.note)
         self.shard = self.flat.chunk(dist.get_world_size())[dist.get_rank()]
         self.complete = set()  # the parameters whose gradients are complete in this step
         self.handle = None  # of the message that travels
-        self.before = None  # the bucket whose gradients are complete before these
+        self.before = None  # the next layer's bucket, which is complete before this one
         # NEW: forward() waits for the shards of the other ranks, and so do saving and loading.
         layer.register_forward_pre_hook(self.wait, prepend=True)  # before all other hooks
         layer.register_state_dict_pre_hook(self.wait)
         layer.register_load_state_dict_pre_hook(self.wait)
 
-    def count(self, parameter):
+    def note(self, parameter):
         """Note a complete gradient. After the last one, start to send the gradients."""
-        # A message that travels before any gradient is complete is the all_gather of the last step.
+        # If no gradient is complete yet, the message is the all_gather of the last step.
         if self.handle is not None and not self.complete:
             raise RuntimeError("used outside its layer's forward(), which overlap forbids")
         if parameter in self.complete:
@@ -120,10 +120,10 @@ class ShardedOptimizer:
 
     All parameters have one weight decay, and each that is not frozen must get one gradient in every
     step, on all ranks in the same order. The optimizer must be elementwise, as SGD and Adam are
-    (not Muon or Adafactor). Give a scheduler `self.optimizer`. To clip, do so inside step(), and
-    add up the squares of all shards and ranks. With `overlap`, step() returns while the new
-    parameters still travel. Then only forward() of a layer and state_dict() may read them, and no
-    average of parameters (EMA).
+    (not Muon or Adafactor). Give a scheduler `self.optimizer`. clip_grad_norm_() finds no
+    gradients, and clips nothing: do so inside step(), by the squares of all shards and ranks. With
+    `overlap`, step() returns while the new parameters still travel. Then only forward() of a layer
+    and state_dict() may read them, and no average of parameters (EMA).
     """
 
     def __init__(self, model, make_optimizer, overlap=False):
@@ -139,8 +139,8 @@ class ShardedOptimizer:
                 self.buckets.append(Bucket(layer, own))
         if sum(len(bucket.parameters) for bucket in self.buckets) > len(trained):
             raise ValueError("a parameter belongs to two layers, and has one bucket only")
-        for bucket, following in pairwise(self.buckets):
-            bucket.before = following  # backward() begins with the last layer
+        for bucket, next_bucket in pairwise(self.buckets):
+            bucket.before = next_bucket  # backward() begins with the last layer
         # NEW: the optimizer gets only this rank's shards.
         self.optimizer = make_optimizer([bucket.shard for bucket in self.buckets])
         self.optimizer.register_state_dict_pre_hook(self.refuse)

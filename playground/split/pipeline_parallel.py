@@ -6,8 +6,9 @@ Run it, with one stage on each rank, and with two:
         --micro_batches 4 --schedule InterleavedZeroBubble
 
 Both print the same numbers as `single_gpu.py`, up to rounding (with `--double` all twelve digits
-agree). Then each shows what its ranks compute in a step, as `manual_pipeline.py` does, and what
-they keep. The first layer has most of the parameters. With the first command:
+agree; batch norm would see one micro-batch at a time). Then each shows what its ranks compute in a
+step, as `manual_pipeline.py` does, and what they keep. The first layer has most of the parameters.
+With the first command:
     rank 0: F0 F1 B0 F2 B1 F3 B2 B3
     rank 1: F0 B0 F1 B1 F2 B2 F3 B3
     rank 0 keeps stage 0: 54,400 parameters
@@ -64,6 +65,16 @@ from common import flags
 from common.data import Images, fetch, loaders, whole_batch
 from common.models import make_layers
 
+STAGES_PER_RANK = {
+    "1F1B": 1,
+    "GPipe": 1,
+    "Interleaved1F1B": 2,
+    "InterleavedZeroBubble": 2,
+    "ZBVZeroBubble": 2,
+    "DualPipeV": 2,
+}
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
+
 
 def make_1f1b(layers, device, micro_batches):
     """Return a pipeline with the schedule 1F1B, and the stage of this rank."""
@@ -74,7 +85,7 @@ def make_1f1b(layers, device, micro_batches):
     # batch, it finds out their shapes and dtypes, which all later ones must have.
     stage = PipelineStage(module, rank, world_size, device)
     # NEW: computes the passes of all micro-batches, and on the last rank the loss of each.
-    # (`partial`, because the pipeline adds one more argument: its loss.)
+    # (`partial`, because the pipeline adds two arguments.)
     return Pipeline([stage], partial(Schedule1F1B, stage, micro_batches))
 
 
@@ -94,9 +105,8 @@ def interleaved(rank, world_size, micro_batches, chunks=2):
             for number in range(first, first + world_size):
                 forward.append(f"{stages[chunk]}F{number}")
                 backward.append(f"{stages[-1 - chunk]}B{number}")
-    # NEW: the first backward pass of a rank waits until a group has passed through all chunks but
-    # the last, and the first micro-batch through the last chunk (1) and through that of each rank
-    # behind this one, there and back.
+    # NEW: the forward passes before the first backward pass: world_size for each chunk but the last
+    # one, two for each rank behind this one (there and back), and one in the last chunk.
     ahead = (chunks - 1) * world_size + 2 * (world_size - rank - 1) + 1
     passes = forward[:ahead]
     for number, each in enumerate(backward):
@@ -112,7 +122,7 @@ def make_other(name, layers, device, micro_batches):
     world_size = dist.get_world_size()
     count = world_size * STAGES_PER_RANK[name]
     modules = cut(layers, count)
-    splits = name not in ("GPipe", "Interleaved1F1B")  # backward passes, in two parts
+    splits = name not in ("GPipe", "Interleaved1F1B")  # a backward pass into I and W
     if splits and not any(each.requires_grad for each in modules[0].parameters()):
         raise ValueError(f"{name}: wrong gradients behind a frozen stage: use Interleaved1F1B")
     # With two ranks, rank 0 has stages 0 and 2, and rank 1 has 1 and 3. So every stage sends its
@@ -226,16 +236,6 @@ def run_epoch(model, loader, device, optimizer=None):
 
 
 # You can stop here: what follows is for V shapes, prints, and reads the flags.
-
-STAGES_PER_RANK = {
-    "1F1B": 1,
-    "GPipe": 1,
-    "Interleaved1F1B": 2,
-    "InterleavedZeroBubble": 2,
-    "ZBVZeroBubble": 2,
-    "DualPipeV": 2,
-}
-V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 
 
 class VPipeline(Pipeline):

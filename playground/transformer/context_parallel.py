@@ -17,15 +17,15 @@ Llama 3 did (https://arxiv.org/abs/2407.21783). In `backward()`, each rank has a
 gradients, and a reduce_scatter adds up the terms and leaves each rank those of its own tokens.
 
 **By a ring** (`ring_attention`, https://arxiv.org/abs/2310.01889), a rank first computes what its
-queries read from its own chunk, which is the keys and values of its tokens. Then all ranks pass
-their chunk on to the next rank, and compute what their queries read from the chunk that has
-arrived. After n - 1 such steps, every chunk has been on every rank. With `checkpoint()`, autograd
+queries read from its own chunk, which is the keys and values of its tokens. Then each rank sends
+the chunk that it has to the next rank, and its queries read from the chunk that arrives. After
+n - 1 such steps, every chunk has been on every rank. With `checkpoint()`, autograd
 keeps only the inputs of the ring (so a rank keeps 90,423,296 bytes), and `backward()` runs it
 again. (Libraries send chunks around in `backward()`, too, and pass one on while they compute.)
 
 A token with the scores s reads the mean of the values, weighted with softmax(s). In the ring, no
-rank has all scores of a token, but the means over the chunks can be merged. A chunk's weight in the
-whole mean is the sum of its exp(s), or e^L with L = log(sum(exp(s))). An example with 2 for e:
+rank has all scores of a token, but the means over the chunks can be merged. A chunk's weight is
+proportional to the sum of its exp(s), or e^L with L = log(sum(exp(s))). An example with 2 for e:
     chunk 1    s = 1 1    values 6 0    mean 3      L = log2(2 + 2) = 2
     chunk 2    s = 2 2    values 3 6    mean 4.5    L = log2(4 + 4) = 3
     merged     weights 4/12 and 8/12, the softmax of the two L, so 3 * 1/3 + 4.5 * 2/3 = 4
@@ -72,8 +72,8 @@ from common.models import make_model
 from common.transformer import Attention
 
 
-# Here and below, positions[r] has the positions of rank r's tokens in the sequence, in ascending
-# order. `group` has the ranks that split a sequence. None means all ranks, as in this lesson.
+# Here and below, positions[r] has the positions of rank r's tokens in the sequence. `group` has the
+# ranks that split a sequence. None means all ranks, as in this lesson.
 # PyTorch's own context parallelism is experimental, and does not run on CPUs. So this is by hand.
 def gathered_attention(query, key, value, positions, group):
     """Return what this rank's tokens read from all tokens, in the shape of `query`.
@@ -84,7 +84,7 @@ def gathered_attention(query, key, value, positions, group):
     # NEW: chunk r is of rank r. backward() adds up the gradients that all ranks have for it.
     chunks = Message.apply(own, all_gather, reduce_scatter, group)
     keys, values = torch.cat(list(chunks), dim=-2)
-    # NEW: which token reads which: the order of the tokens is that of the ranks.
+    # NEW: which tokens each of mine may read. The keys are in the order of the ranks.
     mine = positions[dist.get_rank(group)].to(query.device)
     reads = torch.cat(list(positions)).to(query.device) <= mine[:, None]
     return F.scaled_dot_product_attention(query, keys, values, attn_mask=reads, enable_gqa=True)
@@ -291,8 +291,8 @@ def split_tokens(model, attend, mine):
     """Let each rank compute its own tokens. All ranks keep the whole model.
 
     Args:
-        model: any module that has layers of attention, causal and without a window or a bias. All
-            other layers must compute each token alone (no convolution along the tokens), and a
+        model: any module with layers of common.transformer.Attention, causal and without a window.
+            All other layers must compute each token alone (no convolution along the tokens), and a
             table of positions must be read at `mine`, not at arange(tokens).
         attend: turns queries, keys and values of this rank's tokens into what they read.
         mine: the positions of this rank's tokens in the sequence. All ranks have equally many.
@@ -301,12 +301,14 @@ def split_tokens(model, attend, mine):
     dist.all_gather_object(counts, len(mine))
     if len({*counts}) > 1:
         raise ValueError(f"the ranks have unequal numbers of tokens: {counts}")
-    for module in model.modules():
-        if isinstance(module, Attention):
-            # Attention gets a different forward(). All other modules stay as they are.
-            module.forward = partial(attend_to_all, module, attend)
-            # Queries and keys are rotated by their true positions, and not by 0, 1, 2 ...
-            module.positions = mine
+    found = [module for module in model.modules() if isinstance(module, Attention)]
+    if not found:
+        raise ValueError("no layer Attention was found, so tokens would see only their own rank's")
+    for module in found:
+        # Attention gets a different forward(). All other modules stay as they are.
+        module.forward = partial(attend_to_all, module, attend)
+        # Queries and keys are rotated by their true positions, and not by 0, 1, 2 ...
+        module.positions = mine
 
 
 def keep_own_tokens(loader, mine):

@@ -104,6 +104,8 @@ class Mixture(torch.nn.Module):
         width = mlp[0].in_features
         self.router = torch.nn.Linear(width, count, bias=False)
         experts = [mlp, *(make_expert(width) for _ in range(count - 1))]
+        if repr(experts[-1]) != repr(mlp):
+            raise ValueError("make_expert() makes an MLP that differs from that of the block")
         self.register_buffer("bias", torch.zeros(count))  # in bfloat16, it would stop moving
         if count % dist.get_world_size(group):
             raise ValueError(f"{dist.get_world_size(group)} ranks cannot split {count} experts")
@@ -123,7 +125,7 @@ class Mixture(torch.nn.Module):
         scores = self.router(rows).softmax(dim=-1)
         expert = (scores + self.bias).topk(self.top).indices  # NEW: of each token, the best ones
         score = scores.gather(-1, expert)  # without the bias, which only chooses
-        expert = expert.flatten()  # with --top 2: twice of token 0, twice of token 1 ...
+        expert = expert.flatten()  # with --top 2: two of token 0, two of token 1 ...
         order = expert.argsort()  # the tokens of expert 0 first, then those of expert 1
         self.load = torch.bincount(expert, minlength=self.count)  # how many tokens for each expert
         self.mean_scores = scores.mean(dim=0)  # for balance_loss()
@@ -138,7 +140,7 @@ class Mixture(torch.nn.Module):
         """Let the experts of all ranks compute rows, which are sorted by expert."""
         world_size = dist.get_world_size(self.group)
         here = len(self.experts)
-        # So that every rank sends gradients back, also one whose parameters are frozen.
+        # Otherwise a rank whose parameters are frozen would send no gradients back.
         rows.requires_grad_(torch.is_grad_enabled())
         # NEW: the counts first. Each rank sends one number for each expert to the expert's rank.
         arriving = torch.empty_like(self.load)
@@ -169,7 +171,7 @@ def train(args):
     """Train a transformer with mixtures of experts, and show how many tokens each expert gets."""
     rank, device = join(args)
     train_loader, test_loader = loaders(args, rank, dist.get_world_size())
-    torch.manual_seed(args.seed)
+    torch.manual_seed(args.seed)  # the same on all ranks: nothing else makes the replicas equal
     model = make_model(args)
     world_size = dist.get_world_size()
     # NEW: experts are split along ep. Ranks along the other axis have the same experts.
@@ -229,7 +231,7 @@ def balance_loss(model):
     total = 0
     for mixture in mixtures:
         # NEW: the loss multiplies fractions by mean scores, so the fractions must be those of all
-        # ranks. The mean scores may stay local: average_gradients() averages what comes of them.
+        # ranks. The mean scores may stay local: their gradients are averaged later.
         mixture.total = mixture.load.clone()  # checkpoint() would write load again in backward()
         dist.all_reduce(mixture.total)
         load = mixture.total.to(mixture.mean_scores.dtype)

@@ -21,8 +21,8 @@ pairs, tokens are split, S1 in the letters of `placements.py`. Other messages be
 By a ring, an all_reduce sends as many bytes as an all_gather and a reduce_scatter together. A tenth
 of the memory is saved here, and not more, because the first layer of a pair keeps its input, which
 is all tokens. Megatron-LM keeps a rank's own tokens, and gathers the others again in `backward()`,
-while it computes the gradient of the input. Its reduce_scatter travels while it computes that of
-the weights. Async TP cuts a product into n, and computes each while the next one's input travels.
+while it computes the gradient of the input. The reduce_scatter travels while the gradient of the
+weights is computed. (Async TP cuts a product into parts, so that messages travel beside each.)
 
 What is not split, such as a LayerNorm, now sees only the tokens of one rank. So its gradient is a
 term (P), and an all_reduce adds up the terms. After the last block, each rank gets all tokens.
@@ -110,9 +110,13 @@ class Exchange(torch.nn.Module):
 def split_by_hand(model, group):
     """Split the blocks of a transformer, and between their pairs of layers the tokens."""
     # NEW: in a pair, every rank uses all tokens, so a token's gradient is a sum over the ranks.
-    # Where a pair ends, a rank has the gradient of its own tokens only. Its term needs that of all.
+    # Where a pair ends, a rank has its own tokens' gradient only, but its term was of all tokens.
     begin = (all_gather, reduce_scatter)
     end = (reduce_scatter, all_gather)
+    between = torch.nn.ModuleList([*model.stage1[1:], *model.stage2[:-1]])  # of own tokens
+    blocks = torch.nn.ModuleList(layer for layer in between if hasattr(layer, "attention"))
+    if not blocks or {*between.parameters()} - {*blocks.parameters()}:
+        raise ValueError("between the first and the last layer, all must be blocks with .attention")
     terms = []  # parameters whose gradient comes from own tokens
     for stage in (model.stage1, model.stage2):
         for index, layer in enumerate(stage):
@@ -122,11 +126,11 @@ def split_by_hand(model, group):
                 terms += [*block.norm1.parameters(), *block.norm2.parameters()]
                 terms += [bias for bias in (block.bias1, block.bias2) if bias is not None]
     for parameter in terms:
+        # A frozen parameter may be unfrozen later, and PyTorch gives a hook only to a trained one.
+        trained = parameter.requires_grad
         # NEW: add up the terms. If a bias's gradients from four tokens are 1, 2, 3 and 4, rank 0
         # has 3, rank 1 has 7, and the hook returns 10. (fully_shard would replace the parameter,
         # and drop its hook without an error. With FSDP, use DTensor.)
-        # A frozen parameter may be unfrozen later, and PyTorch gives a hook only to a trained one.
-        trained = parameter.requires_grad
         parameter.requires_grad_().register_hook(partial(all_reduce, group=group))
         parameter.requires_grad_(trained)
     # NEW: all ranks have computed the embedding of all tokens, so it needs the gradients of all.

@@ -106,8 +106,8 @@ def split_tokens(model, attend, mine):
     """Let each rank compute its own tokens. All ranks keep the whole model.
 
     Args:
-        model: any module that has layers of attention, causal and without a window or a bias. All
-            other layers must compute each token alone (no convolution along the tokens), and a
+        model: any module with layers of common.transformer.Attention, causal and without a window.
+            All other layers must compute each token alone (no convolution along the tokens), and a
             table of positions must be read at `mine`, not at arange(tokens).
         attend: turns queries, keys and values of this rank's tokens into what they read.
         mine: the positions of this rank's tokens in the sequence. All ranks have equally many.
@@ -116,12 +116,14 @@ def split_tokens(model, attend, mine):
     dist.all_gather_object(counts, len(mine))
     if len({*counts}) > 1:
         raise ValueError(f"the ranks have unequal numbers of tokens: {counts}")
-    for module in model.modules():
-        if isinstance(module, Attention):
-            # NEW: attention gets a different forward(). All other modules stay as they are.
-            module.forward = partial(attend_to_all, module, attend)
-            # NEW: queries and keys are rotated by their true positions, and not by 0, 1, 2 ...
-            module.positions = mine
+    found = [module for module in model.modules() if isinstance(module, Attention)]
+    if not found:
+        raise ValueError("no layer Attention was found, so tokens would see only their own rank's")
+    for module in found:
+        # NEW: attention gets a different forward(). All other modules stay as they are.
+        module.forward = partial(attend_to_all, module, attend)
+        # NEW: queries and keys are rotated by their true positions, and not by 0, 1, 2 ...
+        module.positions = mine
 
 
 def keep_own_tokens(loader, mine):

@@ -28,8 +28,8 @@ are enough: the largest score, the sum, and the label's score, which one rank ha
 send them in place of 256 scores, and `backward()` of the loss sends nothing.
 
 Shards made by hand have the same name on all ranks, so `torch.distributed.checkpoint` would take
-them for replicas. So `refuse_state` makes `state_dict()` raise an error. With `--by dtensor`, it
-knows the shards.
+them for replicas. So `refuse_state` makes `state_dict()` raise an error. DTensors (`--by dtensor`)
+know what they are shards of. To clip gradients, do as `tensor_parallel.py` says.
 
 Try breaking it, in a copy beside it, with `--double`, and compare the losses:
   1. In SplitCrossEntropy, leave out the first all_reduce. Is the loss still right?
@@ -69,12 +69,13 @@ from common.models import make_model
 
 
 # Here and below, `group` has the ranks that split the vocabulary. None means all ranks, as in this
-# lesson. All have equally many words: pad your vocabulary to a multiple of their number.
+# lesson. All have equally many words: pad your vocabulary to a multiple of their number, and give
+# the padding the score -inf.
 def own_words(words, count, group):
     """Find words, int64, among the `count` words of this rank.
 
     Returns two tensors: each word's position among them, or 0, and whether this rank has the word.
-    A word outside the vocabulary gets a position for which each lookup ends with an error.
+    A word outside the vocabulary gets the position `count`, where a lookup fails.
     """
     first = dist.get_rank(group) * count
     own = (words >= first) & (words < first + count)
@@ -137,9 +138,8 @@ class SplitCrossEntropy(torch.autograd.Function):
             labels: among all words, or -100, int64 (N, tokens).
             group: the ranks that have the scores of the other words.
         """
-        scores = scores.to(
-            torch.promote_types(scores.dtype, torch.float32)
-        )  # 16 bits round too much
+        # 16 bits round too much.
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
         largest = scores.amax(dim=1)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
         valid = labels != -100
@@ -155,7 +155,7 @@ class SplitCrossEntropy(torch.autograd.Function):
         softmax = exponentials.div_(total[:, None]).masked_fill_(~valid[:, None], 0)
         ctx.save_for_backward(softmax, index, own, valid)
         # NEW: of_label is now s_y - m on all ranks. If it is 0, no word has a larger score than the
-        # label, so the prediction is correct.
+        # label, so the prediction is correct (or a tie).
         correct = (of_label == 0) & valid
         ctx.mark_non_differentiable(correct)
         return torch.where(valid, total.log() - of_label, 0), correct
