@@ -1,7 +1,7 @@
 """A sampler that knows the ranks, and a library that does, too.
 
 In each epoch, each example should be read once, by one of the ranks.
-What people saw: an epoch has fewer steps than they thought. The loss goes down.
+What people saw: an epoch has fewer steps than they thought (here 3, and not 6). The loss goes down.
 The report: https://github.com/huggingface/accelerate/issues/3520 (April 2025; #4199 of September
 2026 is the same).
 

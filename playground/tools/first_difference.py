@@ -64,12 +64,14 @@ RIGHT = """the loss's gradient at the outputs is right.
   See the average over the ranks, other messages, clipping, zero_grad(), losses on parameters."""
 MISSING = """The optimizer's parameters have no gradient, or one of zeros.
   See requires_grad, detach(), zero_grad(), and whether the optimizer was made before sharding."""
-OWN = "Each rank has its own, whose {} would be right: a message is missing, or is sent in step()."
+OWN = "Each rank has its own, whose {} would be right: a message is missing, or comes later."
 RIGHT_ALIKE = """the loss's gradient at the outputs is right, and all gradients are scaled alike.
   See the average over the ranks, and clipping (which gradients its norm counts, and how often)."""
 PARTLY = """the loss's gradient at the outputs is right, and so are other gradients.
   See further losses (of a router, on parameters) and what they are divided by, and messages that
   only these tensors need."""
+ONLY = """Other gradients are right, so the loss is.
+  See whether it is sent or divided once more (a tensor of two modules, a hook)."""
 SCALED_ALIKE = """All gradients are scaled alike.
   See clipping (which gradients its norm counts, and how often), the average over the ranks, and by
   what the loss is divided."""
@@ -99,6 +101,8 @@ EACH_ITS_OWN = """Their gradients differed before this step, so each rank has us
   Collectives that each rank has called in this step: {}.
   See the average over the ranks, and what goes past DDP: model.module(x) in place of model(x),
   no_sync(), two forward passes before two backward(), parameters put in after DDP()."""
+OTHER_CALLS = """The ranks have called unequal numbers of collectives since their last step: {}.
+  See what lets a rank skip a step or a message: a GradScaler, a test for NaN, its own loss."""
 IN_THE_STEP = """step(closure) has computed their gradients, which are not noted.
   See the average over the ranks, also of the loss that the closure returns."""
 EQUAL_GRADIENTS = """Their gradients were equal before this step.
@@ -125,8 +129,8 @@ RANDOM = """all ranks draw equal random numbers in each step, so dropout drops t
   by rank, after the model is made."""
 UNLIKE_GRADIENTS = """in {} of {} steps, the ranks have different gradients, first in step {}: {}
   In the next step, their parameters are equal all the same. Right if the optimizer averages
-  gradients in its step. Otherwise see no_sync(), model.module(x), and what makes the parameters
-  equal again."""
+  gradients in its step, or if parameters are averaged after each step of SGD. Otherwise see
+  no_sync(), model.module(x), and what makes the parameters equal again."""
 ALL_IDLE = """no tensor of the optimizer has a gradient in any step.
   See requires_grad, detach(), zero_grad(), and whether the optimizer was made before sharding."""
 IDLE = """{} of {} trained tensors have no gradient in any step: {}.
@@ -142,7 +146,8 @@ SOUND = (
 )
 ONLY_SHARDS = "the ranks make equal steps: {}. Their tensors are shards, which cannot be compared."
 BEGAN = "the ranks began {} steps, and ended {}."
-JOIN = "the ranks made {} steps. Right inside DDP's join(), or if the run was interrupted."
+JOIN = """the ranks made {} steps. Right inside DDP's join(), or if the run was interrupted.
+  Otherwise see what lets a rank skip a step, and whether all have equally many batches."""
 
 
 def note(folder, most, script, is_module, flags):
@@ -379,6 +384,8 @@ def why_gradient(ones, twos, wrong, pairs, limit):
         in_words = factor_in_words(factor, size) or f"{factor:.6g} times what is expected"
         if not right:
             words = words.replace(RIGHT, RIGHT_ALIKE)
+        if right and words.endswith(SCALED):
+            words = ONLY
         if not right and (words == UNKNOWN or words.endswith(LABELS)):
             words = SCALED_ALIKE
         words = f"It is {in_words}. {words}"
@@ -412,7 +419,7 @@ def place(pairs, found, size):
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     (key, far_apart), *_ = found.items()
     one, two = (sums[SQUARES] ** 0.5 for sums in pairs[key])
-    norms = f"by {far_apart:.2g} of its norm, {two:.6g} (in the first run {one:.6g})"
+    norms = f"by {far_apart:.2g} of its norm, which is {two:.6g} (in the first run {one:.6g})"
     return f"{names[0]}{more}, {where}\n  It differs {norms}."
 
 
@@ -671,6 +678,7 @@ def drift_of(rows, names):
         if why == EQUAL_GRADIENTS and number == steps:
             why = AT_THE_END
         why = IN_THE_STEP if before[0]["closure"] else why
+        why = OTHER_CALLS if len({*counts}) > 1 else why
         words = LEAVES.format(number, some(found, names), why.format(called))
         later = enumerate(rows[number + 1 :], number + 2)
         again = [step for step, row in later if not differ(row, "value of", found)]
