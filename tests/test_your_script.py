@@ -8,7 +8,7 @@ from math import cos, pi
 import pytest
 import torch
 from filelock import FileLock
-from launch import run
+from launch import ranks, run
 from lessons import ROOT
 
 FOLDER = ROOT / "playground" / "your_script"
@@ -80,6 +80,16 @@ def test_every_change_has_a_number_and_the_page_explains_it():
     shown = PAGE[PAGE.index("### 1.") : PAGE.index("## Run it")]
     for line in re.findall(r"^    (.+)$", shown, re.M):
         assert line.strip() in CODE["train_ddp"]
+
+
+def test_at_one_glance(tmp_path):
+    """The program at the top of the page prints the same digits with one to three ranks."""
+    path = tmp_path / "ddp.py"
+    path.write_text(re.search(r"```python\n(.*?)```", PAGE, re.S)[1])
+    jobs = [ranks(path, processes=count) for count in (1, 2, 3)]
+    printed = [[job.wait().stdout for job in each][0] for each in jobs]
+    assert len(re.findall(r"^epoch \d  loss \d\.\d{12}$", printed[0], re.M)) == 3
+    assert printed[1:] == printed[:1] * 2
 
 
 def test_all_print_the_same_numbers(tmp_path):
