@@ -226,6 +226,8 @@ def balance_loss(model):
     """Return the mean over the blocks of: number of experts * sum(fraction * mean score).
 
     An expert's fraction is the part of all tokens that it gets. With an even load the result is 1.
+    (A stage of a pipeline has no loss. There, an autograd.Function returns its input, and its
+    backward() gives this term the gradient 1.)
     """
     mixtures = mixtures_of(model)
     total = 0
