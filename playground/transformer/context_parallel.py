@@ -297,12 +297,13 @@ def split_tokens(model, attend, mine):
         attend: turns queries, keys and values of this rank's tokens into what they read.
         mine: the positions of this rank's tokens in the sequence. All ranks have equally many.
     """
-    counts = [None] * dist.get_world_size()
-    dist.all_gather_object(counts, len(mine))
-    if len({*counts}) > 1:
-        raise ValueError(f"the ranks have unequal numbers of tokens: {counts}")
     found = [module for module in model.modules() if isinstance(module, Attention)]
-    if not found:
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (len(mine), len(found)))
+    counts, layers = zip(*everyone, strict=True)
+    if len({*counts}) > 1:
+        raise ValueError(f"the ranks have unequal numbers of tokens: {[*counts]}")
+    if not any(layers):  # a stage of a pipeline may have none
         raise ValueError("no layer Attention was found, so tokens would see only their own rank's")
     for module in found:
         # Attention gets a different forward(). All other modules stay as they are.
