@@ -365,7 +365,7 @@ def report_of(job, count=3):
 def test_a_hang(tmp_path):
     """It shows at which line each rank is, and what it has called last, whatever holds it up."""
     env = {"TMPDIR": str(tmp_path)}  # it is killed, so it leaves its files
-    report = report_of(Lesson("watch", "--hang", 2, WATCHED, "apart", env=env))
+    report = report_of(Lesson("watch", "--hang", 5, WATCHED, "apart", env=env))
     assert re.match(r"watch: no progress of rank \d for \d+ s\. The ranks of this node:", report)
     shown = places(report)
     assert "in apart: dist.recv(torch.empty(4), 1)\n    now in recv, " in shown[0]
