@@ -68,4 +68,4 @@ def _draw_work(panel: Axes, count: dict) -> None:
     panel.tick_params(axis="y", length=0)
     panel.set_ylim(0.9 - RANKS, 1)
     panel.set_xlim(0, 73)
-    panel.set_xlabel("scores computed in steps 1 to 4 of the ring")
+    panel.set_xlabel("scores, in steps 1 to 4 of the ring")

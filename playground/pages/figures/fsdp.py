@@ -9,7 +9,7 @@ def draw(counts: dict, path: Path) -> None:
     """Draw a column for each time at which a layer computes, and in it what is whole then."""
     sizes = counts["layers"]
     layers = len(sizes)
-    title = "With FSDP, only one layer at a time is whole"
+    title = "FSDP: one layer is whole, and one more in the buffer"
     figure, panels = new_figure(title, 2, 1, 7.6)
     titles = {"freed": "FSDP", "kept": "FSDP with --keep_weights"}
     for panel, (name, title) in zip(panels[:, 0], titles.items(), strict=True):

@@ -12,13 +12,12 @@ HEADS = 4
 
 def draw(counts: dict, path: Path) -> None:
     """Draw which heads and tokens each rank has, and below it what it sends."""
-    titles = {"heads": "by heads", "ring": "by tokens: ring", "ulysses": "by tokens: Ulysses"}
+    titles = {"heads": "by heads", "ulysses": "by tokens: Ulysses"}
     travels = {  # in a forward pass, from the upper row to the lower one and back
         "heads": "\u2191 all_reduce",
-        "ring": "keys and values \u21ba",
         "ulysses": "\u2193 all_to_all \u2191",
     }
-    title = "Four ranks split attention: with Ulysses, they send least"
+    title = "Four ranks split attention: with Ulysses, they send half"
     figure, panels = new_figure(title, 2, len(counts), 4.2)
     for column, (way, count) in enumerate(counts.items()):
         between, inside = panels[:, column]
