@@ -68,7 +68,6 @@ MAY_IMPORT = {  # the parts of the course that stand below each folder
     "playground/language": {"common"},
     "playground/tools": set(),
     "playground/museum": set(),
-    "playground/pages/figures": {"figures"},
     "playground/exercises": {"check", "judging"},
     "playground/exercises/judging": {"common", "check", "judging"},
     "playground/exercises/judging/checks": {"common", "check", "judging"},
@@ -85,7 +84,7 @@ def test_no_import_runs_back_up(folder):
                 modules |= {each.name.split(".")[0] for each in node.names}
             if isinstance(node, ast.ImportFrom):
                 modules.add(node.module.split(".")[0])
-        above = {"common", "figures", "check", "judging", *LESSONS} - MAY_IMPORT[folder]
+        above = {"common", "check", "judging", *LESSONS} - MAY_IMPORT[folder]
         if path.stem != "four_axes":  # it is the sum of several lessons
             assert not modules & above, path
 
