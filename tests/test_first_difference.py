@@ -22,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from instruments.anywhere import given_up
 from instruments.ranks import call
 from instruments.steps import Notes, sums_of
 
@@ -271,6 +272,32 @@ def test_one_process(fault, tmp_path):
     right, words = ALONE[fault]
     status, said = first_difference.compare_ranks(tmp_path)
     assert (status, words in said) == (right, True), said
+
+
+class Both(nn.Linear):
+    """A model that returns its loss, too, as those of Hugging Face do."""
+
+    def forward(self, inputs):
+        """Return the outputs and the loss."""
+        outputs = super().forward(inputs)
+        return outputs, outputs.square().mean()
+
+
+def train_both(rank, folder):
+    """Use only the loss. Returns the errors of the tool."""
+    Notes(folder, 9)
+    model = DistributedDataParallel(Both(3, 2), find_unused_parameters=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.ones(4, 3))[1].backward()
+        optimizer.step()
+    return [repr(error) for error in given_up]
+
+
+def test_an_output_without_a_gradient(tmp_path):
+    """The loss does not use what DDP returns beside it."""
+    assert call(train_both, 1, tmp_path) == [[]]
+    assert len(first_difference.read(tmp_path)[0]) == 2
 
 
 def test_the_fault_of_readme(tmp_path):

@@ -7,21 +7,23 @@ import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from unittest import mock
 
 import psutil
 import pytest
 import stacks
 import watch
-from launch import DIGITS, Job, Lesson, epochs, free_port, one_process, run
+from launch import DIGITS, Job, Lesson, epochs, free_port, one_process, ranks, run
 from lessons import ROOT, lesson_path
 from nodes import need, read_until
 
-from watching import report
+from watching import observer, report
 from watching.advice import advice_on
 
 PAGE = (ROOT / "playground/pages/watching.md").read_text()
 WATCHED = ROOT / "tests" / "programs" / "watched.py"
+ODD = ROOT / "tests" / "programs" / "odd.py"
 STARTS = ROOT / "tests" / "programs" / "starts.py"
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
@@ -201,6 +203,91 @@ def test_advice_on_an_error(tmp_path):
     assert ["`No space" in row or "`Bus" in row for row in advice_on(several)] == [True, 0, 0]
 
 
+ROW = r"^all    all_reduce +2 +1 +144 +\d+: model\(torch"
+ENDED = r"\(process \d+\) has ended"
+EXIT = rf"rank 1 {ENDED} by SystemExit: 5\n(    line .*\n)*    line .*os\._exit\(5\)"
+
+
+@pytest.mark.parametrize(
+    ("what", "out", "err"),
+    [
+        ("thread", ROW, "^$"),
+        ("execs", ROW, "^$"),
+        ("goes_on", ROW, "^$"),
+        ("compiled", f"(?s)graphs: 1.*{ROW}|{ROW}.*graphs: 1", "^$"),
+        ("profiles", "(?s)adds: 2.*nothing is recorded: the script uses the profiler", "^$"),
+        ("others", r"\n\(8 calls of other threads are not shown\.\)\n", "^$"),
+        ("exits", "", f"1 did not end well(?s:.*){EXIT}"),
+        ("exits_in_thread", "", EXIT),
+        ("ended", "", rf"rank 0 {ENDED}\nrank 1 {ENDED} without a word"),
+    ],
+)
+def test_what_few_scripts_do(what, out, err):
+    """Threads that train or send, exec, profilers, compilers and exits: what it says is true."""
+    jobs = ranks("watch", ODD, what, cold=what in ("execs", "goes_on"))
+    done = [job.wait() for job in jobs]
+    printed, errors = done[0].stdout, "".join(each.stderr for each in done)
+    assert re.search(out, printed, re.M), printed + errors
+    assert re.search(err, errors.strip()), errors
+    assert any(each.returncode for each in done) == (err != "^$")
+
+
+def test_a_thread_that_hangs(tmp_path):
+    """The line of each thread is shown, and which of two groups with the same ranks it is."""
+    first, second = ranks("watch", "--hang", 3, ODD, "two_groups", env={"TMPDIR": str(tmp_path)})
+    shown = places(report_of(first, 2))
+    second.kill()
+    assert "of ranks [0, 1] (b) all_reduce (3) not done" in shown[0]
+    assert "    another thread: line " in shown[1] and " in wait: time.sleep(9999)\n" in shown[1]
+
+
+def test_a_link_is_run_as_python_runs_it(tmp_path):
+    """Its own name is __file__, and argv has what was typed."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "script.py").write_text(
+        "import sys\nprint(__file__, sys.argv, sys.path[0])"
+    )
+    (tmp_path / "link.py").symlink_to(tmp_path / "real" / "script.py")
+    plain = Job(sys.executable, "link.py", "a", cwd=tmp_path).wait()
+    for words in (["watch", "--hang", 9], ["first_difference", "note", tmp_path / "notes"]):
+        tool = lesson_path(words.pop(0))
+        done = Job(sys.executable, tool, *words, "link.py", "a", cwd=tmp_path).wait()
+        assert done.stdout == plain.stdout
+
+
+def test_which_processes_are_ranks(tmp_path):
+    """Rank 0 is one even if it has started the others, as below Lightning."""
+    noted = {"called": True, "joined": True, "end": "well", "since": 0}
+    for rank, parent in enumerate((1, 2**30)):
+        notes = noted | {"pid": 2**30 + rank, "rank": rank, "parent": parent}
+        (tmp_path / f"{2**30 + rank}.json").write_text(json.dumps(notes))
+        (tmp_path / f"{2**30 + rank}.stack").touch()
+    assert [each["rank"] for each in observer.read_notes(tmp_path, Counter())] == [0, 1]
+
+
+def test_the_rank_that_crashed_comes_first(monkeypatch, capsys):
+    """The others have errors because of it."""
+    noted = {"size": 2, "stack": "", "calls": [], "alive": False, "end": "", "gone": True}
+    noted["lost"] = False
+    both = [noted | {"rank": rank, "pid": rank} for rank in range(2)]
+    monkeypatch.setattr(observer, "ask_stacks", lambda _: both[1].update(crash="Aborted"))
+    observer.show_ranks(both)
+    reason, first, _ = capsys.readouterr().err.splitlines()
+    assert reason.startswith("watch: rank 1 did not end well.") and first.startswith("rank 1 ")
+
+
+def test_a_shell_in_front_of_a_rank(monkeypatch):
+    """It has the same variables, and is older. stacks.py asks Python."""
+    both = []
+    for pid, program in ((11, "/bin/bash"), (12, "/usr/bin/python3.11")):
+        each = mock.Mock(spec=psutil.Process, pid=pid, info={"exe": program})
+        each.environ.return_value, each.ppid.return_value = {"RANK": "0"}, pid - 1
+        both.append(each)
+    monkeypatch.setattr(psutil, "process_iter", lambda names: both)
+    monkeypatch.setattr(psutil.Process, "create_time", lambda process: process.pid)
+    assert [each.pid for each in stacks.ranks().values()] == [12]
+
+
 WAITS = """import time
 import torch.distributed as dist
 dist.init_process_group("gloo")
@@ -240,7 +327,7 @@ def test_a_folder_that_others_can_write_to(tmp_path, monkeypatch):
 
 
 def test_what_cannot_be_shown():
-    """A line says so, before anything starts. With a profiler in the script, only hangs are."""
+    """A line says so, before anything starts."""
     for flags, reason in (
         (("nowhere.py",), "there is no script"),
         (("-m", "no.where"), "there is no script no.where"),
@@ -250,10 +337,6 @@ def test_what_cannot_be_shown():
         done = run("watch", *flags, status=2)
         assert f"watch.py: error: {reason}" in done.stderr.splitlines()[-1]
         assert not done.stdout
-    flags = (lesson_path("profile_steps"), *DIGITS, "--epochs", 1, "--out", os.devnull)
-    done = run("watch", *flags, processes=1, status=2)  # --out is no folder
-    assert "only for hangs, because this script uses the profiler itself" in done.stdout
-    assert "who waits for whom" not in done.stdout
 
 
 @pytest.mark.parametrize("how", ["fork", "forkserver", "os.fork", "subprocess", "mpirun"])
@@ -277,7 +360,7 @@ def test_nothing_to_record(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("print('done')\n")
     done = run("watch", script)
-    words = "watch: nothing is recorded. It takes a process that joins a group."
+    words = "watch: nothing is recorded: it takes a process that joins a group."
     assert {*done.stdout.splitlines()} == {"done", words}
     lines = ["import starts, sys, torch", "torch.profiler.profile.start = None"]
     lines.append(f"starts.be_a_rank(int(sys.argv[1]), 'right', {free_port()})")
@@ -371,6 +454,7 @@ def test_a_hang(tmp_path):
     assert "in apart: dist.recv(torch.empty(4), 1)\n    now in recv, " in shown[0]
     assert "last calls: #1 barrier, #2 all_reduce (4)\n" in shown[0]
     assert 'in apart: re.match("(a+)+$"' in shown[1] and "now in match, " in shown[1]
+    assert "    last calls" not in shown[1]  # they are old: Python runs no other thread of it
     assert "in apart: for _ in DataLoader(Slow()):\n" in shown[2]
     assert "in __getitem__: time.sleep(999)\n" in shown[2]
 

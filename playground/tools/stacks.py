@@ -37,9 +37,11 @@ def identity_of(process):
 
 
 def ranks():
-    """Return {identity: process}, with the oldest process of each rank, and no launcher."""
+    """Return {identity: process}, with the oldest Python of each rank, and no launcher."""
     found = {}
-    for process in sorted(psutil.process_iter(), key=psutil.Process.create_time):
+    # A shell between a launcher and a rank has the same variables.
+    every = sorted(psutil.process_iter(["exe"]), key=psutil.Process.create_time)
+    for process in sorted(every, key=lambda each: "python" not in str(each.info["exe"])):
         identity = identity_of(process)
         if identity and process.pid != os.getpid():
             found.setdefault(identity, process)

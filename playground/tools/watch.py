@@ -32,6 +32,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -50,7 +51,7 @@ atexit.register(lambda: [os.read(end, 1) for end, pid in ends if pid == os.getpi
 
 from instruments.anywhere import add_script, launched, path_of, run_with
 from watching.advice import advice_on
-from watching.inside import Rank
+from watching.inside import Rank, unlock
 
 # How launchers name a process' number on its node.
 LOCAL_RANK = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
@@ -76,10 +77,6 @@ def read_flags():
         if args.trace.is_dir() or not os.access(args.trace.parent, os.W_OK):
             parser.error(f"cannot write {args.trace}")
     args.record = args.hang is None
-    text = args.path.read_bytes()
-    if args.record and b"profiler" in text and b"profile(" in text:
-        print("watch: only for hangs, because this script uses the profiler itself", flush=True)
-        args.record = False
     return args
 
 
@@ -148,6 +145,7 @@ def main():
     rank = Rank(folder, args.record)
     held = start_observer(args, folder)
     settings = str(folder), args.record
+    before = threading.enumerate()
     try:
         run_with("watching.inside", settings, args.script, args.is_module, args.flags)
     except Exception as error:
@@ -155,8 +153,11 @@ def main():
             error.add_note(f"watch: troubleshooting.md on {row}")
         raise
     finally:
-        rank.stop()
-        held.close()
+        left = [each for each in threading.enumerate() if not each.daemon and each not in before]
+        if sys.exc_info()[1] or not left or hasattr(sys, "ps1"):
+            rank.stop()
+            unlock(held)
+        rank.held = held  # Python waits for its threads, and ends the rank after them
         signal.signal(signal.SIGINT, at_interrupt)
 
 

@@ -5,6 +5,7 @@ new Python (of spawn, subprocess, torchrun, accelerate) the module started/sitec
 """
 
 import argparse
+import builtins
 import contextlib
 import functools
 import importlib.util
@@ -14,6 +15,8 @@ import os
 import runpy
 import signal
 import sys
+import types
+import zipfile
 from pathlib import Path
 
 TOOLS = Path(__file__).resolve().parents[1]
@@ -107,13 +110,28 @@ def run_with(tool, settings, script, is_module, flags):
         if is_module:
             runpy.run_module(script, run_name="__main__", alter_sys=True)
         else:
-            runpy.run_path(str(Path(script).resolve()), run_name="__main__")
+            run_file(script)
     finally:  # a notebook continues after the script
         replace(sys.modules[C10D].init_process_group, init)
         for name, value in ((TOOL, None), ("PYTHONPATH", path)):
             os.environ.pop(name, None)
             if value:
                 os.environ[name] = value
+
+
+def run_file(script):
+    """Run a file as Python does: its name stays as it was given, links and all."""
+    if zipfile.is_zipfile(script) or script.endswith(".pyc"):
+        runpy.run_path(script, run_name="__main__")
+        return
+    module = types.ModuleType("__main__")
+    module.__file__ = os.path.abspath(script)
+    module.__builtins__ = builtins
+    before, sys.modules["__main__"] = sys.modules["__main__"], module
+    try:
+        exec(compile(Path(script).read_bytes(), module.__file__, "exec"), vars(module))
+    finally:
+        sys.modules["__main__"] = before
 
 
 def replace(old, new):

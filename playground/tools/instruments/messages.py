@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import _resolve_process_group, _world
 from torch.utils._python_dispatch import TorchDispatchMode
 
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
@@ -79,6 +79,12 @@ class Operations(TorchDispatchMode):
 
     def after(self, operation: Any, args: tuple, result: Any) -> None:
         """See an operation that has returned. A message may still travel."""
+
+
+# torch.compile leaves alone what runs here. Otherwise it would compile the tool for each call.
+frames = torch._C._dynamo.eval_frame
+skipped = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+frames.set_code_exec_strategy(Operations.__torch_dispatch__.__code__, skipped)
 
 
 class Messages(Operations):
@@ -208,9 +214,13 @@ def group_of(name: str, description: str) -> str:
     if description != "undefined":
         return description  # such as mesh_tp
     try:
-        return f"of ranks {dist.get_process_group_ranks(_resolve_process_group(name))}"
+        ranks = dist.get_process_group_ranks(_resolve_process_group(name))
     except RuntimeError:
         return "of a group that is gone"
+    others = [group for group in _world.pg_names if group is not dist.group.WORLD]
+    alike = [each for each in others if dist.get_process_group_ranks(each) == ranks]
+    place = [_world.pg_names[each] for each in alike].index(name)
+    return f"of ranks {ranks}" + (f" ({chr(ord('a') + place)})" if len(alike) > 1 else "")
 
 
 def recorded_calls() -> list[dict[str, Any]]:

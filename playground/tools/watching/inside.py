@@ -45,7 +45,7 @@ class Rank(threading.Thread):
         rank, size = launched() or (None, 0)
         self.notes = {"pid": os.getpid(), "rank": rank, "size": size, "joined": size > 0}
         self.notes |= {"parent": os.getppid(), "called": False}
-        self.notes |= {"since": time.time(), "calls": [], "stack": "", "end": ""}
+        self.notes |= {"since": time.time(), "calls": [], "stack": "", "end": "", "why": ""}
         self.notes["script"] = running()
         self.place = None
         self.earlier = getattr(sys, "last_value", None)  # an error of an earlier cell of a notebook
@@ -82,9 +82,11 @@ class Rank(threading.Thread):
         """Note where the main thread is until this process ends."""
         looked = 0
         while not self.stopped.wait(0.001 if self.recorder and self.recorder.profiler else 0.1):
-            frame = sys._current_frames().get(threading.main_thread().ident)
+            frames = sys._current_frames()
             if self.recorder:
-                self.recorder.note_line(frame)
+                self.recorder.note_line(frames.get(self.recorder.thread.ident))
+            frame = frames.pop(threading.main_thread().ident, None)
+            frames.clear()
             if time.time() - looked > 0.1:
                 looked = time.time()
                 self.note(frame)
@@ -122,11 +124,11 @@ class Rank(threading.Thread):
 
     def leave(self, status):
         """End the notes, and this process by os._exit()."""
-        if threading.current_thread() is threading.main_thread():
-            self.stop(SystemExit(status))
+        with contextlib.suppress(ValueError):  # only the main thread may set signals
+            self.stop(SystemExit(status), sys._getframe(1))
         self.exit(status)
 
-    def stop(self, error=None):
+    def stop(self, error=None, frame=None):
         """End the notes, because the script has ended, perhaps by an error."""
         if Rank.here is not self or self.stopped.is_set():
             return  # this process was forked from it, or it has ended
@@ -136,26 +138,29 @@ class Rank(threading.Thread):
         if error is self.earlier or not getattr(error, "code", True):  # sys.exit(0) is no error
             error = None
         # The profiler waits for a GPU, which may wait for a message that never comes.
-        if self.recorder and not (error and torch.cuda.is_initialized()):
+        in_main = threading.current_thread() is threading.main_thread()
+        if self.recorder and in_main and not (error and torch.cuda.is_initialized()):
             self.recorder.stop()
         self.stopped.set()
         self.join()
-        self.note_end(error)
+        self.note_end(error, frame)
         if given_up:
             self.path.unlink(missing_ok=True)
         os._exit = self.exit
         release(signal.SIGINT)  # not ASK, which would end the process then
         release(signal.SIGTERM)
-        fcntl.lockf(self.stack, fcntl.LOCK_UN)
+        unlock(self.stack)
 
     @harmless
-    def note_end(self, error):
-        """Note how this process ends."""
-        self.notes |= {"end": "well", "calls": last_calls() or self.notes["calls"]}
+    def note_end(self, error, frame):
+        """Note how this process ends. Without a group, there are no last calls any more."""
+        self.notes |= {"end": "well", "calls": last_calls()}
+        self.notes["why"] = self.recorder.why if self.recorder else ""
         if error:
             words = f"{type(error).__name__}: {error}"
             self.notes["end"] = words.split("\n")[0].removesuffix(": ")
-            self.notes["stack"] = as_text(reversed([*traceback.walk_tb(error.__traceback__)]))
+            frames = [*traceback.walk_tb(error.__traceback__)][::-1]
+            self.notes["stack"] = as_text(frames or [(x, x.f_lineno) for x in outwards(frame)])
         self.write()
 
 
@@ -182,6 +187,12 @@ def release(number):
     handler = signal.getsignal(number)
     if faulthandler.unregister(number) and handler is not None:
         signal.signal(number, handler)
+
+
+def unlock(file):
+    """Unlock a file, unless the script has closed all files, and its number may be another one."""
+    with contextlib.suppress(OSError):
+        fcntl.lockf(file, fcntl.LOCK_UN)
 
 
 def outwards(frame):

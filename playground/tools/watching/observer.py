@@ -12,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections import Counter
 from pathlib import Path
 
 if __name__ == "__main__" and sys.argv[-1] != "detached":
@@ -38,24 +39,42 @@ def is_held(path):
     return False
 
 
-def read_notes(folder):
-    """Return what the processes of this node have noted: the ranks, or all, if there is no rank."""
+def lives(path):
+    """Return whether the system knows the process that has written these notes."""
+    with contextlib.suppress(psutil.Error, OSError):
+        process = psutil.Process(int(path.stem))
+        older = process.create_time() < path.stat().st_mtime + 1  # otherwise it is another one
+        return older and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def read_notes(folder, loose):
+    """Return what the processes of this node have noted: the ranks, or all, if there is no rank.
+
+    A process that lives without its lock has called exec, or has closed all files. It is not asked
+    for its stack. `loose` counts its sights: one that ends has no lock for a moment, too.
+    """
     found = []
     for path in folder.glob("*.json"):
         held = is_held(path.with_suffix(".stack"))  # before the notes, which it may write last
+        there = held or lives(path)
+        loose[path] = 0 if held else loose[path] + there
         with contextlib.suppress(FileNotFoundError):  # it has given up just now
             notes = json.loads(path.read_text())
             # A rank that lets no thread of Python run writes no notes. On a busy machine they may
             # only be late.
             written = path.stat().st_mtime
             late = time.time() - written > 5
+            notes["age"] = time.time() - written
             notes["still"] = (time.time() if late else written) - notes["since"]
+            notes["lost"] = loose[path] > 10 and not notes["end"]
             notes |= {"path": path, "alive": held and not notes["end"]}
-            notes["gone"] = not held and not notes["end"]
+            notes["there"] = there and not notes["end"]
+            notes["gone"] = not (there or notes["end"] or notes["lost"])
             found.append(notes)
     # A launcher may start one process on a node, which starts the ranks.
     parents = {notes["parent"] for notes in found if notes["called"]}
-    ranks = [notes for notes in found if notes["joined"] and notes["pid"] not in parents] or found
+    ranks = [x for x in found if x["called"] or x["joined"] and x["pid"] not in parents] or found
     return sorted(ranks, key=lambda notes: (notes["rank"] is None, notes["rank"], notes["pid"]))
 
 
@@ -91,40 +110,68 @@ def ask_stacks(ranks):
 def own_lines(stack, script):
     """Return the lines of the script's own files in a stack, and in which function they wait."""
     stack = stack.partition("Current thread's C stack")[0]  # which Python 3.14 adds
-    main_thread = stack.rpartition("most recent call first")[2]  # it is the last one
     # faulthandler has \xfc for a letter that is not in ASCII.
     escapes = r"\\(x[\da-f]{2}|u[\da-f]{4}|U[\da-f]{8})"
-    main_thread = re.sub(escapes, lambda found: chr(int(found[1][1:], 16)), main_thread)
-    frames = re.findall(r'File "(.*)", line (\d+) in (.*)', main_thread)
-    # What is outside of a process of multiprocessing has started it.
-    outer = [number for number, frame in enumerate(frames) if frame[2] == "_bootstrap"]
-    frames = frames[: min(outer, default=None)]
+    stack = re.sub(escapes, lambda found: chr(int(found[1][1:], 16)), stack)
+    # The main thread is the last one. Of a thread that was asked twice, the last answer counts.
+    _, *parts = re.split(r"hread (0x\w+).*most recent call first", stack)
+    text_of = dict(zip(parts[::2], parts[1::2], strict=True))
+    frames = frames_in(text_of.pop(parts[-2]) if parts else stack)
     if not frames:
         return ["no function of Python: it is ending, or Ctrl-Z has stopped it"]
+    others = map(frames_in, text_of.values())
+    own, *others = [lines_of(each, script) for each in (frames, *others)]
+    path, number, function = frames[0]
+    # The call of main() is of interest only to a script that has no function.
+    own = [line for line in own if " in <module>: " not in line or line == own[-1]]
+    own = own[-4:] + [f"now in {function}, {Path(path).name}:{number}"]
+    return own + [f"another thread: {lines[-1]}" for lines in others if lines][-4:]
+
+
+def frames_in(text):
+    """Return (path, line, function) of the frames of a thread, the innermost one first."""
+    frames = re.findall(r'File "(.*)", line (\d+) in (.*)', text)
+    # What is outside of a process of multiprocessing has started it.
+    outer = [number for number, frame in enumerate(frames) if frame[2] == "_bootstrap"]
+    return frames[: min(outer, default=None)]
+
+
+def lines_of(frames, script):
+    """Return the lines of the script's own files among frames, the innermost one last."""
     own = []
     for path, number, function in reversed(frames):
         if is_own(path, script):
             where = function if path == script else f"{function} in {Path(path).name}"
             own.append(f"line {number} in {where}: {linecache.getline(path, int(number)).strip()}")
-    path, number, function = frames[0]
-    # The call of main() is of interest only to a script that has no function.
-    own = [line for line in own if " in <module>: " not in line or line == own[-1]]
-    return own[-4:] + [f"now in {function}, {Path(path).name}:{number}"]
+    return own
 
 
-def show_ranks(ranks, reason):
-    """Print where the ranks are. Those that are at the same place share their lines."""
+def show_ranks(ranks, reason=""):
+    """Print where the ranks are. Those that are at the same place share their lines.
+
+    If there is no other reason, it is the first that failed: one that was ended, or exits.
+    """
     ranks_at = {}
     ask_stacks(ranks)
+    ranks = sorted(ranks, key=lambda notes: "crash" not in notes)
+    if not reason:
+        # The others have errors because of it.
+        gone = [notes for notes in ranks if notes["gone"]]
+        first, *_ = gone or those_that_exit(ranks) or those_that_failed(ranks)
+        reason = f"{name_of(first).partition(' (')[0]} did not end well."
     for notes in ranks:
         lines = []
         if notes["alive"] or notes["stack"]:
             lines = own_lines(notes["stack"], notes["script"])
         if notes["calls"]:
-            seen = "last noted calls" if notes["gone"] else "last calls"
+            is_old = notes["gone"] or notes["alive"] and notes["age"] > 2
+            seen = "last noted calls" if is_old else "last calls"
             lines.append(f"{seen}: {', '.join(notes['calls'])}")
         if "crash" in notes:
             state = f"has crashed: {notes['crash']}"
+        elif notes["lost"]:
+            state = "has closed the files of this tool, or has become another program"
+            lines = []
         elif notes["gone"]:
             state = "has ended without a word, as if it was killed. It was last seen here:"
         elif notes["end"] == "well":
@@ -161,6 +208,11 @@ def those_that_failed(ranks):
     return [notes for notes in ranks if notes["gone"] or notes["end"] not in ("", "well")]
 
 
+def those_that_exit(ranks):
+    """Return the ranks that end by an exit, which says nothing by itself."""
+    return [notes for notes in ranks if notes["called"] and notes["end"].startswith("SystemExit")]
+
+
 def name_of(notes):
     """Return what a process is called."""
     if notes["rank"] is None:
@@ -173,6 +225,9 @@ def main():
     if sys.stdout:  # it may be closed, and a line of the script may not be in ASCII
         sys.stdout.reconfigure(errors="backslashreplace")
     folder, seconds, trace, records_too = Path(sys.argv[1]), float(sys.argv[2]), *sys.argv[3:5]
+    loose = Counter()
+    joined = False  # whether a process was seen that has joined a group
+    why = ""  # no steps are recorded
     shown = set()  # which ranks have been shown, and since when they had been at one place
     was_interrupted = was_told = was_recorded = False
     failed_at = None
@@ -181,7 +236,10 @@ def main():
         time.sleep(0.1)
         # After the last one has ended it looks once more: all may have ended since it looked last.
         going = any(is_held(path) for path in [folder / "main", *folder.glob("*.stack")])
-        ranks = read_notes(folder)
+        ranks = read_notes(folder, loose)
+        going |= any(notes["there"] for notes in ranks)
+        joined |= any(notes["called"] for notes in ranks)
+        why = next((notes["why"] for notes in ranks if notes["why"]), why)
         stuck = [notes for notes in ranks if notes["still"] > seconds and not waits(notes)]
         new = [notes for notes in stuck if (notes["path"], notes["since"]) not in shown]
         # A rank that has just reached its place has not noted its last calls yet.
@@ -200,19 +258,18 @@ def main():
         failed_at = failed_at or (time.time() if failed else None)
         # The others may have an error because of it. If all have one, each has told of it.
         waiting = any(notes["alive"] for notes in ranks) and time.time() < (failed_at or 0) + 3
-        silent = any(notes["gone"] or notes["end"] == "well" for notes in ranks)
+        silent = those_that_exit(ranks) or any(x["gone"] or x["end"] == "well" for x in ranks)
         if failed and silent and not waiting and not was_told and not was_interrupted:
             was_told = True
             if any((notes["path"], notes["since"]) not in shown for notes in ranks):
-                ended = [x for x in ranks if x["gone"]] or failed  # the others end because of it
-                who = name_of(ended[0]).partition(" (")[0]
-                show_ranks(ranks, f"{who} did not end well.")
+                show_ranks(ranks)
         records = list(folder.glob("*.record"))
         if records and not was_recorded and (len(records) == len(ranks) or not going):
             was_recorded = True
             show_records(records, trace, not failed)
     if records_too and not failed and not records:
-        print("watch: nothing is recorded. It takes a process that joins a group.", flush=True)
+        lack = "its ranks have noted nothing" if joined else "it takes a process that joins a group"
+        print(f"watch: nothing is recorded: {why or lack}.", flush=True)
     shutil.rmtree(folder)
 
 

@@ -8,6 +8,7 @@ timed. In the next steps, torch.profiler records when operations and messages be
 
 import json
 import sys
+import threading
 import time
 import weakref
 from bisect import bisect
@@ -24,6 +25,8 @@ from instruments.messages import Messages, flat, kind_of, passed, peer_of, proce
 SKIPPED = 3  # steps before the one whose messages are noted; the first ones are slower
 TIMED = 3  # steps that the profiler records
 MOST = 10_000  # operations of a script without an optimizer, which is recorded from its beginning
+PATIENCE = 60  # seconds for which its thread may rest, while other threads go on to be recorded
+OTHER = "the script uses the profiler itself"
 
 
 class Noting(Messages):
@@ -95,8 +98,11 @@ class Recorder:
         self.path = Path(path)
         self.messages = Noting(self.end_profiler)
         self.done = False
-        self.busy = False  # whether it writes what it has recorded
+        self.why = ""  # it records nothing
+        self.busy = False  # whether it starts, or writes what it has recorded
         self.noting = False
+        self.thread = threading.main_thread()  # the one that is recorded
+        self.number = 0  # that of the system for it, which a fork changes
         self.profiler = None
         self.trace = ""  # the path of what the profiler has recorded
         self.first = None  # a reference to the optimizer that makes the first step
@@ -106,12 +112,33 @@ class Recorder:
         self.beginning = None  # trace, messages and lines until the first step
         self.held = {}
         self.hook = register_optimizer_step_post_hook(self.after_optimizer)
+        for name in ("_prepare_profiler", "_enable_profiler"):  # each profiler calls one of them
+            function = getattr(torch.autograd.profiler, name)
+            setattr(torch.autograd.profiler, name, self.before_other(function))
+
+    def before_other(self, function):
+        """Return a function that starts a profiler, and ends this recorder first."""
+
+        def first(*args, **named):
+            if not self.busy and not self.done:
+                self.end_other()
+            return function(*args, **named)
+
+        return first
+
+    @harmless
+    def end_other(self):
+        """End all, and keep nothing: PyTorch has only one profiler, and the script wants it."""
+        self.done, self.why = True, OTHER
+        if self.profiler:
+            self.profiler.stop()
+        self.profiler = None
+        self.end_noting()
 
     def forget(self):
         """Record nothing, because this process was forked from the one that is recorded."""
         self.done = True
-        if self.noting:
-            self.messages.__exit__(None, None, None)
+        self.end_noting()
         if self.profiler:
             torch._C._autograd._enable_record_function(False)
             self.profiler = None
@@ -149,30 +176,50 @@ class Recorder:
     def note_line(self, frame):
         """Note at which line of the script the main thread is. Another thread calls this."""
         if self.profiler:
+            if self.messages.operations != self.moved[0]:
+                self.moved = self.messages.operations, time.time()
+            if not self.borders and time.time() - self.moved[1] > PATIENCE:
+                self.end_profiler()
+                return
             line = line_of(frame, self.messages.script)
             if not self.lines or self.lines[-1][1] != line:
                 self.lines.append([time.time_ns() / 1000, line])
 
     def start_noting(self, most=float("inf")):
         """Start to note messages."""
-        self.messages.script = running()
+        self.messages.script = running() or self.messages.script  # which may have ended before
         self.messages.operations, self.messages.most = 0, most
         self.messages.__enter__()
         self.noting = True
+        self.thread, self.number = threading.current_thread(), threading.get_native_id()
+        self.moved = 0, time.time()  # how many operations there were, and when that was seen first
 
     def start_profiler(self):
         """Start to record when operations begin and end, unless the script does so itself."""
         if torch.autograd._profiler_enabled():
+            self.end_other()
             return
-        self.profiler = torch.profiler.profile()
+        # Of all threads, so that any of them can end it, as the one that trains may be another one.
+        settings = torch.profiler._ExperimentalConfig(profile_all_threads=True)
+        self.busy = True
+        self.profiler = torch.profiler.profile(experimental_config=settings)
         self.profiler.start()
+        self.busy = False
 
     def pause(self):
         """End both, and keep what the profiler has recorded in a file."""
-        if self.noting:
-            self.noting = False
-            self.messages.__exit__(None, None, None)
+        self.end_noting()
         self.end_profiler()
+
+    def end_noting(self):
+        """End to note messages. PyTorch keeps modes in the thread that has begun them."""
+        if self.noting and threading.current_thread() is self.thread:
+            self.messages.__exit__(None, None, None)
+        elif self.noting:
+            self.messages.most = 0  # it stays there, and notes nothing
+            old, self.messages = self.messages, Noting(self.end_profiler)
+            self.messages.noted, self.messages.script = old.noted, old.script
+        self.noting = False
 
     def end_profiler(self):
         """End the profiler, and keep what it has recorded in a file."""
@@ -194,7 +241,7 @@ class Recorder:
         self.pause()
         trace, noted, lines = self.trace, self.messages.noted, self.lines
         part = "all of it"
-        if self.messages.operations >= self.messages.most:
+        if self.messages.operations >= self.messages.most > 0:
             part = f"its first {MOST:,} operations"
         borders = self.borders[SKIPPED + 1 :]
         if self.borders and len(borders) < 2:
@@ -211,7 +258,8 @@ class Recorder:
         if rank is None:  # it has sent no message
             rank = dist.get_rank() if dist.is_initialized() else (launched() or [0])[0]
         record = {"script": self.messages.script, "rank": rank, "part": part, "held": self.held}
-        record |= {"borders": borders, "noted": noted, "lines": lines} | read_trace(trace)
+        record |= {"borders": borders, "noted": noted, "lines": lines}
+        record |= read_trace(trace, self.number)
         unfinished = Path(f"{self.path}.part")
         unfinished.write_text(json.dumps(record))
         unfinished.replace(self.path)  # so that half of it is never read
@@ -230,8 +278,11 @@ def held_by(optimizers):
     return held
 
 
-def read_trace(path):
+def read_trace(path, thread):
     """Return when this rank computed, its calls, and when the message of each was complete.
+
+    Only those of one thread, and how many calls other threads have made. Below a GPU's operations,
+    PyTorch has threads of its own, which make the calls in backward().
 
     Times are lists [begin, end] in microseconds, on the clock of this node. They are those of the
     CPU, also if "gpu" says that a GPU computed.
@@ -240,19 +291,19 @@ def read_trace(path):
     base = trace.get("baseTimeNanoseconds", 0) / 1000
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     events.sort(key=lambda event: event["ts"])
-    # gloo's threads run operations, too, which are no computing of the rank.
-    callers = {event["tid"] for event in events if "c10d::" in event["name"]}
-    gloos = {event["tid"] for event in events if event["name"].startswith("gloo:")} - callers
+    on_gpu = any(event.get("cat") == "kernel" for event in events)
     computing, calls, carried = [], [], []
-    returned = 0
+    returned = others = 0
     for event in events:
         name = event["name"]
         begin = base + event["ts"]
         span = [begin, begin + event["dur"]]
         if name.startswith("gloo:"):
             carried.append([*span, name])
-        elif name.startswith("aten::") and event["tid"] not in gloos:
+        elif name.startswith("aten::") and event["tid"] == thread:
             computing.append(span)
+        elif name.startswith("c10d::") and event["tid"] != thread and not on_gpu:
+            others += kind_of(name[6:]) is not None
         elif name.startswith("c10d::") and kind_of(name[6:]) and begin > returned:
             # While messages are noted, an operation is in the trace twice, one in the other.
             calls.append({"kind": kind_of(name[6:]), "span": span})
@@ -261,8 +312,7 @@ def read_trace(path):
     begins = [call["span"][0] for call in calls]
     inner = [span for span in computing if bisect(begins, span[0]) == bisect(begins, span[1])]
     find_ends(calls, carried)
-    on_gpu = any(event.get("cat") == "kernel" for event in events)
-    return {"computing": inner, "calls": calls, "gpu": on_gpu}
+    return {"computing": inner, "calls": calls, "others": others, "gpu": on_gpu}
 
 
 def find_ends(calls, carried):

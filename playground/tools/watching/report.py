@@ -9,7 +9,7 @@ import re
 import sys
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from itertools import islice, pairwise
+from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
 
@@ -40,13 +40,17 @@ def show_records(paths, trace, all_ended_well=True):
         what = f"step {number + 1} of the {len(records[0]['steps'])} that were recorded"
     title = f"{Path(records[0]['script']).name}, {what}, {(end - begin) / 1000:.2f} ms"
     text = ["", f"watch: {title}"]
-    missing = sorted({*ranks_that_are_missing(records), *of_rank} - {r["rank"] for r in records})
+    named = {rank for one in records for call in one["calls"] for rank in call.get("ranks", [])}
+    missing = sorted({*named, *of_rank} - {record["rank"] for record in records})
     if missing:
         why = "on another node, without optimizer, ended by a signal, or started in another way"
         text.append(f"(Nothing is recorded here of {ranks_in_words(missing)}: {why}.)")
     if any("group" not in call for record in records for call in record["calls"]):
         unknown = "bytes, groups and lines of some are unknown"
         text.append(f"(The calls differ from step to step, so {unknown}.)")
+    others = sum(record.get("others", 0) for record in records)
+    if others:
+        text.append(f"({others} calls of other threads are not shown.)")
     tables = {
         "messages": rows_of_calls(records, number),
         "bytes that the ranks hold": rows_of_bytes(records),
@@ -78,15 +82,6 @@ def show_records(paths, trace, all_ended_well=True):
     print("\n".join(text) + "\n", end="", flush=True)
     if trace:
         write_trace(trace, records)
-
-
-def ranks_that_are_missing(records):
-    """Return the ranks that are in a group of the recorded ones, but have recorded nothing."""
-    named = set()
-    for record in records:
-        for call in record["calls"]:
-            named.update(call.get("ranks", []))
-    return sorted(named - {record["rank"] for record in records})
 
 
 def find_steps(record):
@@ -136,7 +131,7 @@ def find_waits(record, calls_of):
     becomes complete while the rank does not compute.
     """
     found = []
-    computing = joined(record["computing"])
+    computing = without(record["computing"])
     for number, call in enumerate(record["calls"]):
         begin, end = pause_at_end(call["span"], computing)
         late, arrival = last_to_call(record["rank"], call, calls_of)
@@ -150,7 +145,7 @@ def find_waits(record, calls_of):
     for *span, late, number in sorted(found, key=lambda wait: (wait[2] == "message", wait[:2])):
         for part in without([span], [wait[:2] for wait in record["waits"]]):
             record["waits"].append([*part, late, number])
-    longer = joined([begin, end + PYTHON] for begin, end in computing)
+    longer = without([[begin, end + PYTHON] for begin, end in computing])
     busy = [[begin, end - PYTHON] for begin, end in longer]
     record["computing"] = without(busy, [wait[:2] for wait in record["waits"]])
     travelling = [call["span"] for call in record["calls"]]
@@ -184,33 +179,20 @@ def last_to_call(rank, call, calls_of):
     return late, times.get(late, 0)
 
 
-def joined(spans):
-    """Return spans in order of time, those that touch or overlap as one."""
-    merged = []
-    for begin, end in sorted(spans):
-        if merged and begin <= merged[-1][1]:
-            merged[-1][1] = max(end, merged[-1][1])
-        else:
-            merged.append([begin, end])
-    return merged
-
-
-def without(spans, others):
-    """Return the parts of spans that none of the others covers."""
-    left = []
-    holes = joined(others)
-    number = 0
-    for begin, end in joined(spans):
-        while number < len(holes) and holes[number][1] <= begin:
-            number += 1
-        for first, last in islice(holes, number, None):
-            if first >= end:
-                break
-            if begin < first:
-                left.append([begin, first])
-            begin = max(begin, last)
-        if begin < end:
-            left.append([begin, end])
+def without(spans, others=()):
+    """Return the parts of spans that none of the others covers, in order; what touches is one."""
+    moves = Counter()  # how many more spans there are from a moment on; one of others hides all
+    for weight, several in ((1, spans), (-len(spans) - 1, others)):
+        for begin, end in several:
+            moves[begin] += weight
+            moves[end] -= weight
+    left, depth = [], 0
+    for moment in sorted(moves):
+        before, depth = depth, depth + moves[moment]
+        if before <= 0 < depth:
+            left.append([moment, moment])
+        elif depth <= 0 < before:
+            left[-1][1] = moment
     return left
 
 
