@@ -30,11 +30,15 @@ def show_records(paths, trace, all_ended_well=True):
     records = [record for record in records if record["borders"]] or records
     if not records:
         return
+    trains = bool(records[0]["borders"])
+    if not trains:  # what a rank does before its first call is part of its time, too
+        begins, ends = zip(*(record["steps"][0] for record in records), strict=True)
+        for record in records:
+            record["steps"] = [[min(begins), max(ends)]]
     calls_of = match_calls(records)
     for record in records:
         find_waits(record, calls_of)
     number, begin, end = typical_step(records)
-    trains = bool(records[0]["borders"])
     what = records[0]["part"]
     if trains:
         what = f"step {number + 1} of the {len(records[0]['steps'])} that were recorded"
