@@ -5,8 +5,8 @@ import argparse
 import activation_checkpointing as lesson
 import torch
 
-from instruments.messages import Messages
-from instruments.ranks import call
+from watch_ranks.messages import Messages
+from watch_ranks.ranks import call
 
 SIZES = {"width": 16, "layers": 2, "tokens": 7, "heads": 4}
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from instruments.ranks import call
+from watch_ranks.ranks import call
 
 ADAM = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)  # it moves zero gradients, too
 RANKS = 3

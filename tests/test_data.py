@@ -10,7 +10,7 @@ from torchvision.datasets import MNIST
 from torchvision.transforms import Compose, Normalize, ToTensor
 
 from common.data import Images, fetch, load, loaders
-from instruments.ranks import call
+from watch_ranks.ranks import call
 
 # Bytes of the unpacked files.
 SIZES = {

@@ -229,7 +229,7 @@ def test_ctrl_c(tmp_path):
 def copy(tmp_path):
     """The exercises of a fresh clone."""
     not_committed = shutil.ignore_patterns("__pycache__", "answers")
-    for name in ("common", "playground/tools/instruments", "playground/exercises"):
+    for name in ("common", "playground/tools/watch_ranks", "playground/exercises"):
         shutil.copytree(ROOT / name, tmp_path / "co\xfcrse" / name, ignore=not_committed)
     return tmp_path / "co\xfcrse" / "playground" / "exercises"
 

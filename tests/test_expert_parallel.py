@@ -7,8 +7,8 @@ import pytest
 import torch
 from launch import DIGITS, epochs, run
 
-from instruments.messages import Messages
-from instruments.ranks import call
+from watch_ranks.messages import Messages
+from watch_ranks.ranks import call
 
 FLAGS = (*DIGITS, "--batch_size", 120, "--epochs", 1, "--tokens", 7, "--double")
 

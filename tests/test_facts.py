@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from instruments.facts import difference, facts
+from watch_ranks.facts import difference, facts
 
 pytestmark = pytest.mark.quick
 A = torch.arange(1.0, 13)  # 12 numbers, none of which is 0

@@ -22,9 +22,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from instruments.anywhere import given_up
-from instruments.ranks import call
-from instruments.steps import Notes, sums_of
+from watch_ranks.anywhere import given_up
+from watch_ranks.ranks import call
+from watch_ranks.steps import Notes, sums_of
 
 TOOL = "first_difference"
 README = (ROOT / "README.md").read_text()

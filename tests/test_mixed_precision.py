@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from common.models import Transformer
-from instruments.messages import Messages
-from instruments.ranks import call
+from watch_ranks.messages import Messages
+from watch_ranks.ranks import call
 
 
 def made(dtype, sharded, double=False):

@@ -17,8 +17,8 @@ import pytest
 from launch import Job
 from lessons import LESSONS, ROOT, docstring
 
-from instruments.ranks import call, free_port
-from instruments.steps import Notes
+from watch_ranks.ranks import call, free_port
+from watch_ranks.steps import Notes
 
 MUSEUM = ROOT / "playground" / "museum"
 ANSWERS = (MUSEUM / "answers.md").read_text()

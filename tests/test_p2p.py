@@ -14,7 +14,7 @@ import torch.distributed as dist
 from launch import run
 from lessons import lesson_path
 
-from instruments.ranks import call
+from watch_ranks.ranks import call
 
 
 def test_cures_of_a_deadlock():

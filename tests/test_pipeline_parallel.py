@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.pipelining import schedules
 from torch.nn import functional as F
 
-from instruments.ranks import call
+from watch_ranks.ranks import call
 
 
 @pytest.mark.parametrize(

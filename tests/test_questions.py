@@ -9,7 +9,7 @@ import pytest
 from launch import free_port
 from lessons import ROOT
 
-from instruments.ranks import call
+from watch_ranks.ranks import call
 
 PAGE = (ROOT / "playground" / "pages" / "questions.md").read_text()
 INTRODUCTION, *SECTIONS = re.split("^## ", PAGE, flags=re.M)

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torchvision.models import resnet18
 
-from instruments.messages import Messages
-from instruments.ranks import call
+from watch_ranks.messages import Messages
+from watch_ranks.ranks import call
 
 LESSON = "resnet"
 FEW = (SIZES.format(1800, 200), SIZES.format(60, 12))

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from common.models import make_layers, make_model
 from common.transformer import Block
-from instruments.ranks import call
+from watch_ranks.ranks import call
 
 CPU = torch.device("cpu")
 

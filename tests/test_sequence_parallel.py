@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from common.models import Transformer
 from common.transformer import make_block
-from instruments.messages import Messages
-from instruments.ranks import call
+from watch_ranks.messages import Messages
+from watch_ranks.ranks import call
 
 
 def count(_, lesson, expected):

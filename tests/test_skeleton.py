@@ -67,6 +67,7 @@ MAY_IMPORT = {  # the parts of the course that stand below each folder
     "playground/transformer": {"common"},
     "playground/language": {"common"},
     "playground/tools": set(),
+    "playground/tools/watch_ranks": set(),
     "playground/museum": set(),
     "playground/exercises": {"check", "judging"},
     "playground/exercises/judging": {"common", "check", "judging"},

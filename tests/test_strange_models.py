@@ -35,7 +35,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 from common.models import Language, Transformer
-from instruments.ranks import call
+from watch_ranks.ranks import call
 
 PAGE = (ROOT / "playground/pages/sharding.md").read_text()
 ADAM = partial(torch.optim.Adam, lr=1e-2)

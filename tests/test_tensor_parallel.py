@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from instruments.ranks import call
+from watch_ranks.ranks import call
 
 
 def split_others(rank):

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from common import flags
-from instruments.messages import Messages
-from instruments.ranks import call
+from watch_ranks.messages import Messages
+from watch_ranks.ranks import call
 
 # Four ranks cannot divide the 30 rows of a table equally, nor two ranks 15 of them.
 SMALL = "--layers 2 --width 16 --heads 4 --words 30 --sequence 8 --rows 3"

@@ -12,8 +12,8 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional as F
 
 from common.models import Language
-from instruments.messages import Messages
-from instruments.ranks import call
+from watch_ranks.messages import Messages
+from watch_ranks.ranks import call
 
 close = partial(torch.testing.assert_close, atol=1e-12, rtol=1e-10)
 TOKENS = (3, 5)

@@ -3,10 +3,12 @@
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 import tempfile
 import time
+import tomllib
 from collections import Counter
 from unittest import mock
 
@@ -18,8 +20,8 @@ from launch import DIGITS, Job, Lesson, epochs, free_port, one_process, ranks, r
 from lessons import ROOT, lesson_path
 from nodes import need, read_until
 
-from watching import observer, report
-from watching.advice import advice_on
+from watch_ranks import observer, report
+from watch_ranks.advice import advice_on
 
 PAGE = (ROOT / "playground/pages/watching.md").read_text()
 WATCHED = ROOT / "tests" / "programs" / "watched.py"
@@ -253,6 +255,33 @@ def test_a_link_is_run_as_python_runs_it(tmp_path):
         tool = lesson_path(words.pop(0))
         done = Job(sys.executable, tool, *words, "link.py", "a", cwd=tmp_path).wait()
         assert done.stdout == plain.stdout
+
+
+def test_what_pip_installs(tmp_path):
+    """In the order of a wheel, the tools run, too, and a script may have modules with their names.
+
+    The script finds nothing of them.
+    """
+    tools, site = ROOT / "playground" / "tools", tmp_path / "site"
+    made = tomllib.loads((tools / "pyproject.toml").read_text())
+    wheel = made["tool"]["hatch"]["build"]["targets"]["wheel"]
+    [package] = wheel["packages"]
+    shutil.copytree(tools / package, site / package)
+    for source, target in wheel["force-include"].items():
+        shutil.copy(tools / source, site / target)
+    script = tmp_path / "own" / "script.py"
+    script.parent.mkdir()
+    for name in ("watching", "instruments", "messages", "record", "stacks"):
+        (script.parent / f"{name}.py").write_text("raise SystemExit('not mine')\n")
+    lines = ["import sys", "assert not any(each.endswith('watch_ranks') for each in sys.path)"]
+    lines += [f"sys.path.append({str(STARTS.parent)!r})", "import starts", "starts.main()"]
+    script.write_text("\n".join(lines))
+    for words in (["watch_ranks"], ["watch_ranks.first_difference", "note", "notes"]):
+        command = (sys.executable, "-m", *words, script, "fork", "right", free_port())
+        done = Job(*command, cwd=tmp_path, env={"PYTHONPATH": str(site)}).wait()
+        assert done.returncode == 0, done.stderr
+        assert "who waits for whom" in done.stdout or len(words) > 1
+    assert (tmp_path / "notes" / "rank1.jsonl").exists()
 
 
 def test_which_processes_are_ranks(tmp_path):

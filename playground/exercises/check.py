@@ -41,7 +41,7 @@ ROWS = re.findall(r"^\| (.*) \| (\[.*) \|$", (FOLDER / "README.md").read_text("u
 PARTS = {part: re.findall(r"\((\w+)\.py\)", links) for part, links in ROWS}
 ORDER = sum(PARTS.values(), [])
 
-from instruments.terminal import coloured
+from watch_ranks.terminal import coloured
 
 
 def check(file):

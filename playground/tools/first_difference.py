@@ -34,10 +34,10 @@ sys.path[:] = [*(folder for folder in sys.path if folder != str(HERE)), str(HERE
 # PyTorch reads this when a group is made: its recorder keeps the last 200 calls.
 os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "200")
 
-from instruments.anywhere import add_script, given_up, launched, path_of, run_with
-from instruments.facts import factor_in_words
-from instruments.steps import COUNT, NOTHING, PLACES, SQUARES, STRANGE, SUM, Notes
-from instruments.terminal import ranks_in_words
+from watch_ranks.anywhere import add_script, given_up, launched, path_of, run_with
+from watch_ranks.facts import factor_in_words
+from watch_ranks.steps import COUNT, NOTHING, PLACES, SQUARES, STRANGE, SUM, Notes
+from watch_ranks.terminal import ranks_in_words
 
 REST = "what neither name nor start tells apart"
 JUMP = 30  # rounding grows, but not by so much from one step to the next
@@ -160,7 +160,7 @@ def note(folder, most, script, is_module, flags):
             old.unlink(missing_ok=True)  # another rank may have done it
     Notes(folder, most)
     try:
-        run_with("instruments.steps", (str(folder), most), script, is_module, flags)
+        run_with("watch_ranks.steps", (str(folder), most), script, is_module, flags)
     finally:
         if is_first and not any(folder.glob("rank*.jsonl")):
             why = FAILED if given_up else NONE_MADE

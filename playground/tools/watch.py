@@ -1,6 +1,7 @@
 r"""Shows what the ranks of any script send each other, who waits for whom, and where they hang.
 
-Write watch.py in front of the script, which needs no change:
+Write watch.py in front of the script, which needs no change. (README.md beside it has how to
+install it. Then it is `watch-ranks`, and `-m watch_ranks` behind torchrun.)
     python playground/tools/watch.py playground/blocking_p2p.py -g 3
     torchrun --standalone --nproc-per-node 2 playground/tools/watch.py my_script.py --its_flags
 
@@ -49,9 +50,9 @@ ends = []  # the ends of pipes: to be read when the observer has ended, and by w
 # they end ranks that the script has left behind.
 atexit.register(lambda: [os.read(end, 1) for end, pid in ends if pid == os.getpid()])
 
-from instruments.anywhere import add_script, launched, path_of, run_with
-from watching.advice import advice_on
-from watching.inside import Rank, unlock
+from watch_ranks.advice import advice_on
+from watch_ranks.anywhere import PACKAGE, add_script, launched, path_of, run_with
+from watch_ranks.inside import Rank, unlock
 
 # How launchers name a process' number on its node.
 LOCAL_RANK = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
@@ -60,7 +61,8 @@ LOCAL_RANK = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SL
 def read_flags():
     """Return the flags of this program. All that comes after the script is the script's."""
     form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    name = Path(sys.argv[0]).name.replace("__main__.py", "watch_ranks")
+    parser = argparse.ArgumentParser(name, description=__doc__, formatter_class=form)
     seconds = "record nothing, and show where the ranks are if one makes no progress so long"
     parser.add_argument("--hang", type=float, metavar="SECONDS", help=seconds)
     over_time = "write what is recorded to this file, too, for ui.perfetto.dev or vizviewer"
@@ -109,7 +111,7 @@ def start_observer(args, folder):
         fcntl.lockf(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:  # no local rank is known, and another process was faster
         return held
-    command = [sys.executable, HERE / "watching" / "observer.py", folder]
+    command = [sys.executable, PACKAGE / "observer.py", folder]
     command += [str(args.hang or 20), args.trace or "", "recorded" if args.record else ""]
     read_end, write_end = os.pipe()
     # In a session of its own, so that Ctrl-C does not end it before it has shown the ranks. It is
@@ -147,7 +149,7 @@ def main():
     settings = str(folder), args.record
     before = threading.enumerate()
     try:
-        run_with("watching.inside", settings, args.script, args.is_module, args.flags)
+        run_with("watch_ranks.inside", settings, args.script, args.is_module, args.flags)
     except Exception as error:
         for row in advice_on("".join(traceback.format_exception_only(error))):
             error.add_note(f"watch: troubleshooting.md on {row}")

@@ -18,8 +18,8 @@ from lessons import ROOT, by_torchrun, lesson_path
 from nodes import HOSTS
 from preloaded import Script
 
-from instruments import runs
-from instruments.ranks import free_port  # tests import it from here, too
+from watch_ranks import runs
+from watch_ranks.ranks import free_port  # tests import it from here, too
 
 # The folder in which the lessons look for MNIST. Tests that need it are skipped if it is not there.
 DATA = ROOT / "data"

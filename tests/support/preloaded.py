@@ -106,7 +106,7 @@ def _run(words, env, cwd, writers):
         topics.topics = dict(shortest[: int(env["DOCUMENTS"])])
     if "NOTES" in env:  # the folder for what first_difference.py compares
         sys.path.append(str(SUPPORT.parents[1] / "playground" / "tools"))
-        from instruments.steps import Notes
+        from watch_ranks.steps import Notes
 
         sys.path.pop()
         Notes(Path(env["NOTES"]), 1000)

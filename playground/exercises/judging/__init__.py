@@ -1,7 +1,7 @@
 """Judges the answers to the exercises.
 
 judge.py lets trial.py run an answer on each rank, and compares what comes of it; words.py says what
-is known about a fault, with tools/instruments/facts.py, and traffic.py counts what is sent. checks/
+is known about a fault, with tools/watch_ranks/facts.py, and traffic.py counts what is sent. checks/
 has a module for each exercise, of which solution.py makes the solution; single.py has what several
 of them need.
 """
@@ -14,6 +14,6 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
-# Find common/ and instruments/.
+# Find common/ and watch_ranks/.
 PLAYGROUND = Path(__file__).resolve().parents[2]
 sys.path += [str(PLAYGROUND.parent), str(PLAYGROUND / "tools")]

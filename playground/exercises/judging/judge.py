@@ -15,11 +15,11 @@ from pathlib import Path
 
 import torch
 
-from instruments.facts import difference, first_wrong
-from instruments.ranks import free_port, news, started
 from judging.traffic import lost_message, trace, used
 from judging.trial import be_a_rank, check_of, crash_of_process
 from judging.words import costs, in_ranks, why
+from watch_ranks.facts import difference, first_wrong
+from watch_ranks.ranks import free_port, news, started
 
 SECONDS = 8  # for which all ranks may wait, or one computes, in a case
 # Of several crashes, the first of these is told.

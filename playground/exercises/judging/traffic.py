@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from instruments.messages import Messages, kept_bytes, passed, peer_of, process_group
-from instruments.messages import sent_bytes as sent_in_a_ring
+from watch_ranks.messages import Messages, kept_bytes, passed, peer_of, process_group
+from watch_ranks.messages import sent_bytes as sent_in_a_ring
 
 SECONDS_LATE = 0.01  # how much later than the others a late rank starts each message
 SHOWN = 3  # numbers of a message that are kept for the trace
@@ -20,7 +20,7 @@ class Message:
     """One call of this rank: a message to or from another rank, or a collective.
 
     Attributes:
-        kind: "send", "recv", "all_reduce", ...: see tools/instruments/messages.py.
+        kind: "send", "recv", "all_reduce", ...: see tools/watch_ranks/messages.py.
         call: the function of torch.distributed that the learner has called, such as "isend".
         line: the line of the learner's file; None if it is not known.
         peer: the other rank; None for a collective, and for a recv from any rank.
@@ -129,7 +129,7 @@ def has_gaps(tensor):
 
 
 def sent_bytes(kind, nbytes, size, kept=0):
-    """Return how many bytes a rank sends. See tools/instruments/messages.py."""
+    """Return how many bytes a rank sends. See tools/watch_ranks/messages.py."""
     return int(sent_in_a_ring(kind, nbytes, size, kept))
 
 

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 
 import common  # noqa: F401, it silences a warning that PyTorch 2.13 and 2.14 print in the ranks
-from instruments.facts import TOLERANCE
 from judging.solution import solution_of
 from judging.traffic import Counting, Forbidden
+from watch_ranks.facts import TOLERANCE
 
 MEMORY = 2**30  # what a rank may take in addition to what `import torch` has taken
 FILE_SIZE = MEMORY // 10

@@ -2,8 +2,8 @@
 
 import re
 
-from instruments.facts import difference, facts
 from judging.traffic import why_it_hangs, with_gaps
+from watch_ranks.facts import difference, facts
 
 LENGTH = 190  # characters of a line, at most
 LATER = "It is right a moment later: wait() for every request before you return."

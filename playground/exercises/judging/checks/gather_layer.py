@@ -9,7 +9,7 @@ from judging.single import mean_of
 from torch import nn
 from torch.func import functional_call
 
-from instruments.memory import Memory
+from watch_ranks.memory import Memory
 
 NAME = "GatherLayer"
 CASES = {

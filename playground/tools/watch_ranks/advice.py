@@ -3,7 +3,8 @@
 import re
 from pathlib import Path
 
-PAGE = Path(__file__).resolve().parents[2] / "pages" / "troubleshooting.md"
+HERE = Path(__file__).resolve().parent
+PAGES = [HERE / "troubleshooting.md", HERE.parents[1] / "pages" / "troubleshooting.md"]
 
 
 def advice_on(text: str) -> list[str]:
@@ -14,7 +15,7 @@ def advice_on(text: str) -> list[str]:
     """
     text = " ".join(text.split())
     found = []
-    page = PAGE.read_text(encoding="utf-8") if PAGE.is_file() else ""  # of a copy of tools/ alone
+    page = "".join(path.read_text(encoding="utf-8") for path in PAGES if path.is_file())
     for row in re.findall(r"^\| (.*) \|$", page, re.M):
         seen, *cells = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", row).split(" | ")
         for message in re.findall(r"`([^`]+)`", seen):

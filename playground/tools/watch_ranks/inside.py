@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from instruments.anywhere import ASK, given_up, harmless, launched, running
-from instruments.messages import last_calls
-from watching.record import Recorder
+from watch_ranks.anywhere import ASK, given_up, harmless, launched, running
+from watch_ranks.messages import last_calls
+from watch_ranks.record import Recorder
 
 
 class Rank(threading.Thread):

@@ -34,7 +34,7 @@ import torch
 import torch._dynamo  # the first step of an optimizer imports it: here, before the ranks are forked
 import torch.distributed as dist
 
-from instruments import runs
+from watch_ranks import runs
 
 LOOK = 0.1  # seconds between two looks at the ranks
 # How long the others may wait when a rank has failed: they may fail, too, or because of it.

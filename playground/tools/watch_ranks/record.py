@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from instruments.anywhere import harmless, is_own, launched, running
-from instruments.messages import Messages, flat, kind_of, passed, peer_of, process_group
+from watch_ranks.anywhere import harmless, is_own, launched, running
+from watch_ranks.messages import Messages, flat, kind_of, passed, peer_of, process_group
 
 SKIPPED = 3  # steps before the one whose messages are noted; the first ones are slower
 TIMED = 3  # steps that the profiler records

@@ -13,6 +13,7 @@ with contextlib.suppress(ImportError):  # the system may have one, which this on
 sys.modules.setdefault(__name__, own)
 sys.path.append(str(HERE.parents[1]))  # behind all other folders
 
-from instruments.anywhere import notice
+from watch_ranks.anywhere import notice
 
+sys.path.pop()
 notice()

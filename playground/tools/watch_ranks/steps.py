@@ -18,8 +18,8 @@ from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 from torch.utils._pytree import tree_leaves
 
-from instruments.anywhere import harmless
-from instruments.messages import call_in_words, recorded_calls
+from watch_ranks.anywhere import harmless
+from watch_ranks.messages import call_in_words, recorded_calls
 
 WRAPPERS = re.compile(r"(_fsdp_wrapped_|_checkpoint_wrapped_)?module\.|_orig_mod\.")
 COUNT, STRANGE, SQUARES, SUM, PLACES = range(5)  # what sums_of() returns

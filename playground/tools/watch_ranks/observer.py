@@ -20,13 +20,14 @@ if __name__ == "__main__" and sys.argv[-1] != "detached":
     subprocess.Popen([sys.executable, *sys.argv, "detached"], close_fds=False)
     os._exit(0)
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
+# In place of this folder, whose modules have short names.
+sys.path[:] = [*sys.path[1:], str(Path(__file__).resolve().parents[1])]
 
 import psutil
 
-from instruments.anywhere import ASK, is_own
-from instruments.terminal import ranks_in_words
-from watching.report import show_records
+from watch_ranks.anywhere import ASK, is_own
+from watch_ranks.report import show_records
+from watch_ranks.terminal import ranks_in_words
 
 
 def is_held(path):

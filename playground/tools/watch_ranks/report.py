@@ -13,7 +13,7 @@ from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
 
-from instruments.terminal import coloured, columns, ranks_in_words
+from watch_ranks.terminal import coloured, columns, ranks_in_words
 
 PYTHON = 1000  # shorter pauses between operations are Python's own work
 

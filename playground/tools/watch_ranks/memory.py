@@ -6,7 +6,7 @@ import time
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from instruments.messages import Operations, flat
+from watch_ranks.messages import Operations, flat
 
 LOOKS = 100
 

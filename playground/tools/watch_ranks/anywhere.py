@@ -19,7 +19,10 @@ import types
 import zipfile
 from pathlib import Path
 
-TOOLS = Path(__file__).resolve().parents[1]
+PACKAGE = Path(__file__).resolve().parent
+# The scripts of the tools are beside the package in a clone, and in it if it is installed.
+TOOLS = PACKAGE.parent if (PACKAGE.parent / "first_difference.py").is_file() else PACKAGE
+COMMANDS = ("watch-ranks", "first-difference")  # what pip has made in front of them
 STARTED = str(Path(__file__).with_name("started"))
 TOOL = "PLAYGROUND_TOOL"  # a variable: the module of the tool, and its settings
 C10D = "torch.distributed.distributed_c10d"
@@ -61,7 +64,7 @@ def launched():
 def running():
     """Return the path of the script that this process runs; "": it runs a tool, or no file."""
     path = getattr(sys.modules["__main__"], "__file__", None) or ""
-    return "" if Path(path).parent == TOOLS else path
+    return "" if Path(path).parent == TOOLS or Path(path).name in COMMANDS else path
 
 
 @functools.cache
@@ -70,7 +73,8 @@ def is_own(path, script):
     file = Path(path)
     others = [folder for folder in (Path(os.__file__).parent, TOOLS) if folder in file.parents]
     installed = {"site-packages", "dist-packages"} & {*file.parts}
-    return path == script or not others and not installed and file.is_file()
+    is_command = file.name in COMMANDS
+    return path == script or not (others or installed or is_command) and file.is_file()
 
 
 def add_script(parser):
@@ -82,7 +86,13 @@ def add_script(parser):
 
 
 def path_of(script, is_module):
-    """Return the file of a script or module, and put its folder first in the search path."""
+    """Return the file of a script or module, and put its folder first in the search path.
+
+    What Python has put there to start the tool is taken away: the script is to find nothing of it.
+    """
+    command = Path(sys.argv[0]).resolve()
+    own = [str(TOOLS), *([str(command.parent)] if command.name in COMMANDS else [])]
+    sys.path[:] = [folder for folder in sys.path if folder not in own]
     sys.path.insert(0, os.getcwd() if is_module else str(Path(script).resolve().parent))
     if not is_module:
         return Path(script).resolve()

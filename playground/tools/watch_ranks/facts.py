@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from instruments.terminal import ranks_in_words
+from watch_ranks.terminal import ranks_in_words
 
 SHOWN = 8  # numbers of a tensor that are shown
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}  # by how much numbers may differ, unless told otherwise
