@@ -22,7 +22,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from watch_ranks.anywhere import given_up
 from watch_ranks.ranks import call
 from watch_ranks.steps import Notes, sums_of
 
@@ -274,30 +273,44 @@ def test_one_process(fault, tmp_path):
     assert (status, words in said) == (right, True), said
 
 
-class Both(nn.Linear):
-    """A model that returns its loss, too, as those of Hugging Face do."""
+class Agent(nn.Module):
+    """An actor and a critic, which are called by themselves while data is made."""
 
-    def forward(self, inputs):
-        """Return the outputs and the loss."""
-        outputs = super().forward(inputs)
-        return outputs, outputs.square().mean()
+    def __init__(self):
+        super().__init__()
+        self.actor, self.critic = nn.Sequential(nn.Linear(3, 2)), nn.Sequential(nn.Linear(3, 2))
+        for part in (self.actor, self.critic):  # no start tells their biases apart
+            nn.init.zeros_(part[0].bias)
+
+    def forward(self, states):
+        """Return a loss."""
+        return self.actor(states).square().mean() + self.critic(states).exp().mean()
 
 
-def train_both(rank, folder):
-    """Use only the loss. Returns the errors of the tool."""
+def act(rank, world_size, folder):
+    """Act, and then learn from this rank's part of what all have seen."""
     Notes(folder, 9)
-    model = DistributedDataParallel(Both(3, 2), find_unused_parameters=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(2):
-        model(torch.ones(4, 3))[1].backward()
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    agent, states = Agent(), torch.randn(6, 3)
+    agent.actor(states), agent.critic(states)
+    model = DistributedDataParallel(agent) if world_size > 1 else agent.forward
+    optimizer = torch.optim.SGD(agent.parameters(), lr=0.1)
+    for _ in range(3):
+        model(states[rank::world_size]).backward()
         optimizer.step()
-    return [repr(error) for error in given_up]
+        optimizer.zero_grad()
 
 
-def test_an_output_without_a_gradient(tmp_path):
-    """The loss does not use what DDP returns beside it."""
-    assert call(train_both, 1, tmp_path) == [[]]
-    assert len(first_difference.read(tmp_path)[0]) == 2
+def test_parts_that_are_called_by_themselves(tmp_path):
+    """Their parameters have the names of the whole model, and inputs are counted once."""
+    for folder, world_size in (("one", 1), ("two", 2)):
+        (tmp_path / folder).mkdir()
+        call(act, world_size, world_size, tmp_path / folder)
+    status, said = first_difference.compare(
+        *map(first_difference.read, (tmp_path / "one", tmp_path / "two"))
+    )
+    assert (status, said.partition(":")[0]) == (0, "equal up to rounding"), said
 
 
 def test_the_fault_of_readme(tmp_path):

@@ -42,7 +42,8 @@ from watch_ranks.terminal import ranks_in_words
 REST = "what neither name nor start tells apart"
 JUMP = 30  # rounding grows, but not by so much from one step to the next
 DESIGNED = ("Dropout", "BatchNorm")
-STARTS = "The models start differently. See the seed, what rank 0 sends, and slices of parameters."
+STARTS = """The models start differently, or forward() changes them (max_norm).
+  See the seed, what rank 0 sends, and slices of parameters."""
 STEP = """As far as noted, the gradients were equal.
   See the last step of the optimizer, and what changes parameters between it and this one."""
 LAST_STEP = "See the last step of the optimizer, and what changes parameters after it."
@@ -92,7 +93,7 @@ NONE_MADE = "no optimizer of torch.optim has made a step"
 FAILED = "the tool has failed (the script has not)"
 UNLIKE = "the ranks start with different tensors: {}\n  "
 PARTS = "Right for shards, stages and experts. Otherwise see the seed, and what rank 0 sends."
-AFTER_DDP = "DDP has made them equal. See what loads or changes parameters after DDP()."
+AFTER_DDP = "DDP has made them equal. See what changes parameters after DDP(), or in forward()."
 ONE_FACTOR = """Their gradients differ by a factor only: those of rank {} are {:.6g} times rank 0's.
   See clipping by a norm that has only this rank's gradients, and the scale of the loss."""
 LEAVES = """step {} leaves the ranks with different tensors: {}
@@ -120,9 +121,9 @@ ALL_THE_WORK = "So all of them do the same work. See the sampler."
 REPEATED = """steps {} to {} read what step 1 and after have read, in this order.
   Right without shuffling. Otherwise see set_epoch()."""
 UNEVEN = """by step {}, {} of {} examples are read {} times or more ({} by several ranks), {} {}.
-  Right if they are drawn with replacement, or changed at random. Otherwise see the sampler (its
-  seed must be the same on all ranks, set_epoch), what else divides by the ranks, and how the run
-  was resumed."""
+  Right if they are drawn with replacement, changed at random, or made while training. Otherwise
+  see the sampler (its seed must be the same on all ranks, set_epoch), what else divides by the
+  ranks, and how the run was resumed."""
 SELDOM = ("not once", "once at most", "twice at most")
 RANDOM = """all ranks draw equal random numbers in each step, so dropout drops the same places.
   Right if they share the work of a model, or take different parts of what is drawn. Otherwise seed
@@ -477,7 +478,10 @@ def compare(first, second):
         if line:
             return 1, f"first difference: {line}, in the first run {right}"
     if set(of_ranks) != {steps}:
-        sys.exit(f"error: the first run has {steps} steps, the ranks of the other one {of_ranks}")
+        words = (
+            f"error: the first run has {steps} steps, the ranks of the other one {of_ranks}. Before"
+        )
+        sys.exit(f"{words}, the largest difference is {known:.1e}.")
     if unclear:
         grown = f"no sudden difference, but it has grown to {known:.1e}, since {unclear}"
         then = "Compare in float64." if eps > 1e-15 else "Look for a small epsilon."

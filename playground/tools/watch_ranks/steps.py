@@ -143,6 +143,7 @@ class Notes:
         if module not in self.inside and next(module.parameters(), None) is not None:
             self.models.add(module)
             self.inside.update(set(module.modules()) - {module})
+            self.models -= self.inside  # they were called by themselves before
         if self.notes_of(module):
             self.random = self.random or random_state()
             if self.file and module in self.models:  # an unfinished line: a step has begun
@@ -284,7 +285,7 @@ class Notes:
             for place, parameter in enumerate(group["params"]):
                 name = names.setdefault(parameter, f"number {place} of group {index}")
                 while name in row["value of"]:
-                    name += "'"  # layers that are called one by one may have the same names
+                    name = f"'{name}"  # layers that are called one by one may have the same names
                 row["value of"][name] = sums_of(parameter)
                 self.tensors[name] = parameter
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
