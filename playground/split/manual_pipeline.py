@@ -33,6 +33,8 @@ Try breaking it, in a copy beside it:
      many times too large are the gradients then, and why does Adam hardly notice?
   2. No copy is needed: add `--timeout 10 --schedule F0,B0,F1,B1 F0,F1,B0,B1`. What does each rank
      wait for? Find two lists with which the run ends.
+  3. Let both directions have one group: `self.gradients = self.activations`. gloo trains as before.
+     What would NCCL do? (`playground/tools/watch.py --nccl` in front of the copy tells it.)
 Now write it yourself: `gpipe.py` and `order_1f1b.py` in `playground/exercises/`.
 Builds on: model_parallel.py
 The next lesson, `pipeline_parallel.py`, lets PyTorch do this, with more schedules.

@@ -21,6 +21,11 @@ crashes or is killed, and when you press Ctrl-C. With --hang SECONDS it does not
 script runs at its full speed.
 
 With --trace FILE, it also writes what the ranks did over time, for ui.perfetto.dev.
+
+With --nccl, it tells at which lines a script that runs on CPUs may hang, or compute wrong numbers,
+on GPUs with NCCL, whose rules differ from gloo's. It replays the messages, at most 10,000 of each
+rank. (It sees no streams or threads of your own, not where Python reads numbers, and not whether
+messages of several groups hinder each other. It was never tried beside NCCL itself.)
 """
 
 import argparse
@@ -67,6 +72,8 @@ def read_flags():
     parser.add_argument("--hang", type=float, metavar="SECONDS", help=seconds)
     over_time = "write what is recorded to this file, too, for ui.perfetto.dev or vizviewer"
     parser.add_argument("--trace", type=Path, metavar="FILE", help=over_time)
+    replay = "instead, tell where the script may hang on GPUs, with NCCL"
+    parser.add_argument("--nccl", action="store_true", help=replay)
     add_script(parser)
     args = parser.parse_args()
     args.path = path_of(args.script, args.is_module)
@@ -74,11 +81,11 @@ def read_flags():
         parser.error(f"there is no script {args.path}")
     if args.trace:
         args.trace = args.trace.expanduser().resolve()
-        if args.hang is not None:
-            parser.error("with --hang nothing is recorded that --trace could show")
+        if args.hang is not None or args.nccl:
+            parser.error("with --hang or --nccl, nothing is recorded that --trace could show")
         if args.trace.is_dir() or not os.access(args.trace.parent, os.W_OK):
             parser.error(f"cannot write {args.trace}")
-    args.record = args.hang is None
+    args.record = "messages" if args.nccl else "steps" if args.hang is None else ""
     return args
 
 
@@ -112,7 +119,7 @@ def start_observer(args, folder):
     except OSError:  # no local rank is known, and another process was faster
         return held
     command = [sys.executable, PACKAGE / "observer.py", folder]
-    command += [str(args.hang or 20), args.trace or "", "recorded" if args.record else ""]
+    command += [str(args.hang or 20), args.trace or "", args.record]
     read_end, write_end = os.pipe()
     # In a session of its own, so that Ctrl-C does not end it before it has shown the ranks. It is
     # no child of the script, which may wait for all its children: what starts here ends at once.

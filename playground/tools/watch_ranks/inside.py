@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from watch_ranks.anywhere import ASK, given_up, harmless, launched, running
+from watch_ranks.calls import Calls
 from watch_ranks.messages import last_calls
 from watch_ranks.record import Recorder
 
@@ -31,7 +32,7 @@ class Rank(threading.Thread):
 
     Args:
         folder: of all files. The number of the process names them.
-        record: whether a few of its steps are to be recorded, too.
+        record: "steps": a few are to be recorded, too. "messages": all of them. "": nothing.
     """
 
     here = None  # that of this process
@@ -40,7 +41,9 @@ class Rank(threading.Thread):
         super().__init__(daemon=True)
         Rank.here = self
         path = str(Path(folder, str(os.getpid())))
-        self.recorder = Recorder(f"{path}.record") if record else None
+        self.recorder = Recorder(f"{path}.record") if record == "steps" else None
+        if record == "messages":
+            self.recorder = Calls(f"{path}.calls")
         self.path = Path(f"{path}.json")
         rank, size = launched() or (None, 0)
         self.notes = {"pid": os.getpid(), "rank": rank, "size": size, "joined": size > 0}

@@ -26,6 +26,7 @@ sys.path[:] = [*sys.path[1:], str(Path(__file__).resolve().parents[1])]
 import psutil
 
 from watch_ranks.anywhere import ASK, is_own
+from watch_ranks.nccl import show_findings
 from watch_ranks.report import show_records
 from watch_ranks.terminal import ranks_in_words
 
@@ -122,6 +123,7 @@ def own_lines(stack, script):
         return ["no function of Python: it is ending, or Ctrl-Z has stopped it"]
     others = map(frames_in, text_of.values())
     own, *others = [lines_of(each, script) for each in (frames, *others)]
+    frames = [frame for frame in frames if Path(frame[0]).parent != Path(__file__).parent] or frames
     path, number, function = frames[0]
     # The call of main() is of interest only to a script that has no function.
     own = [line for line in own if " in <module>: " not in line or line == own[-1]]
@@ -225,7 +227,7 @@ def main():
     """Look at the notes ten times a second, until no rank is left."""
     if sys.stdout:  # it may be closed, and a line of the script may not be in ASCII
         sys.stdout.reconfigure(errors="backslashreplace")
-    folder, seconds, trace, records_too = Path(sys.argv[1]), float(sys.argv[2]), *sys.argv[3:5]
+    folder, seconds, trace, record = Path(sys.argv[1]), float(sys.argv[2]), *sys.argv[3:5]
     loose = Counter()
     joined = False  # whether a process was seen that has joined a group
     why = ""  # no steps are recorded
@@ -254,6 +256,8 @@ def main():
         elif new and not was_interrupted and (not moving or new[0]["still"] > seconds + 3):
             who = name_of(new[0]).partition(" (")[0]
             show_ranks(ranks, f"no progress of {who} for {new[0]['still']:.0f} s.")
+            if record == "messages" and not shown:
+                show_findings(folder.glob("*.calls"))
             shown |= {(notes["path"], notes["since"]) for notes in ranks}
         failed = those_that_failed(ranks)
         failed_at = failed_at or (time.time() if failed else None)
@@ -268,7 +272,10 @@ def main():
         if records and not was_recorded and (len(records) == len(ranks) or not going):
             was_recorded = True
             show_records(records, trace, not failed)
-    if records_too and not failed and not records:
+    calls = list(folder.glob("*.calls"))
+    if calls and not shown:
+        show_findings(calls)
+    if record and not failed and not records and not calls:
         lack = "its ranks have noted nothing" if joined else "it takes a process that joins a group"
         print(f"watch: nothing is recorded: {why or lack}.", flush=True)
     shutil.rmtree(folder)
