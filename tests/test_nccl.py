@@ -64,7 +64,7 @@ def said_of(lesson, *flags):
     return done[0].stdout.partition("by NCCL's rules:\n")[2]
 
 
-RIGHT = ("manual_pipeline", "pipeline_parallel", "context_parallel", "expert_parallel")
+RIGHT = ("manual_pipeline", "pipeline_parallel", "expert_parallel")
 
 
 @pytest.mark.parametrize("lesson", RIGHT)

@@ -6,6 +6,8 @@ Their lines are what `watch.py --nccl` shows. With --device cuda, they run with 
 import argparse
 import os
 import tempfile
+from contextlib import nullcontext
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,19 @@ SIZE = int(os.environ.get("SIZE", "4"))  # NCCL has buffers for small messages
 def numbers(count=1, value=1.0):
     """Return a tensor."""
     return torch.full((SIZE * count,), value, device=DEVICE)
+
+
+def wait(*requests):
+    """Wait for messages."""
+    for request in requests:
+        request.wait()
+
+
+def send_batch(*messages):
+    """Start messages in a batch, and wait for them: a call, a tensor, the other rank and a tag."""
+    wait(
+        *dist.batch_isend_irecv([dist.P2POp(*message[:3], tag=message[3]) for message in messages])
+    )
 
 
 def sends_first(rank):
@@ -33,87 +48,63 @@ def ring(rank):
 
 def chain(rank):
     """Rank 0 receives first, so that the last one can send."""
-    if rank == 0:
-        dist.recv(numbers(), 2)
-        dist.send(numbers(), 1)
-    else:
-        dist.send(numbers(), (rank + 1) % 3)
-        dist.recv(numbers(), rank - 1)
+    calls = [(dist.send, (rank + 1) % 3), (dist.recv, (rank - 1) % 3)]
+    for call, other in calls if rank else calls[::-1]:
+        call(numbers(), other)
 
 
 def isends_first(rank):
     """Both start to send, and then to receive."""
-    requests = [dist.isend(numbers(), 1 - rank), dist.irecv(numbers(), 1 - rank)]
-    for request in requests:
-        request.wait()
+    wait(dist.isend(numbers(), 1 - rank), dist.irecv(numbers(), 1 - rank))
 
 
 def batch(rank):
     """Both send and receive in a batch."""
-    ops = [dist.P2POp(dist.isend, numbers(), 1 - rank), dist.P2POp(dist.irecv, numbers(), 1 - rank)]
-    for request in dist.batch_isend_irecv(ops):
-        request.wait()
+    send_batch(*((call, numbers(), 1 - rank, 0) for call in (dist.isend, dist.irecv)))
 
 
 def batch_in_another_order(rank):
     """Rank 0 sends the short tensor first, and rank 1 receives the long one first."""
-    call = dist.isend if rank == 0 else dist.irecv
-    counts = (1, 2) if rank == 0 else (2, 1)
-    ops = [dist.P2POp(call, numbers(count), 1 - rank, tag=count) for count in counts]
-    for request in dist.batch_isend_irecv(ops):
-        request.wait()
+    call, counts = (dist.irecv, (2, 1)) if rank else (dist.isend, (1, 2))
+    send_batch(*((call, numbers(count), 1 - rank, count) for count in counts))
 
 
 def tags(rank):
     """Two messages of one size are told apart by their tags."""
-    order = (1, 2) if rank == 0 else (2, 1)
-    call = dist.isend if rank == 0 else dist.irecv
-    ops = [dist.P2POp(call, numbers(1, tag), 1 - rank, tag=tag) for tag in order]
-    for request in dist.batch_isend_irecv(ops):
-        request.wait()
+    call, order = (dist.irecv, (2, 1)) if rank else (dist.isend, (1, 2))
+    messages = [(call, numbers(1, float(tag)), 1 - rank, tag) for tag in order]
+    send_batch(*messages)
     if rank == 1:
-        found = [op.tensor[0].item() for op in ops]
+        found = [tensor[0].item() for _, tensor, *_ in messages]
         assert found == [2.0, 1.0], found
 
 
 def batch_meets_call(rank):
     """Rank 0 sends in a batch, and rank 1 receives without one."""
     if rank == 0:
-        [request] = dist.batch_isend_irecv([dist.P2POp(dist.isend, numbers(), 1)])
-        request.wait()
+        send_batch((dist.isend, numbers(), 1, 0))
     else:
         dist.recv(numbers(), 0)
 
 
-def groups_in_another_order(rank):
-    """Rank 1 uses two groups in another order, and nobody waits in between."""
+def two_groups(rank, reverse=True, async_op=True):
+    """Call all_reduce in two groups, on rank 1 in another order, and wait at the end."""
     groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
     requests = []
-    for group in groups if rank == 0 else groups[::-1]:
-        requests.append(dist.all_reduce(numbers(), group=group, async_op=True))
-    for request in requests:
-        request.wait()
+    for group in groups[::-1] if reverse and rank else groups:
+        requests.append(dist.all_reduce(numbers(), group=group, async_op=async_op))
+    wait(*filter(None, requests))
 
 
-def groups_in_another_order_waiting(rank):
-    """The same, and each rank waits for one before the other."""
-    groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
-    for group in groups if rank == 0 else groups[::-1]:
-        dist.all_reduce(numbers(), group=group)
-
-
-def groups_in_one_order(rank):
-    """Two groups in the same order, and nobody waits in between."""
-    groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
-    requests = [dist.all_reduce(numbers(), group=group, async_op=True) for group in groups]
-    for request in requests:
-        request.wait()
+groups_in_another_order = two_groups
+groups_in_another_order_waiting = partial(two_groups, async_op=False)
+groups_in_one_order = partial(two_groups, reverse=False)
 
 
 def collectives_in_another_order(rank):
     """Rank 1 calls broadcast before all_reduce."""
     calls = [dist.all_reduce, lambda tensor: dist.broadcast(tensor, 0)]
-    for call in calls if rank == 0 else calls[::-1]:
+    for call in calls[::-1] if rank else calls:
         call(numbers())
 
 
@@ -124,7 +115,7 @@ def shapes(rank):
 
 def dtypes(rank):
     """Rank 1 has integers of the same size."""
-    dist.all_reduce(numbers() if rank == 0 else numbers().int())
+    dist.all_reduce(numbers().int() if rank else numbers())
 
 
 def barrier_in_a_branch(rank):
@@ -137,36 +128,27 @@ def barrier_in_a_branch(rank):
 def interleaved(rank):
     """An all_reduce and a message travel at once: in another order on rank 1."""
     if rank == 0:
-        requests = [dist.all_reduce(numbers(), async_op=True), dist.isend(numbers(), 1)]
+        wait(dist.all_reduce(numbers(), async_op=True), dist.isend(numbers(), 1))
     else:
-        requests = [dist.irecv(numbers(), 0), dist.all_reduce(numbers(), async_op=True)]
-    for request in requests:
-        request.wait()
+        wait(dist.irecv(numbers(), 0), dist.all_reduce(numbers(), async_op=True))
 
 
 def coalesced_on_one(rank):
     """Rank 0 starts two all_reduces in one call, and rank 1 in two."""
-    if rank == 0:
-        with dist.distributed_c10d._coalescing_manager():
-            dist.all_reduce(numbers())
-            dist.all_reduce(numbers())
-    else:
+    together = dist.distributed_c10d._coalescing_manager
+    with nullcontext() if rank else together():
         dist.all_reduce(numbers())
         dist.all_reduce(numbers())
 
 
 def to_itself(rank):
     """Each rank sends to itself, and then receives."""
-    requests = [dist.isend(numbers(), rank), dist.irecv(numbers(), rank)]
-    for request in requests:
-        request.wait()
+    wait(dist.isend(numbers(), rank), dist.irecv(numbers(), rank))
 
 
 def to_itself_in_a_batch(rank):
     """The same in a batch."""
-    ops = [dist.P2POp(dist.isend, numbers(), rank), dist.P2POp(dist.irecv, numbers(), rank)]
-    for request in dist.batch_isend_irecv(ops):
-        request.wait()
+    send_batch(*((call, numbers(), rank, 0) for call in (dist.isend, dist.irecv)))
 
 
 def run(rank, args, where, size):
