@@ -1,4 +1,4 @@
-"""run/kubernetes.yaml and run/skypilot.yaml: each is valid, and its command trains on two nodes."""
+"""run/kubernetes.yaml: it is valid, and its command trains on two nodes."""
 
 import sys
 
@@ -6,7 +6,6 @@ import yaml
 from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
 from launch import Job, epochs, one_process
 from lessons import ROOT
-from nodes import ADDRESSES
 
 MANIFEST = yaml.safe_load((ROOT / "run" / "kubernetes.yaml").read_text())
 
@@ -33,18 +32,6 @@ def test_the_command_of_the_pods(nodes):
         command = (*nodes.enter(node), sys.executable, "-m", "torch.distributed.run", *words)
         jobs.append(Job(*command, env=env))
     check(jobs)
-
-
-def test_the_command_of_the_machines(nodes):
-    """It is started with the variables that SkyPilot sets, and without a GPU."""
-    task = yaml.safe_load((ROOT / "run" / "skypilot.yaml").read_text())
-    told = {"NODE_IPS": "\n".join(ADDRESSES), "NUM_NODES": task["num_nodes"]}
-    told["NUM_GPUS_PER_NODE"] = int(task["resources"]["accelerators"].partition(":")[2])
-    env = {f"SKYPILOT_{name}": str(each) for name, each in told.items()}
-    env |= {"PYTHON": sys.executable, "WAIT": "300"}
-    words = task["run"].rstrip() + " --dataset digits --device cpu"
-    command = ("bash", "-c", words)
-    check([Job(*nodes.enter(node), *command, env=env, cwd=ROOT) for node in range(2)])
 
 
 def check(jobs):

@@ -37,7 +37,6 @@ Try breaking it, in a copy beside it, with `--double`, and compare the losses:
   3. In SplitEmbedding, leave out `* own[..., None]`. Which rows are added?
   4. In SplitOutput, leave out the line with `Message`. Which gradients are wrong?
 
-Now write `split_cross_entropy.py` in `playground/exercises/`.
 Builds on: sequence_parallel.py
 The next lesson, `ulysses.py`, splits the tokens of a long sequence, and the heads in attention.
 """
