@@ -87,7 +87,9 @@ def test_at_one_glance(tmp_path):
     path = tmp_path / "ddp.py"
     path.write_text(re.search(r"```python\n(.*?)```", PAGE, re.S)[1])
     jobs = [ranks(path, processes=count) for count in (1, 2, 3)]
-    printed = [[job.wait().stdout for job in each][0] for each in jobs]
+    ends = [[job.wait() for job in each] for each in jobs]
+    assert not any(end.returncode for each in ends for end in each)
+    printed = [each[0].stdout for each in ends]
     assert len(re.findall(r"^epoch \d  loss \d\.\d{12}$", printed[0], re.M)) == 3
     assert printed[1:] == printed[:1] * 2
 
