@@ -3,6 +3,7 @@
 # and torch. It prints a line for each: "ok", or "FIX" and what to do. With a FIX its status is 1.
 # Type it on every node. If hosts are given, it also compares their torch with this one over ssh.
 #   NODE0=10.0.0.1 run/check_node.sh node1 node2
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sh run/check_node.sh, where sh is dash
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Checks without running the lessons: Python's style, the pages, the shell scripts and the workflow
 # of CI.
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sh run/lint.sh, where sh is dash
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 run/setup.sh tests/all.txt

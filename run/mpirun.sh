@@ -3,6 +3,7 @@
 # ssh. MPI only starts the ranks. Their messages use gloo or NCCL. The nodes need the project in the
 # same folder, and ssh must work with a key.
 #   HOSTS="node0 node1" run/mpirun.sh playground/distributed_data_parallel_torchrun.py --epochs 1
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sh run/mpirun.sh, where sh is dash
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -16,6 +17,10 @@ PYTHON=${PYTHON:-.venv/bin/python} # runs the lesson on the nodes
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # ------------
 : "${1:?"the lesson is missing: $0 playground/distributed_data_parallel_torchrun.py"}"
+if ! command -v "$PYTHON" >/dev/null; then
+    echo "error: there is no $PYTHON: start run/setup.sh, or PYTHON=python" >&2
+    exit 1
+fi
 
 read -ra hosts <<<"${HOSTS//$'\r'/}" # as in a file that was written on Windows
 ranks=$((${#hosts[@]} * GPUS))

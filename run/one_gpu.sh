@@ -4,6 +4,7 @@
 # NCCL refuses two ranks on a GPU if their hosts have the same name. Here each rank has a name of
 # its own, so NCCL takes them for two nodes, which talk through sockets. Numbers, memory, errors and
 # hangs are real. Seconds are not: the ranks take turns on the GPU.
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sh run/one_gpu.sh, where sh is dash
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -12,6 +13,10 @@ PYTHON=${PYTHON:-.venv/bin/python}
 DEVICE=${DEVICE:-cuda} # cpu: to try this without a GPU
 # ------------
 : "${2:?"the lesson is missing: $0 2 playground/distributed_data_parallel.py"}"
+if ! command -v "$PYTHON" >/dev/null; then
+    echo "error: there is no $PYTHON: start run/setup.sh, or PYTHON=python" >&2
+    exit 1
+fi
 
 # What each rank does: it is the only one of its node, and uses the only GPU.
 rank='export NCCL_HOSTID=rank$RANK LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 '

@@ -2,6 +2,7 @@
 # Makes the web pages of the course in site/, and opens them in a browser:
 #   run/pages.sh
 #   run/pages.sh FOLDER    # makes them there, and opens nothing
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sh run/pages.sh, where sh is dash
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 run/setup.sh .github/pages/requirements.txt

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Trains a model on MNIST with two processes. Flags are passed to the lesson:
 #   run/quickstart.sh --model cnn
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sh run/quickstart.sh, where sh is dash
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 run/setup.sh

@@ -11,6 +11,7 @@
 #   NODES=4 GPUS=1 run/rehearse_two_nodes.sh                # four nodes, with one process on each
 # Your flags come last, so they replace the script's: try -ip 10.77.0.9. A command has the variables
 # NODE_RANK, which is 0 on the first node, and NODE0, which is 10.77.0.1.
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sh run/rehearse_two_nodes.sh, where sh is dash
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -28,6 +29,8 @@ fail() { echo "error: $*" >&2 && exit 1; }
 # First the script starts itself again, in namespaces that exist as long as it runs.
 if [ -z "${REHEARSAL:-}" ]; then
     [ $# -gt 0 ] || set -- playground/distributed_data_parallel.py
+    [[ $1 != *.py ]] || command -v "$PYTHON" >/dev/null ||
+        fail "there is no $PYTHON: start run/setup.sh, or PYTHON=python"
     PATH=$PATH:/usr/sbin:/sbin # ip and tc may be there
     [ -x "$(command -v ip)" ] || fail "there is no program ip: sudo apt-get install iproute2"
     inside=(unshare --net --mount --pid --fork --mount-proc --kill-child)

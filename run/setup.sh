@@ -5,6 +5,7 @@
 #   PYTHON=/path/to/python3.12 run/quickstart.sh
 # TORCH_INDEX_URL selects where PyTorch comes from, such as the index of the CPU builds:
 #   TORCH_INDEX_URL=... run/quickstart.sh
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sh run/setup.sh, where sh is dash
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

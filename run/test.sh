@@ -4,6 +4,7 @@
 #   run/test.sh --all          # all of them; installs what these need
 #   run/test.sh -k parity      # flags are passed to pytest, which then selects from all tests
 # The tests of several nodes need root and some Debian packages. Without these they are skipped.
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sh run/test.sh, where sh is dash
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if [ $# = 0 ]; then

@@ -3,6 +3,7 @@
 # the project in the same folder, and ssh must work with a key. The first failure, Ctrl-C and the
 # end of this script stop all nodes: ssh -tt gives the lesson a terminal, which ends with ssh.
 #   HOSTS="10.0.0.1 10.0.0.2" run/two_nodes_ssh.sh playground/distributed_data_parallel.py
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sh run/two_nodes_ssh.sh, where sh is dash
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -36,7 +37,9 @@ for node in "${!hosts[@]}"; do
     command=(env "${passed[@]}" "$PYTHON" "${command[@]}" "${@:2}")
     echo "+ ${hosts[node]}: cd $CHECKOUT; ${command[*]}" >&2
     # Through cat, because a lesson that writes to a terminal shows progress bars.
-    line="cd ${CHECKOUT@Q} && ${command[*]@Q} 2>&1 | cat"
+    missing="echo error: there is no $PYTHON: start run/setup.sh, or PYTHON=python"
+    line="cd ${CHECKOUT@Q} && { command -v ${PYTHON@Q} >/dev/null || { $missing; exit 1; }; } &&"
+    line+=" ${command[*]@Q} 2>&1 | cat"
     setpriv --pdeathsig TERM "${ssh[@]}" "${hosts[node]}" "bash -o pipefail -c ${line@Q}" \
         </dev/null 2>&1 | sed -u "s/^/${hosts[node]}: /; s/\r$//" &
 done

@@ -13,7 +13,7 @@ from test_readme import COMMANDS, agree, masked
 
 TEXT = (ROOT / "run" / "README.md").read_text()
 BLOCKS = re.findall(r"^```console\n(.*?)^```$", TEXT, re.M | re.S)
-LAUNCHERS = TEXT[TEXT.index("## Which launcher when") : TEXT.index("### Which lesson")]
+LAUNCHERS = TEXT[TEXT.index("## Slurm") : TEXT.index("## Which lesson")]
 ROWS = re.findall(r"^    (\S.*)$", re.sub(r" *\\\n +", " ", LAUNCHERS), re.M)
 SCRIPTS = [row for row in ROWS if ".sh " in row and "qsub" not in row and "one_gpu" not in row]
 PYTHON = f"""#!/bin/sh
