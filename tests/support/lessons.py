@@ -6,7 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PLAYGROUND = ROOT / "playground"
-TOOLS = ("first_difference", "stacks", "watch")  # scripts beside the lessons
+TOOLS = ("bandwidth", "first_difference", "stacks", "watch")  # scripts beside the lessons
 NEWER = ("pipeline_parallel", "four_axes")  # which torch 2.9 cannot run
 PARTS = ("", "replicated", "sharded", "split", "transformer", "language", "tools")
 FOLDERS = [PLAYGROUND / name for name in PARTS]
