@@ -164,7 +164,8 @@ def loaders(args):
 
 def fit_epoch(epoch, model, optimizer, train_loader, test_loader, device, args):
     """Train for one epoch, test, and print a line."""
-    # Each epoch has an order of its own, the same in each run, and with several ranks, too.
+    # Each epoch has an order of its own. Lesson 6 has the same one, because DistributedSampler
+    # shuffles with seed + epoch, too.
     train_loader.sampler.generator.manual_seed(args.seed + epoch)
     start = time.perf_counter()
     title = f"epoch {epoch + 1}/{args.epochs}"

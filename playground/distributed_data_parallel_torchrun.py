@@ -41,7 +41,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # before there is a group, or Python may abort at its end
+import torch.distributed.nn.functional  # unused: without it, Python may abort at its end on CPUs
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -77,7 +77,7 @@ def train(args):
     done = resume(args, model, optimizer)  # NEW: before DDP is made
     model = DistributedDataParallel(model)  # sends the model of rank 0 to all ranks
     for epoch in range(done, args.epochs):
-        # Dropout, for example, differs between the ranks, and is the same if the run is resumed.
+        # Lesson 7 seeds once. With the epoch in the seed, a resumed run draws the same for dropout.
         torch.manual_seed(args.seed + epoch * dist.get_world_size() + rank)
         fit_epoch(epoch, model, optimizer, train_loader, test_loader, device, args)
         if rank == 0 and args.savefile:  # no collective in here: the others would not call it

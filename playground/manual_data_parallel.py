@@ -187,8 +187,8 @@ def loaders(args, rank, world_size):
     per_rank_batch = args.batch_size // world_size  # NEW: --batch_size is the global batch
     # drop_last leaves out an incomplete last batch, which several ranks could not divide equally.
     train_loader = DataLoader(train_set, per_rank_batch, sampler=sampler, drop_last=True, **options)
-    # NEW: each test image counts once (DistributedSampler would repeat some). Of each batch, of at
-    # most 1000, a rank takes every world_size-th. So all have equally many batches, as FSDP needs.
+    # NEW: each test image counts once (DistributedSampler would repeat some). The images are in
+    # batches of at most 1000, and of each batch, a rank takes every world_size-th one.
     batches = torch.arange(len(test_set)).tensor_split(len(test_set) // 1000 + 1)
     own_batches = [batch[rank::world_size].tolist() for batch in batches]
     test_loader = DataLoader(test_set, batch_sampler=own_batches, **options)

@@ -27,7 +27,6 @@ smartquotes = html_copy_source = html_use_index = html_show_sphinx = html_show_c
 FIGURES = {  # to play with, at the end of a page
     "playground/model_parallel": "pipeline",
     "playground/split/manual_pipeline": "pipeline",
-    "playground/pages/choosing": "memory",
 }
 NAVIGATION = """
 ```{{toctree}}

@@ -102,14 +102,9 @@ def test_no_table_is_cut(site, tab):
             tab.set_viewport_size({"width": 1280, "height": 800})
 
 
-def test_figures_to_play_with(site, tab):
-    """Orders are those of manual_pipeline.py, and bytes those that thousand_ranks.py counts."""
+def test_a_figure_to_play_with(site, tab):
+    """Orders are those of manual_pipeline.py."""
     lesson = runpy.run_path(str(ROOT / "playground/split/manual_pipeline.py"))
-    doc = (ROOT / "playground/language/thousand_ranks.py").read_text()
-    shown = re.findall(r"^    (?:holds|keeps) +([\d,.]+) MB", doc, re.M)
-    plan = "{dp: 128, tp: 8, pp: 1, gpus: 8, micro: 1, again: 0, count: 1, sequence: 4096}"
-    model = "{parameters: 6302208000, layers: 32, width: 4096, heads: 32, kv_heads: 32,"
-    model += " vocabulary: 32000, matrices: 2}"
     tab.goto(f"file://{site}/playground/split/manual_pipeline.html")
     tab.frame_locator("iframe").get_by_text("Try it for real").wait_for()
     [figure] = [each for each in tab.frames if each.url.endswith("/pipeline.html")]
@@ -122,12 +117,6 @@ def test_figures_to_play_with(site, tab):
     assert figure.inner_text("#command") == figure.inner_html("#chart") == ""
     figure.fill("#own", "F0,B0 F0,B0")
     assert figure.inner_text("#command").endswith("--schedule F0,B0 F0,B0")
-    tab.goto(f"file://{site}/_static/memory.html")
-    held = tab.evaluate(f"held({model}, 'fsdp', {plan})")
-    parts = [held[part] / 1e6 for part in ("parameters", "gradients", "adam", "activations")]
-    counted = [float(each.replace(",", "")) for each in shown]
-    assert parts[:3] == pytest.approx(counted[:3], rel=0.01)
-    assert parts[3] == pytest.approx(counted[3], rel=0.15)  # a CPU keeps more of some operations
 
 
 STUB = """#!/bin/sh

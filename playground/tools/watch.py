@@ -55,9 +55,16 @@ ends = []  # the ends of pipes: to be read when the observer has ended, and by w
 # they end ranks that the script has left behind.
 atexit.register(lambda: [os.read(end, 1) for end, pid in ends if pid == os.getpid()])
 
+alone = sys.stderr.isatty() and os.environ.get("LOCAL_RANK", "0") == "0"
+if alone:
+    print("watch: loading PyTorch ...", end="\r", file=sys.stderr, flush=True)
+
 from watch_ranks.advice import advice_on
 from watch_ranks.anywhere import PACKAGE, add_script, launched, path_of, run_with
 from watch_ranks.inside import Rank, unlock
+
+if alone:
+    print(" " * 26, end="\r", file=sys.stderr, flush=True)
 
 # How launchers name a process' number on its node.
 LOCAL_RANK = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
