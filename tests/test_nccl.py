@@ -40,11 +40,12 @@ SAID = {
 
 
 @pytest.mark.parametrize("program", SAID)
-def test_what_is_said_of_a_program(program):
+def test_what_is_said_of_a_program(program, tmp_path):
     """Who waits for whom at which line, or what does not fit; and no more than that."""
     name, *first = program.split()
     size = 3 if name in ("ring", "chain") else 2
-    first, *others = ranks("watch", "--nccl", "--hang", 2, PROGRAM, name, *first, processes=size)
+    flags = ("--nccl", "--hang", 2, PROGRAM, name, *first)
+    first, *others = ranks("watch", *flags, processes=size, env={"TMPDIR": str(tmp_path)})
     lines = iter(first.process.stdout)
     assert any("by NCCL's rules:" in line for line in lines), first.process.stderr.read()
     for job in (first, *others):  # with gloo, some of them hang, too

@@ -48,8 +48,9 @@ class Line(list):
 
     passed = 0  # how many are known to be complete
 
-    def first_open(self, count):
-        """Return the first of so many steps that is not complete, or None."""
+    def first_open(self, count=None):
+        """Return the first of so many steps, or of all, that is not complete, or None."""
+        count = len(self) if count is None else count
         while self.passed < count and not self[self.passed].parts:
             self.passed += 1
         return self[self.passed] if self.passed < count else None
@@ -79,7 +80,7 @@ class Replay:
             before = self.matches
             for lines in self.queues.values():
                 self.progress(lines)
-        steps = [step for line in self.steps.values() if (step := line.first_open(len(line)))]
+        steps = [step for line in self.steps.values() if (step := line.first_open())]
         self.is_open = bool(steps)
         any(self.find_hang(step) for step in steps)
         if not steps and not self.found:
@@ -115,7 +116,7 @@ class Replay:
 
     def progress(self, lines):
         """Complete the messages of a queue that can be complete."""
-        heads = [line.first_open(len(line)) for line in lines.values()]
+        heads = [line.first_open() for line in lines.values()]
         started = {step.rank: step for step in heads if step and not step.blocker}
         for step in started.values():
             for part in [part for part in step.parts if part["kind"] == "send"]:
@@ -150,16 +151,7 @@ class Replay:
                 break
             part = step.parts[0]
             call = part.get("call", part)
-            if "peer" in part:
-                rank = part["peer"]
-                other, _ = found_in(step.lines[rank], part)
-            else:
-                heads = {
-                    rank: step.lines[rank].first_open(len(step.lines[rank])) for rank in step.ranks
-                }
-                rank, other = next(
-                    x for x in heads.items() if not x[1] or x[1].blocker or "peer" in x[1].parts[0]
-                )
+            rank, other = needed(step, part)
             seen[step] = f"rank {step.rank} waits for rank {rank} in {in_words(call)}", part, call
             if not other and "peer" in call:
                 _, apart = found_in(self.steps[rank], call)
@@ -168,7 +160,7 @@ class Replay:
                     return True
             if not other and rank in self.going:
                 # What this rank would call later comes after all that it has waited for.
-                other = self.waited[rank].first_open(len(self.waited[rank]))
+                other = self.waited[rank].first_open()
             if not other:
                 return False
             step = other
@@ -188,6 +180,17 @@ class Replay:
                 if one != other:
                     self.found.append((called(part), called(another), ORDER))
                     return
+
+
+def needed(step, part):
+    """Return for which rank a started step waits, and for which of its steps, if it has such."""
+    if "peer" in part:
+        return part["peer"], found_in(step.lines[part["peer"]], part)[0]
+    for rank in step.ranks:
+        head = step.lines[rank].first_open()
+        if not head or head.blocker or "peer" in head.parts[0]:
+            return rank, head
+    raise AssertionError("all ranks have called it")
 
 
 def found_in(steps, part):
