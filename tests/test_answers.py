@@ -219,7 +219,7 @@ manual_pipeline 2 | 2 | --timeout 3 --schedule F0,B0,F1,B1 F0,F1,B0,B1
     fails dist.recv(gradient,
     fails dist.recv(inputs,
 pipeline_parallel 1 | 2
-    , target=labels)\n        return self.schedule.eval => )\n        return self.schedule.eval
+    run(*inputs, target=labels) => run(*inputs)
     fails loss_fn and target required for last stage
 pipeline_parallel 3 | 2 | --schedule DualPipeV --micro_batches 4
     says 0F3 3B1 3F2 0B0 3B2 3F3 0B1
@@ -342,10 +342,10 @@ context_parallel 3 | 2 | --by ring --order plain --timeout 3
     mean, log = attend_to_chunk => if later.all(): continue\n        ...
     fails to_previous
 expert_parallel 1 | 2
-    Message.apply(rows, there, back, self.group) => there(rows, None)
+    Message.apply(rows, dispatch, combine, self.group) => dispatch(rows, None)
     loss 1.3563
 expert_parallel 1 | 2
-    Message.apply(outputs, back, there, self.group) => back(outputs, None)
+    Message.apply(outputs, combine, dispatch, self.group) => combine(outputs, None)
     fails Expected parameter `tensor` of type torch.Tensor
 expert_parallel 2 | 2
     group = same_experts if parameter in experts else None => group = None

@@ -248,7 +248,7 @@ def cut(layers, count):
     passes from stage to stage. (torchtitan copies the model for each stage, and deletes the layers
     of other stages, which its forward() then leaves out.)
     """
-    indices = with_parameters(layers)
+    indices = possible_starts(layers)
     if count > len(indices):
         raise ValueError(f"{count} stages, but only {len(indices)} layers have parameters")
     starts = [indices[number * len(indices) // count] for number in range(1, count)]
@@ -258,8 +258,8 @@ def cut(layers, count):
     return stages
 
 
-def with_parameters(layers):
-    """Return the indices of the layers that have parameters."""
+def possible_starts(layers):
+    """Return the indices at which a stage can start: the layers that have parameters."""
     return [index for index, layer in enumerate(layers) if list(layer.parameters())]
 
 
@@ -324,7 +324,7 @@ def check_flags(parser, args, world_size):
     Every rank reads the whole batch, so its size need not fit the number of ranks.
     """
     with torch.device("meta"):  # layers without memory
-        most = len(with_parameters(make_layers(args)))
+        most = len(possible_starts(make_layers(args)))
     if world_size > most:
         few = f"{world_size} stages, but only {most} layers have parameters"
         parser.error(f"{few}: start fewer processes, or use a larger --layers")

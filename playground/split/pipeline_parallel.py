@@ -7,8 +7,7 @@ Run it, with one stage on each rank, and with two:
 
 Both print the same numbers as `single_gpu.py`, up to rounding (with `--double` all twelve digits
 agree; batch norm would see one micro-batch at a time). Then each shows what its ranks compute in a
-step, as `manual_pipeline.py` does, and what they keep. The first layer has most of the parameters.
-With the first command:
+step, as `manual_pipeline.py` does, and what they keep. With the first command:
     rank 0: F0 F1 B0 F2 B1 F3 B2 B3
     rank 1: F0 B0 F1 B1 F2 B2 F3 B3
     rank 0 keeps stage 0: 54,400 parameters
@@ -20,8 +19,8 @@ you know. The others change the bubble (`model_parallel.py`), or what a rank kee
 (`playground/pages/figures/schedules.svg` shows four ranks):
 
 - `GPipe` has the same bubble, and keeps the activations of all micro-batches.
-- `Interleaved1F1B` has two stages of half the layers on each rank, here 0 and 2, with their number
-  in front. That is about half the bubble, and more messages (https://arxiv.org/abs/2104.04473).
+- `Interleaved1F1B` has two stages on each rank, half as long: 2F1 is micro-batch 1 in stage 2. That
+  is about half the bubble, and more messages (https://arxiv.org/abs/2104.04473).
   `interleaved()` below is the rule. With 4 micro-batches, rank 0 computes
   0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3
 - `InterleavedZeroBubble` also splits each backward pass into I and W (`manual_pipeline.py`), and
@@ -33,8 +32,7 @@ you know. The others change the bubble (`model_parallel.py`), or what a rank kee
   travel (https://arxiv.org/abs/2412.19437). By default, PyTorch computes one after the other.
 
 Try breaking it, in a copy beside it:
-  1. In `Pipeline.forward()`, leave out `, target=labels` of `step()`. Which rank fails, and why
-     only that one?
+  1. In `Pipeline.forward()`, leave out `, target=labels`. Which rank fails, and why only that one?
   2. Try `--micro_batches 2`, 4, 16 and 64. The bubble shrinks. Do the images/s rise?
      `playground/tools/watch.py` in front of the script shows where each rank waits.
   3. Use `--schedule DualPipeV --micro_batches 4`. Which passes of rank 0 are pairs?
@@ -85,35 +83,8 @@ def make_1f1b(layers, device, micro_batches):
     # batch, it finds out their shapes and dtypes, which all later ones must have.
     stage = PipelineStage(module, rank, world_size, device)
     # NEW: computes the passes of all micro-batches, and on the last rank the loss of each.
-    # (`partial`, because the pipeline adds two arguments.)
+    # (`partial`: Pipeline adds loss_fn and scale_grads.)
     return Pipeline([stage], partial(Schedule1F1B, stage, micro_batches))
-
-
-def interleaved(rank, world_size, micro_batches, chunks=2):
-    """Return the passes of a rank with Interleaved1F1B. Its stages are called its chunks.
-
-    Only to read: PyTorch's schedule computes this list itself.
-    """
-    if micro_batches % world_size:
-        raise ValueError("this rule is for a multiple of world_size micro-batches")
-    stages = range(rank, chunks * world_size, world_size)
-    forward = []
-    backward = []
-    # NEW: world_size micro-batches pass through one chunk of a rank, and then through its next one.
-    for first in range(0, micro_batches, world_size):
-        for chunk in range(chunks):
-            for number in range(first, first + world_size):
-                forward.append(f"{stages[chunk]}F{number}")
-                backward.append(f"{stages[-1 - chunk]}B{number}")
-    # NEW: the forward passes before the first backward pass: world_size for each chunk but the last
-    # one, two for each rank behind this one (there and back), and one in the last chunk.
-    ahead = (chunks - 1) * world_size + 2 * (world_size - rank - 1) + 1
-    passes = forward[:ahead]
-    for number, each in enumerate(backward):
-        passes.append(each)
-        if ahead + number < len(forward):
-            passes.append(forward[ahead + number])
-    return passes
 
 
 def make_other(name, layers, device, micro_batches):
@@ -134,7 +105,7 @@ def make_other(name, layers, device, micro_batches):
     stages = []
     for number in numbers:
         stages.append(PipelineStage(modules[number].to(device), number, count, device))
-    taken = stages[0] if name == "GPipe" else stages  # the other schedules take a list
+    taken = stages if STAGES_PER_RANK[name] > 1 else stages[0]  # two stages: a list
     make_schedule = partial(get_schedule_class(name), taken, micro_batches)
     kind = VPipeline if name in V_SHAPED else Pipeline
     return kind(stages, make_schedule)
@@ -162,11 +133,11 @@ class Pipeline(torch.nn.Module):
         with the labels. Only the rank of the last stage returns logits.
         """
         self.count = (labels != -100).sum()  # -100 is for what has no label
-        inputs = [images] if dist.get_rank() == 0 else []  # NEW: other ranks receive activations
-        if self.training:
-            # NEW: all forward and backward passes of the batch, in the order of the schedule
-            return self.schedule.step(*inputs, target=labels)
-        return self.schedule.eval(*inputs, target=labels)
+        inputs = [images] if self.stages[0].is_first else []  # NEW: others receive activations
+        # NEW: all forward and backward passes of the batch, in the order of the schedule
+        run = self.schedule.step if self.training else self.schedule.eval
+        logits = run(*inputs, target=labels)  # with their graph
+        return None if logits is None else logits.detach()
 
 
 def train(args):
@@ -188,18 +159,6 @@ def train(args):
     dist.destroy_process_group()
 
 
-def cut(layers, count):
-    """Cut an nn.Sequential into stages, as in manual_pipeline.py."""
-    starts = possible_starts(layers)
-    if count > len(starts):
-        raise ValueError(f"{count} stages, but only {len(starts)} layers have parameters")
-    inner = [starts[number * len(starts) // count] for number in range(1, count)]
-    stages = [layers[start:end] for start, end in pairwise([0, *inner, len(layers)])]
-    if sum(len([*stage.parameters()]) for stage in stages) > len([*layers.parameters()]):
-        raise ValueError("two stages share a parameter, and each would train its own copy")
-    return stages
-
-
 def possible_starts(layers):
     """Return the indices at which a stage can start: one for each layer that has parameters."""
     starts = []
@@ -212,44 +171,48 @@ def possible_starts(layers):
     return starts
 
 
-def run_epoch(model, loader, device, optimizer=None):
-    """Train, or with no optimizer, test. Returns sums over all ranks: loss, correct, images."""
-    model.train(optimizer is not None)
-    sums = torch.zeros(3, dtype=torch.float64, device=device)
-    for images, labels in loader:
-        images = images.to(device, non_blocking=True)
-        labels = labels.to(device, non_blocking=True)
-        if optimizer is not None:
-            optimizer.zero_grad()
-        with torch.set_grad_enabled(model.training):
-            logits = model(images, labels)
-        if optimizer is not None:
-            # To clip gradients here, add up the squares of the norms of all ranks first.
-            optimizer.step()
-        if logits is not None:
-            logits = logits.detach()  # NEW: a schedule returns them with their graph
-            sums[0] += F.cross_entropy(logits, labels, reduction="sum")
-            sums[1] += (logits.argmax(dim=1) == labels).sum()
-            sums[2] += (labels >= 0).sum()  # without the images that fill up the last batch
-    dist.all_reduce(sums)
-    return sums.tolist()
+def interleaved(rank, world_size, micro_batches, chunks=2):
+    """Return the passes of a rank with Interleaved1F1B. Its stages are called its chunks.
+
+    Only to read: PyTorch's schedule computes this list itself.
+    """
+    if micro_batches % world_size:
+        raise ValueError("this rule is for a multiple of world_size micro-batches")
+    stages = range(rank, chunks * world_size, world_size)
+    forward = []
+    backward = []
+    # NEW: world_size micro-batches pass through one chunk of a rank, and then through its next one.
+    for first in range(0, micro_batches, world_size):
+        for chunk in range(chunks):
+            for number in range(first, first + world_size):
+                forward.append(f"{stages[chunk]}F{number}")
+                backward.append(f"{stages[-1 - chunk]}B{number}")
+    # NEW: forward passes before the first backward pass: those up to micro-batch 0 in the last
+    # chunk, and one for each turn until its gradient is back from the ranks behind this one.
+    ahead = (chunks - 1) * world_size + 2 * (world_size - rank - 1) + 1
+    passes = forward[:ahead]
+    for number, each in enumerate(backward):
+        passes.append(each)
+        if ahead + number < len(forward):
+            passes.append(forward[ahead + number])
+    return passes
 
 
 # You can stop here: what follows is for V shapes, prints, and reads the flags.
 
 
 class VPipeline(Pipeline):
-    """A pipeline whose schedule has no eval(): in a V, it fails (torch 2.14 and 2.15)."""
+    """A pipeline in a V, where the schedule's eval() fails (torch 2.14 and 2.15)."""
 
     @torch.enable_grad()
     def forward(self, images, labels):
         """Compute a batch and its gradients. In a test, these are dropped."""
         self.count = (labels != -100).sum()
-        inputs = [images] if dist.get_rank() == 0 else []
+        inputs = [images] if self.stages[0].is_first else []
         logits = self.schedule.step(*inputs, target=labels)
         if not self.training:
             self.zero_grad()
-        return logits
+        return None if logits is None else logits.detach()
 
 
 def same_size_loaders(args):
@@ -353,6 +316,49 @@ def check_flags(parser, args, world_size):
         near = max(1, round(args.batch_size / count)) * count
         wrong = f"{count} micro-batches cannot divide --batch_size {args.batch_size}"
         parser.error(f"{wrong}: use --batch_size {near}")
+
+
+# ---------- Unchanged from manual_pipeline.py ----------
+# You know what follows: cut() and run_epoch(). If you copy this lesson, copy this, too.
+
+
+def cut(layers, count):
+    """Cut an nn.Sequential into stages with about the same number of layers with parameters.
+
+    What your forward() does between layers, such as a reshape, must become a layer. One tensor
+    passes from stage to stage. (torchtitan copies the model for each stage, and deletes the layers
+    of other stages, which its forward() then leaves out.)
+    """
+    indices = possible_starts(layers)
+    if count > len(indices):
+        raise ValueError(f"{count} stages, but only {len(indices)} layers have parameters")
+    starts = [indices[number * len(indices) // count] for number in range(1, count)]
+    stages = [layers[start:end] for start, end in pairwise([0, *starts, len(layers)])]
+    if sum(len([*stage.parameters()]) for stage in stages) > len([*layers.parameters()]):
+        raise ValueError("two stages share a parameter, and each would train its own copy")
+    return stages
+
+
+def run_epoch(model, loader, device, optimizer=None):
+    """Train, or with no optimizer, test. Returns sums over all ranks: loss, correct, images."""
+    model.train(optimizer is not None)
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    for images, labels in loader:
+        images = images.to(device, non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
+        if optimizer is not None:
+            optimizer.zero_grad()
+        with torch.set_grad_enabled(model.training):
+            logits = model(images, labels)  # forward and backward passes
+        if optimizer is not None:
+            # To clip gradients here, add up the squares of the norms of all ranks first.
+            optimizer.step()
+        if logits is not None:  # only the last rank has them
+            sums[0] += F.cross_entropy(logits, labels, reduction="sum")
+            sums[1] += (logits.argmax(dim=1) == labels).sum()
+            sums[2] += (labels >= 0).sum()  # those that count
+    dist.all_reduce(sums)  # now all ranks have the sums
+    return sums.tolist()
 
 
 # ---------- Unchanged from distributed_data_parallel_torchrun.py ----------

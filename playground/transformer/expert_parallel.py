@@ -17,31 +17,33 @@ token still passes through one MLP. With `--top 2`, two experts compute it, and 
 added.
 
 Each rank keeps some of the experts, and reads images of its own, as in data parallelism. In each
-block, one all_to_all brings the tokens to the ranks of their experts, and another brings them back
-(`playground/pages/figures/experts.svg`). All other parameters are replicas with averaged gradients.
+block, one all_to_all sends counts, one the tokens to the ranks of their experts, and one the
+outputs back (`playground/pages/figures/experts.svg`). All else is replicated, with averaged
+gradients.
 
 With 4 ranks and `--ep 2`, the ranks are a mesh: tokens travel between ranks 0 and 1, and between 2
-and 3. Ranks 0 and 2 have the same experts, whose gradients are summed over these two. Other
-parameters are averaged over all ranks. (With FSDP, call `fully_shard(expert, mesh=mesh["efsdp"])`,
+and 3. Ranks 0 and 2 have the same experts, so gradients of these are summed over the two, others
+over all four, and all are divided by 4. (With FSDP, call `fully_shard(expert, mesh=mesh["efsdp"])`,
 and then `expert.set_gradient_divide_factor(world_size)`. DDP would average different experts.)
 
-Nothing makes the router spread the load (the tokens of each expert). With `--balance`, a term is
-added to the loss (https://arxiv.org/abs/2101.03961). With `--bias`, a number is added to an
-expert's scores when experts are chosen. It grows after a step in which the expert has got few
-tokens (https://arxiv.org/abs/2408.15664). On MNIST, the load becomes even:
+Nothing makes the router spread the load (the tokens of each expert). `--balance` adds an auxiliary
+loss (https://arxiv.org/abs/2101.03961). With `--bias`, a number is added to an expert's scores when
+experts are chosen. It grows after a step with fewer tokens than the mean, and falls after one with
+more (https://arxiv.org/abs/2408.15664). On MNIST, the load becomes even:
     torchrun --standalone --nproc-per-node 2 playground/transformer/expert_parallel.py --balance 0.1
     block 1: its experts get 27%, 26%, 26%, 21% of the tokens
     block 2: its experts get 24%, 25%, 23%, 28% of the tokens
 
 Try breaking it, in a copy beside it (`--double --dataset digits --batch_size 120 --timeout 10`):
-  1. In `compute`, write `there(rows, None)`, or at the end `back(outputs, None)`. What is lost?
+  1. In `compute`, write `dispatch(rows, None)`, or at its end `combine(outputs, None)`. What is
+     lost?
   2. In `average_gradients`, write `group = None`, so experts are averaged, too. Is there an error?
   3. In `balance_loss`, delete the all_reduce. Compare 1 and 2 ranks with `--balance 0.1`.
   4. Before the line with `mlp(`, write `if mine.any():`, and indent that line. In `forward`, before
      `order = ...`, write `expert = torch.zeros_like(expert)`. Which rank waits, and for what?
 Now write `expert_dispatch.py` in `playground/exercises/`. In `playground/museum/`, repair
 `balanced_experts.py` and `two_experts.py`.
-Builds on: manual_data_parallel.py
+Builds on: message_gradients.py
 This is the last lesson of this part. The next part begins with `language_model.py`.
 """
 
@@ -88,12 +90,13 @@ class Mixture(torch.nn.Module):
     whose expert is A. A bar separates the tokens by the rank that they go to, and after all_to_all
     by the rank that they come from:
 
-        tokens               rank 0: C0 A0 B0 A0       rank 1: D1 A1 D1 C1
-        sorted by expert     rank 0: A0 A0 B0 | C0     rank 1: A1 | C1 D1 D1
-        counts of A B C D    rank 0: 2 1 | 1 0         rank 1: 1 0 | 1 2
-        all_to_all           rank 0: A0 A0 B0 | A1     rank 1: C0 | C1 D1 D1
-        all_to_all back      rank 0: A0 A0 B0 | C0     rank 1: A1 | C1 D1 D1
-        in the old order     rank 0: C0 A0 B0 A0       rank 1: D1 A1 D1 C1
+        tokens               rank 0: C0 A0 B0 C0       rank 1: D1 A1 D1 C1
+        sorted by expert     rank 0: A0 B0 | C0 C0     rank 1: A1 | C1 D1 D1
+        counts of A B C D    rank 0: 1 1 | 2 0         rank 1: 1 0 | 1 2
+        counts that arrive   rank 0: 1 1 | 1 0         rank 1: 2 0 | 1 2
+        dispatch             rank 0: A0 B0 | A1        rank 1: C0 C0 | C1 D1 D1
+        combine              rank 0: A0 B0 | C0 C0     rank 1: A1 | C1 D1 D1
+        in the old order     rank 0: C0 A0 B0 C0       rank 1: D1 A1 D1 C1
     """
 
     def __init__(self, mlp, count, top, group):
@@ -106,7 +109,7 @@ class Mixture(torch.nn.Module):
         experts = [mlp, *(make_expert(width) for _ in range(count - 1))]
         if repr(experts[-1]) != repr(mlp):
             raise ValueError("make_expert() makes an MLP that differs from that of the block")
-        self.register_buffer("bias", torch.zeros(count))  # in bfloat16, it would stop moving
+        self.register_buffer("bias", torch.zeros(count))  # bfloat16 loses its small steps
         if count % dist.get_world_size(group):
             raise ValueError(f"{dist.get_world_size(group)} ranks cannot split {count} experts")
         here = count // dist.get_world_size(group)
@@ -114,7 +117,7 @@ class Mixture(torch.nn.Module):
         # NEW: all ranks draw the same experts, because their seeds are equal, and each keeps some.
         # An expert's name is its number over all ranks, so torch.distributed.checkpoint can tell
         # them apart. (clip_grad_norm_ would find a different norm on each rank: add up the experts'
-        # squares over the group, and count all other parameters once.)
+        # squares over ep, and count all other parameters once.)
         names = [str(first + number) for number in range(here)]
         own = experts[first : first + here]
         self.experts = torch.nn.ModuleDict(zip(names, own, strict=True))
@@ -130,7 +133,7 @@ class Mixture(torch.nn.Module):
         self.load = torch.bincount(expert, minlength=self.count)  # how many tokens for each expert
         self.mean_scores = scores.mean(dim=0)  # for balance_loss()
         outputs = rows.new_empty(len(order), rows.shape[1])
-        # NEW: back to the places of the tokens
+        # NEW: row i of what is computed belongs to place order[i], whose token is order[i] // top.
         outputs[order] = self.compute(rows[order // self.top])
         # NEW: without this factor, the router would get no gradient, because `expert` has none.
         outputs = outputs.view(*score.shape, -1) * score.unsqueeze(-1)
@@ -140,7 +143,7 @@ class Mixture(torch.nn.Module):
         """Let the experts of all ranks compute rows, which are sorted by expert."""
         world_size = dist.get_world_size(self.group)
         here = len(self.experts)
-        # Otherwise a rank whose parameters are frozen would send no gradients back.
+        # Without this, a rank on which all is frozen would send no gradients back.
         rows.requires_grad_(torch.is_grad_enabled())
         # NEW: the counts first. Each rank sends one number for each expert to the expert's rank.
         arriving = torch.empty_like(self.load)
@@ -149,14 +152,14 @@ class Mixture(torch.nn.Module):
         send_counts = self.load.view(world_size, here).sum(dim=1).tolist()
         receive_counts = arriving.view(world_size, here).sum(dim=1).tolist()
         # NEW: the gradient of a row is on the rank that has received the row, so it travels back.
-        there = partial(all_to_all, send_counts=send_counts, receive_counts=receive_counts)
-        back = partial(all_to_all, send_counts=receive_counts, receive_counts=send_counts)
+        dispatch = partial(all_to_all, send_counts=send_counts, receive_counts=receive_counts)
+        combine = partial(all_to_all, send_counts=receive_counts, receive_counts=send_counts)
         # NEW: a rank to which no token comes calls each all_to_all, too.
-        arrived = Message.apply(rows, there, back, self.group)
+        arrived = Message.apply(rows, dispatch, combine, self.group)
         # Which expert does each of these rows need? On rank 0 of the example, `arriving` counts A
-        # and B of each rank: 2 1 1 0. So the experts of the rows A0 A0 B0 A1 are 0 0 1 0.
-        experts = torch.arange(here, device=rows.device).repeat(world_size)
-        expert = experts.repeat_interleave(arriving)
+        # and B of each rank: 1 1 1 0. So the experts of the rows A0 B0 A1 are 0 1 0.
+        numbers = torch.arange(here, device=rows.device).repeat(world_size)
+        expert = numbers.repeat_interleave(arriving)
         outputs = torch.empty_like(arrived)
         for number, mlp in enumerate(self.experts.values()):
             mine = expert == number
@@ -164,7 +167,7 @@ class Mixture(torch.nn.Module):
             # `outputs` depends on `arrived`. Otherwise autograd would skip both messages here,
             # and the other ranks would wait.
             outputs[mine] = mlp(arrived[mine]).to(outputs.dtype)  # autocast may have changed it
-        return Message.apply(outputs, back, there, self.group)
+        return Message.apply(outputs, combine, dispatch, self.group)
 
 
 def train(args):
@@ -226,15 +229,15 @@ def balance_loss(model):
     """Return the mean over the blocks of: number of experts * sum(fraction * mean score).
 
     An expert's fraction is the part of all tokens that it gets. With an even load the result is 1.
-    (A stage of a pipeline has no loss. There, an autograd.Function returns its input, and its
-    backward() gives this term the gradient 1.)
+    (In a pipeline, most stages have no loss. There, an autograd.Function on their output can give
+    this term the gradient 1 in its backward().)
     """
     mixtures = mixtures_of(model)
     total = 0
     for mixture in mixtures:
         # NEW: the loss multiplies fractions by mean scores, so the fractions must be those of all
         # ranks. The mean scores may stay local: their gradients are averaged later.
-        mixture.total = mixture.load.clone()  # checkpoint() would write load again in backward()
+        mixture.total = mixture.load.clone()  # also for the bias; checkpoint() rewrites load
         dist.all_reduce(mixture.total)
         load = mixture.total.to(mixture.mean_scores.dtype)
         # Only scores have gradients. The more tokens an expert gets, the more they are lowered.

@@ -8,10 +8,10 @@ all twelve digits agree), and then what autograd keeps for `backward()` on each 
     rank 0 keeps 9,249,792 bytes
     rank 1 keeps 9,249,792 bytes
 
-In `head_parallel.py`, whose ranks keep 10,224,640 bytes, every rank adds up and normalizes all
-tokens between two pairs of layers. Here each rank does so for its own tokens only: between the
-pairs, tokens are split, S1 in the letters of `placements.py`. Other messages begin and end a pair
-(https://arxiv.org/abs/2205.05198):
+In `head_parallel.py`, whose ranks keep 10,224,640 bytes, every rank computes the residual sums and
+norms of all tokens between two pairs of layers. Here each rank does so for its own tokens only:
+between the pairs, tokens are split, S1 in the letters of `placements.py`. Other messages begin and
+end a pair (https://arxiv.org/abs/2205.05198):
 
               in head_parallel.py      here
     a pair    forward     backward     forward                     backward
@@ -22,13 +22,13 @@ By a ring, an all_reduce sends as many bytes as an all_gather and a reduce_scatt
 of the memory is saved here, and not more, because the first layer of a pair keeps its input, which
 is all tokens. Megatron-LM keeps a rank's own tokens, and gathers the others again in `backward()`,
 while it computes the gradient of the input. The reduce_scatter travels while the gradient of the
-weights is computed. (Async TP cuts a product into parts, so that messages travel beside each.)
+weights is computed. (Async TP cuts a product into parts, and sends one beside the next.)
 
 What is not split, such as a LayerNorm, now sees only the tokens of one rank. So its gradient is a
 term (P), and an all_reduce adds up the terms. After the last block, each rank gets all tokens.
 
-With `--by dtensor`, PyTorch's DTensor does the same. To clip gradients there, first add up the
-terms of those that are P (`p.grad = p.grad.redistribute(placements=[Replicate()])`). Then add up
+With `--by dtensor`, PyTorch's DTensor does the same. To clip gradients there, first add up those
+that are P (`p.grad = p.grad.redistribute(placements=[Replicate()])`). Then add up
 squares, as `tensor_parallel.py` says.
 
 Try breaking it, in a copy beside it, with `--double`, and compare the losses:
@@ -96,7 +96,7 @@ def reduce_scatter(terms, group):
 
 
 class Exchange(torch.nn.Module):
-    """A layer that sends tokens."""
+    """A message as a layer."""
 
     def __init__(self, send, send_back, group):
         super().__init__()
@@ -110,22 +110,22 @@ class Exchange(torch.nn.Module):
 def split_by_hand(model, group):
     """Split the blocks of a transformer, and between their pairs of layers the tokens."""
     # NEW: in a pair, every rank uses all tokens, so a token's gradient is a sum over the ranks.
-    # Where a pair ends, a rank has its own tokens' gradient only, but its term was of all tokens.
+    # Where a pair ends, a rank has its own tokens' gradient, but its term needs that of all tokens.
     begin = (all_gather, reduce_scatter)
     end = (reduce_scatter, all_gather)
-    between = torch.nn.ModuleList([*model.stage1[1:], *model.stage2[:-1]])  # of own tokens
+    between = torch.nn.ModuleList([*model.stage1[1:], *model.stage2[:-1]])  # on own tokens
     blocks = torch.nn.ModuleList(layer for layer in between if hasattr(layer, "attention"))
     if not blocks or {*between.parameters()} - {*blocks.parameters()}:
         raise ValueError("between the first and the last layer, all must be blocks with .attention")
-    terms = []  # parameters whose gradient comes from own tokens
+    of_own_tokens = []  # parameters whose gradient is that of own tokens
     for stage in (model.stage1, model.stage2):
         for index, layer in enumerate(stage):
             if hasattr(layer, "attention"):
                 block = SplitBlock(layer, begin, end, group)
                 stage[index] = block
-                terms += [*block.norm1.parameters(), *block.norm2.parameters()]
-                terms += [bias for bias in (block.bias1, block.bias2) if bias is not None]
-    for parameter in terms:
+                of_own_tokens += [*block.norm1.parameters(), *block.norm2.parameters()]
+                of_own_tokens += [bias for bias in (block.bias1, block.bias2) if bias is not None]
+    for parameter in of_own_tokens:
         # A frozen parameter may be unfrozen later, and PyTorch gives a hook only to a trained one.
         trained = parameter.requires_grad
         # NEW: add up the terms. If a bias's gradients from four tokens are 1, 2, 3 and 4, rank 0
@@ -155,7 +155,7 @@ def split_by_dtensor(model, mesh):
                 plan[f"{name}.{column}"] = ColwiseParallel()
             for row in ("attention.output", mlp_row):
                 plan[f"{name}.{row}"] = RowwiseParallel(output_layouts=own)  # a reduce_scatter
-            # NEW: the gradients of these layers become P. DTensor adds up the terms each time the
+            # NEW: their parameters' gradients become P. DTensor adds up the terms each time the
             # optimizer reads them, which Adam does three times in a step.
             plan[f"{name}.norm1"] = SequenceParallel()
             plan[f"{name}.norm2"] = SequenceParallel()

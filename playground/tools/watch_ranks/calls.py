@@ -31,7 +31,7 @@ class Calls(Noting):
         super().__init__(None)
         self.path, self.most = path, float("inf")
         self.thread = threading.current_thread()
-        self.started = {}  # the numbers of messages that nobody has waited for, by their requests
+        self.started = {}  # the numbers of messages, by their requests, until it waits for them
         self.stay = set()  # the names of groups that use gloo with GPUs, too
 
     def note_line(self, frame):
