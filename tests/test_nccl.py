@@ -83,3 +83,17 @@ def test_a_pipeline_needs_two_groups(tmp_path):
     said = said_of(tmp_path / "one.py", "--schedule", "1F1B")
     answers = (ROOT / "playground" / "pages" / "answers.md").read_text()
     assert all(words in said and f"`{words}`" in answers for words in SENDS[1:])
+
+
+def test_calls_of_another_thread(tmp_path):
+    """They are not noted, so there is no verdict."""
+    lines = [
+        "import threading, torch, torch.distributed as dist",
+        "dist.init_process_group('gloo')",
+    ]
+    lines += ["other = threading.Thread(target=dist.all_reduce, args=[torch.ones(2)])"]
+    lines += ["other.start()", "other.join()", "dist.destroy_process_group()"]
+    (tmp_path / "script.py").write_text("\n".join(lines))
+    done = [job.wait() for job in ranks("watch", "--nccl", tmp_path / "script.py")]
+    words = "nothing is found in what is noted.\n(This is not all: other threads have sent messages"
+    assert words in done[0].stdout, done

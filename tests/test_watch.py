@@ -297,7 +297,7 @@ def test_which_processes_are_ranks(tmp_path):
 def test_the_rank_that_crashed_comes_first(monkeypatch, capsys):
     """The others have errors because of it."""
     noted = {"size": 2, "stack": "", "calls": [], "alive": False, "end": "", "gone": True}
-    noted["lost"] = False
+    noted |= {"lost": False, "at": 0}
     both = [noted | {"rank": rank, "pid": rank} for rank in range(2)]
     monkeypatch.setattr(observer, "ask_stacks", lambda _: both[1].update(crash="Aborted"))
     observer.show_ranks(both)
@@ -361,7 +361,7 @@ def test_what_cannot_be_shown():
         (("nowhere.py",), "there is no script"),
         (("-m", "no.where"), "there is no script no.where"),
         (("--trace", "/nowhere/trace.json", WATCHED), "cannot write /nowhere/trace.json"),
-        (("--hang", 5, "--trace", "trace.json", WATCHED), "with --hang nothing is recorded"),
+        (("--hang", 5, "--trace", "trace.json", WATCHED), "with --hang or --nccl, nothing is recorded"),
     ):
         done = run("watch", *flags, status=2)
         assert f"watch.py: error: {reason}" in done.stderr.splitlines()[-1]

@@ -24,8 +24,8 @@ With --trace FILE, it also writes what the ranks did over time, for ui.perfetto.
 
 With --nccl, it tells at which lines a script that runs on CPUs may hang, or compute wrong numbers,
 on GPUs with NCCL, whose rules differ from gloo's. It replays the messages, at most 10,000 of each
-rank. (It sees no streams or threads of your own, not where Python reads numbers, and not whether
-messages of several groups hinder each other. It was never tried beside NCCL itself.)
+rank. (It sees no streams or threads of your own, no reduce ops, not where Python reads numbers, and
+not whether messages of several groups hinder each other. It was never tried beside NCCL itself.)
 """
 
 import argparse

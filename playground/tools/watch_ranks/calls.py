@@ -33,6 +33,7 @@ class Calls(Noting):
         self.thread = threading.current_thread()
         self.started = {}  # the numbers of messages, by their requests, until it waits for them
         self.stay = set()  # the names of groups that use gloo with GPUs, too
+        self.others = False  # whether another thread has waited for a message, which is not noted
 
     def note_line(self, frame):
         """Only a Recorder notes when the script is where."""
@@ -49,6 +50,9 @@ class Calls(Noting):
         def noted_wait(work, *args, **named):
             if work in self.started:
                 self.write({"wait": self.started.pop(work)})
+            elif threading.current_thread() is not self.thread and not self.others:
+                self.others = True
+                self.write({"others": True})
             return wait(work, *args, **named)
 
         def noted_batch(p2p_op_list):
@@ -61,7 +65,7 @@ class Calls(Noting):
 
         def noted_group(ranks=None, timeout=None, backend=None, *args, **named):
             group = make(ranks, timeout, backend, *args, **named)
-            if backend == "gloo" and isinstance(group, dist.ProcessGroup):
+            if str(backend).lower() == "gloo" and isinstance(group, dist.ProcessGroup):
                 self.stay.add(group.group_name)
             return group
 
@@ -78,9 +82,8 @@ class Calls(Noting):
 
     @harmless
     def stop(self):
-        """Note that the script has ended, unless it has sent more than is noted."""
-        if self.count < MOST:
-            self.write({"end": True})
+        """Note that the script has ended, or that it has sent more than is noted."""
+        self.write({"end": True} if self.count < MOST else {"full": True})
         self.forget()
 
     def write(self, row):
@@ -96,7 +99,9 @@ class Calls(Noting):
             return
         super().note(kind, operation, args)
         # The tensor that must have one size on all ranks, or on both.
-        second = kind in ("all_gather", "gather") and operation.namespace == "c10d"
+        second = (
+            kind in ("all_gather", "gather", "reduce_scatter") and operation.namespace == "c10d"
+        )
         tensors = [[each.numel(), str(each.dtype)[6:]] for each in flat(args[1 if second else 0])]
         if kind == "all_to_all":  # the parts for the ranks may have any size
             tensors = [["any", tensors[0][1]]]

@@ -239,9 +239,14 @@ def recorded_calls() -> list[dict[str, Any]]:
 
 
 def last_calls() -> list[str]:
-    """Return the last three collectives of this rank: number, group, name, shapes and state."""
+    """Return the last three collectives of this rank, and before them one that is not done.
+
+    Each with its number, group, name, shapes and state.
+    """
     with contextlib.suppress(KeyError, ValueError):  # another thread may end the group just now
-        return [call_in_words(entry) for entry in recorded_calls()[-3:]]
+        entries = recorded_calls()
+        not_done = [entry for entry in entries[:-3] if not entry["retired"]]
+        return [call_in_words(entry) for entry in [*not_done[:1], *entries[-3:]]]
     return []
 
 

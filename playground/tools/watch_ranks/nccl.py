@@ -221,15 +221,17 @@ def in_words(part):
     return f"{words}, {code_of(part, part['line']) or 'no line of the script'}"
 
 
-def show_findings(paths):
-    """Print where the messages of the ranks may hang or go wrong with NCCL."""
-    rows_of = {}
+def show_findings(paths, hangs=False):
+    """Print where the messages of the ranks may hang or go wrong with NCCL, or what is not seen."""
+    rows_of, every, unseen = {}, [], []
     for path in paths:
         rows = [json.loads(line) for line in path.read_text().split("\n")[:-1]]
-        if rows and "rank" in rows[0]:
-            rows_of[rows[0]["rank"]] = rows
+        every += rows
+        calls = [row for row in rows if "kind" in row]
+        if calls:
+            rows_of[calls[0]["rank"]] = rows
     rows_of = dict(sorted(rows_of.items()))
-    noted = [row for rows in rows_of.values() for row in rows if "kind" in row]
+    noted = [row for row in every if "kind" in row]
     text = [f"watch: {len(noted):,} calls of {len(rows_of)} ranks, by NCCL's rules:"]
     of_any = [(called(row), ANY) for row in noted if row.get("peer", 0) is None][:1]
     replays = [] if of_any else [Replay(rows_of, eager) for eager in (False, True)]
@@ -239,8 +241,15 @@ def show_findings(paths):
         only = only if lines in lazy else " with device_id"
         what = "may hang" if lines[-1] in (SEND, FIRST, ORDER, MIXED) else "may go wrong"
         text += [f"{what}{only}:", *(f"    {line}" for line in lines)]
-    if not lazy and not eager:
+    if any("others" in row for row in every):
+        unseen.append("other threads have sent messages, too")
+    if any("full" in row for row in every):
+        unseen.append("a rank has sent more messages than are noted")
+    elif hangs or any(x.is_open or x.going for x in replays):
+        unseen.append("not every rank has ended well, or is on this node")
+    if not lazy and not eager and noted and not hangs:
         text.append("no rank waits for ever, and what the ranks call fits together.")
-        if any(x.is_open or x.going for x in replays):
-            text.append("(This is not all: not every rank has ended well, or is on this node.)")
+    elif not lazy and not eager:
+        text.append("nothing is found in what is noted.")
+    text += [f"(This is not all: {why}.)" for why in unseen]
     print("\n".join(text), flush=True)

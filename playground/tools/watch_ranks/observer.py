@@ -73,6 +73,10 @@ def read_notes(folder, loose):
             notes |= {"path": path, "alive": held and not notes["end"]}
             notes["there"] = there and not notes["end"]
             notes["gone"] = not (there or notes["end"] or notes["lost"])
+            # At SIGTERM, faulthandler writes to the other file, later than the rank itself.
+            notes["at"] = max(written, path.with_suffix(".stack").stat().st_mtime)
+            if notes["gone"] and notes["left"]:  # it is of no use any more, as after Ray's training
+                notes |= {"gone": False, "end": "well"}
             found.append(notes)
     # A launcher may start one process on a node, which starts the ranks.
     parents = {notes["parent"] for notes in found if notes["called"]}
@@ -121,13 +125,17 @@ def own_lines(stack, script):
     frames = frames_in(text_of.pop(parts[-2]) if parts else stack)
     if not frames:
         return ["no function of Python: it is ending, or Ctrl-Z has stopped it"]
-    others = map(frames_in, text_of.values())
-    own, *others = [lines_of(each, script) for each in (frames, *others)]
+    threads = [frames_in(text) for text in text_of.values()]
+    own, *others = [lines_of(each, script) for each in (frames, *threads)]
     frames = [frame for frame in frames if Path(frame[0]).parent != Path(__file__).parent] or frames
     path, number, function = frames[0]
     # The call of main() is of interest only to a script that has no function.
     own = [line for line in own if " in <module>: " not in line or line == own[-1]]
     own = own[-4:] + [f"now in {function}, {Path(path).name}:{number}"]
+    for number, lines in enumerate(others):
+        calls = [frame for frame in threads[number] if frame[0].endswith("distributed_c10d.py")]
+        if calls and not lines:  # one of PyTorch's own, such as that of dcp.async_save
+            others[number] = [f"in {calls[0][2]}, distributed_c10d.py:{calls[0][1]}"]
     return own + [f"another thread: {lines[-1]}" for lines in others if lines][-4:]
 
 
@@ -158,9 +166,8 @@ def show_ranks(ranks, reason=""):
     ask_stacks(ranks)
     ranks = sorted(ranks, key=lambda notes: "crash" not in notes)
     if not reason:
-        # The others have errors because of it.
-        gone = [notes for notes in ranks if notes["gone"]]
-        first, *_ = gone or those_that_exit(ranks) or those_that_failed(ranks)
+        # The others have errors because of it, or the launcher has ended them.
+        first = min(those_that_failed(ranks), key=lambda x: ("crash" not in x, x["at"]))
         reason = f"{name_of(first).partition(' (')[0]} did not end well."
     for notes in ranks:
         lines = []
@@ -169,6 +176,8 @@ def show_ranks(ranks, reason=""):
         if notes["calls"]:
             is_old = notes["gone"] or notes["alive"] and notes["age"] > 2
             seen = "last noted calls" if is_old else "last calls"
+            if notes["end"] not in ("", "well"):
+                seen += " (the last one may have failed)"
             lines.append(f"{seen}: {', '.join(notes['calls'])}")
         if "crash" in notes:
             state = f"has crashed: {notes['crash']}"
@@ -257,7 +266,7 @@ def main():
             who = name_of(new[0]).partition(" (")[0]
             show_ranks(ranks, f"no progress of {who} for {new[0]['still']:.0f} s.")
             if record == "messages" and not shown:
-                show_findings(folder.glob("*.calls"))
+                show_findings(folder.glob("*.calls"), hangs=True)
             shown |= {(notes["path"], notes["since"]) for notes in ranks}
         failed = those_that_failed(ranks)
         failed_at = failed_at or (time.time() if failed else None)

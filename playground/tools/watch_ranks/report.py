@@ -47,7 +47,8 @@ def show_records(paths, trace, all_ended_well=True):
     named = {rank for one in records for call in one["calls"] for rank in call.get("ranks", [])}
     missing = sorted({*named, *of_rank} - {record["rank"] for record in records})
     if missing:
-        why = "on another node, without optimizer, ended by a signal, or started in another way"
+        why = "on another node, without optimizer, ended by a signal or os._exit(), or started"
+        why += " in another way"
         text.append(f"(Nothing is recorded here of {ranks_in_words(missing)}: {why}.)")
     if any("group" not in call for record in records for call in record["calls"]):
         unknown = "bytes, groups and lines of some are unknown"
