@@ -361,7 +361,7 @@ def test_what_cannot_be_shown():
         (("nowhere.py",), "there is no script"),
         (("-m", "no.where"), "there is no script no.where"),
         (("--trace", "/nowhere/trace.json", WATCHED), "cannot write /nowhere/trace.json"),
-        (("--hang", 5, "--trace", "trace.json", WATCHED), "with --hang or --nccl, nothing is recorded"),
+        (("--hang", 5, "--trace", "trace.json", WATCHED), "with --hang or --nccl, nothing"),
     ):
         done = run("watch", *flags, status=2)
         assert f"watch.py: error: {reason}" in done.stderr.splitlines()[-1]

@@ -47,8 +47,7 @@ class Rank(threading.Thread):
         self.path = Path(f"{path}.json")
         rank, size = launched() or (None, 0)
         self.notes = {"pid": os.getpid(), "rank": rank, "size": size, "joined": size > 0}
-        self.notes |= {"parent": os.getppid(), "called": False, "left": False}
-        self.has_joined = False
+        self.notes |= {"parent": os.getppid(), "called": False}
         self.notes |= {"since": time.time(), "calls": [], "stack": "", "end": "", "why": ""}
         self.notes["script"] = running()
         self.place = None
@@ -114,7 +113,6 @@ class Rank(threading.Thread):
             if calls and self.notes["calls"] not in ([], calls):  # a loop that is met in one line
                 self.notes["since"] = max(self.notes["since"], self.written)
             self.notes |= {"calls": calls, "script": running() or self.notes["script"]}
-            self.notes["left"] = self.has_joined and not dist.is_initialized()
             self.notes["stack"] = as_text((each, each.f_lineno) for each in outwards(frame))
             self.write()
 
@@ -183,7 +181,6 @@ def joins(rank, size, folder, record):
 def has_joined():
     """Note that this process has joined a group."""
     own = Rank.here
-    own.has_joined = True
     own.notes |= {"rank": dist.get_rank(), "size": dist.get_world_size()}
     own.write()
 

@@ -75,8 +75,6 @@ def read_notes(folder, loose):
             notes["gone"] = not (there or notes["end"] or notes["lost"])
             # At SIGTERM, faulthandler writes to the other file, later than the rank itself.
             notes["at"] = max(written, path.with_suffix(".stack").stat().st_mtime)
-            if notes["gone"] and notes["left"]:  # it is of no use any more, as after Ray's training
-                notes |= {"gone": False, "end": "well"}
             found.append(notes)
     # A launcher may start one process on a node, which starts the ranks.
     parents = {notes["parent"] for notes in found if notes["called"]}
