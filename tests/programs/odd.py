@@ -45,6 +45,7 @@ def compiled(rank):
 
 def profiles(rank):
     """It records itself, from the second step on."""
+    dist.barrier()  # otherwise a rank may end while the other one still connects to it
     once = torch.profiler.schedule(wait=1, warmup=1, active=2, repeat=1)
     with torch.profiler.profile(schedule=once) as own:
         for _ in range(5):
