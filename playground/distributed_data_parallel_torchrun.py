@@ -77,7 +77,7 @@ def train(args):
     done = resume(args, model, optimizer)  # NEW: before DDP is made
     model = DistributedDataParallel(model)  # sends the model of rank 0 to all ranks
     for epoch in range(done, args.epochs):
-        # Lesson 7 seeds once. With the epoch in the seed, a resumed run draws the same for dropout.
+        # Dropout differs by rank. With the epoch in the seed, a resumed run draws the same numbers.
         torch.manual_seed(args.seed + epoch * dist.get_world_size() + rank)
         fit_epoch(epoch, model, optimizer, train_loader, test_loader, device, args)
         if rank == 0 and args.savefile:  # no collective in here: the others would not call it

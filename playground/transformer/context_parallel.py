@@ -21,7 +21,7 @@ queries read from its own chunk, which is the keys and values of its tokens. The
 the chunk that it has to the next rank, and its queries read from the chunk that arrives. After
 n - 1 such steps, every chunk has been on every rank: `playground/pages/figures/ring_attention.svg`.
 With `checkpoint()`, autograd keeps only the inputs of the ring (so a rank keeps 90,423,296 bytes),
-and `backward()` runs it again. (Libraries send chunks in `backward()`, and while they compute.)
+and `backward()` runs it again. (Libraries send chunks in `backward()`, too, while they compute.)
 
 A token with the scores s reads the mean of the values, weighted with softmax(s). In the ring, no
 rank has all scores of a token, but the means over the chunks can be merged. A chunk's weight is
